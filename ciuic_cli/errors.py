@@ -1,0 +1,66 @@
+"""The errors that ciuic raises on purpose, each with its exit code and its next step.
+
+They are raised where the fact is known and caught once, in the command line. Anything else that escapes is a bug
+of ours (exit code 1).
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class CiuicError(Exception):
+    """A failure that we foresaw.
+
+    Args:
+        message: what is wrong, one sentence.
+        file: the file it was found in.
+        tensor: the tensor it was found in.
+        remedy: what the user can do about it.
+    """
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        file: str | os.PathLike[str] | None = None,
+        tensor: str | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.file = None if file is None else os.fspath(file)
+        self.tensor = tensor
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        places = [f"file {self.file}" if self.file else "", f"tensor {self.tensor}" if self.tensor else ""]
+        where = ", ".join(place for place in places if place)
+        text = f"{self.message} ({where})" if where else self.message
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+
+class UsageError(CiuicError):
+    """The command or call itself is wrong: unknown option, contradictory arguments."""
+
+    exit_code = 2
+
+
+class InputError(CiuicError):
+    """A checkpoint, an artifact or a text that we cannot accept."""
+
+    exit_code = 3
+
+
+class TargetError(CiuicError):
+    """The byte target or the quality gate cannot be met."""
+
+    exit_code = 4
+
+
+class EnvironmentFault(CiuicError):
+    """The machine cannot do it: disk, device, memory, lock, missing native library."""
+
+    exit_code = 5
