@@ -1,0 +1,1 @@
+"""Codes for weights: the trellis code, its stored form, its input transform and its definition."""

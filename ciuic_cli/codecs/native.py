@@ -1,0 +1,108 @@
+"""Loads the native library (libciuic_native) and declares its functions.
+
+The library is a plain C interface reached through ctypes: `ciuic_cli/native/ciuic_native.h` documents every function.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from pathlib import Path
+
+import ciuic_cli
+from ciuic_cli.errors import EnvironmentFault, UsageError
+
+ABI_VERSION = 1
+
+_LIBRARY_NAME = {"darwin": "libciuic_native.dylib", "win32": "ciuic_native.dll"}.get(sys.platform, "libciuic_native.so")
+_STATUS = {
+    -1: "an argument is out of range (null, negative, or a shape that is no multiple of 16)",
+    -2: "bits per weight must be 2, 3, 4, 5, 6 or 8 and the window 12 to 16 bits long",
+    -4: "the matrix or its scales hold NaN or infinite values",
+}
+
+_pointer = ctypes.c_void_p
+_long = ctypes.c_long
+_int = ctypes.c_int
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "ciuic_abi_version": (_int, []),
+    "ciuic_cpu_kernels": (ctypes.c_char_p, []),
+    "ciuic_round": (
+        _int,
+        [_pointer, _long, _long, _pointer, _pointer, _pointer, _pointer, _int, _int, _pointer, _pointer, _pointer, _pointer],
+    ),
+    "ciuic_decode": (
+        _int,
+        [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _long, _long, _pointer, _int],
+    ),
+    "ciuic_matmul": (
+        _int,
+        [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _int, ctypes.c_uint32]
+        + [_pointer, _long, _long, _pointer, _long, _int, _int],
+    ),
+    "ciuic_hadamard": (_int, [_pointer, _long, _long, _int, ctypes.c_uint32, _int, _int]),
+}
+
+
+def _candidates() -> list[Path]:
+    """Where the library may lie: a wheel puts it beside the package, an editable install on the package's other path."""
+    override = os.environ.get("CIUIC_NATIVE_LIBRARY")
+    if override:
+        return [Path(override)]
+    return [Path(folder) / _LIBRARY_NAME for folder in ciuic_cli.__path__]
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """The loaded library, its functions typed.
+
+    CIUIC_NATIVE_LIBRARY names another build of it (for example one with sanitizers).
+
+    Raises:
+        EnvironmentFault: it is missing, does not load, or belongs to another version of this package.
+    """
+    path = next((candidate for candidate in _candidates() if candidate.is_file()), None)
+    if path is None:
+        raise EnvironmentFault(
+            f"the native library {_LIBRARY_NAME} is not installed",
+            remedy="Install the package with pip (it builds the library; a C++17 compiler is needed).",
+        )
+    try:
+        loaded = ctypes.CDLL(os.fspath(path))
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(loaded, name)
+            function.restype = result
+            function.argtypes = arguments
+    except (OSError, AttributeError) as error:
+        raise EnvironmentFault(
+            f"the native library does not load: {error}", file=path, remedy="Reinstall the package."
+        ) from error
+    found = loaded.ciuic_abi_version()
+    if found != ABI_VERSION:
+        raise EnvironmentFault(
+            f"the native library has interface version {found}, this package needs {ABI_VERSION}",
+            file=path,
+            remedy="Reinstall the package.",
+        )
+    return loaded
+
+
+def cpu_kernels() -> str:
+    """Instruction set of the kernels in use: "avx512vnni", "avx2" or "portable" (CIUIC_CPU_KERNELS forces one)."""
+    return library().ciuic_cpu_kernels().decode()
+
+
+def check(status: int, what: str) -> None:
+    """Raises the error that a status code of the library stands for.
+
+    Raises:
+        EnvironmentFault: memory ran out.
+        UsageError: an argument was refused.
+    """
+    if status == 0:
+        return
+    if status == -3:
+        raise EnvironmentFault(f"{what}: not enough memory", remedy="Free memory or use fewer threads.")
+    raise UsageError(f"{what}: {_STATUS.get(status, f'status {status}')}")

@@ -1,0 +1,349 @@
+"""The stored form of a compressed matrix and of a stack of experts: bytes in, bytes out, every field checked.
+
+All numbers are little endian. A matrix blob:
+
+    0  4s magic "CIU1"   4 u8 L   5 u8 flags (bit 0: low-rank part)   6 u8 log2(B)   7 u8 zero
+    8  u32 rows   12 u32 cols   16 u32 seed   20 f32 base   24 u32 rank   28 u32 lowrank_bytes
+    32 u8 row_bits[ceil(rows / 16)], u8 row_scale[rows], zero padding to a multiple of 16
+    then the low-rank part: blob of R (rank x cols), blob of L transposed (rank x rows)
+    then the codes: per group of 16 rows, per block of 16 columns, 32 * row_bits bytes
+
+A row's scale is base * 2^(row_scale / 16). An expert stack is "CIUX", u32 count, u32 rows, u32 cols, u64 offsets[count + 1]
+(from the start, multiples of 16), zero padding to a multiple of 16, then one matrix blob per expert.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ciuic_cli.codecs.transform import TILE, log2_block, padded
+from ciuic_cli.errors import InputError
+
+BITS = (0, 2, 3, 4, 5, 6, 8)
+WINDOWS = range(12, 17)
+UNIT_BYTES = 32
+
+_HEADER = struct.Struct("<4sBBBBIIIfII")
+_STACK_HEADER = struct.Struct("<4sIII")
+_ALIGN = 16
+_MAX_DIMENSION = 2**31 - TILE
+_MAX_BASE = float(np.finfo(np.float32).max) / 2.0**16
+_SCALE_STEPS = np.exp2(np.arange(256) / 16.0).astype(np.float32)
+_VALID_BITS = np.isin(np.arange(256), BITS)
+
+Buffer = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class PackedMatrix:
+    """A compressed matrix of `rows` outputs and `cols` inputs.
+
+    Attributes:
+        L: length of the decoder's window in bits, 12 to 16.
+        seed: of the input transform's signs.
+        base: row scale for code 0; positive and finite.
+        row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 rows; 0 means that the rows are zero.
+        row_scale: uint8 [rows], scale codes.
+        codes: uint8, the tiles.
+        lowrank: None, or (R [rank, cols], L transposed [rank, rows]); the product L R is added to the matrix.
+    """
+
+    rows: int
+    cols: int
+    L: int
+    seed: int
+    base: float
+    row_bits: Bytes
+    row_scale: Bytes
+    codes: Bytes
+    lowrank: tuple[PackedMatrix, PackedMatrix] | None = None
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+
+    @property
+    def rows_padded(self) -> int:
+        return padded(self.rows)
+
+    @property
+    def cols_padded(self) -> int:
+        return padded(self.cols)
+
+    @property
+    def log2_block(self) -> int:
+        """log2 of the Hadamard block size."""
+        return log2_block(self.cols_padded)
+
+    @functools.cached_property
+    def group_offset(self) -> npt.NDArray[np.int64]:
+        """int64 [ceil(rows / 16)], where the codes of each row group begin within `codes`."""
+        return group_offsets(self.row_bits, self.cols)
+
+    @functools.cached_property
+    def scales(self) -> npt.NDArray[np.float32]:
+        """float32 [rows_padded], the row scales; 0 in the padding."""
+        out = np.zeros(self.rows_padded, dtype=np.float32)
+        out[: self.rows] = decode_scales(self.base, self.row_scale)
+        return out
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.lowrank is None else self.lowrank[0].rows
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blob."""
+        return packed_nbytes(self.rows, self.cols, self.row_bits, self._lowrank_bytes)
+
+    @property
+    def _lowrank_bytes(self) -> int:
+        return 0 if self.lowrank is None else sum(part.nbytes for part in self.lowrank)
+
+    def to_bytes(self) -> bytes:
+        """The blob, exactly `nbytes` long."""
+        header = _HEADER.pack(
+            b"CIU1",
+            self.L,
+            int(self.lowrank is not None),
+            self.log2_block,
+            0,
+            self.rows,
+            self.cols,
+            self.seed,
+            self.base,
+            self.rank,
+            self._lowrank_bytes,
+        )
+        head = header + self.row_bits.tobytes() + self.row_scale.tobytes()
+        parts = [head, bytes(-len(head) % _ALIGN)]
+        if self.lowrank is not None:
+            parts += [part.to_bytes() for part in self.lowrank]
+        return b"".join([*parts, self.codes.tobytes()])
+
+    @classmethod
+    def from_buffer(cls, buf: Buffer, *, where: str) -> PackedMatrix:
+        """Reads a blob without copying its codes.
+
+        Args:
+            buf: the blob, exactly; a uint8 tensor or anything with the buffer protocol. It must stay unchanged.
+            where: name of the tensor, for messages.
+
+        Raises:
+            InputError: any field is impossible or the length is wrong.
+        """
+        data = _as_bytes(buf, where)
+        matrix, end = _read_matrix(data, where, nested=False)
+        if end != data.size:
+            raise _refusal(where, f"{data.size - end} bytes follow the compressed matrix")
+        return matrix
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertStack:
+    """A compressed 3-D expert parameter: `experts` of equal shape (rows, cols). A pruned expert has only zero row groups."""
+
+    experts: tuple[PackedMatrix, ...]
+
+    def __post_init__(self) -> None:
+        shapes = {(expert.rows, expert.cols) for expert in self.experts}
+        if len(shapes) != 1:
+            raise InputError(f"an expert stack needs experts of one shape, not {sorted(shapes)}")
+
+    @property
+    def rows(self) -> int:
+        return self.experts[0].rows
+
+    @property
+    def cols(self) -> int:
+        return self.experts[0].cols
+
+    @property
+    def nbytes(self) -> int:
+        return stack_header_nbytes(len(self.experts)) + sum(expert.nbytes for expert in self.experts)
+
+    def to_bytes(self) -> bytes:
+        """The blob, exactly `nbytes` long."""
+        count = len(self.experts)
+        begin = stack_header_nbytes(count)
+        offsets = begin + np.cumsum([0] + [expert.nbytes for expert in self.experts])
+        head = _STACK_HEADER.pack(b"CIUX", count, self.rows, self.cols) + offsets.astype("<u8").tobytes()
+        return b"".join([head, bytes(begin - len(head)), *(expert.to_bytes() for expert in self.experts)])
+
+    @classmethod
+    def from_buffer(cls, buf: Buffer, *, where: str) -> ExpertStack:
+        """Reads a blob without copying the codes; see `PackedMatrix.from_buffer`.
+
+        Raises:
+            InputError: any field is impossible or the length is wrong.
+        """
+        data = _as_bytes(buf, where)
+        if data.size < _STACK_HEADER.size or bytes(data[:4]) != b"CIUX":
+            raise _refusal(where, "this is not a compressed expert stack")
+        _, count, rows, cols = _STACK_HEADER.unpack(data[: _STACK_HEADER.size].tobytes())
+        begin = stack_header_nbytes(count)
+        if count == 0 or begin > data.size:
+            raise _refusal(where, f"a stack of {count} experts cannot be in {data.size} bytes")
+        table = data[_STACK_HEADER.size : _STACK_HEADER.size + 8 * (count + 1)]
+        offsets = [int(offset) for offset in np.frombuffer(table.tobytes(), dtype="<u8")]
+        if data[_STACK_HEADER.size + table.size : begin].any():
+            raise _refusal(where, "the padding after the expert offsets is not zero")
+        if offsets[0] != begin or offsets[-1] != data.size or any(a >= b for a, b in zip(offsets, offsets[1:], strict=False)):
+            raise _refusal(where, "the expert offsets do not cover the stack in order")
+        experts = []
+        for index, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+            expert = PackedMatrix.from_buffer(data[first:last], where=f"{where}[{index}]")
+            if (expert.rows, expert.cols) != (rows, cols):
+                raise _refusal(where, f"expert {index} is {expert.rows} x {expert.cols}, the stack {rows} x {cols}")
+            experts.append(expert)
+        return cls(tuple(experts))
+
+
+def packed_nbytes(rows: int, cols: int, row_bits: npt.ArrayLike, lowrank_bytes: int = 0) -> int:
+    """Bytes of a matrix blob, header, scales and padding included."""
+    head = _HEADER.size + padded(rows) // TILE + rows
+    bits = int(np.asarray(row_bits, dtype=np.int64).sum())
+    return head + -head % _ALIGN + lowrank_bytes + bits * UNIT_BYTES * (padded(cols) // TILE)
+
+
+def stack_header_nbytes(count: int) -> int:
+    """Bytes of an expert stack before its first expert."""
+    head = _STACK_HEADER.size + 8 * (count + 1)
+    return head + -head % _ALIGN
+
+
+def group_offsets(row_bits: npt.ArrayLike, cols: int) -> npt.NDArray[np.int64]:
+    """int64 [groups]: where the codes of each group of 16 rows begin."""
+    sizes = np.asarray(row_bits, dtype=np.int64) * (UNIT_BYTES * (padded(cols) // TILE))
+    return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+
+
+def encode_scales(scales: npt.ArrayLike) -> tuple[float, Bytes]:
+    """Rounds positive row scales to base * 2^(code / 16).
+
+    Args:
+        scales: float [rows]. Zeros (rows without weights) take code 0.
+
+    Returns:
+        (base, codes uint8 [rows]). The scales that a decoder sees are `decode_scales(base, codes)`, within 2.2 % of the
+        wish unless a row's scale is more than 2^15.9 times below the largest.
+    """
+    wish = np.asarray(scales, dtype=np.float64)
+    if not np.all(np.isfinite(wish)) or np.any(wish < 0):
+        raise InputError("row scales must be finite and not negative")
+    positive = wish[wish > 0]
+    if positive.size == 0:
+        return 1.0, np.zeros(wish.shape, dtype=np.uint8)
+    smallest = max(float(positive.min()), float(positive.max()) * 2.0 ** (-255 / 16), 2.0**-100)
+    base = float(np.float32(min(smallest, _MAX_BASE)))
+    steps = np.rint(16 * np.log2(np.maximum(wish, base) / base))
+    return base, np.clip(steps, 0, 255).astype(np.uint8)
+
+
+def decode_scales(base: float, codes: Bytes) -> npt.NDArray[np.float32]:
+    """float32 row scales: base * 2^(code / 16), each factor rounded to float32 first."""
+    return np.float32(base) * _SCALE_STEPS[codes]
+
+
+def _refusal(where: str, message: str) -> InputError:
+    return InputError(message, tensor=where, remedy="The file is damaged or was not written by ciuic: fetch it again.")
+
+
+def _as_bytes(buf: Buffer, where: str) -> Bytes:
+    if isinstance(buf, torch.Tensor):
+        if buf.dtype != torch.uint8 or buf.dim() != 1:
+            raise _refusal(where, f"a compressed tensor is 1-D uint8, not {buf.dim()}-D {buf.dtype}")
+        return buf.detach().cpu().contiguous().numpy()
+    if isinstance(buf, np.ndarray):
+        if buf.dtype != np.uint8 or buf.ndim != 1:
+            raise _refusal(where, f"a compressed tensor is 1-D uint8, not {buf.ndim}-D {buf.dtype}")
+        return np.ascontiguousarray(buf)
+    return np.frombuffer(buf, dtype=np.uint8)
+
+
+def _check_fields(m: PackedMatrix, where: str = "") -> None:
+    def need(condition: bool, message: str) -> None:
+        if not condition:
+            raise InputError(message, tensor=where or None)
+
+    need(1 <= m.rows <= _MAX_DIMENSION and 1 <= m.cols <= _MAX_DIMENSION, f"impossible shape {m.rows} x {m.cols}")
+    need(m.L in WINDOWS, f"impossible window length {m.L}")
+    need(0 <= m.seed < 2**32, f"impossible seed {m.seed}")
+    need(0.0 < m.base <= _MAX_BASE, f"impossible scale base {m.base}")
+    groups = padded(m.rows) // TILE
+    need(m.row_bits.dtype == np.uint8 and m.row_bits.shape == (groups,), f"row_bits must be uint8 [{groups}]")
+    need(m.row_scale.dtype == np.uint8 and m.row_scale.shape == (m.rows,), f"row_scale must be uint8 [{m.rows}]")
+    need(bool(_VALID_BITS[m.row_bits].all()), f"bits per weight must be one of {BITS}")
+    size = packed_nbytes(m.rows, m.cols, m.row_bits) - packed_nbytes(m.rows, m.cols, 0)
+    need(m.codes.dtype == np.uint8 and m.codes.shape == (size,), f"codes must be uint8 [{size}]")
+    need(m.codes.flags.c_contiguous, "codes must be contiguous")
+    if m.lowrank is not None:
+        right, left = m.lowrank
+        need(right.lowrank is None and left.lowrank is None, "a low-rank factor cannot have a low-rank part itself")
+        need(right.rows == left.rows, f"ranks {right.rows} and {left.rows} of the low-rank factors differ")
+        need(right.rows <= min(m.rows, m.cols), f"rank {right.rows} exceeds the shape {m.rows} x {m.cols}")
+        need((right.cols, left.cols) == (m.cols, m.rows), "the low-rank factors do not fit the matrix")
+
+
+def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix, int]:
+    """The matrix at the start of `data` and the number of bytes it takes."""
+    if data.size < _HEADER.size or bytes(data[:4]) != b"CIU1":
+        raise _refusal(where, "this is not a compressed matrix")
+    fields = _HEADER.unpack(data[: _HEADER.size].tobytes())
+    _, window, flags, log2, zero, rows, cols, seed, base, rank, lowrank_bytes = fields
+    if zero != 0 or flags & ~1:
+        raise _refusal(where, "unknown flags; a newer version may have written it")
+    if not (1 <= rows <= _MAX_DIMENSION and 1 <= cols <= _MAX_DIMENSION) or log2 != log2_block(padded(cols)):
+        raise _refusal(where, f"impossible shape {rows} x {cols} with blocks of 2^{log2}")
+    has_lowrank = bool(flags & 1)
+    if has_lowrank != (rank > 0) or has_lowrank != (lowrank_bytes > 0) or lowrank_bytes % _ALIGN or (nested and has_lowrank):
+        raise _refusal(where, f"impossible low-rank part: rank {rank}, {lowrank_bytes} bytes")
+    groups = padded(rows) // TILE
+    scales_at = _HEADER.size + groups
+    begin = packed_nbytes(rows, cols, 0)
+    if begin + lowrank_bytes > data.size:
+        raise _refusal(where, f"a {rows} x {cols} matrix cannot be in {data.size} bytes")
+    row_bits = data[_HEADER.size : scales_at]
+    if not _VALID_BITS[row_bits].all():
+        raise _refusal(where, f"bits per weight must be one of {BITS}")
+    if data[scales_at + rows : begin].any():
+        raise _refusal(where, "the padding after the scales is not zero")
+    end = packed_nbytes(rows, cols, row_bits, lowrank_bytes)
+    if end > data.size:
+        raise _refusal(where, f"{end} bytes expected, {data.size} found")
+    lowrank = None
+    if has_lowrank:
+        lowrank = _read_lowrank(data[begin : begin + lowrank_bytes], where)
+        if lowrank[0].rows != rank:
+            raise _refusal(where, f"rank {rank} announced, {lowrank[0].rows} found")
+    try:
+        matrix = PackedMatrix(
+            rows=rows,
+            cols=cols,
+            L=window,
+            seed=seed,
+            base=base,
+            row_bits=row_bits,
+            row_scale=data[scales_at : scales_at + rows],
+            codes=data[begin + lowrank_bytes : end],
+            lowrank=lowrank,
+        )
+    except InputError as error:
+        raise _refusal(where, error.message) from error
+    return matrix, end
+
+
+def _read_lowrank(data: Bytes, where: str) -> tuple[PackedMatrix, PackedMatrix]:
+    right, middle = _read_matrix(data, f"{where} (right factor)", nested=True)
+    left, end = _read_matrix(data[middle:], f"{where} (left factor)", nested=True)
+    if middle + end != data.size:
+        raise _refusal(where, "the low-rank part has another length than announced")
+    return right, left
+
+

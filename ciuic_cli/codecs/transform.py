@@ -1,0 +1,95 @@
+"""The input transform: random signs and a block Hadamard matrix, so that weights look Gaussian.
+
+T(x) = H_B (x * s) per block of B inputs, H_B the orthonormal Sylvester-ordered Hadamard matrix. Stored weights are T of
+each row of W, and W x = (T W) (T x). Source: QuIP# (Tseng et al. 2024), with blocks instead of one large matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import torch
+
+from ciuic_cli.codecs import native
+
+MAX_BLOCK = 1024
+TILE = 16
+
+
+def padded(length: int) -> int:
+    """`length` rounded up to a multiple of 16."""
+    return -(-length // TILE) * TILE
+
+
+def log2_block(cols_padded: int) -> int:
+    """log2 of the block size: the largest power of two that divides `cols_padded`, at most 1024."""
+    return min((cols_padded & -cols_padded).bit_length() - 1, MAX_BLOCK.bit_length() - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(cols_padded: int, seed: int) -> np.ndarray:
+    h = (np.uint64(seed) * np.uint64(0x9E3779B1) + np.arange(cols_padded, dtype=np.uint64)).astype(np.uint32)
+    h ^= h >> np.uint32(16)
+    h *= np.uint32(0x85EBCA6B)
+    h ^= h >> np.uint32(13)
+    h *= np.uint32(0xC2B2AE35)
+    h ^= h >> np.uint32(16)
+    signs = np.where(h >> np.uint32(31), np.float32(-1), np.float32(1))
+    signs.setflags(write=False)
+    return signs
+
+
+def signs(cols_padded: int, seed: int = 0) -> torch.Tensor:
+    """The signs s of the transform, float32 [cols_padded], each +1 or -1 (murmur3 finalizer of seed and index)."""
+    return torch.from_numpy(_signs(cols_padded, seed).copy())
+
+
+def transform(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """T applied along the last dimension, zero-padded to a multiple of 16.
+
+    Args:
+        x: floating point [..., cols].
+        seed: of the signs.
+
+    Returns:
+        float32 [..., cols_padded], a new tensor on x's device.
+    """
+    cols = x.shape[-1]
+    out = torch.nn.functional.pad(x.to(torch.float32), (0, padded(cols) - cols))
+    if out.data_ptr() == x.data_ptr() or not out.is_contiguous():
+        out = out.clone(memory_format=torch.contiguous_format)
+    return _apply(out, seed, inverse=False)
+
+
+def inverse_transform(x: torch.Tensor, cols: int, seed: int = 0) -> torch.Tensor:
+    """Inverse of `transform`: float32 [..., cols_padded] to float32 [..., cols]."""
+    out = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    return _apply(out, seed, inverse=True)[..., :cols]
+
+
+def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
+    """In place when x is on the CPU."""
+    cols = x.shape[-1]
+    log2 = log2_block(cols)
+    if x.device.type != "cpu":
+        return _apply_torch(x, signs(cols, seed).to(x.device), log2, inverse=inverse)
+    rows = x.numel() // cols
+    status = native.library().ciuic_hadamard(
+        x.data_ptr(), rows, cols, log2, seed, int(inverse), torch.get_num_threads()
+    )
+    native.check(status, "Hadamard transform")
+    return x
+
+
+def _apply_torch(x: torch.Tensor, sign: torch.Tensor, log2: int, *, inverse: bool) -> torch.Tensor:
+    """The same in torch operations, for other devices and as the definition that the native code is tested against."""
+    shape = x.shape
+    if not inverse:
+        x = x * sign
+    x = x.reshape(-1, 1 << log2)
+    for level in range(log2):
+        pairs = x.reshape(x.shape[0], -1, 2, 1 << level)
+        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2).reshape(x.shape)
+    x = (x * (1 << log2) ** -0.5).reshape(shape)
+    return x * sign if inverse else x

@@ -1,0 +1,184 @@
+"""The trellis code: rounding, decoding and multiplying, on top of the native library.
+
+Matrices here are in the transformed basis of `codecs.transform` unless a function says otherwise.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ciuic_cli.codecs import native
+from ciuic_cli.codecs.packing import PackedMatrix, group_offsets
+from ciuic_cli.codecs.transform import TILE, inverse_transform
+from ciuic_cli.errors import UsageError
+
+DEFAULT_WINDOW = 16
+
+# Best scale of the code relative to the standard deviation of Gaussian weights, by K, at L = 16.
+CODE_SCALE = {2: 1.0, 3: 1.05, 4: 1.1, 5: 1.15, 6: 1.2, 8: 1.2}
+
+
+def round_matrix(
+    weight: torch.Tensor,
+    scale: torch.Tensor | npt.NDArray[np.float32],
+    row_bits: npt.ArrayLike,
+    *,
+    L: int = DEFAULT_WINDOW,
+    input_feedback: torch.Tensor | None = None,
+    output_feedback: torch.Tensor | None = None,
+    threads: int | None = None,
+    progress: ctypes.c_long | None = None,
+) -> tuple[npt.NDArray[np.uint8], torch.Tensor]:
+    """Rounds a matrix to the trellis code, with error feedback along inputs (LDLQ) and outputs (two-sided).
+
+    With E = weight - decoded, tile (I, J) is encoded from
+    W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} B_I'I^T P_I'J, where P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J.
+    Sources: GPTQ/LDLQ (QuIP, Chee et al. 2023); two-sided rounding (YAQA, Tseng et al. 2025).
+
+    Args:
+        weight: float32 [rows_padded, cols_padded], CPU, both multiples of 16.
+        scale: float32 [rows_padded], scale of each row's code; 0 marks a padding row whose error costs nothing.
+        row_bits: [rows_padded / 16] bits per weight of each row group: 0, 2, 3, 4, 5, 6 or 8.
+        L: window length, 12 to 16.
+        input_feedback: A, float32 [cols_padded, cols_padded]; only its part below the 16 x 16 block diagonal is read.
+        output_feedback: B, float32 [rows_padded, rows_padded]; likewise.
+        threads: default torch.get_num_threads(). The result does not depend on it.
+        progress: counts finished tiles while the call runs; another thread may read it.
+
+    Returns:
+        (codes uint8, decoded matrix float32 [rows_padded, cols_padded]).
+
+    Raises:
+        UsageError: shapes, bits or dtypes that do not fit, NaN or infinite weights.
+        EnvironmentFault: not enough memory.
+    """
+    rows, cols = weight.shape
+    weight = _matrix(weight, (rows, cols), "weight")
+    scales = np.ascontiguousarray(np.asarray(scale, dtype=np.float32))
+    bits = np.ascontiguousarray(np.asarray(row_bits, dtype=np.uint8))
+    if rows % TILE or cols % TILE or scales.shape != (rows,) or bits.shape != (rows // TILE,):
+        raise UsageError(
+            f"cannot round a {rows} x {cols} matrix with {scales.shape} scales and {bits.shape} row bits: rows and columns "
+            "must be multiples of 16, with one scale per row and one bit width per 16 rows"
+        )
+    a = None if input_feedback is None else _matrix(input_feedback, (cols, cols), "input_feedback")
+    b = None if output_feedback is None else _matrix(output_feedback, (rows, rows), "output_feedback")
+    offsets = group_offsets(bits, cols)
+    codes = np.zeros(int(bits.astype(np.int64).sum()) * 2 * cols, dtype=np.uint8)
+    decoded = torch.empty_like(weight)
+    status = native.library().ciuic_round(
+        weight.data_ptr(),
+        rows,
+        cols,
+        None if a is None else a.data_ptr(),
+        None if b is None else b.data_ptr(),
+        scales.ctypes.data,
+        bits.ctypes.data,
+        L,
+        threads or torch.get_num_threads(),
+        codes.ctypes.data,
+        offsets.ctypes.data,
+        decoded.data_ptr(),
+        None if progress is None else ctypes.addressof(progress),
+    )
+    native.check(status, f"rounding a {rows} x {cols} matrix")
+    return codes, decoded
+
+
+def decode(
+    packed: PackedMatrix,
+    row_begin: int = 0,
+    row_end: int | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    *,
+    original_basis: bool = False,
+    threads: int | None = None,
+) -> torch.Tensor:
+    """Decodes rows row_begin to row_end - 1, without the low-rank part.
+
+    Returns:
+        [row_end - row_begin, cols_padded] in the transformed basis, or [.., cols] with `original_basis` (inverse Hadamard
+        transform and signs applied, padding cut), of `out_dtype`.
+
+    Raises:
+        UsageError: a row range outside the matrix.
+    """
+    row_end = packed.rows if row_end is None else row_end
+    if not 0 <= row_begin <= row_end <= packed.rows:
+        raise UsageError(f"rows {row_begin} to {row_end} are outside a matrix of {packed.rows} rows")
+    out = torch.empty((row_end - row_begin, packed.cols_padded), dtype=torch.float32)
+    status = native.library().ciuic_decode(
+        packed.codes.ctypes.data,
+        packed.group_offset.ctypes.data,
+        packed.row_bits.ctypes.data,
+        packed.scales.ctypes.data,
+        packed.rows_padded,
+        packed.cols_padded,
+        packed.L,
+        row_begin,
+        row_end,
+        out.data_ptr(),
+        threads or torch.get_num_threads(),
+    )
+    native.check(status, "decoding")
+    if original_basis:
+        out = inverse_transform(out, packed.cols, packed.seed)
+    return out.to(out_dtype)
+
+
+def matmul(
+    packed: PackedMatrix, x: torch.Tensor, *, residual: bool = True, threads: int | None = None
+) -> torch.Tensor:
+    """y = W x straight from the codes, without the low-rank part; meant for batches of 1 to 8.
+
+    Activations are transformed and rounded to int8 per block of 256 inputs. The relative error against the decoded
+    matrix is below 1e-3 with the int8 residual, below 1e-2 without.
+
+    Args:
+        x: float [batch, cols], CPU, in the original basis.
+        residual: add a second int8 product for what rounding the activations left.
+
+    Returns:
+        float32 [batch, rows].
+
+    Raises:
+        UsageError: x has another number of columns.
+    """
+    if x.dim() != 2 or x.shape[1] != packed.cols:
+        raise UsageError(f"expected activations of shape [batch, {packed.cols}], got {tuple(x.shape)}")
+    x = x.to(torch.float32).contiguous()
+    y = torch.empty((x.shape[0], packed.rows), dtype=torch.float32)
+    if x.shape[0] == 0:
+        return y
+    status = native.library().ciuic_matmul(
+        packed.codes.ctypes.data,
+        packed.group_offset.ctypes.data,
+        packed.row_bits.ctypes.data,
+        packed.scales.ctypes.data,
+        packed.rows_padded,
+        packed.cols_padded,
+        packed.L,
+        packed.log2_block,
+        packed.seed,
+        x.data_ptr(),
+        x.shape[0],
+        packed.cols,
+        y.data_ptr(),
+        packed.rows,
+        int(residual),
+        threads or torch.get_num_threads(),
+    )
+    native.check(status, "multiplying")
+    return y
+
+
+def _matrix(tensor: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
+        raise UsageError(
+            f"{name} must be float32 {shape} on the CPU, not {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+        )
+    return tensor.detach().contiguous()

@@ -1,0 +1,50 @@
+// The C interface of libciuic_native, reached from Python through ctypes. Nothing here throws; every function that can fail
+// returns 0 or one of the codes below. Matrices are float32, row-major and contiguous; rows and columns are multiples of 16.
+#ifndef CIUIC_NATIVE_H
+#define CIUIC_NATIVE_H
+
+#include <cstdint>
+
+#define CIUIC_EXPORT extern "C" __attribute__((visibility("default")))
+
+enum CiuicStatus {
+  CIUIC_OK = 0,
+  CIUIC_BAD_ARGUMENT = -1,   // null pointer, negative size, shape that is no multiple of 16
+  CIUIC_BAD_BITS = -2,       // bits per weight outside {0, 2, 3, 4, 5, 6, 8} or window length outside 12..16
+  CIUIC_NO_MEMORY = -3,
+  CIUIC_NOT_FINITE = -4,     // NaN or infinity in the matrix to be rounded
+};
+
+CIUIC_EXPORT int ciuic_abi_version();
+
+// Name of the kernels in use: "avx512vnni", "avx2" or "portable". CIUIC_CPU_KERNELS in the environment forces one that the
+// machine has; an unknown or unsupported name is ignored.
+CIUIC_EXPORT const char* ciuic_cpu_kernels();
+
+// Rounds W (rows x cols, already transformed) to the trellis code, with error feedback along inputs (A, cols x cols or
+// null) and along outputs (Bf, rows x rows or null). With E = W - What, tile (I, J) is encoded from the target
+//   T = W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} Bf_I'I^T P_I'J,   P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J
+// (YAQA's two-sided rounding; LDLQ when Bf is null). `scale` holds one value per row, `row_bits` one per 16 rows; a row
+// whose scale is 0 is padding: its weights cost nothing and What is 0 there. What (rows x cols) receives the decoded
+// matrix and must not overlap W. `progress`, if not null, counts finished tiles. The result does not depend on `threads`.
+CIUIC_EXPORT int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
+                             const uint8_t* row_bits, int L, int threads, uint8_t* codes,
+                             const int64_t* group_offset, float* What, volatile long* progress);
+
+// Decodes rows [row_begin, row_end) (any range) into out ((row_end - row_begin) x cols).
+CIUIC_EXPORT int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,
+                              const float* scale, long rows, long cols, int L, long row_begin, long row_end, float* out,
+                              int threads);
+
+// y (batch x rows) = W T(x): x is batch x cols_in, untransformed; the call pads it to `cols`, applies the signs and the block
+// Hadamard transform of size 2^log2_block, rounds it to int8 per block of columns (plus an int8 residual when `residual`
+// is not 0) and multiplies straight from the codes. y has `rows_out` <= rows columns per batch row.
+CIUIC_EXPORT int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,
+                              const float* scale, long rows, long cols, int L, int log2_block, uint32_t seed,
+                              const float* x, long batch, long cols_in, float* y, long rows_out, int residual,
+                              int threads);
+
+// In place, per row of x (n_rows x cols): signs then block Hadamard (orthonormal), or the inverse.
+CIUIC_EXPORT int ciuic_hadamard(float* x, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads);
+
+#endif

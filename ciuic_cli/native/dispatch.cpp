@@ -1,0 +1,41 @@
+// Chooses the kernels for the machine at hand.
+#include <cstdlib>
+#include <cstring>
+
+#include "ciuic_native.h"
+#include "kernels.h"
+
+namespace ciuic {
+namespace {
+
+const Kernels* choose() {
+  const Kernels* available[3];
+  int count = 0;
+#ifdef CIUIC_X86_KERNELS
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2"))
+    available[count++] = &avx512vnni::table;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) available[count++] = &avx2::table;
+#endif
+  available[count++] = &portable::table;
+  const char* wanted = std::getenv("CIUIC_CPU_KERNELS");
+  if (wanted != nullptr)
+    for (int i = 0; i < count; ++i)
+      if (std::strcmp(available[i]->name, wanted) == 0) return available[i];
+  return available[0];
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels* chosen = choose();
+  return *chosen;
+}
+
+}  // namespace ciuic
+
+int ciuic_abi_version() { return 1; }
+
+const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

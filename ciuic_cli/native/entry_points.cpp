@@ -1,0 +1,117 @@
+// Decoding, multiplication and the input transform: argument checks and distribution over threads.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "activations.h"
+#include "ciuic_native.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "trellis_decode.h"
+
+namespace ciuic {
+namespace {
+
+int check_matrix(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
+                 long rows, long cols, int window) {
+  if (codes == nullptr || group_offset == nullptr || row_bits == nullptr || scale == nullptr || rows <= 0 ||
+      cols <= 0 || rows % kTile != 0 || cols % kTile != 0)
+    return CIUIC_BAD_ARGUMENT;
+  if (!valid_window(window)) return CIUIC_BAD_BITS;
+  for (long g = 0; g < rows / kTile; ++g)
+    if (row_bits[g] != 0 && !valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+  return CIUIC_OK;
+}
+
+void row_factors(const float* scale, float factors[kTile]) {
+  for (int r = 0; r < kTile; ++r) factors[r] = ciuic_row_factor(scale[r]);
+}
+
+void fill_signs(float* signs, long cols, uint32_t seed) {
+  for (long j = 0; j < cols; ++j)
+    signs[j] = ciuic_sign_is_negative(seed, static_cast<unsigned>(j)) ? -1.0f : 1.0f;
+}
+
+// Rows or row groups per work item: enough of them that a thread amortises fetching the next.
+constexpr long kRowsPerItem = 4;
+
+}  // namespace
+}  // namespace ciuic
+
+int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
+                 long rows, long cols, int L, long row_begin, long row_end, float* out, int threads) {
+  using namespace ciuic;
+  if (out == nullptr || row_begin < 0 || row_end < row_begin || row_end > rows || threads < 1) return CIUIC_BAD_ARGUMENT;
+  const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
+  if (status != CIUIC_OK || row_begin == row_end) return status;
+  const long first = row_begin / kTile, last = (row_end - 1) / kTile;
+  parallel_for(last - first + 1, threads, [&](long item) {
+    const long group = first + item;
+    const int begin = static_cast<int>(std::max<long>(row_begin - kTile * group, 0));
+    const int end = static_cast<int>(std::min<long>(row_end - kTile * group, kTile));
+    float* values = out + (kTile * group + begin - row_begin) * cols;
+    if (row_bits[group] == 0) {
+      std::memset(values, 0, sizeof(float) * static_cast<size_t>((end - begin) * cols));
+      return;
+    }
+    float factors[kTile];
+    row_factors(scale + kTile * group, factors);
+    kernels().decode_tiles(codes + group_offset[group], cols / kTile, row_bits[group], L, factors, begin, end, values,
+                           static_cast<size_t>(cols));
+  });
+  return CIUIC_OK;
+}
+
+int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
+                 long rows, long cols, int L, int log2_block, uint32_t seed, const float* x, long batch, long cols_in,
+                 float* y, long rows_out, int residual, int threads) {
+  using namespace ciuic;
+  if (x == nullptr || y == nullptr || batch < 1 || cols_in < 1 || cols_in > cols || rows_out < 1 || rows_out > rows ||
+      log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 || threads < 1)
+    return CIUIC_BAD_ARGUMENT;
+  const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
+  if (status != CIUIC_OK) return status;
+  const size_t row_bytes = quantized_row_size(cols, residual);
+  const std::unique_ptr<float[]> signs(new (std::nothrow) float[cols]);
+  const std::unique_ptr<float[]> transformed(new (std::nothrow) float[cols]);
+  const std::unique_ptr<uint8_t[]> activations(new (std::nothrow) uint8_t[row_bytes * batch + 64]);
+  if (!signs || !transformed || !activations) return CIUIC_NO_MEMORY;
+  fill_signs(signs.get(), cols, seed);
+  uint8_t* aligned = activations.get() + (64 - reinterpret_cast<uintptr_t>(activations.get()) % 64) % 64;
+  for (long b = 0; b < batch; ++b) {
+    std::memcpy(transformed.get(), x + b * cols_in, sizeof(float) * cols_in);
+    std::memset(transformed.get() + cols_in, 0, sizeof(float) * (cols - cols_in));
+    kernels().hadamard_row(transformed.get(), cols, log2_block, signs.get(), 0);
+    kernels().quantize_row(transformed.get(), cols, residual, aligned + b * row_bytes);
+  }
+  const long groups = (rows_out + kTile - 1) / kTile;
+  parallel_for(groups, threads, [&](long group) {
+    const int present = static_cast<int>(std::min<long>(kTile, rows_out - kTile * group));
+    float* out = y + kTile * group;
+    if (row_bits[group] == 0) {
+      for (long b = 0; b < batch; ++b) std::memset(out + b * rows_out, 0, sizeof(float) * present);
+      return;
+    }
+    float factors[kTile];
+    row_factors(scale + kTile * group, factors);
+    kernels().matmul_group(codes + group_offset[group], cols / kTile, row_bits[group], L, factors, aligned, batch,
+                           residual, out, rows_out, present);
+  });
+  return CIUIC_OK;
+}
+
+int ciuic_hadamard(float* x, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads) {
+  using namespace ciuic;
+  if (x == nullptr || n_rows < 0 || cols < 1 || log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 ||
+      threads < 1)
+    return CIUIC_BAD_ARGUMENT;
+  const std::unique_ptr<float[]> signs(new (std::nothrow) float[cols]);
+  if (!signs) return CIUIC_NO_MEMORY;
+  fill_signs(signs.get(), cols, seed);
+  parallel_for((n_rows + kRowsPerItem - 1) / kRowsPerItem, threads, [&](long item) {
+    for (long row = kRowsPerItem * item; row < std::min(n_rows, kRowsPerItem * (item + 1)); ++row)
+      kernels().hadamard_row(x + row * cols, cols, log2_block, signs.get(), inverse);
+  });
+  return CIUIC_OK;
+}

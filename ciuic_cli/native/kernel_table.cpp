@@ -1,0 +1,17 @@
+// Gathers the kernels of one instruction set into its table.
+#include "kernels_of_isa.h"
+
+#define CIUIC_STRING_(x) #x
+#define CIUIC_STRING(x) CIUIC_STRING_(x)
+
+namespace ciuic {
+namespace CIUIC_ISA {
+
+extern const Kernels table;
+const Kernels table = {
+    CIUIC_STRING(CIUIC_ISA), encode_workspace_bytes, encode_batch, encode_tiles, panel_product, decode_tiles,
+    hadamard_row,            matmul_group,           quantize_row,
+};
+
+}  // namespace CIUIC_ISA
+}  // namespace ciuic

@@ -1,0 +1,26 @@
+// Declarations of the kernels inside the namespace of the instruction set that is being compiled.
+#ifndef CIUIC_KERNELS_OF_ISA_H
+#define CIUIC_KERNELS_OF_ISA_H
+
+#include "kernels.h"
+
+namespace ciuic {
+namespace CIUIC_ISA {
+
+size_t encode_workspace_bytes(int bits, int window);
+int encode_batch(int bits, int window);
+void encode_tiles(const float* const* targets, int tiles, int bits, int window, void* workspace,
+                  uint16_t* const* windows);
+void panel_product(const float* left, size_t left_stride, const float* right, size_t right_stride, long count,
+                   float out[kTileWeights]);
+void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
+                  int row_end, float* out, size_t out_stride);
+void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
+void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
+                  const uint8_t* activations, long batch, int residual, float* y, long y_stride, int rows);
+void quantize_row(const float* x, long cols, int residual, uint8_t* activations);
+
+}  // namespace CIUIC_ISA
+}  // namespace ciuic
+
+#endif

@@ -1,0 +1,233 @@
+// Rounding of a matrix: tile after tile with error feedback, scheduled over threads.
+#include <algorithm>
+#include <cmath>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <vector>
+
+#include "ciuic_native.h"
+#include "kernels.h"
+#include "parallel.h"
+#include "trellis_decode.h"
+
+namespace ciuic {
+namespace {
+
+// Gathers the low K bits of 256 windows into the storage order of a tile.
+void store_tile(const uint16_t* windows, int bits, uint8_t* tile) {
+  for (int row = 0; row < kTile; ++row) {
+    uint64_t pending = 0;
+    int available = 0, unit = 0;
+    for (int column = 0; column < kTile; ++column) {
+      pending = (pending << bits) | (windows[kTile * row + column] & ((1u << bits) - 1u));
+      available += bits;
+      if (available >= 16) {
+        available -= 16;
+        const unsigned word = static_cast<unsigned>(pending >> available) & 0xFFFFu;
+        tile[CIUIC_UNIT_BYTES * unit + 2 * row] = static_cast<uint8_t>(word);
+        tile[CIUIC_UNIT_BYTES * unit + 2 * row + 1] = static_cast<uint8_t>(word >> 8);
+        ++unit;
+      }
+    }
+  }
+}
+
+struct Matrix {
+  const float* W;
+  long rows, cols;
+  const float* A;
+  const float* Bf;
+  const float* scale;
+  const uint8_t* row_bits;
+  int window;
+  uint8_t* codes;
+  const int64_t* group_offset;
+  // Panels that the feedback reads. E of row group I: errors[16 * cols * I + 16 * column + row in group];
+  // P of column block J: mixed[16 * rows * J + 16 * row + column in block].
+  float* errors;
+  float* mixed;
+};
+
+struct Tile {
+  int32_t I, J;
+};
+
+// What a thread needs to encode a batch.
+struct Scratch {
+  std::unique_ptr<uint8_t[]> workspace;
+  float target[kMaxEncodeBatch][kTileWeights];    // T, in weight units
+  float feedback[kMaxEncodeBatch][kTileWeights];  // U = sum E A
+  float normalised[kMaxEncodeBatch][kTileWeights];
+  uint16_t windows[kMaxEncodeBatch][kTileWeights];
+};
+
+void prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* normalised) {
+  const Kernels& k = kernels();
+  const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
+  std::memset(feedback, 0, sizeof(float) * kTileWeights);
+  const long right = col0 + kTile, below = row0 + kTile;
+  if (m.A != nullptr && right < m.cols)
+    k.panel_product(m.errors + row0 * m.cols + kTile * right, kTile, m.A + right * m.cols + col0,
+                    static_cast<size_t>(m.cols), m.cols - right, feedback);
+  std::memcpy(target, feedback, sizeof(float) * kTileWeights);
+  if (m.Bf != nullptr && below < m.rows)
+    k.panel_product(m.Bf + below * m.rows + row0, static_cast<size_t>(m.rows),
+                    m.mixed + col0 * m.rows + kTile * below, kTile, m.rows - below, target);
+  for (int r = 0; r < kTile; ++r) {
+    const float scale = m.scale[row0 + r];
+    const float to_levels = CIUIC_SIGMA / scale;
+    for (int c = 0; c < kTile; ++c) {
+      const int i = kTile * r + c;
+      target[i] += m.W[(row0 + r) * m.cols + col0 + c];
+      normalised[i] = scale > 0.0f ? target[i] * to_levels : std::numeric_limits<float>::quiet_NaN();
+    }
+  }
+}
+
+void finish(const Matrix& m, Tile tile, const float* feedback, const uint16_t* windows) {
+  const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
+  const int bits = m.row_bits[tile.I];
+  if (bits != 0)
+    store_tile(windows, bits, m.codes + m.group_offset[tile.I] + static_cast<int64_t>(tile.J) * CIUIC_UNIT_BYTES * bits);
+  for (int r = 0; r < kTile; ++r) {
+    const float factor = ciuic_row_factor(m.scale[row0 + r]);
+    for (int c = 0; c < kTile; ++c) {
+      const int i = kTile * r + c;
+      const float decoded = bits == 0 ? 0.0f : factor * static_cast<float>(ciuic_level(windows[i]));
+      const float error = m.scale[row0 + r] > 0.0f || bits == 0 ? m.W[(row0 + r) * m.cols + col0 + c] - decoded : 0.0f;
+      m.errors[row0 * m.cols + kTile * (col0 + c) + r] = error;
+      if (m.mixed != nullptr) m.mixed[col0 * m.rows + kTile * (row0 + r) + c] = error + feedback[i];
+    }
+  }
+}
+
+// Hands out tiles whose feedback is complete. Which thread takes a tile, and with which others in a batch, changes no result.
+class Schedule {
+ public:
+  explicit Schedule(const Matrix& m, volatile long* progress)
+      : m_(m), groups_(m.rows / kTile), blocks_(m.cols / kTile), waiting_(groups_ * blocks_), progress_(progress) {
+    remaining_ = groups_ * blocks_;
+    for (long J = blocks_ - 1; J >= 0; --J)
+      for (long I = groups_ - 1; I >= 0; --I) {
+        const int needs = (m.A != nullptr && J + 1 < blocks_) + (m.Bf != nullptr && I + 1 < groups_);
+        waiting_[I * blocks_ + J] = static_cast<uint8_t>(needs);
+        if (needs == 0) push({static_cast<int32_t>(I), static_cast<int32_t>(J)});
+      }
+  }
+
+  // Takes up to the batch size of ready tiles of one bit width; 0 when everything is done.
+  int take(Tile* tiles) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      if (remaining_ == 0) return 0;
+      int chosen = -1;
+      for (int bits = 0; bits <= 8; ++bits)
+        if (!ready_[bits].empty() && (chosen < 0 || ready_[bits].size() > ready_[chosen].size())) chosen = bits;
+      if (chosen >= 0) {
+        const int most = chosen == 0 ? 1 : kernels().encode_batch(chosen, m_.window);
+        int count = 0;
+        while (count < most && !ready_[chosen].empty()) {
+          tiles[count++] = ready_[chosen].front();
+          ready_[chosen].pop_front();
+        }
+        return count;
+      }
+      changed_.wait(lock);
+    }
+  }
+
+  void done(const Tile* tiles, int count) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    for (int i = 0; i < count; ++i) {
+      if (m_.A != nullptr && tiles[i].J > 0) release({tiles[i].I, tiles[i].J - 1});
+      if (m_.Bf != nullptr && tiles[i].I > 0) release({tiles[i].I - 1, tiles[i].J});
+    }
+    remaining_ -= count;
+    if (progress_ != nullptr) *progress_ = *progress_ + count;
+    changed_.notify_all();
+  }
+
+ private:
+  void release(Tile tile) {
+    if (--waiting_[tile.I * blocks_ + tile.J] == 0) push(tile);
+  }
+  void push(Tile tile) { ready_[m_.row_bits[tile.I]].push_back(tile); }
+
+  const Matrix& m_;
+  const long groups_, blocks_;
+  std::vector<uint8_t> waiting_;
+  std::deque<Tile> ready_[9];
+  long remaining_ = 0;
+  volatile long* progress_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+};
+
+void work(const Matrix& m, Schedule& schedule, Scratch& s) {
+  const Kernels& k = kernels();
+  Tile tiles[kMaxEncodeBatch];
+  const float* targets[kMaxEncodeBatch];
+  uint16_t* windows[kMaxEncodeBatch];
+  for (int i = 0; i < kMaxEncodeBatch; ++i) {
+    targets[i] = s.normalised[i];
+    windows[i] = s.windows[i];
+  }
+  for (int count = schedule.take(tiles); count > 0; count = schedule.take(tiles)) {
+    for (int i = 0; i < count; ++i) prepare(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i]);
+    const int bits = m.row_bits[tiles[0].I];
+    if (bits != 0) k.encode_tiles(targets, count, bits, m.window, s.workspace.get(), windows);
+    for (int i = 0; i < count; ++i) finish(m, tiles[i], s.feedback[i], s.windows[i]);
+    schedule.done(tiles, count);
+  }
+}
+
+}  // namespace
+
+int round_matrix(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
+                 const uint8_t* row_bits, int window, int threads, uint8_t* codes, const int64_t* group_offset,
+                 float* What, volatile long* progress) {
+  for (long i = 0; i < rows; ++i) {
+    float sum = 0.0f;  // 0 unless a value is NaN or infinite
+    for (long j = 0; j < cols; ++j) sum += W[i * cols + j] * 0.0f;
+    if (!(sum == 0.0f) || !(scale[i] >= 0.0f) || std::isinf(scale[i])) return CIUIC_NOT_FINITE;
+  }
+  std::unique_ptr<float[]> mixed;
+  if (Bf != nullptr) mixed.reset(new float[static_cast<size_t>(rows) * cols]);
+  const Matrix m = {W, rows, cols, A, Bf, scale, row_bits, window, codes, group_offset, What, mixed.get()};
+  size_t workspace = 0;
+  for (long g = 0; g < rows / kTile; ++g)
+    if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(row_bits[g], window));
+  threads = static_cast<int>(std::min<long>(threads, (rows / kTile) * (cols / kTile)));
+  std::vector<std::unique_ptr<Scratch>> scratch(threads);
+  for (auto& s : scratch) {
+    s.reset(new Scratch);
+    s->workspace.reset(new uint8_t[workspace + 64]);
+  }
+  Schedule schedule(m, progress);
+  parallel_for(threads, threads, [&](long i) { work(m, schedule, *scratch[i]); });
+  return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, window, 0, rows, What, threads);
+}
+
+}  // namespace ciuic
+
+int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
+                const uint8_t* row_bits, int L, int threads, uint8_t* codes, const int64_t* group_offset, float* What,
+                volatile long* progress) {
+  using namespace ciuic;
+  if (W == nullptr || scale == nullptr || row_bits == nullptr || codes == nullptr || group_offset == nullptr ||
+      What == nullptr || rows <= 0 || cols <= 0 || rows % kTile != 0 || cols % kTile != 0 || threads < 1)
+    return CIUIC_BAD_ARGUMENT;
+  if (!valid_window(L)) return CIUIC_BAD_BITS;
+  for (long g = 0; g < rows / kTile; ++g)
+    if (row_bits[g] != 0 && !valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+  try {
+    return round_matrix(W, rows, cols, A, Bf, scale, row_bits, L, threads, codes, group_offset, What, progress);
+  } catch (const std::bad_alloc&) {
+    return CIUIC_NO_MEMORY;
+  }
+}
