@@ -1,0 +1,165 @@
+"""From a config.json to transformers' own model, without weights and without anyone else's code.
+
+The configuration class comes from transformers' registry by `model_type`; `auto_map`, which names Python files
+of the checkpoint, is dropped before anything sees it. The model is built on the meta device, where weights
+have shapes and no memory.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ciuic_cli.errors import InputError
+
+_MAX_LAYERS = 4096
+_MAX_EXPERTS = 65_536
+_MAX_WIDTH = 1 << 26
+_POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_LAYER_KEYS = (
+    "num_hidden_layers",
+    "n_layer",
+    "num_layers",
+    "num_nextn_predict_layers",
+    "first_k_dense_replace",
+)
+_EXPERT_KEYS = (
+    "n_routed_experts",
+    "num_experts",
+    "num_local_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+)
+_WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "groups", "mult")
+_IGNORED = ("auto_map", "quantization_config", "transformers_version", "_name_or_path")
+
+
+def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedConfig:
+    """The transformers configuration of a config.json dict, without `auto_map` and `quantization_config`.
+
+    Raises InputError for an unknown architecture, sizes that are negative or absurd, and whatever
+    transformers' own validation refuses.
+    """
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        code = "; its own Python code (auto_map) is never executed" if raw.get("auto_map") else ""
+        raise InputError(
+            f"unknown architecture: model_type {model_type!r:.60} is not in transformers{code}",
+            file=file,
+            remedy="update transformers, or use a checkpoint of a supported architecture",
+        )
+    _check_sizes(raw, file)
+    values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _IGNORED}
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(values)
+    except Exception as error:
+        raise _refused("transformers refuses the configuration", error, file) from error
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(
+            f"model_type {model_type!r:.60} has no causal language model in transformers",
+            file=file,
+            remedy="only decoder-only language models can be compressed",
+        )
+    return config
+
+
+def build_meta_model(
+    config: PretrainedConfig, dtype: torch.dtype, file: Path | None = None, **options: Any
+) -> nn.Module:
+    """The causal language model of `config` on the meta device, its floating weights in `dtype`, in eval mode.
+
+    `options` go to `AutoModelForCausalLM.from_config` (attn_implementation, experts_implementation).
+    Raises InputError if the model cannot be built from the configuration.
+    """
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
+            )
+    except Exception as error:
+        raise _refused("no model can be built from the configuration", error, file) from error
+    return model.eval()
+
+
+def initialise_buffers(model: Any, device: torch.device | str = "cpu") -> None:
+    """Give the non-persistent buffers of a meta model (rotary frequencies, ...) their values, in place.
+
+    The steps are those of `from_pretrained`: empty buffers on `device`, then the model's own initialisation of
+    everything that is not marked as loaded. The weights, still on the meta device, are marked.
+    """
+    for name, buffer in list(model.named_buffers()):
+        owner_name, _, short = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        if short in owner._non_persistent_buffers_set:
+            setattr(owner, short, torch.empty_like(buffer, device=device))
+        else:
+            buffer._is_hf_initialized = True
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True
+    for module in model.modules():
+        # Building on the meta device has already run the initialisation once, without effect.
+        if hasattr(module, "_is_hf_initialized"):
+            del module._is_hf_initialized
+    model.initialize_weights()
+
+
+def layer_prefixes(model: Any, count: int) -> list[str]:
+    """Names of the decoder layers in order, each with its trailing dot ("model.layers.0.")."""
+    lists = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
+    if not lists:
+        return []
+    # The decoder's list is the outermost one; a one-layer model may have others of the same length inside.
+    name, module = min(
+        lists, key=lambda item: (item[0].count("."), -sum(p.numel() for p in item[1].parameters()))
+    )
+    return [f"{name}.{index}." for index in range(len(module))]
+
+
+def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
+    sections = [raw] + [
+        value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)
+    ]
+    for section in sections:
+        for key, value in section.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                if key in _POSITIVE and value is not None:
+                    _absurd(key, value, "a number", file)
+                continue
+            if key in _LAYER_KEYS:
+                limit = _MAX_LAYERS
+            elif key in _EXPERT_KEYS:
+                limit = _MAX_EXPERTS
+            elif any(word in key for word in _WIDTH_WORDS) and "token" not in key:
+                limit = _MAX_WIDTH
+            else:
+                continue
+            least = 1 if key in _POSITIVE else 0
+            if not least <= value <= limit:
+                _absurd(key, value, f"between {least} and {limit}", file)
+
+
+def _absurd(key: str, value: object, expected: str, file: Path | None) -> None:
+    raise InputError(
+        f"config.json has {key} = {value!r:.60}, which must be {expected}",
+        file=file,
+        remedy="download config.json again",
+    )
+
+
+def _refused(what: str, error: Exception, file: Path | None) -> InputError:
+    reason = " ".join(str(error).split())
+    return InputError(
+        f"{what}: {type(error).__name__}: {reason:.300}",
+        file=file,
+        remedy="download config.json again, or update transformers",
+    )

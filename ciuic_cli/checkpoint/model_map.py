@@ -1,0 +1,321 @@
+"""The checkpoint seen as a model: every parameter with its role and sources, read or streamed layer by layer.
+
+`map_model` needs the config and the headers only. Reading then goes one parameter, one expert or one decoder
+layer at a time: `materialise` gives a layer of the skeleton its weights, `release` takes them away again, and
+the result equals a full `from_pretrained` bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.core_model_loading import build_glob_alternation
+
+from ciuic_cli.checkpoint.architecture import (
+    build_config,
+    build_meta_model,
+    initialise_buffers,
+    layer_prefixes,
+)
+from ciuic_cli.checkpoint.naming import Assembly, plan_names
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from ciuic_cli.checkpoint.roles import classify
+from ciuic_cli.checkpoint.tying import resolve_ties
+from ciuic_cli.checkpoint.unexpected import sort_unexpected
+from ciuic_cli.errors import InputError
+
+_MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter or persistent buffer of the model.
+
+    `role` is a short stable word for reports. Where `compress` is False, `reason` says why. `sources` are the
+    checkpoint's tensors it is made of. `tied_to` names the parameter whose values it shares: such a one is
+    stored and counted there, not here.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: str
+    compress: bool
+    reason: str
+    sources: tuple[str, ...]
+    tied_to: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """Number of weights."""
+        return int(torch.Size(self.shape).numel())
+
+
+@dataclass(frozen=True)
+class ModelMap:
+    """A checkpoint and transformers' model of it. Build with `map_model`.
+
+    `parameters` are in the model's order, by in-memory name. `layer_prefixes` are the decoder layers
+    ("model.layers.0."). `warnings` are for the user; `dropped` says in words which multi-token-prediction
+    layers are left out, `dropped_tensors` names their tensors.
+    """
+
+    checkpoint: Checkpoint
+    config: PretrainedConfig
+    dtype: torch.dtype
+    parameters: dict[str, Parameter]
+    layer_prefixes: list[str]
+    warnings: list[str]
+    dropped: list[str]
+    dropped_tensors: list[str]
+    assemblies: dict[str, Assembly]
+    fixed_dtypes: dict[str, torch.dtype]
+
+    @property
+    def stored_numel(self) -> int:
+        """Parameters of the model, tied ones once; integer lookup buffers do not count."""
+        return sum(
+            parameter.numel
+            for name, parameter in self.parameters.items()
+            if parameter.tied_to is None and self._dtype(name, self.dtype).is_floating_point
+        )
+
+    def meta_model(self, **options: Any) -> Any:
+        """A fresh model on the meta device. `options` as in `build_meta_model`."""
+        return build_meta_model(self.config, self.dtype, **options)
+
+    def skeleton(
+        self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", **options: Any
+    ) -> Any:
+        """A fresh meta model whose non-persistent buffers (rotary frequencies, ...) are real, on `device`."""
+        model = build_meta_model(self.config, dtype or self.dtype, **options)
+        initialise_buffers(model, device)
+        return model
+
+    def read(self, name: str) -> torch.Tensor:
+        """A parameter in its in-memory shape: stored dtype, float32 where FP8 or FP4 was decoded.
+
+        An expert stack is assembled whole; prefer `read_expert` for large ones.
+        """
+        assembly = self._assembly(name)
+        if assembly.stacks_experts:
+            count = self.parameters[name].shape[0]
+            return torch.stack([self.read_expert(name, expert) for expert in range(count)])
+        if assembly.converter is None:
+            return self.checkpoint.read_dense(assembly.source_names[0])
+        return assembly.build(self.checkpoint.read_dense, self.meta_model())[name]
+
+    def read_expert(self, name: str, expert: int) -> torch.Tensor:
+        """One expert of a fused stack: (out, in), other experts are not read."""
+        assembly = self._assembly(name)
+        shape = self.parameters[name].shape
+        if len(shape) != 3 or not 0 <= expert < shape[0]:
+            raise ValueError(f"{name} of shape {shape} has no expert {expert}")
+        if assembly.stacks_experts:
+            return torch.cat(
+                [self.checkpoint.read_dense(source) for source in assembly.expert_sources(expert)]
+            )
+        if assembly.converter is None:
+            return self.checkpoint.read_dense(assembly.source_names[0], (expert, expert + 1))[0]
+        return self.read(name)[expert].clone()
+
+    def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
+        """Rows [begin, end) of a matrix, for embeddings that are too large to read at once."""
+        assembly = self._assembly(name)
+        if assembly.converter is None:
+            return self.checkpoint.read_dense(assembly.source_names[0], (begin, end))
+        return self.read(name)[begin:end].clone()
+
+    def materialise(
+        self,
+        module: nn.Module,
+        prefix: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Fill `module`, the submodule of the skeleton whose parameters begin with `prefix`, in place.
+
+        Weights get `dtype` (default: the checkpoint's own), except those that transformers keeps in float32.
+        They require no gradient. Non-persistent buffers move to `device`.
+        """
+        done: dict[str, torch.Tensor] = {}
+        for owner, short, name, is_buffer in _own_tensors(module, prefix):
+            key = self.parameters[name].tied_to or name
+            if key not in done:
+                value = self._load(name, dtype, device)
+                done[key] = value if is_buffer else nn.Parameter(value, requires_grad=False)
+            setattr(owner, short, done[key])
+        for owner, short, buffer in _transient_buffers(module):
+            if buffer.is_meta:
+                raise ValueError(f"{short} is not initialised: take the module from skeleton()")
+            setattr(owner, short, buffer.to(device))
+
+    def release(self, module: nn.Module) -> None:
+        """Put the weights of a materialised module back on the meta device, freeing their memory."""
+        for owner, short, _, is_buffer in _own_tensors(module, ""):
+            empty = torch.empty_like(getattr(owner, short), device="meta")
+            setattr(owner, short, empty if is_buffer else nn.Parameter(empty, requires_grad=False))
+
+    def _assembly(self, name: str) -> Assembly:
+        if name not in self.parameters:
+            raise ValueError(f"the model has no parameter {name}")
+        return self.assemblies[self.parameters[name].tied_to or name]
+
+    def _dtype(self, name: str, requested: torch.dtype) -> torch.dtype:
+        fixed = self.fixed_dtypes.get(name)
+        # What transformers keeps in float32 it keeps so in half precision only; other dtypes are the model's own.
+        return requested if fixed is None or requested == torch.float64 else fixed
+
+    def _load(self, name: str, requested: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
+        dtype = self._dtype(name, requested or self.dtype)
+        if not self._assembly(name).stacks_experts:
+            return self.read(name).to(device=device, dtype=dtype)
+        shape = self.parameters[name].shape
+        stack = torch.empty(shape, dtype=dtype, device=device)
+        for expert in range(shape[0]):
+            stack[expert] = self.read_expert(name, expert).to(dtype)
+        return stack
+
+
+def map_model(checkpoint: Checkpoint) -> ModelMap:
+    """Map a checkpoint onto transformers' model of its config; no weight is read.
+
+    Raises InputError for an unknown architecture or absurd sizes, tensors that are missing, of another shape
+    than the config says, or stored as integers without a scale.
+    """
+    file = checkpoint.folder / "config.json"
+    config = build_config(checkpoint.config, file)
+    dtype = _model_dtype(config, checkpoint)
+    model = build_meta_model(config, dtype, file)
+    scales = set(checkpoint.scales.values())
+    shapes = {name: checkpoint.dense_shape(name) for name in checkpoint.tensors if name not in scales}
+    plan = plan_names(model, shapes)
+    ties, assemblies, warnings = resolve_ties(model, plan.assemblies, checkpoint)
+    if ties.broken:
+        config.tie_word_embeddings = False
+    parameters = {}
+    for name, (classified, tensor) in classify(model).items():
+        tied_to = ties.tied.get(name)
+        sources = assemblies[tied_to or name].source_names if (tied_to or name) in assemblies else ()
+        parameters[name] = Parameter(
+            name,
+            tuple(tensor.shape),
+            classified.role,
+            classified.compress,
+            classified.reason,
+            sources,
+            tied_to,
+        )
+        if tied_to is not None:
+            parameters[name] = replace(
+                parameters[name], compress=False, reason=f"tied to {tied_to}: stored there"
+            )
+    _require_complete(parameters, checkpoint)
+    _require_shapes(parameters, assemblies, checkpoint)
+    notes, dropped, dropped_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
+    return ModelMap(
+        checkpoint=checkpoint,
+        config=config,
+        dtype=dtype,
+        parameters=parameters,
+        layer_prefixes=layer_prefixes(model, config.get_text_config().num_hidden_layers),
+        warnings=[*checkpoint.warnings, *warnings, *notes],
+        dropped=dropped,
+        dropped_tensors=dropped_tensors,
+        assemblies=assemblies,
+        fixed_dtypes=_fixed_dtypes(model, dtype),
+    )
+
+
+def _own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, bool]]:
+    for path, owner in list(module.named_modules(remove_duplicate=False)):
+        base = f"{prefix}{path}." if path else prefix
+        for short in list(owner._parameters):
+            if owner._parameters[short] is not None:
+                yield owner, short, base + short, False
+        for short in list(owner._buffers):
+            if owner._buffers[short] is not None and short not in owner._non_persistent_buffers_set:
+                yield owner, short, base + short, True
+
+
+def _transient_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    for owner in list(module.modules()):
+        for short in sorted(owner._non_persistent_buffers_set):
+            buffer = owner._buffers.get(short)
+            if buffer is not None:
+                yield owner, short, buffer
+
+
+def _model_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    dtype = config.dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), None)
+    if dtype in _MODEL_DTYPES:
+        return dtype
+    for entry in checkpoint.tensors.values():
+        stored = TORCH_DTYPES.get(entry.dtype)
+        if stored in _MODEL_DTYPES and entry.name not in checkpoint.scales.values():
+            return stored
+    return torch.bfloat16
+
+
+def _fixed_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Parameters whose dtype does not follow the model's, as `from_pretrained` decides it."""
+    plan = model._get_dtype_plan(dtype)
+    pattern, by_group, _ = build_glob_alternation(list(plan)) if plan else (None, {}, {})
+    fixed = {}
+    for name, tensor in model.state_dict().items():
+        match = pattern.search(name) if pattern is not None else None
+        if match is not None and match.lastgroup is not None:
+            fixed[name] = plan[by_group[match.lastgroup]]
+        elif tensor.dtype != dtype:
+            fixed[name] = tensor.dtype
+    return fixed
+
+
+def _require_complete(parameters: dict[str, Parameter], checkpoint: Checkpoint) -> None:
+    missing = [name for name, parameter in parameters.items() if not parameter.sources]
+    if missing:
+        raise InputError(
+            f"{len(missing)} tensor(s) of the model are missing: {', '.join(missing[:3])}",
+            file=checkpoint.folder,
+            tensor=missing[0],
+            remedy="download the checkpoint again; missing weights are never initialised",
+        )
+
+
+def _require_shapes(
+    parameters: dict[str, Parameter], assemblies: dict[str, Assembly], checkpoint: Checkpoint
+) -> None:
+    for name, parameter in parameters.items():
+        key = parameter.tied_to or name
+        assembly = assemblies[key]
+        stored = assembly.shapes.get(key, assembly.shapes[assembly.target])
+        entry = checkpoint.tensors[parameter.sources[0]]
+        if stored != parameter.shape:
+            raise InputError(
+                f"stored with shape {stored}, but config.json makes it {parameter.shape}",
+                file=entry.file,
+                tensor=entry.name,
+                remedy="the weights and config.json do not belong together; download the checkpoint again",
+            )
+        if parameter.compress:
+            _require_floats(parameter, checkpoint)
+
+
+def _require_floats(parameter: Parameter, checkpoint: Checkpoint) -> None:
+    for source in parameter.sources:
+        entry = checkpoint.tensors[source]
+        stored = TORCH_DTYPES.get(entry.dtype)
+        decodable = checkpoint.is_fp4(source) or checkpoint.is_fp8(source)
+        if not decodable and (stored is None or not stored.is_floating_point):
+            raise InputError(
+                f"a weight stored as {entry.dtype} without a scale: the number format is unknown",
+                file=entry.file,
+                tensor=source,
+                remedy="start from the original weights",
+            )

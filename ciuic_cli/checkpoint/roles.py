@@ -1,0 +1,150 @@
+"""Which part a parameter plays in the model, and whether it is compressed.
+
+The module that owns a parameter decides: linears, embeddings and fused expert stacks are compressed; routers,
+norms, biases and everything else that is not a plain matrix product stays as it is, with the reason said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+TILE = 16
+"""Rows and columns of one tile of the code; a smaller matrix would be mostly padding."""
+
+_LINEAR_ROLES = {
+    "q_proj": "q",
+    "k_proj": "k",
+    "v_proj": "v",
+    "qkv_proj": "qkv",
+    "o_proj": "o",
+    "out_proj": "o",
+    "o_a_proj": "o",
+    "o_b_proj": "o",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "gate_up_proj": "gate_up",
+    "q_a_proj": "mla",
+    "q_b_proj": "mla",
+    "kv_a_proj_with_mqa": "mla",
+    "kv_b_proj": "mla",
+    "kv_proj": "mla",
+}
+_EXPERT_ROLES = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
+
+
+@dataclass(frozen=True)
+class Classification:
+    """`role` of a parameter, whether to `compress` it, and the `reason` where not ("" otherwise)."""
+
+    role: str
+    compress: bool
+    reason: str
+
+
+def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
+    """Classification and (meta) tensor of every parameter and persistent buffer, by in-memory name.
+
+    A parameter that the model itself shares under two names appears once, under its first.
+    """
+    heads = _output_embeddings(model)
+    result = {}
+    for owner_name, owner in model.named_modules():
+        parent = model.get_submodule(owner_name.rpartition(".")[0]) if owner_name else None
+        for short, tensor, is_buffer in _own_tensors(owner):
+            name = f"{owner_name}.{short}" if owner_name else short
+            if is_buffer:
+                classified = Classification(
+                    "router" if "bias" in short or "eid" in short else "other",
+                    False,
+                    "a buffer, not a weight: kept exactly",
+                )
+            else:
+                classified = _classify_parameter(owner_name, owner, parent, short, tensor, heads)
+            result[name] = (classified, tensor)
+    return result
+
+
+def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    for short, parameter in owner.named_parameters(recurse=False):
+        yield short, parameter, False
+    for short, buffer in owner.named_buffers(recurse=False):
+        if short not in owner._non_persistent_buffers_set:
+            yield short, buffer, True
+
+
+def _output_embeddings(model: Any) -> nn.Module | None:
+    head = model.get_output_embeddings()
+    return head if isinstance(head, nn.Module) else None
+
+
+def _classify_parameter(
+    owner_name: str,
+    owner: nn.Module,
+    parent: nn.Module | None,
+    short: str,
+    tensor: torch.Tensor,
+    head: nn.Module | None,
+) -> Classification:
+    leaf = owner_name.rpartition(".")[2]
+    if _is_router(leaf, owner, parent):
+        return Classification("router", False, "router: it decides which expert sees a token, kept exactly")
+    if "bias" in short:
+        return Classification("bias", False, "bias: one number per output, kept exactly")
+    if "norm" in type(owner).__name__.lower() or "norm" in leaf:
+        return Classification("norm", False, "norm: one number per channel, kept exactly")
+    if isinstance(owner, nn.Embedding):
+        return _by_size("embedding", tensor)
+    if isinstance(owner, nn.Linear) and short == "weight":
+        if owner is head:
+            return _by_size("head", tensor)
+        return _by_size(_linear_role(owner_name, leaf), tensor)
+    if tensor.dim() == 3 and _is_expert_stack(owner, leaf):
+        return _by_size(_EXPERT_ROLES.get(short, f"expert_{short.removesuffix('_proj')}"), tensor)
+    if tensor.dim() < 2:
+        return Classification("other", False, "a vector: too small to matter, kept exactly")
+    return Classification(
+        "other",
+        False,
+        f"used by {type(owner).__name__} directly, not as a linear or an embedding: kept exactly",
+    )
+
+
+def _is_router(leaf: str, owner: nn.Module, parent: nn.Module | None) -> bool:
+    if "Router" in type(owner).__name__:
+        return True
+    has_experts = parent is not None and hasattr(parent, "experts")
+    return has_experts and leaf in ("gate", "router")
+
+
+def _is_expert_stack(owner: nn.Module, leaf: str) -> bool:
+    return leaf == "experts" or "Experts" in type(owner).__name__
+
+
+def _linear_role(owner_name: str, leaf: str) -> str:
+    if ".indexer" in owner_name:
+        return "indexer"
+    if ".compressor" in owner_name:
+        return "compressor"
+    role = _LINEAR_ROLES.get(leaf, "other")
+    if "shared_expert" in owner_name:
+        return f"shared_expert_{role}" if role in ("gate", "up", "down") else "shared_expert_router"
+    if role == "other" and "attn" in owner_name:
+        return {"c_attn": "qkv", "query_key_value": "qkv", "dense": "o", "c_proj": "o"}.get(leaf, role)
+    return role
+
+
+def _by_size(role: str, tensor: torch.Tensor) -> Classification:
+    rows, cols = tensor.shape[-2:]
+    if rows < TILE or cols < TILE:
+        return Classification(
+            role,
+            False,
+            f"{rows} x {cols} is smaller than one {TILE} x {TILE} tile: packing would not shrink it",
+        )
+    return Classification(role, True, "")
