@@ -1,8 +1,8 @@
 """From a config.json to transformers' own model, without weights and without anyone else's code.
 
-The configuration class comes from transformers' registry by `model_type`; `auto_map`, which names Python files
-of the checkpoint, is dropped before anything sees it. The model is built on the meta device, where weights
-have shapes and no memory.
+The configuration class comes from transformers' registry by `model_type`; `auto_map`, which names Python
+files of the checkpoint, is dropped before anything sees it. The model is built on the meta device, where
+weights have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
 def build_meta_model(
     config: PretrainedConfig, dtype: torch.dtype, file: Path | None = None, **options: Any
 ) -> nn.Module:
-    """The causal language model of `config` on the meta device, its floating weights in `dtype`, in eval mode.
+    """The causal language model of `config` on the meta device, floating weights in `dtype`, in eval mode.
 
     `options` go to `AutoModelForCausalLM.from_config` (attn_implementation, experts_implementation).
     Raises InputError if the model cannot be built from the configuration.
@@ -90,8 +90,8 @@ def build_meta_model(
 def initialise_buffers(model: Any, device: torch.device | str = "cpu") -> None:
     """Give the non-persistent buffers of a meta model (rotary frequencies, ...) their values, in place.
 
-    The steps are those of `from_pretrained`: empty buffers on `device`, then the model's own initialisation of
-    everything that is not marked as loaded. The weights, still on the meta device, are marked.
+    The steps are those of `from_pretrained`: empty buffers on `device`, then the model's own initialisation
+    of everything that is not marked as loaded. The weights, still on the meta device, are marked.
     """
     for name, buffer in list(model.named_buffers()):
         owner_name, _, short = name.rpartition(".")

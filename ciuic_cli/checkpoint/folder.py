@@ -1,8 +1,8 @@
 """Which files of a checkpoint folder may be opened, and which of them are its shards.
 
 A folder is someone else's: nothing outside it is ever opened, whether an index names it or a symbolic link
-leads there. The one exception is the hub's own cache, where `snapshots/<revision>/file` links to `blobs/<hash>`
-beside it.
+leads there. The one exception is the hub's own cache, where `snapshots/<revision>/file` links to
+`blobs/<hash>` beside it.
 """
 
 from __future__ import annotations

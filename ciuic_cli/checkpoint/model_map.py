@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -38,7 +39,8 @@ class Parameter:
 
     `role` is a short stable word for reports. Where `compress` is False, `reason` says why. `sources` are the
     checkpoint's tensors it is made of. `tied_to` names the parameter whose values it shares: such a one is
-    stored and counted there, not here.
+    stored and counted there, not here. A `buffer` (a router's bias, a lookup table) is no trained weight: it
+    is stored but does not count as a parameter.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Parameter:
     reason: str
     sources: tuple[str, ...]
     tied_to: str | None = None
+    buffer: bool = False
 
     @property
     def numel(self) -> int:
@@ -73,16 +76,20 @@ class ModelMap:
     dropped: list[str]
     dropped_tensors: list[str]
     assemblies: dict[str, Assembly]
-    fixed_dtypes: dict[str, torch.dtype]
+    fixed_dtypes: dict[torch.dtype, dict[str, torch.dtype]]
 
     @property
-    def stored_numel(self) -> int:
-        """Parameters of the model, tied ones once; integer lookup buffers do not count."""
+    def numel(self) -> int:
+        """Weights of the model, tied ones once, buffers not counted."""
         return sum(
             parameter.numel
-            for name, parameter in self.parameters.items()
-            if parameter.tied_to is None and self._dtype(name, self.dtype).is_floating_point
+            for parameter in self.parameters.values()
+            if parameter.tied_to is None and not parameter.buffer
         )
+
+    @cached_property
+    def _conversion_model(self) -> Any:
+        return self.meta_model()
 
     def meta_model(self, **options: Any) -> Any:
         """A fresh model on the meta device. `options` as in `build_meta_model`."""
@@ -107,7 +114,7 @@ class ModelMap:
             return torch.stack([self.read_expert(name, expert) for expert in range(count)])
         if assembly.converter is None:
             return self.checkpoint.read_dense(assembly.source_names[0])
-        return assembly.build(self.checkpoint.read_dense, self.meta_model())[name]
+        return assembly.build(self.checkpoint.read_dense, self._conversion_model)[name]
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert of a fused stack: (out, in), other experts are not read."""
@@ -166,9 +173,10 @@ class ModelMap:
         return self.assemblies[self.parameters[name].tied_to or name]
 
     def _dtype(self, name: str, requested: torch.dtype) -> torch.dtype:
-        fixed = self.fixed_dtypes.get(name)
-        # What transformers keeps in float32 it keeps so in half precision only; other dtypes are the model's own.
-        return requested if fixed is None or requested == torch.float64 else fixed
+        fixed = self.fixed_dtypes.get(requested, self.fixed_dtypes[torch.float32]).get(name)
+        if fixed is None or (requested == torch.float64 and fixed.is_floating_point):
+            return requested
+        return fixed
 
     def _load(self, name: str, requested: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
         dtype = self._dtype(name, requested or self.dtype)
@@ -209,6 +217,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             classified.reason,
             sources,
             tied_to,
+            classified.buffer,
         )
         if tied_to is not None:
             parameters[name] = replace(
@@ -227,7 +236,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         dropped=dropped,
         dropped_tensors=dropped_tensors,
         assemblies=assemblies,
-        fixed_dtypes=_fixed_dtypes(model, dtype),
+        fixed_dtypes={requested: _fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES},
     )
 
 
@@ -263,9 +272,12 @@ def _model_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch.dtyp
     return torch.bfloat16
 
 
-def _fixed_dtypes(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Parameters whose dtype does not follow the model's, as `from_pretrained` decides it."""
-    plan = model._get_dtype_plan(dtype)
+def _fixed_dtypes(model: Any, dtype: torch.dtype, requested: torch.dtype) -> dict[str, torch.dtype]:
+    """Parameters whose dtype does not follow the `requested` one, as `from_pretrained` decides it.
+
+    `dtype` is the one that the meta `model` was built in: parameters of another one chose it themselves.
+    """
+    plan = model._get_dtype_plan(requested)
     pattern, by_group, _ = build_glob_alternation(list(plan)) if plan else (None, {}, {})
     fixed = {}
     for name, tensor in model.state_dict().items():

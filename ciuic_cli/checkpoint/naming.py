@@ -1,9 +1,9 @@
 """Which checkpoint tensors make which in-memory parameter, by transformers' own conversion rules.
 
-The names in a file and those in memory differ: per-expert matrices become one fused 3-D parameter, DeepSeek-V4
-ships raw names. transformers describes that per family as renamings and converters (merge, concatenate, split,
-transpose, ...). This module plans with the same rules and order as `from_pretrained` does, on names and meta
-tensors only, so that a family that transformers learns to load is learnt here too.
+The names in a file and those in memory differ: per-expert matrices become one fused 3-D parameter,
+DeepSeek-V4 ships raw names. transformers describes that per family as renamings and converters (merge,
+concatenate, split, transpose, ...). This module plans with the same rules and order as `from_pretrained`
+does, on names and meta tensors only, so that a family that transformers learns to load is learnt here too.
 """
 
 from __future__ import annotations

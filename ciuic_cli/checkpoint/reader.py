@@ -114,7 +114,7 @@ class Checkpoint:
     def read_dense(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The tensor as numbers: FP8 and FP4 times their scales in float32, any other dtype as stored.
 
-        `rows` as in `read`. Raises InputError for an 8-bit float without a scale or with one of the wrong shape.
+        `rows` as in `read`. Raises InputError for an 8-bit float without a scale, or one of the wrong shape.
         """
         fp4 = self.is_fp4(name)
         if not (fp4 or self.is_fp8(name)):
@@ -134,7 +134,7 @@ class Checkpoint:
         return formats.apply_scales(values, self.read(scale_name), block, 0 if rows is None else rows[0])
 
     def check_scales(self) -> None:
-        """Check from headers alone that every FP8 and FP4 weight has a scale of the right shape (InputError)."""
+        """Require from headers alone that every FP8 and FP4 weight has a scale of the right shape."""
         for name, entry in self.tensors.items():
             if entry.dtype in _FP8 and name not in self.scales and name.endswith("weight"):
                 self.read_dense(name, (0, 0))
@@ -268,7 +268,8 @@ def _find_scales(tensors: dict[str, TensorEntry]) -> dict[str, str]:
 def _read_into(tensor: torch.Tensor, entry: TensorEntry, begin: int) -> None:
     if tensor.numel() == 0:
         return
-    view = memoryview(tensor.view(-1).view(torch.uint8).numpy())
+    raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+    view = memoryview(raw)
     try:
         descriptor = os.open(entry.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:

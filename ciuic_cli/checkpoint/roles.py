@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-TILE = 16
-"""Rows and columns of one tile of the code; a smaller matrix would be mostly padding."""
+_TILE = 16  # rows and columns of one tile of the code: a matrix is padded to whole tiles
+_PACKED_OVERHEAD = 48  # bytes of a packed matrix before its codes, besides one per row
 
 _LINEAR_ROLES = {
     "q_proj": "q",
@@ -40,11 +40,12 @@ _EXPERT_ROLES = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
 
 @dataclass(frozen=True)
 class Classification:
-    """`role` of a parameter, whether to `compress` it, and the `reason` where not ("" otherwise)."""
+    """`role` of a parameter, whether to `compress` it, the `reason` where not, and whether it is a `buffer`."""
 
     role: str
     compress: bool
     reason: str
+    buffer: bool = False
 
 
 def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
@@ -63,6 +64,7 @@ def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
                     "router" if "bias" in short or "eid" in short else "other",
                     False,
                     "a buffer, not a weight: kept exactly",
+                    buffer=True,
                 )
             else:
                 classified = _classify_parameter(owner_name, owner, parent, short, tensor, heads)
@@ -95,7 +97,7 @@ def _classify_parameter(
     if _is_router(leaf, owner, parent):
         return Classification("router", False, "router: it decides which expert sees a token, kept exactly")
     if "bias" in short:
-        return Classification("bias", False, "bias: one number per output, kept exactly")
+        return Classification("bias", False, "bias: added, not multiplied; kept exactly")
     if "norm" in type(owner).__name__.lower() or "norm" in leaf:
         return Classification("norm", False, "norm: one number per channel, kept exactly")
     if isinstance(owner, nn.Embedding):
@@ -141,10 +143,10 @@ def _linear_role(owner_name: str, leaf: str) -> str:
 
 def _by_size(role: str, tensor: torch.Tensor) -> Classification:
     rows, cols = tensor.shape[-2:]
-    if rows < TILE or cols < TILE:
+    padded = -(-rows // _TILE) * _TILE * -(-cols // _TILE) * _TILE
+    # At 4 bits a weight the packed matrix, padding and all, must take less than its weights at 2 bytes.
+    if padded // 2 + rows + _PACKED_OVERHEAD >= 2 * rows * cols:
         return Classification(
-            role,
-            False,
-            f"{rows} x {cols} is smaller than one {TILE} x {TILE} tile: packing would not shrink it",
+            role, False, f"only {rows} x {cols}: padded to {_TILE} x {_TILE} tiles it would not shrink"
         )
     return Classification(role, True, "")

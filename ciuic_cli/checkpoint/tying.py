@@ -1,7 +1,7 @@
 """Parameters that share their values: an output head tied to the input embedding.
 
-The config says what should be tied; the checkpoint may hold one of the two, both with the same values, or both
-with different ones. The rules are those of `from_pretrained`.
+The config says what should be tied; the checkpoint may hold one of the two, both with the same values, or
+both with different ones. The rules are those of `from_pretrained`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROWS = 4096  # rows compared at a time: bounded memory for a vocabulary of any 
 
 @dataclass(frozen=True)
 class Ties:
-    """`tied`: parameter -> the parameter that holds its values. `broken`: tied by config, different by value."""
+    """`tied`: parameter -> the one that holds its values. `broken`: tied by config, different by value."""
 
     tied: dict[str, str]
     broken: tuple[str, ...]

@@ -23,7 +23,7 @@ _UNUSED_SCALE = re.compile(r"\.(input_scale|input_scale_inv|activation_scale|k_s
 def sort_unexpected(
     names: Iterable[str], config: PretrainedConfig, checkpoint: Checkpoint
 ) -> tuple[list[str], list[str], list[str]]:
-    """Sort the names into warnings, a line per dropped multi-token-prediction layer, and those layers' tensors."""
+    """Sort into warnings, a line per dropped multi-token-prediction layer, and those layers' tensors."""
     layers = config.get_text_config().num_hidden_layers
     dropped: dict[str, list[str]] = defaultdict(list)
     others: list[str] = []
