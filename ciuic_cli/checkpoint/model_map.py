@@ -76,16 +76,21 @@ class ModelMap:
     dropped: list[str]
     dropped_tensors: list[str]
     assemblies: dict[str, Assembly]
-    fixed_dtypes: dict[torch.dtype, dict[str, torch.dtype]]
+    dtype_rules: dict[torch.dtype, dict[str, torch.dtype]]
 
     @property
-    def numel(self) -> int:
+    def stored_numel(self) -> int:
         """Weights of the model, tied ones once, buffers not counted."""
         return sum(
             parameter.numel
             for parameter in self.parameters.values()
             if parameter.tied_to is None and not parameter.buffer
         )
+
+    @property
+    def fixed_dtypes(self) -> dict[str, torch.dtype]:
+        """In-memory dtypes of the parameters and buffers that do not have the model's `dtype`, by name."""
+        return self.dtype_rules[self.dtype]
 
     @cached_property
     def _conversion_model(self) -> Any:
@@ -173,7 +178,7 @@ class ModelMap:
         return self.assemblies[self.parameters[name].tied_to or name]
 
     def _dtype(self, name: str, requested: torch.dtype) -> torch.dtype:
-        fixed = self.fixed_dtypes.get(requested, self.fixed_dtypes[torch.float32]).get(name)
+        fixed = self.dtype_rules.get(requested, self.dtype_rules[torch.float32]).get(name)
         if fixed is None or (requested == torch.float64 and fixed.is_floating_point):
             return requested
         return fixed
@@ -236,7 +241,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         dropped=dropped,
         dropped_tensors=dropped_tensors,
         assemblies=assemblies,
-        fixed_dtypes={requested: _fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES},
+        dtype_rules={requested: _fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES},
     )
 
 

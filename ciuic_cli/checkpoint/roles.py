@@ -40,7 +40,7 @@ _EXPERT_ROLES = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
 
 @dataclass(frozen=True)
 class Classification:
-    """`role` of a parameter, whether to `compress` it, the `reason` where not, and whether it is a `buffer`."""
+    """`role`, whether to `compress` the parameter, the `reason` where not, and whether it is a `buffer`."""
 
     role: str
     compress: bool
