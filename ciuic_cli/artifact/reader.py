@@ -1,0 +1,138 @@
+"""Opens an artifact: which tensors it has, which of them are blobs, and that every blob can be decoded.
+
+Nothing here loads weights. The files are mapped, the headers of the blobs are read and checked (shapes,
+bits per weight, ranks, offsets, exact lengths), so that no kernel ever sees a blob that would lead it
+outside its bytes. Damage inside the codes decodes to other weights; `ciuic inspect --verify` finds it by
+checksum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
+from ciuic_cli.checkpoint.folder import checked_file, locate, read_config, shard_names
+from ciuic_cli.checkpoint.header import TensorEntry, read_header
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.errors import InputError
+
+_DAMAGED = "the artifact is damaged or not one of ours; fetch or compress it again"
+
+
+@dataclass(frozen=True)
+class Blob:
+    """One compressed tensor: where it lies and what it decodes to, (rows, cols) or (experts, rows, cols)."""
+
+    entry: TensorEntry
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ArtifactFiles:
+    """The tensors of all files by name, and those among them that are blobs."""
+
+    tensors: dict[str, TensorEntry]
+    blobs: dict[str, Blob]
+    file_bytes: int
+
+
+@dataclass(frozen=True)
+class Artifact(ArtifactFiles):
+    """An opened artifact folder; `config` is its config.json, `quantization` the part that is ours."""
+
+    folder: Path
+    config: dict[str, Any]
+    quantization: dict[str, Any]
+
+
+def open_artifact(path: str | Path) -> Artifact:
+    """Open a folder (or hub id) and check its headers and those of its blobs.
+
+    Raises InputError if it is no artifact, was written in a newer format, or is damaged: unreadable or
+    inconsistent files, a tensor in two of them, blobs whose fields are impossible.
+    """
+    folder = locate(path)
+    config = read_config(folder)
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
+        raise InputError(
+            "not a ciuic artifact: its config.json has no quantization_config of ours",
+            file=folder,
+            remedy="give the output folder of `ciuic compress`; transformers itself loads dense models",
+        )
+    check_format(quantization, folder / "config.json")
+    names, weight_map = shard_names(folder)
+    files = read_blobs([checked_file(folder, name) for name in names])
+    absent = [name for name in weight_map or {} if name not in files.tensors]
+    if absent:
+        raise InputError(
+            f"the index names {len(absent)} tensor(s) that no file has: {', '.join(absent[:3])}",
+            file=folder,
+            tensor=absent[0],
+            remedy="the files of two artifacts are mixed; fetch or compress it again",
+        )
+    return Artifact(files.tensors, files.blobs, files.file_bytes, folder, config, quantization)
+
+
+def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> None:
+    """Raises InputError unless the `quantization_config` is of a format that this package reads."""
+    version = quantization.get("format_version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise InputError(
+            f"format_version {version!r:.60} is not a version number", file=file, remedy=_DAMAGED
+        )
+    if version > FORMAT_VERSION:
+        raise InputError(
+            f"the artifact has format version {version}, this ciuic reads up to {FORMAT_VERSION}",
+            file=file,
+            remedy="update ciuic: pip install --upgrade ciuic-cli",
+        )
+
+
+def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
+    """Parse the safetensors headers of an artifact's files and the headers of all blobs in them.
+
+    A blob is a one-dimensional uint8 tensor; an artifact has no others of that kind. Raises InputError,
+    naming file and tensor, for anything that `read_header`, `PackedMatrix.from_buffer` or
+    `ExpertStack.from_buffer` refuses, and for a tensor that is in two files.
+    """
+    tensors: dict[str, TensorEntry] = {}
+    blobs: dict[str, Blob] = {}
+    file_bytes = 0
+    for file in files:
+        header = read_header(file)
+        file_bytes += header.file_bytes
+        for name, entry in header.tensors.items():
+            if name in tensors:
+                raise InputError(
+                    f"the tensor is in two files: {tensors[name].file.name} and {file.name}",
+                    file=file,
+                    tensor=name,
+                    remedy="the files of two artifacts are mixed; fetch or compress it again",
+                )
+            tensors[name] = entry
+        packed = [entry for entry in header.tensors.values() if entry.dtype == "U8" and len(entry.shape) == 1]
+        if packed:
+            mapped = np.memmap(file, dtype=np.uint8, mode="r")
+            for entry in packed:
+                blobs[entry.name] = Blob(entry, _blob_shape(mapped[entry.begin : entry.end], entry))
+    return ArtifactFiles(tensors, blobs, file_bytes)
+
+
+def _blob_shape(blob: npt.NDArray[np.uint8], entry: TensorEntry) -> tuple[int, ...]:
+    try:
+        if bytes(blob[:4]) == b"CIUX":
+            stack = ExpertStack.from_buffer(blob, where=entry.name)
+            return len(stack.experts), stack.rows, stack.cols
+        matrix = PackedMatrix.from_buffer(blob, where=entry.name)
+        return matrix.rows, matrix.cols
+    except InputError as error:
+        raise InputError(
+            error.message, file=entry.file, tensor=error.tensor or entry.name, remedy=error.remedy or _DAMAGED
+        ) from error

@@ -1,0 +1,1 @@
+"""Running an artifact: modules that decode inside their products, and the transformers plug-in."""

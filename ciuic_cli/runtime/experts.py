@@ -1,0 +1,86 @@
+"""Routed experts whose fused weights stay packed.
+
+transformers 5 keeps a layer's experts as two 3-D parameters, `gate_up_proj` (E, 2 I, H), the gate's rows
+first, and `down_proj` (E, H, I), and calls `experts(hidden_states (T, H), top_k_index (T, k),
+top_k_weights (T, k)) -> (T, H)`. What happens between the two products (activation function, clamps) is
+the class's `_apply_gate`; it is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ciuic_cli.errors import InputError
+from ciuic_cli.runtime import ops
+
+STACKS = ("gate_up_proj", "down_proj")
+"""The parameters of an experts module that are stored as stacks of blobs."""
+
+_LAYOUT_FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+
+
+def unsupported_reason(dense: nn.Module) -> str | None:
+    """Why this experts module cannot hold packed stacks, or None if it can."""
+    if not all(name in dense._parameters for name in STACKS):
+        return f"it has no parameters {' and '.join(STACKS)}"
+    if not hasattr(dense, "_apply_gate"):
+        return "it does not follow transformers' experts interface"
+    for flag, expected in _LAYOUT_FLAGS.items():
+        if getattr(dense, flag, expected) != expected:
+            return f"its weights are laid out differently ({flag}={not expected})"
+    if getattr(dense, "has_post_expert_norm", False):
+        return "it normalises each expert's output"
+    return None
+
+
+class CompressedExperts(nn.Module):
+    """One layer's experts; both stacks are blobs of an ExpertStack, and only routed experts are decoded.
+
+    Args:
+        dense: the module to stand in for. Its configuration, activation and `_apply_gate` are taken over, its
+            weights are not.
+        gate_up_proj: blob of the stack (E, 2 I, H), (nbytes,) uint8.
+        down_proj: blob of the stack (E, H, I), (nbytes,) uint8.
+
+    Raises InputError if the module's experts are laid out in a way that packed stacks cannot express.
+    """
+
+    def __init__(self, dense: nn.Module, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
+        reason = unsupported_reason(dense)
+        if reason is not None:
+            raise InputError(f"{type(dense).__name__} cannot hold compressed experts: {reason}")
+        super().__init__()
+        own = set(self.__dict__)
+        self.__dict__.update({name: value for name, value in dense.__dict__.items() if name not in own})
+        for name, child in dense.named_children():
+            self.add_module(name, child)
+        shape = dense.get_parameter("gate_up_proj").shape
+        self.num_experts, self.intermediate_dim, self.hidden_dim = shape[0], shape[1] // 2, shape[2]
+        self.gate_up_proj = gate_up_proj
+        self.down_proj = down_proj
+        # The plain function, so that copies of this module apply it to themselves.
+        self.gate_function: Callable[..., torch.Tensor] = getattr(type(dense), "_apply_gate")  # noqa: B009
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """hidden_states (T, H), top_k_index (T, k), top_k_weights (T, k) -> (T, H), hidden_states' dtype.
+
+        An index of num_experts or more (padding of expert parallelism) contributes nothing.
+        """
+        tokens, k = top_k_index.shape
+        gate_up = ops.routed_linear(hidden_states, self.gate_up_proj, top_k_index, 2 * self.intermediate_dim)
+        hidden = self.gate_function(self, gate_up.reshape(tokens * k, -1))
+        out = ops.routed_linear(hidden, self.down_proj, top_k_index.reshape(-1, 1), self.hidden_dim)
+        weighted = out.reshape(tokens, k, self.hidden_dim) * top_k_weights.unsqueeze(-1)
+        return weighted.sum(dim=1).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        nbytes = self.gate_up_proj.numel() + self.down_proj.numel()
+        return (
+            f"num_experts={self.num_experts}, hidden_dim={self.hidden_dim}, "
+            f"intermediate_dim={self.intermediate_dim}, bytes={nbytes}"
+        )

@@ -1,0 +1,130 @@
+"""`ciuic_cli.load`: an artifact as a transformers model; and compressed weights put into a loaded model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ciuic_cli.artifact.reader import open_artifact
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.errors import EnvironmentFault, UsageError
+from ciuic_cli.runtime.swap import BlobSlot, swap_modules
+
+Blob = torch.Tensor | np.ndarray | bytes
+
+
+def load(
+    path: str | Path, device: str | torch.device = "auto", dtype: torch.dtype | str | None = None
+) -> Any:
+    """Load an artifact of `ciuic compress`; its weights stay compressed in memory.
+
+    Args:
+        path: the artifact's folder, or a hub id.
+        device: "auto" (a GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
+        dtype: of activations and uncompressed tensors; default: as the artifact's config says.
+
+    Returns:
+        The transformers model (a PreTrainedModel with a language-model head), in evaluation mode.
+
+    Raises:
+        InputError: not an artifact, of a newer format, incomplete or damaged.
+        EnvironmentFault: the device is not there.
+        UsageError: the device's name is none.
+    """
+    place = _device(device)
+    artifact = open_artifact(path)
+    from transformers import AutoModelForCausalLM
+
+    from ciuic_cli.runtime.registration import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(artifact.folder, dtype="auto" if dtype is None else dtype)
+    return model if place.type == "cpu" else model.to(place)  # type: ignore[arg-type]
+
+
+def pack_module_inplace(
+    model: nn.Module, blobs: Mapping[str, Blob], *, notes: Mapping[str, Any] | None = None
+) -> nn.Module:
+    """Exchange modules of a loaded model, in place, for compressed ones.
+
+    Args:
+        model: any nn.Module; a transformers model can be saved as an artifact afterwards.
+        blobs: parameter name -> blob (bytes, or uint8 [nbytes] tensor or array) of a PackedMatrix for 2-D
+        parameters and
+            of an ExpertStack for 3-D ones. A tied head needs no blob of its own. Every module goes to the
+            device of the parameter that it replaces.
+        notes: fields for the `quantization_config` of a transformers model, such as `bits_per_weight`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        InputError: a damaged blob, a parameter that the model lacks, a shape that differs, or a module
+        that cannot
+            hold codes. The model is then unchanged or partly exchanged.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    dtype = next((p.dtype for p in parameters.values() if p.is_floating_point()), torch.get_default_dtype())
+    slots: dict[str, BlobSlot] = {}
+    for name, blob in blobs.items():
+        tensor = _as_tensor(blob)
+        device = parameters[name].device if name in parameters else torch.device("cpu")
+        slots[name] = BlobSlot(_shape(tensor, name), tensor.to(device))
+    ties: dict[str, str] = {}
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        if parameters.get(target) is not parameters.get(source):
+            continue
+        given = [name for name in (target, source) if name in slots]
+        if len(given) == 1:
+            absent = source if given[0] == target else target
+            slots[absent] = slots[given[0]]
+            ties[absent] = given[0]
+    swap_modules(model, slots, dtype)
+    for absent, given_name in ties.items():
+        module_name, _, parameter = absent.rpartition(".")
+        setattr(model.get_submodule(module_name), parameter, model.get_parameter(given_name))
+    if hasattr(model, "save_pretrained"):
+        from ciuic_cli.runtime.plugin import finish_modules, mark_compressed
+
+        finish_modules(model)
+        mark_compressed(model, dict(notes or {}))
+    return model
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"{device!r} is no device", remedy="use auto, cpu, cuda or cuda:N") from error
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise EnvironmentFault(
+            "torch sees no CUDA device here", remedy="use --device cpu, or install a CUDA build of torch"
+        )
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        raise EnvironmentFault(
+            f"there is no device {place}; torch sees {torch.cuda.device_count()}", remedy="use one of those"
+        )
+    return place
+
+
+def _as_tensor(blob: Blob) -> torch.Tensor:
+    if isinstance(blob, torch.Tensor):
+        return blob
+    if isinstance(blob, np.ndarray):
+        return torch.from_numpy(blob)
+    return torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+
+
+def _shape(blob: torch.Tensor, name: str) -> tuple[int, ...]:
+    if bytes(blob[:4].tolist()) == b"CIUX":
+        stack = ExpertStack.from_buffer(blob, where=name)
+        return len(stack.experts), stack.rows, stack.cols
+    matrix = PackedMatrix.from_buffer(blob, where=name)
+    return matrix.rows, matrix.cols

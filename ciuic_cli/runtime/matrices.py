@@ -1,0 +1,240 @@
+"""A compressed matrix on a device: its fields parsed from the blob once, and how to decode rows of it there.
+
+Two kinds: `CpuMatrix` calls the native library; `TorchMatrix` decodes with torch operations and so runs
+on any device. A device gets kernels of its own by an entry in `DEVICE_MATRICES`.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ciuic_cli.codecs import trellis
+from ciuic_cli.codecs.packing import UNIT_BYTES, ExpertStack, PackedMatrix
+from ciuic_cli.codecs.reference import CODE_SIGMA, LEVEL_CENTRE, MULTIPLIER
+from ciuic_cli.codecs.transform import TILE
+
+Lowrank = tuple["Matrix", "Matrix"]
+
+
+class Matrix(Protocol):
+    """W = T^-1(codes) + L R; `lowrank` is (R, L transposed) or None. Shapes as in `PackedMatrix`."""
+
+    rows: int
+    cols: int
+    cols_padded: int
+    seed: int
+    is_zero: bool
+    lowrank: Lowrank | None
+
+    def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
+        """Rows in the transformed basis, float32 [rows asked for, cols_padded], without the low-rank part."""
+        ...
+
+    def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """The rows named by `rows` (int64 [n], in any order), transformed basis, float32 [n, cols_padded]."""
+        ...
+
+    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """W x for few rows x, float32 [batch, rows], no low-rank part; None where no kernel does it."""
+        ...
+
+
+class CpuMatrix:
+    """On the CPU, by the native library; the codes are the blob's own memory."""
+
+    def __init__(self, packed: PackedMatrix) -> None:
+        self.packed = packed
+        self.rows, self.cols, self.cols_padded, self.seed = (
+            packed.rows,
+            packed.cols,
+            packed.cols_padded,
+            packed.seed,
+        )
+        self.is_zero = packed.lowrank is None and packed.codes.size == 0
+        self.lowrank: Lowrank | None = None
+        if packed.lowrank is not None:
+            right, left = packed.lowrank
+            self.lowrank = (CpuMatrix(right), CpuMatrix(left))
+
+    def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
+        return trellis.decode(self.packed, row_begin, row_end)
+
+    def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        out = torch.empty((rows.numel(), self.cols_padded), dtype=torch.float32)
+        for position, row in enumerate(rows.tolist()):
+            out[position] = trellis.decode(self.packed, row, row + 1, threads=1)[0]
+        return out
+
+    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        return trellis.matmul(self.packed, x)
+
+
+class TorchMatrix:
+    """On any device, by torch operations on int64: portable, many times slower than a kernel.
+
+    Args:
+        packed: the parsed blob; its arrays may lie elsewhere and are not kept.
+        codes: the codes on the device, uint8.
+    """
+
+    def __init__(self, packed: PackedMatrix, codes: torch.Tensor, lowrank: Lowrank | None = None) -> None:
+        self.rows, self.cols, self.cols_padded, self.seed = (
+            packed.rows,
+            packed.cols,
+            packed.cols_padded,
+            packed.seed,
+        )
+        self.window = packed.L
+        self.is_zero = packed.lowrank is None and packed.codes.size == 0
+        self.row_bits = packed.row_bits.copy()
+        self.group_offset = packed.group_offset.copy()
+        self.factors = torch.from_numpy(packed.scales / CODE_SIGMA).to(codes.device)
+        self.codes = codes
+        self.lowrank = lowrank
+
+    @classmethod
+    def on_device(cls, packed: PackedMatrix, blob: torch.Tensor) -> TorchMatrix:
+        """The matrix whose blob (device tensor) has been parsed from a copy in host memory."""
+        codes_begin = blob.numel() - packed.codes.size
+        lowrank = None
+        if packed.lowrank is not None:
+            right, left = packed.lowrank
+            left_begin = codes_begin - left.nbytes
+            lowrank = (
+                cls.on_device(right, blob[left_begin - right.nbytes : left_begin]),
+                cls.on_device(left, blob[left_begin:codes_begin]),
+            )
+        return cls(packed, blob[codes_begin:], lowrank)
+
+    def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
+        first, last = row_begin // TILE, -(-row_end // TILE)
+        out = self._groups(np.arange(first, last)).reshape(-1, self.cols_padded)
+        return out[row_begin - first * TILE : row_end - first * TILE]
+
+    def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        wanted, inverse = torch.unique(rows // TILE, return_inverse=True)
+        out = torch.empty((rows.numel(), self.cols_padded), dtype=torch.float32, device=self.codes.device)
+        groups = wanted.cpu().numpy()
+        step = max(1, (1 << 20) // (TILE * self.cols_padded))
+        for begin in range(0, groups.size, step):
+            mine = (inverse >= begin) & (inverse < begin + step)
+            out[mine] = self._groups(groups[begin : begin + step])[inverse[mine] - begin, rows[mine] % TILE]
+        return out
+
+    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        return None
+
+    def _groups(self, groups: np.ndarray) -> torch.Tensor:
+        """Row groups by number: float32 [len(groups), 16, cols_padded]."""
+        device, blocks = self.codes.device, self.cols_padded // TILE
+        out = torch.zeros((groups.size, TILE, self.cols_padded), dtype=torch.float32, device=device)
+        bits_of = self.row_bits[groups]
+        for bits in sorted({int(bits) for bits in bits_of} - {0}):
+            chosen = np.flatnonzero(bits_of == bits)
+            nbytes = UNIT_BYTES * bits * blocks
+            begins = self.group_offset[groups[chosen]].tolist()
+            stored = torch.stack([self.codes[begin : begin + nbytes] for begin in begins])
+            levels = _levels(stored.reshape(-1, bits, TILE, 2), bits, self.window)
+            rows = (
+                levels.reshape(chosen.size, blocks, TILE, TILE).transpose(1, 2).reshape(chosen.size, TILE, -1)
+            )
+            where = torch.from_numpy(chosen).to(device)
+            factors = self.factors.reshape(-1, TILE)[torch.from_numpy(groups[chosen]).to(device)]
+            out[where] = rows.to(torch.float32) * factors[:, :, None]
+        return out
+
+
+def _levels(stored: torch.Tensor, bits: int, window: int) -> torch.Tensor:
+    """Tiles as stored, uint8 [n, bits, 16 rows, 2], to the code's levels, int64 [n, 16 rows, 16 columns]."""
+    units = stored[..., 0].to(torch.int64) | (stored[..., 1].to(torch.int64) << 8)
+    # The unit before a row's first is the last unit of the row above it; the tile is a circle.
+    before = torch.cat((units[:, -1:].roll(1, dims=-1), units[:, :-1]), dim=1)
+    words = (before << 16) | units
+    ends = [(column + 1) * bits for column in range(TILE)]
+    unit_of = [-(-end // TILE) - 1 for end in ends]
+    shift = torch.tensor([TILE * (unit + 1) - end for unit, end in zip(unit_of, ends, strict=True)])
+    windows = words[:, unit_of].transpose(1, 2) >> shift.to(stored.device)
+    hashed = ((windows & ((1 << window) - 1)) * MULTIPLIER) & 0xFFFFFFFF
+    total = sum((hashed >> (8 * byte)) & 0xFF for byte in range(4))
+    return total - LEVEL_CENTRE  # type: ignore[return-value]
+
+
+def _torch_matrix(packed: PackedMatrix, blob: torch.Tensor) -> Matrix:
+    _notice(blob.device.type)
+    return TorchMatrix.on_device(packed, blob)
+
+
+@functools.lru_cache
+def _notice(device: str) -> None:
+    warnings.warn(
+        f"ciuic has no kernels for {device} devices here: torch operations decode the weights, which is slow",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+DEVICE_MATRICES: dict[str, Callable[[PackedMatrix, torch.Tensor], Matrix]] = {
+    "cpu": lambda packed, blob: CpuMatrix(packed)
+}
+"""By device type: (parsed blob, blob on its device) to a Matrix. Other devices use torch operations."""
+
+
+def on_device(packed: PackedMatrix, blob: torch.Tensor) -> Matrix:
+    """The Matrix for the device that `blob` is on."""
+    return DEVICE_MATRICES.get(blob.device.type, _torch_matrix)(packed, blob)
+
+
+class _Parsed:
+    """What a blob held when it was parsed, and whether the tensor still is that blob."""
+
+    def __init__(self, blob: torch.Tensor, value: Matrix | tuple[Matrix, ...]) -> None:
+        self.value = value
+        self.address = blob.data_ptr()
+        self.version = _version(blob)
+
+    def fits(self, blob: torch.Tensor) -> bool:
+        return self.address == blob.data_ptr() and self.version == _version(blob)
+
+
+def _version(blob: torch.Tensor) -> int:
+    # Tensors made in inference mode do not count their changes; nothing writes to a blob in place anyway.
+    return 0 if blob.is_inference() else blob._version
+
+
+_parsed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def matrix_of(blob: torch.Tensor) -> Matrix:
+    """The matrix in a blob (uint8 [nbytes]), parsed and checked at first sight of the tensor, then kept.
+
+    Raises InputError if the blob is damaged.
+    """
+    known = _parsed.get(blob)
+    if known is None or not known.fits(blob):
+        known = _Parsed(blob, on_device(PackedMatrix.from_buffer(blob, where="weight"), blob.detach()))
+        _parsed[blob] = known
+    return known.value
+
+
+def stack_of(blob: torch.Tensor) -> tuple[Matrix, ...]:
+    """The experts in a stack's blob; as `matrix_of`."""
+    known = _parsed.get(blob)
+    if known is None or not known.fits(blob):
+        experts = ExpertStack.from_buffer(blob, where="experts").experts
+        sizes = [expert.nbytes for expert in experts]
+        begins = np.cumsum([blob.numel() - sum(sizes), *sizes[:-1]]).tolist()
+        raw = blob.detach()
+        matrices = tuple(
+            on_device(expert, raw[begin : begin + size])
+            for expert, begin, size in zip(experts, begins, sizes, strict=True)
+        )
+        known = _Parsed(blob, matrices)
+        _parsed[blob] = known
+    return known.value

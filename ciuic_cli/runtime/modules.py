@@ -1,0 +1,123 @@
+"""Modules whose weight is a blob of codes: what stands where the original had nn.Linear and nn.Embedding.
+
+The blob is a parameter (uint8, one dimension) under the name that the dense weight had, so that state dicts,
+devices, saving and tying work as they do for any module. Outputs have the dtype of the activations.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ciuic_cli.runtime import ops
+
+
+def blob_parameter(nbytes: int, device: torch.device | str | None = None) -> nn.Parameter:
+    """An empty parameter for a blob of `nbytes` bytes: uint8, shape (nbytes,), without gradient."""
+    return nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device=device), requires_grad=False)
+
+
+class CompressedLinear(nn.Module):
+    """y = x W^T + bias with W (out_features, in_features) decoded inside the product.
+
+    `weight` is the blob of a PackedMatrix, (nbytes,) uint8; `bias` is None or (out_features,) in a
+    floating dtype.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, weight: nn.Parameter, bias: nn.Parameter | None = None
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.weight = weight
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", bias)
+
+    @property
+    def blob(self) -> torch.Tensor:
+        """The parameter `weight`, whatever `present_dtype` shows in its place."""
+        return self._parameters["weight"]  # type: ignore[return-value]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., in_features) floating -> (..., out_features) in the dtype of x."""
+        y = ops.linear(x, self.blob, self.out_features)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def present_dtype(self, dtype: torch.dtype) -> None:
+        """Let `self.weight` be seen as a meta tensor of the dense shape and of `dtype`.
+
+        For callers that read `module.weight.dtype` to cast the input before they call the module (the
+        indexer of DeepSeek V3.2): the blob's uint8 would turn the activations into bytes. The state dict,
+        devices and saving see the blob all the same. It lasts until the parameter is assigned again.
+        """
+        self.__dict__["weight"] = torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, bytes={self.blob.numel()}"
+        )
+
+
+class CompressedGroupedLinear(CompressedLinear):
+    """Block-diagonal projection (DeepSeek V4's `o_a_proj`): group g of the input meets rows g of the weight.
+
+    The weight is (out_features, in_features) with out_features = n_groups * rows per group and
+    in_features the width of one group.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        n_groups: int,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None = None,
+    ) -> None:
+        super().__init__(in_features, out_features, weight, bias)
+        self.n_groups = n_groups
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., n_groups, in_features) -> (..., n_groups, out_features / n_groups)."""
+        # The model's own module ignores a bias as well; it has none.
+        return ops.grouped_linear(x, self.blob, self.n_groups, self.out_features // self.n_groups)
+
+
+class CompressedEmbedding(nn.Module):
+    """Rows of a compressed table (num_embeddings, embedding_dim); only the rows asked for are decoded.
+
+    `scale` multiplies the rows (Gemma's scaled embeddings), rounded to the dtype of the output as the dense
+    module rounds it.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        weight: nn.Parameter,
+        dtype: torch.dtype,
+        scale: float | None = None,
+        padding_idx: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.scale = scale
+        self.weight = weight
+        # Empty: it only remembers the model's floating dtype, which `model.to(dtype)` changes with all
+        # other floats.
+        self.register_buffer(
+            "dtype_of_rows", torch.empty(0, dtype=dtype, device=weight.device), persistent=False
+        )
+        self.dtype_of_rows: torch.Tensor
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """input_ids (...) integer -> (..., embedding_dim)."""
+        dtype = self.dtype_of_rows.dtype
+        rows = ops.embedding(input_ids, self.weight, self.embedding_dim, dtype)
+        return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, bytes={self.weight.numel()}"

@@ -1,0 +1,177 @@
+"""The operators that compressed modules call, registered with torch.library so that torch.compile works.
+
+    ciuic::linear(x, blob, rows)            x (..., cols)           -> (..., rows)
+    ciuic::grouped_linear(x, blob, groups, rows)   x (..., g, cols) -> (..., g, rows); group g uses its
+    own rows of W ciuic::embedding(ids, blob, cols, dtype)       ids (...)        -> (..., cols)
+    ciuic::routed_linear(x, blob, ids, rows)       x (T, cols), ids (T, k) -> (T, k, rows) with W of
+    expert ids[t, j]
+
+Blobs are uint8 (nbytes,). Outputs have the dtype of x; sums are in float32. Gradients reach x, never the
+codes. In plain eager inference the functions below skip the dispatcher: its cost per call is what a small
+matrix takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ciuic_cli.runtime import products
+from ciuic_cli.runtime.matrices import matrix_of, stack_of
+
+
+def linear(x: torch.Tensor, blob: torch.Tensor, rows: int) -> torch.Tensor:
+    """x (..., cols) times W^T: (..., rows) in the dtype of x. Raises InputError if the blob is damaged."""
+    if _plain(x):
+        return _linear(x, blob, rows)
+    return torch.ops.ciuic.linear(x, blob, rows)
+
+
+def grouped_linear(x: torch.Tensor, blob: torch.Tensor, groups: int, rows: int) -> torch.Tensor:
+    """x (..., groups, cols), W (groups * rows, cols): (..., groups, rows) in the dtype of x."""
+    if _plain(x):
+        return _grouped_linear(x, blob, groups, rows)
+    return torch.ops.ciuic.grouped_linear(x, blob, groups, rows)
+
+
+def embedding(ids: torch.Tensor, blob: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of W: ids (...) to (..., cols) in `dtype`. Raises IndexError for an id that W has no row for."""
+    if _plain(ids):
+        return _embedding(ids, blob, cols, dtype)
+    return torch.ops.ciuic.embedding(ids, blob, cols, dtype)
+
+
+def routed_linear(x: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
+    """x (T, cols), expert ids (T, k): (T, k, rows) in the dtype of x; zeros where an id is no expert."""
+    if _plain(x):
+        return _routed_linear(x, blob, ids, rows)
+    return torch.ops.ciuic.routed_linear(x, blob, ids, rows)
+
+
+def _plain(x: torch.Tensor) -> bool:
+    needs_graph = torch.is_grad_enabled() and x.requires_grad
+    return type(x) is torch.Tensor and not needs_graph and not torch.compiler.is_compiling()
+
+
+def _linear(x: torch.Tensor, blob: torch.Tensor, rows: int) -> torch.Tensor:
+    y = products.product(matrix_of(blob), x.reshape(-1, x.shape[-1]))
+    return y.to(x.dtype).reshape(*x.shape[:-1], rows)
+
+
+def _linear_backward(grad: torch.Tensor, blob: torch.Tensor, cols: int) -> torch.Tensor:
+    gx = products.gradient(matrix_of(blob), grad.reshape(-1, grad.shape[-1]))
+    return gx.to(grad.dtype).reshape(*grad.shape[:-1], cols)
+
+
+def _grouped_linear(x: torch.Tensor, blob: torch.Tensor, groups: int, rows: int) -> torch.Tensor:
+    matrix = matrix_of(blob)
+    by_group = x.reshape(-1, groups, x.shape[-1])
+    parts = [products.product(matrix, by_group[:, g], g * rows, (g + 1) * rows) for g in range(groups)]
+    return torch.stack(parts, dim=1).to(x.dtype).reshape(*x.shape[:-1], rows)
+
+
+def _grouped_linear_backward(grad: torch.Tensor, blob: torch.Tensor, cols: int) -> torch.Tensor:
+    matrix, (groups, rows) = matrix_of(blob), grad.shape[-2:]
+    by_group = grad.reshape(-1, groups, rows)
+    parts = [products.gradient(matrix, by_group[:, g], g * rows, (g + 1) * rows) for g in range(groups)]
+    return torch.stack(parts, dim=1).to(grad.dtype).reshape(*grad.shape[:-1], cols)
+
+
+def _embedding(ids: torch.Tensor, blob: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
+    matrix = matrix_of(blob)
+    wanted, inverse = torch.unique(ids, return_inverse=True)
+    if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < matrix.rows:
+        raise IndexError(
+            f"token ids {int(wanted[0])} to {int(wanted[-1])}, the embedding has {matrix.rows} rows"
+        )
+    table = products.rows_of(matrix, wanted.to(torch.int64)).to(dtype)
+    return table[inverse.reshape(-1)].reshape(*ids.shape, cols)
+
+
+def _routed_linear(x: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
+    experts = stack_of(blob)
+    tokens, k = ids.shape
+    y = torch.zeros((tokens * k, rows), dtype=x.dtype, device=x.device)
+    flat = ids.reshape(-1)
+    order = torch.argsort(flat, stable=True)
+    hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
+        # Ids beyond the last expert are padding; a pruned expert adds nothing.
+        if 0 <= expert < len(experts) and not experts[expert].is_zero:
+            y[pairs] = products.product(experts[expert], x[pairs // k]).to(x.dtype)
+    return y.reshape(tokens, k, rows)
+
+
+def _routed_linear_backward(
+    grad: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, cols: int
+) -> torch.Tensor:
+    experts = stack_of(blob)
+    tokens, k = ids.shape
+    gx = torch.zeros((tokens, cols), dtype=torch.float32, device=grad.device)
+    by_pair, flat = grad.reshape(tokens * k, -1), ids.reshape(-1)
+    for expert in flat.unique().tolist():
+        if 0 <= expert < len(experts) and not experts[expert].is_zero:
+            pairs = (flat == expert).nonzero()[:, 0]
+            gx.index_add_(0, pairs // k, products.gradient(experts[expert], by_pair[pairs]))
+    return gx.to(grad.dtype)
+
+
+_library = torch.library.Library("ciuic", "DEF")
+_SCHEMAS = {
+    "linear(Tensor x, Tensor blob, SymInt rows) -> Tensor": _linear,
+    "linear_backward(Tensor grad, Tensor blob, SymInt cols) -> Tensor": _linear_backward,
+    "grouped_linear(Tensor x, Tensor blob, SymInt groups, SymInt rows) -> Tensor": _grouped_linear,
+    "grouped_linear_backward(Tensor grad, Tensor blob, SymInt cols) -> Tensor": _grouped_linear_backward,
+    "embedding(Tensor ids, Tensor blob, SymInt cols, ScalarType dtype) -> Tensor": _embedding,
+    "routed_linear(Tensor x, Tensor blob, Tensor ids, SymInt rows) -> Tensor": _routed_linear,
+    "routed_linear_backward(Tensor grad, Tensor blob, Tensor ids, SymInt cols) -> Tensor": (
+        _routed_linear_backward
+    ),
+}
+for _schema, _kernel in _SCHEMAS.items():
+    _library.define(_schema)
+    _library.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
+
+
+def _like_first(x: torch.Tensor, last: int) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], last))
+
+
+torch.library.register_fake("ciuic::linear", lambda x, blob, rows: _like_first(x, rows))
+torch.library.register_fake("ciuic::linear_backward", lambda grad, blob, cols: _like_first(grad, cols))
+torch.library.register_fake("ciuic::grouped_linear", lambda x, blob, groups, rows: _like_first(x, rows))
+torch.library.register_fake(
+    "ciuic::grouped_linear_backward", lambda grad, blob, cols: _like_first(grad, cols)
+)
+torch.library.register_fake(
+    "ciuic::embedding", lambda ids, blob, cols, dtype: ids.new_empty((*ids.shape, cols), dtype=dtype)
+)
+torch.library.register_fake(
+    "ciuic::routed_linear", lambda x, blob, ids, rows: x.new_empty((*ids.shape, rows))
+)
+torch.library.register_fake(
+    "ciuic::routed_linear_backward", lambda grad, blob, ids, cols: grad.new_empty((ids.shape[0], cols))
+)
+
+
+def _remember(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+    ctx.cols = inputs[0].shape[-1]
+    ctx.save_for_backward(*(value for value in inputs[1:] if isinstance(value, torch.Tensor)))
+
+
+def _backward_linear(ctx: Any, grad: torch.Tensor) -> tuple:
+    return torch.ops.ciuic.linear_backward(grad, *ctx.saved_tensors, ctx.cols), None, None
+
+
+def _backward_grouped(ctx: Any, grad: torch.Tensor) -> tuple:
+    return torch.ops.ciuic.grouped_linear_backward(grad, *ctx.saved_tensors, ctx.cols), None, None, None
+
+
+def _backward_routed(ctx: Any, grad: torch.Tensor) -> tuple:
+    return torch.ops.ciuic.routed_linear_backward(grad, *ctx.saved_tensors, ctx.cols), None, None, None
+
+
+torch.library.register_autograd("ciuic::linear", _backward_linear, setup_context=_remember)
+torch.library.register_autograd("ciuic::grouped_linear", _backward_grouped, setup_context=_remember)
+torch.library.register_autograd("ciuic::routed_linear", _backward_routed, setup_context=_remember)

@@ -1,0 +1,184 @@
+"""The transformers side: how `from_pretrained` builds a model around an artifact's blobs.
+
+transformers builds the dense model on the meta device, lets the quantizer exchange modules, then fills
+parameters by name. The quantizer therefore reads the blobs' headers first, checks them, and puts in place
+modules whose parameters have exactly the names and sizes that the files hold; no conversion is left to
+do, in either direction. Import this module only where transformers is imported anyway; `registration`
+decides when.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.quantizers import auto
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ciuic_cli.artifact.reader import check_format, read_blobs
+from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
+from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.runtime.modules import CompressedLinear
+from ciuic_cli.runtime.swap import BlobSlot, swap_modules
+
+_FOLDER_FIELDS = ("checksums",)
+"""Fields of the config that speak about the folder's files, not about the model; a saved copy has its own."""
+
+
+class CiuicConfig(QuantizationConfigMixin):
+    """The `quantization_config` of an artifact: method, format version, and what `compress` noted.
+
+    Raises InputError if the format is newer than this version of ciuic.
+    """
+
+    def __init__(
+        self, format_version: int = FORMAT_VERSION, quant_method: str = QUANT_METHOD, **notes: Any
+    ) -> None:
+        check_format({"quant_method": quant_method, "format_version": format_version})
+        self.quant_method = quant_method  # type: ignore[assignment]
+        self.format_version = format_version
+        for name, value in notes.items():
+            setattr(self, name, value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields but those that describe the files of the folder the artifact was loaded from."""
+        return {k: copy.deepcopy(v) for k, v in self.__dict__.items() if k not in _FOLDER_FIELDS}
+
+
+class CiuicQuantizer(HfQuantizer):
+    """Loads artifacts of `ciuic compress` with their weights left compressed; see the module's docstring."""
+
+    requires_calibration = True
+
+    def _process_model_before_weight_loading(
+        self,
+        model: Any,
+        checkpoint_files: list[str] | None = None,
+        dtype: torch.dtype | None = None,
+        **_: Any,
+    ) -> Any:
+        if not checkpoint_files:
+            raise UsageError(
+                "a ciuic artifact is loaded from its files, not from a state dict",
+                remedy="call from_pretrained with the folder and without state_dict",
+            )
+        artifact = read_blobs([Path(file) for file in checkpoint_files])
+        expected = model.state_dict()
+        prefix = getattr(model, "base_model_prefix", "")
+        in_model = {name: _name_in_model(name, expected, prefix) for name in artifact.tensors}
+        _refuse_missing(model, expected, in_model.values(), Path(checkpoint_files[0]).parent)
+        slots = {
+            in_model[name]: BlobSlot(
+                blob.shape, torch.empty(blob.entry.nbytes, dtype=torch.uint8, device="meta")
+            )
+            for name, blob in artifact.blobs.items()
+            if in_model[name] in expected
+        }
+        for target, source in model.all_tied_weights_keys.items():
+            # Whichever of the two is stored, transformers assigns its parameter to the other one later.
+            stored = [name for name in (target, source) if name in slots]
+            if len(stored) == 1:
+                slots[source if stored[0] == target else target] = slots[stored[0]]
+        swap_modules(model, slots, dtype or torch.get_default_dtype())
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        finish_modules(model)
+        return model
+
+    def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
+        """None: artifacts hold tensors under the names and in the shapes that the model has in memory.
+
+        transformers notes that none was used, and so `save_pretrained` converts nothing either.
+        """
+        return []
+
+    def is_serializable(self, safe_serialization: bool | None = None) -> bool:
+        """`save_pretrained` writes the blobs as they are."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Codes cannot be trained (gradients do pass through to the activations)."""
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        """Products and lookups are torch.library operators with fake implementations."""
+        return True
+
+
+def finish_modules(model: Any) -> None:
+    """Settle what needs the parameters in place (after loading, or after an exchange in place)."""
+    for name, module in model.named_modules():
+        if not isinstance(module, CompressedLinear):
+            continue
+        if name.endswith("indexer.weights_proj"):
+            # transformers casts this projection's input to `weight.dtype`, and keeps the weight in float32.
+            module.present_dtype(torch.float32)
+        if module.bias is not None and module.bias.numel() > module.out_features:
+            # Tying pads a head's bias to the length of the weight's first dimension, which is bytes here.
+            module.bias.data = module.bias.data[: module.out_features].clone()
+
+
+def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:
+    """Make a model whose modules were exchanged in place look as if `from_pretrained` had loaded it.
+
+    Then `save_pretrained` writes an artifact. `notes` are fields of its `quantization_config`, for example
+    `bits_per_weight`. Models that are no transformers models are left as they are.
+    """
+    if not hasattr(model, "save_pretrained"):
+        return
+    config = CiuicConfig(**(notes or {}))
+    quantizer = CiuicQuantizer(config, pre_quantized=True)
+    model._weight_conversions = []
+    model.hf_quantizer = quantizer
+    model.quantization_method = config.quant_method
+    model.is_quantized = True
+    quantizer.postprocess_model(model)
+
+
+def register_with_transformers() -> None:
+    """Enter the method into transformers' mappings, once."""
+    if QUANT_METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+        auto.register_quantization_config(QUANT_METHOD)(CiuicConfig)
+    if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantizer(QUANT_METHOD)(CiuicQuantizer)
+
+
+def _name_in_model(name: str, expected: dict[str, torch.Tensor], prefix: str) -> str:
+    """A stored name as the model has it: a bare `LlamaModel` lacks the `model.` of `LlamaForCausalLM`."""
+    if name in expected or not prefix:
+        return name
+    shorter = name.removeprefix(f"{prefix}.")
+    if shorter in expected:
+        return shorter
+    longer = f"{prefix}.{name}"
+    return longer if longer in expected else name
+
+
+def _refuse_missing(
+    model: Any, expected: dict[str, torch.Tensor], stored: Iterable[str], folder: Path
+) -> None:
+    """transformers would initialise what is missing at random, with no more than a warning."""
+    present = set(stored)
+    for target, source in model.all_tied_weights_keys.items():
+        if target in present or source in present:
+            present |= {target, source}
+    ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
+    missing = sorted(
+        name
+        for name in expected
+        if name not in present and not any(pattern.search(name) for pattern in ignored)
+    )
+    if missing:
+        raise InputError(
+            f"{len(missing)} tensor(s) of the model are missing, the first: {', '.join(missing[:3])}",
+            file=folder,
+            remedy="the artifact is incomplete or belongs to another model; compress it again",
+        )

@@ -1,0 +1,90 @@
+"""Products with a compressed matrix in bounded memory: W x, its gradient, rows of W.
+
+Everything happens in the transformed basis, W x = (T W)(T x), so that decoded weights need no transform
+of their own. Few rows of x are multiplied straight from the codes; many are multiplied panel by panel,
+decoding a bounded number of weights at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ciuic_cli.codecs.transform import TILE, inverse_transform, transform
+from ciuic_cli.runtime.matrices import Matrix
+
+SMALL_BATCH = 8
+"""Up to this many rows of x are multiplied straight from the codes, where there is a kernel for it."""
+
+PANEL_BYTES = 16 << 20
+"""Scratch for decoded weights (float32)."""
+
+
+def product(matrix: Matrix, x: torch.Tensor, row_begin: int = 0, row_end: int | None = None) -> torch.Tensor:
+    """y = x W^T, or its columns row_begin to row_end - 1.
+
+    Args:
+        matrix: W, (rows, cols).
+        x: floating [batch, cols] on the matrix's device.
+
+    Returns:
+        float32 [batch, row_end - row_begin].
+    """
+    row_end = matrix.rows if row_end is None else row_end
+    if matrix.is_zero or x.shape[0] == 0:
+        return torch.zeros((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
+    y = None
+    if x.shape[0] <= SMALL_BATCH and row_end - row_begin == matrix.rows:
+        y = matrix.small_product(x)
+    if y is None:
+        y = _by_panels(matrix, x, row_begin, row_end)
+    if matrix.lowrank is not None:
+        right, left = matrix.lowrank
+        inner = product(right, x)
+        # x (L R)^T = (x R^T) L^T, and a row of L^T is T^-1 of a stored row: one inverse transform of the
+        # sum serves all.
+        added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
+        y += added[:, row_begin:row_end]
+    return y
+
+
+def gradient(
+    matrix: Matrix, grad: torch.Tensor, row_begin: int = 0, row_end: int | None = None
+) -> torch.Tensor:
+    """x's gradient of `product`: grad W, floating [batch, row_end - row_begin] to float32 [batch, cols]."""
+    row_end = matrix.rows if row_end is None else row_end
+    grad = grad.to(torch.float32)
+    in_basis = torch.zeros((grad.shape[0], matrix.cols_padded), dtype=torch.float32, device=grad.device)
+    for begin, end in _panels(matrix, row_begin, row_end):
+        in_basis += grad[:, begin - row_begin : end - row_begin] @ matrix.decode(begin, end)
+    result = inverse_transform(in_basis, matrix.cols, matrix.seed)
+    if matrix.lowrank is not None:
+        right, left = matrix.lowrank
+        whole = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
+        result += gradient(right, transform(whole, left.seed) @ left.decode(0, left.rows).T)
+    return result
+
+
+def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
+    """The rows of W named by `rows` (int64 [n]): float32 [n, cols] in the original basis."""
+    out = inverse_transform(matrix.decode_rows(rows), matrix.cols, matrix.seed)
+    if matrix.lowrank is not None:
+        right, left = matrix.lowrank
+        factors = inverse_transform(left.decode(0, left.rows), left.cols, left.seed)[:, rows]
+        out += inverse_transform(factors.T @ right.decode(0, right.rows), matrix.cols, right.seed)
+    return out
+
+
+def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
+    in_basis = transform(x, matrix.seed)
+    y = torch.empty((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
+    for begin, end in _panels(matrix, row_begin, row_end):
+        torch.matmul(in_basis, matrix.decode(begin, end).T, out=y[:, begin - row_begin : end - row_begin])
+    return y
+
+
+def _panels(matrix: Matrix, row_begin: int, row_end: int) -> list[tuple[int, int]]:
+    """Row ranges whose decoded weights fit the scratch memory; they begin at row groups where they can."""
+    step = max(TILE, PANEL_BYTES // (4 * matrix.cols_padded) // TILE * TILE)
+    inner = range((row_begin // TILE + 1) * TILE, row_end, TILE)
+    starts = [row_begin, *inner[step // TILE - 1 :: step // TILE]]
+    return list(zip(starts, [*starts[1:], row_end], strict=True))

@@ -1,0 +1,114 @@
+"""Put compressed modules where a model has dense ones."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ciuic_cli.errors import InputError
+from ciuic_cli.runtime.experts import STACKS, CompressedExperts, unsupported_reason
+from ciuic_cli.runtime.modules import (
+    CompressedEmbedding,
+    CompressedGroupedLinear,
+    CompressedLinear,
+)
+
+_REMEDY = "the artifact belongs to another model or version; compress the model again with this version"
+
+
+@dataclass(frozen=True)
+class BlobSlot:
+    """A blob that is to become a parameter: what it decodes to, (rows, cols) or (E, rows, cols); bytes.
+
+    `tensor` is (nbytes,) uint8: the blob itself, or an empty one on the meta device before loading.
+    """
+
+    shape: tuple[int, ...]
+    tensor: torch.Tensor
+
+    def parameter(self) -> nn.Parameter:
+        return nn.Parameter(self.tensor, requires_grad=False)
+
+
+def swap_modules(model: nn.Module, slots: Mapping[str, BlobSlot], dtype: torch.dtype) -> None:
+    """Replace, in place, every module that owns a parameter named in `slots`.
+
+    Args:
+        model: any nn.Module; the named parameters may be on the meta device.
+        slots: by parameter name (`model.layers.0.mlp.up_proj.weight`, `...experts.gate_up_proj`).
+        dtype: the dtype of embedding rows.
+
+    Raises InputError, naming the tensor, if the model has no such parameter, its shape differs, or its
+    module is of a kind that cannot hold codes.
+    """
+    by_module: dict[str, dict[str, BlobSlot]] = {}
+    for name, slot in slots.items():
+        module_name, _, parameter_name = name.rpartition(".")
+        by_module.setdefault(module_name, {})[parameter_name] = slot
+    for module_name, of_module in by_module.items():
+        try:
+            dense = model.get_submodule(module_name)
+        except AttributeError as error:
+            raise InputError(
+                "the model has no module of this name", tensor=module_name, remedy=_REMEDY
+            ) from error
+        for parameter_name, slot in of_module.items():
+            _check_shape(dense, f"{module_name}.{parameter_name}", parameter_name, slot)
+        model.set_submodule(module_name, _compressed(dense, module_name, of_module, dtype))
+
+
+def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlot) -> None:
+    parameter = dense._parameters.get(parameter_name)
+    if parameter is None:
+        raise InputError("the model has no parameter of this name", tensor=name, remedy=_REMEDY)
+    if tuple(parameter.shape) != slot.shape:
+        raise InputError(
+            f"the blob holds a matrix of shape {list(slot.shape)}, the model expects {list(parameter.shape)}",
+            tensor=name,
+            remedy=_REMEDY,
+        )
+
+
+def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: torch.dtype) -> nn.Module:
+    if any(stack in slots for stack in STACKS):
+        reason = unsupported_reason(dense)
+        missing = [stack for stack in STACKS if stack not in slots]
+        if reason is None and missing:
+            reason = f"{missing[0]} is not compressed"
+        if reason is not None:
+            raise _cannot_hold(dense, name, reason)
+        return CompressedExperts(dense, *(slots[stack].parameter() for stack in STACKS))
+    if set(slots) != {"weight"}:
+        raise _cannot_hold(dense, name, f"only its weight can be compressed, not {', '.join(sorted(slots))}")
+    weight = slots["weight"].parameter()
+    if isinstance(dense, nn.Embedding):
+        if type(dense).forward is not nn.Embedding.forward and _scale_of(dense) is None:
+            raise _cannot_hold(dense, name, "its class computes something else from the table")
+        return CompressedEmbedding(
+            dense.num_embeddings, dense.embedding_dim, weight, dtype, _scale_of(dense), dense.padding_idx
+        )
+    if isinstance(dense, nn.Linear):
+        shape = (dense.in_features, dense.out_features)
+        if type(dense).forward is nn.Linear.forward:
+            return CompressedLinear(*shape, weight, dense.bias)
+        if type(dense).__name__.endswith("GroupedLinear") and dense.bias is None:
+            return CompressedGroupedLinear(*shape, int(dense.n_groups), weight)
+        raise _cannot_hold(dense, name, "its class computes something else than x W^T")
+    raise _cannot_hold(dense, name, "it is neither a linear nor an embedding")
+
+
+def _scale_of(embedding: nn.Embedding) -> float | None:
+    """The factor of a scaled embedding (Gemma keeps it as a number beside a buffer that may be on meta)."""
+    value = getattr(embedding, "scalar_embed_scale", None)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _cannot_hold(dense: nn.Module, name: str, reason: str) -> InputError:
+    return InputError(
+        f"a module of class {type(dense).__name__} cannot hold a compressed weight: {reason}",
+        tensor=name,
+        remedy=_REMEDY,
+    )
