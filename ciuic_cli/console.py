@@ -1,0 +1,303 @@
+"""The one sink: data to stdout, progress and hints to stderr, and no name can turn against the terminal.
+
+Everything the program prints goes through `Console`. Tensor and file names come from other people's files,
+so control sequences, bidirectional marks and very long names are made visible and short, and Rich's markup
+is off.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import sys
+import time
+import traceback
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+from rich import progress as rich_progress
+from rich.console import Console as RichConsole
+from rich.table import Table
+from rich.text import Text
+
+from ciuic_cli.errors import CiuicError, EnvironmentFault
+
+MAX_NAME = 160
+"""Characters of a name that are shown; the middle of a longer one is left out."""
+
+INTERRUPTED = 130
+_BUG = 1
+_PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
+_PIPE_WIDTH = 160  # table width where stdout is no terminal
+_HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+
+Progress = Callable[[str, int, int], None]
+"""`progress(what, done, total)`: the step's name, and how far it is, in any unit."""
+
+
+def printable(name: object, limit: int = MAX_NAME) -> str:
+    """`name` as harmless text of at most `limit` characters and a count of those left out.
+
+    Control characters, escape sequences, bidirectional and other invisible marks become backslash escapes.
+    """
+    text = str(name)
+    cut = len(text) - limit
+    if cut > 0:
+        # Cut first: escaping a name of a megabyte would only make it longer.
+        half = limit // 2
+        text = f"{text[:half]}[... {cut} more characters ...]{text[-(limit - half) :]}"
+    return "".join(_visible(character) for character in text)
+
+
+def _visible(character: str) -> str:
+    if character == "\\" or unicodedata.category(character) not in _HIDDEN_CATEGORIES:
+        return character
+    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def readable_bytes(count: float) -> str:
+    """Bytes in decimal units: 999 B, 1.00 kB, 17.5 MB, 1.31 TB."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 999.5 or unit == "TB":
+            return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable: TB returns")
+
+
+def to_json(value: object) -> str:
+    """ASCII JSON of the value; numbers that JSON has not (NaN, infinity) become null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False, default=str)
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+class Console:
+    """Where output goes.
+
+    With `json_mode` stdout gets one JSON object and nothing else; `quiet` leaves out progress and hints.
+    """
+
+    def __init__(
+        self,
+        *,
+        json_mode: bool = False,
+        quiet: bool = False,
+        stdout: TextIO | None = None,
+        stderr: TextIO | None = None,
+    ) -> None:
+        self.json_mode = json_mode
+        self.quiet = quiet
+        self._out = _rich(sys.stdout if stdout is None else stdout, pipe_width=_PIPE_WIDTH)
+        self._err = _rich(sys.stderr if stderr is None else stderr, pipe_width=None)
+        self._err.ignore_broken_pipe = True
+
+    def data(self, text: str) -> None:
+        """A result for people on stdout (nothing in JSON mode). Line breaks stay, other controls do not."""
+        if not self.json_mode:
+            lines = (printable(line, limit=1 << 20) for line in text.split("\n"))
+            self._out.print(Text("\n".join(lines)), soft_wrap=True)
+
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+        """A table on stdout (nothing in JSON mode). Columns of numbers are aligned to the right."""
+        if self.json_mode:
+            return
+        cells = [list(row) for row in rows]
+        table = Table(title=Text(printable(title)), title_justify="left", show_edge=False, pad_edge=False)
+        for index, column in enumerate(columns):
+            numbers = all(isinstance(row[index], (int, float)) or row[index] is None for row in cells)
+            table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
+        for row in cells:
+            table.add_row(*(Text(_cell(value)) for value in row))
+        self._out.print(table)
+
+    def json(self, value: object) -> None:
+        """The one JSON object on stdout (nothing outside JSON mode)."""
+        if self.json_mode:
+            self._out.file.write(to_json(value) + "\n")
+            self._out.file.flush()
+
+    def hint(self, message: str) -> None:
+        """A remark on stderr, left out when quiet."""
+        if not self.quiet:
+            self._err.print(Text(printable(message, limit=4096)), soft_wrap=True)
+
+    def warning(self, message: str) -> None:
+        """Something the user should know, on stderr, even when quiet."""
+        text = Text.assemble(("warning: ", "yellow"), printable(message, limit=4096))
+        self._err.print(text, soft_wrap=True)
+
+    def error(self, error: CiuicError) -> None:
+        """The message, file, tensor and remedy of an expected error on stderr."""
+        text = Text.assemble(("error: ", "bold red"), printable(error.message, limit=4096))
+        for label, value in (("file", error.file), ("tensor", error.tensor), ("try", error.remedy)):
+            if value:
+                limit = 4096 if label == "try" else MAX_NAME * 2
+                text.append(f"\n  {label}: {printable(value, limit)}")
+        self._err.print(text, soft_wrap=True)
+
+    def bug(self, error: Exception) -> None:
+        """The traceback of an unexpected exception on stderr, and that it should be reported."""
+        for line in "".join(traceback.format_exception(error)).splitlines():
+            self._err.print(Text(printable(line, limit=1024)), soft_wrap=True)
+        self.error(CiuicError(f"a bug in ciuic: {type(error).__name__}: {error}", remedy="please report it"))
+
+    @contextmanager
+    def progress(self) -> Iterator[Progress]:
+        """A `progress(what, done, total)` callable: a bar on a terminal, a line now and then elsewhere."""
+        if self.quiet:
+            yield lambda what, done, total: None
+        elif self._err.is_terminal:
+            with _Bars(self._err) as bars:
+                yield bars
+        else:
+            yield _Lines(self._err)
+
+    def close(self) -> None:
+        """Flush stdout, so that a full disk or a closed pipe is noticed here and not at interpreter exit."""
+        self._out.file.flush()
+
+
+def run(console: Console, action: Callable[[], object]) -> int:
+    """Run a command and turn its errors into a message and an exit code (0, 1 to 5, 130).
+
+    A reader that closes stdout early (`| head`) is no error: the rest is not printed, and the code is 0.
+    An unexpected exception is a bug of ours: its traceback is printed, and the code is 1.
+    """
+    try:
+        action()
+        console.close()
+    except CiuicError as error:
+        console.error(error)
+        return error.exit_code
+    except BrokenPipeError:
+        _silence_stdout()
+        console.hint("stdout was closed early; the rest is not printed")
+        return 0
+    except KeyboardInterrupt:
+        console.hint("interrupted")
+        return INTERRUPTED
+    except MemoryError:
+        fault = EnvironmentFault(
+            "memory is exhausted", remedy="free memory, or use a smaller --seqlen or --nsamples"
+        )
+        console.error(fault)
+        return fault.exit_code
+    except OSError as error:
+        fault = EnvironmentFault(
+            f"the system refuses: {error.strerror or error}",
+            file=None if error.filename is None else str(error.filename),
+            remedy="check disk space and permissions",
+        )
+        console.error(fault)
+        return fault.exit_code
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":
+            fault = EnvironmentFault("device memory is exhausted", remedy="free the GPU, or use --device cpu")
+            console.error(fault)
+            return fault.exit_code
+        console.bug(error)
+        return _BUG
+    return 0
+
+
+def _silence_stdout() -> None:
+    # Python flushes stdout once more at exit; without this that would print "Exception ignored ...".
+    try:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
+    except (OSError, ValueError, AttributeError):
+        sys.stdout = io.StringIO()
+
+
+class _Sink(RichConsole):
+    """Rich's console, but a closed pipe is for `run` to handle: Rich would leave with code 1."""
+
+    ignore_broken_pipe = False  # of stderr: nobody reads the hints, and the work goes on
+
+    def on_broken_pipe(self) -> None:
+        if not self.ignore_broken_pipe:
+            raise BrokenPipeError
+
+
+def _rich(stream: TextIO | None, pipe_width: int | None) -> _Sink:
+    if stream is None:  # the shell closed it: >&-
+        stream = io.StringIO()
+    reconfigure = getattr(stream, "reconfigure", None)
+    if reconfigure is not None:
+        reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not a traceback
+    width = None if stream.isatty() or "COLUMNS" in os.environ else pipe_width
+    return _Sink(file=stream, markup=False, highlight=False, emoji=False, width=width)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", " ")
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return printable(value)
+
+
+class _Bars:
+    """One bar per step on a terminal."""
+
+    def __init__(self, console: RichConsole) -> None:
+        self._display = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.TaskProgressColumn(markup=False),
+            rich_progress.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._tasks: dict[str, rich_progress.TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        self._display.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._display.__exit__(*exception)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._display.add_task(printable(what), total=total)
+        self._display.update(self._tasks[what], completed=done, total=total)
+
+
+class _Lines:
+    """A line at the start, at the end, and every few seconds in between, for logs."""
+
+    def __init__(self, console: RichConsole, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._finished: set[str] = set()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = self._clock()
+        ends = done >= total and what not in self._finished
+        if what not in self._last or ends or (done < total and now - self._last[what] >= _PLAIN_INTERVAL):
+            self._last[what] = now
+            share = 100.0 * done / total if total else 100.0
+            self._console.print(Text(f"{printable(what)}: {share:.0f} %"), soft_wrap=True)
+        if done >= total:
+            self._finished.add(what)
+        else:
+            self._finished.discard(what)

@@ -1,0 +1,286 @@
+"""What a checkpoint or an artifact contains, from its headers, and whether an artifact's bytes are intact.
+
+The pure part of `ciuic inspect`: folders in, dataclasses out; nothing is printed and no weight is decoded.
+Of an artifact the first bytes of each compressed matrix are read too: they say which rows have how many bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ciuic_cli.artifact.reader import QUANT_METHOD, Artifact, Blob, open_artifact
+from ciuic_cli.checkpoint.architecture import build_config, build_meta_model
+from ciuic_cli.checkpoint.folder import locate, read_config
+from ciuic_cli.checkpoint.header import DTYPE_BITS
+from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from ciuic_cli.checkpoint.roles import Classification, classify
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.errors import InputError
+
+DENSE_BYTES = 2
+"""Bytes per parameter of the dense model that ratios refer to (bf16)."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: `stored` names its number format, `bits` are stored bits per weight, scales included.
+
+    Of a compressed one: `widths` counts its groups of 16 rows by bits per weight, `rank` is that of its
+    low-rank part (the largest of a stack), `pruned` the share of its row groups that have no bits. `reason`
+    says why a parameter of an artifact is stored dense.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    stored: str
+    parameters: int
+    bytes: int
+    bits: float
+    widths: dict[int, int]
+    rank: int = 0
+    pruned: float = 0.0
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Component:
+    """All parameters of one role: how many tensors and weights, their bytes, and bits per weight."""
+
+    role: str
+    tensors: int
+    parameters: int
+    bytes: int
+    bits: float
+
+
+@dataclass(frozen=True)
+class Description:
+    """A checkpoint or an artifact. `bits_per_weight` and `ratio` count all bytes of the safetensors files.
+
+    `parameters` counts tied weights once and buffers not at all; `ratio` is `parameters` at 2 bytes each over
+    `file_bytes`. `overhead_bytes` are headers, buffers and tensors that are no part of the model.
+    """
+
+    kind: str
+    path: str
+    architecture: str
+    model_type: str
+    parameters: int
+    file_bytes: int
+    files: int
+    bits_per_weight: float
+    ratio: float
+    overhead_bytes: int
+    formats: dict[str, int]
+    components: tuple[Component, ...]
+    rows: tuple[Row, ...]
+    warnings: tuple[str, ...]
+    dropped: tuple[str, ...]
+    artifact: dict[str, Any] | None = None
+
+    def as_dict(self, tensors: bool = False) -> dict[str, Any]:
+        """For JSON; the rows only where `tensors`."""
+        result = asdict(self)
+        if not tensors:
+            del result["rows"]
+        return result
+
+
+def describe(path: str | Path) -> Description:
+    """Describe the checkpoint or artifact in a folder (or of a hub id) from its headers.
+
+    Raises InputError for whatever makes it unreadable (see `open_checkpoint`, `map_model`, `open_artifact`).
+    """
+    folder = locate(path)
+    if is_artifact(read_config(folder)):
+        return _describe_artifact(open_artifact(folder))
+    checkpoint = open_checkpoint(folder)
+    return _describe_checkpoint(checkpoint, map_model(checkpoint))
+
+
+def is_artifact(config: dict[str, Any]) -> bool:
+    """Whether a config.json is one that ciuic wrote."""
+    section = config.get("quantization_config")
+    return isinstance(section, dict) and section.get("quant_method") == QUANT_METHOD
+
+
+def _describe_checkpoint(checkpoint: Checkpoint, model_map: ModelMap) -> Description:
+    rows = []
+    for parameter in model_map.parameters.values():
+        if parameter.tied_to is not None or parameter.buffer:
+            continue
+        entries = [checkpoint.entry(name) for name in parameter.sources]
+        scales = [
+            checkpoint.entry(checkpoint.scales[name])
+            for name in parameter.sources
+            if name in checkpoint.scales
+        ]
+        nbytes = sum(entry.nbytes for entry in entries + scales)
+        fp4 = any(checkpoint.is_fp4(name) for name in parameter.sources)
+        stored = "FP4" if fp4 else "+".join(sorted({entry.dtype for entry in entries}))
+        rows.append(
+            Row(
+                parameter.name,
+                parameter.role,
+                parameter.shape,
+                stored,
+                parameter.numel,
+                nbytes,
+                8 * nbytes / max(1, parameter.numel),
+                {},
+            )
+        )
+    return _summarise(
+        "checkpoint",
+        checkpoint.folder,
+        checkpoint.config,
+        rows,
+        checkpoint.source_bytes,
+        len(checkpoint.files()),
+        model_map.warnings,
+        model_map.dropped,
+    )
+
+
+def _describe_artifact(artifact: Artifact) -> Description:
+    config = build_config(artifact.config, artifact.folder / "config.json")
+    model: Any = build_meta_model(config, torch.bfloat16, artifact.folder / "config.json")
+    classified = classify(model)
+    ties = {
+        target: source
+        for target, source in model.all_tied_weights_keys.items()
+        if target not in artifact.tensors
+    }
+    missing = [name for name in classified if name not in artifact.tensors and name not in ties]
+    if missing:
+        raise InputError(
+            f"{len(missing)} tensor(s) of the model are missing: {', '.join(missing[:3])}",
+            file=artifact.folder,
+            tensor=missing[0],
+            remedy="the artifact is damaged; fetch or compress it again",
+        )
+    maps: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+    rows = []
+    for name, (found, tensor) in classified.items():
+        if name in ties or found.buffer:
+            continue
+        blob = artifact.blobs.get(name)
+        if blob is None:
+            rows.append(_dense_row(artifact, name, found, tuple(tensor.shape)))
+            continue
+        if blob.shape != tuple(tensor.shape):
+            raise InputError(
+                f"the compressed matrix has shape {blob.shape}, the config makes it {tuple(tensor.shape)}",
+                file=blob.entry.file,
+                tensor=name,
+                remedy="the files of two artifacts are mixed; fetch or compress it again",
+            )
+        file = blob.entry.file
+        if file not in maps:
+            maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
+        rows.append(_packed_row(name, found, blob, maps[file][blob.entry.begin : blob.entry.end]))
+    unknown = [name for name in artifact.tensors if name not in classified]
+    warnings = (
+        [f"{len(unknown)} tensor(s) are not part of the model: {', '.join(unknown[:3])}"] if unknown else []
+    )
+    files = len({entry.file for entry in artifact.tensors.values()})
+    return _summarise(
+        "artifact",
+        artifact.folder,
+        artifact.config,
+        rows,
+        artifact.file_bytes,
+        files,
+        warnings,
+        [],
+        artifact.quantization,
+    )
+
+
+def _dense_row(artifact: Artifact, name: str, found: Classification, shape: tuple[int, ...]) -> Row:
+    entry = artifact.tensors[name]
+    reason = found.reason or "not compressed"
+    bits = float(DTYPE_BITS[entry.dtype])
+    return Row(name, found.role, shape, entry.dtype, entry.numel, entry.nbytes, bits, {}, reason=reason)
+
+
+def _packed_row(
+    name: str, found: Classification, blob: Blob, data: np.ndarray[Any, np.dtype[np.uint8]]
+) -> Row:
+    if len(blob.shape) == 3:
+        matrices = ExpertStack.from_buffer(data, where=name).experts
+    else:
+        matrices = (PackedMatrix.from_buffer(data, where=name),)
+    counts: Counter[int] = Counter()
+    for matrix in matrices:
+        widths, groups = np.unique(matrix.row_bits, return_counts=True)
+        counts.update({int(width): int(count) for width, count in zip(widths, groups, strict=True)})
+    parameters = int(np.prod(blob.shape))
+    return Row(
+        name,
+        found.role,
+        blob.shape,
+        "trellis",
+        parameters,
+        blob.entry.nbytes,
+        8 * blob.entry.nbytes / parameters,
+        dict(sorted(counts.items())),
+        max(matrix.rank for matrix in matrices),
+        counts[0] / counts.total(),
+    )
+
+
+def _summarise(
+    kind: str,
+    folder: Path,
+    config: dict[str, Any],
+    rows: list[Row],
+    file_bytes: int,
+    files: int,
+    warnings: Iterable[str],
+    dropped: Iterable[str],
+    artifact: dict[str, Any] | None = None,
+) -> Description:
+    parameters = sum(row.parameters for row in rows)
+    formats: Counter[str] = Counter()
+    for row in rows:
+        formats[row.stored] += row.parameters
+    names = config.get("architectures")
+    return Description(
+        kind=kind,
+        path=str(folder),
+        architecture=str(names[0]) if isinstance(names, list) and names else "",
+        model_type=str(config.get("model_type", "")),
+        parameters=parameters,
+        file_bytes=file_bytes,
+        files=files,
+        bits_per_weight=8 * file_bytes / max(1, parameters),
+        ratio=DENSE_BYTES * parameters / max(1, file_bytes),
+        overhead_bytes=file_bytes - sum(row.bytes for row in rows),
+        formats=dict(formats.most_common()),
+        components=_components(rows),
+        rows=tuple(rows),
+        warnings=tuple(warnings),
+        dropped=tuple(dropped),
+        artifact=artifact,
+    )
+
+
+def _components(rows: list[Row]) -> tuple[Component, ...]:
+    by_role: dict[str, list[Row]] = {}
+    for row in rows:
+        by_role.setdefault(row.role, []).append(row)
+    components = []
+    for role, members in by_role.items():
+        parameters, nbytes = sum(row.parameters for row in members), sum(row.bytes for row in members)
+        components.append(Component(role, len(members), parameters, nbytes, 8 * nbytes / max(1, parameters)))
+    return tuple(sorted(components, key=lambda component: -component.bytes))

@@ -1,0 +1,130 @@
+"""Whether every file of an artifact still has the bytes that were written: `ciuic inspect --verify`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.checkpoint.folder import checked_file, locate, read_json
+from ciuic_cli.errors import CiuicError, InputError
+
+_BLOCK = 1 << 20
+_REMEDY = "fetch the artifact again, or compress the original again"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """`files` and `nbytes` checked; `problems` as (file name, what is wrong), empty if all is intact.
+
+    `unlisted` files lie in the folder without a checksum (a README that someone added): no damage, but said.
+    """
+
+    files: int
+    nbytes: int
+    problems: tuple[tuple[str, str], ...]
+    unlisted: tuple[str, ...]
+
+    def require_intact(self, folder: Path) -> None:
+        """Raise InputError naming the first damaged file, and the count, unless there are no problems."""
+        if self.problems:
+            name, problem = self.problems[0]
+            more = f" ({len(self.problems)} damaged files in all)" if len(self.problems) > 1 else ""
+            raise InputError(f"the artifact is damaged: {problem}{more}", file=folder / name, remedy=_REMEDY)
+
+
+def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Verification:
+    """Compare size and SHA-256 of every file with `ciuic_checksums.json`.
+
+    `progress(done, total)` counts bytes. The list itself is checked by its form: it must be exactly what the writer would write of its content.
+    Raises InputError if the folder has no such list or if it is unreadable.
+    """
+    folder = locate(path)
+    listed = _read_list(folder)
+    problems: list[tuple[str, str]] = []
+    total = sum(size for _, size in listed.values())
+    done = 0
+    for name, (digest, size) in sorted(listed.items()):
+        problem = _check_file(folder, name, digest, size)
+        if problem is not None:
+            problems.append((name, problem))
+        done += size
+        progress(done, total)
+    unlisted = []
+    for entry in sorted(folder.iterdir()):
+        if entry.name in listed or entry.name == CHECKSUMS:
+            continue
+        if entry.name.endswith(".safetensors"):
+            problems.append((entry.name, "weights without a checksum: not a file of this artifact"))
+        else:
+            unlisted.append(entry.name)
+    return Verification(len(listed), total, tuple(problems), tuple(unlisted))
+
+
+def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
+    file = folder / CHECKSUMS
+    if not file.exists():
+        raise InputError(
+            "the folder has no checksums", file=file, remedy="only artifacts of ciuic can be verified"
+        )
+    document = read_json(folder, CHECKSUMS)
+    # A flipped bit in the list's own white space or numbers must show as well.
+    if checked_file(folder, CHECKSUMS).read_bytes() != encode_list(document):
+        raise _damaged_list(file, "it is not in the form in which it was written")
+    files = document.get("files")
+    if (
+        document.get("algorithm") != "sha256"
+        or set(document) != {"algorithm", "files"}
+        or not isinstance(files, dict)
+    ):
+        raise _damaged_list(file, "it does not have exactly the algorithm sha256 and the files")
+    listed = {}
+    for name, value in files.items():
+        if (
+            not isinstance(value, dict)
+            or set(value) != {"sha256", "bytes"}
+            or not isinstance(value["sha256"], str)
+            or not _SHA256.fullmatch(value["sha256"])
+            or not isinstance(value["bytes"], int)
+            or value["bytes"] < 0
+        ):
+            raise _damaged_list(file, f"the entry of {name!r:.100} is not a SHA-256 and a size")
+        listed[name] = (value["sha256"], value["bytes"])
+    return listed
+
+
+def encode_list(document: dict[str, Any]) -> bytes:
+    """The one form of the checksum list."""
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
+
+
+def _damaged_list(file: Path, what: str) -> InputError:
+    return InputError(f"the list of checksums is damaged: {what}", file=file, remedy=_REMEDY)
+
+
+def _check_file(folder: Path, name: str, digest: str, size: int) -> str | None:
+    if not (folder / name).exists():
+        return "the file is missing"
+    try:
+        file = checked_file(folder, name)
+    except CiuicError as error:
+        return error.message
+    found = file.stat().st_size
+    if found != size:
+        return f"the file has {found} bytes, not {size}"
+    running = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while block := stream.read(_BLOCK):
+                running.update(block)
+    except OSError as error:
+        return f"the file cannot be read: {error.strerror}"
+    return (
+        None if running.hexdigest() == digest else "its content does not have the checksum that was written"
+    )
