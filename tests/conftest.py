@@ -5,6 +5,7 @@ Their sizes are small but odd: some dimensions are no multiple of 16, so that pa
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -257,8 +258,30 @@ def make_checkpoint(
                 noise = torch.randn(tensor.shape, generator=generator)
                 tensor.copy_(noise / tensor.shape[-1] ** 0.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
+    if family == "deepseek_v4":
+        _original_v4_names(folder)
     make_tokenizer(folder)
     return folder
+
+
+def _original_v4_names(folder: Path) -> None:
+    """Rename what `save_pretrained` writes for V4 to the names in DeepSeek's own files."""
+    from safetensors.torch import load_file, save_file
+
+    def original(name: str) -> str:
+        name = (
+            name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_")
+        )
+        return name.replace(".attn.norm.", ".attn.kv_norm.")
+
+    for file in folder.glob("*.safetensors"):
+        tensors = {original(name): tensor for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        content = json.loads(index.read_text())
+        content["weight_map"] = {original(name): file for name, file in content["weight_map"].items()}
+        index.write_text(json.dumps(content))
 
 
 @pytest.fixture(scope="session")

@@ -37,7 +37,7 @@ def decode_scales(scales: torch.Tensor) -> torch.Tensor:
     if scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponent = scales.view(torch.uint8).to(torch.int32)
         # ldexp in float32 loses 2^-127 (a subnormal); float64 holds every value and rounds to it exactly.
-        values = torch.ldexp(torch.ones((), dtype=torch.float64), exponent - 127)
+        values = torch.ldexp(torch.ones(exponent.shape, dtype=torch.float64), exponent - 127)
         values[exponent == 255] = math.nan
         return values.to(torch.float32)
     return scales.to(torch.float32)
