@@ -114,12 +114,14 @@ class Console:
         if self.json_mode:
             return
         cells = [list(row) for row in rows]
-        table = Table(title=Text(printable(title)), title_justify="left", show_edge=False, pad_edge=False)
+        table = Table(show_edge=False, pad_edge=False)
         for index, column in enumerate(columns):
             numbers = all(isinstance(row[index], (int, float)) or row[index] is None for row in cells)
             table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
         for row in cells:
             table.add_row(*(Text(_cell(value)) for value in row))
+        # Not the table's own title: Rich would wrap it to the table's width.
+        self._out.print(Text(printable(title)), soft_wrap=True)
         self._out.print(table)
 
     def json(self, value: object) -> None:

@@ -42,8 +42,9 @@ class Verification:
 def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Verification:
     """Compare size and SHA-256 of every file with `ciuic_checksums.json`.
 
-    `progress(done, total)` counts bytes. The list itself is checked by its form: it must be exactly what the
-    writer would write of its content. Raises InputError if the folder has no such list or if it is unreadable.
+    `progress(done, total)` counts bytes. The list itself is checked by its form: it must be exactly what
+    the writer would write of its content. Raises InputError if the folder has no such list or if it is
+    unreadable.
     """
     folder = locate(path)
     listed = _read_list(folder)

@@ -83,7 +83,7 @@ def test_27_absurd_or_negative_sizes(key: str, value: Any) -> None:
 
 def test_27_what_transformers_itself_refuses_is_an_input_error() -> None:
     assert "transformers refuses" in refusal(num_key_value_heads="many").message
-    with pytest.raises(InputError, match="no model can be built|refuses"):
+    with pytest.raises(InputError, match="no model can be built"):
         build_meta_model(build_config({**LLAMA, "hidden_act": "nonsense"}), torch.bfloat16)
 
 

@@ -1,0 +1,116 @@
+"""Fault 39: any damage to any file of an artifact is found by its checksums."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from ciuic_cli.artifact import writer
+from ciuic_cli.errors import InputError
+from ciuic_cli.verification import CHECKSUMS, verify
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files with checksums; `verify` does not look into them, so their contents need no meaning."""
+    generator = random.Random(0)
+    made = tmp_path / "artifact"
+    made.mkdir()
+    for name, size in [("config.json", 300), ("model.safetensors", 3_000_000), ("tokenizer.json", 0)]:
+        (made / name).write_bytes(generator.randbytes(size))
+    writer.write_checksums(made)
+    return made
+
+
+def damaged(folder: Path) -> bool:
+    try:
+        return bool(verify(folder).problems)
+    except InputError as error:
+        assert error.exit_code == 3 and error.remedy
+        return True
+
+
+def test_an_intact_artifact(folder: Path) -> None:
+    steps: list[tuple[int, int]] = []
+    found = verify(folder, lambda done, total: steps.append((done, total)))
+    assert (found.files, found.nbytes, found.problems, found.unlisted) == (3, 3_000_300, (), ())
+    assert steps[-1] == (3_000_300, 3_000_300)
+    found.require_intact(folder)
+
+
+def test_single_bit_flips_anywhere_are_found(folder: Path) -> None:
+    generator = random.Random(1)
+    names = [name for name in os.listdir(folder) if (folder / name).stat().st_size]
+    for _ in range(150):
+        path = folder / generator.choice(names)
+        good = path.read_bytes()
+        position = generator.randrange(len(good))
+        path.write_bytes(
+            good[:position] + bytes([good[position] ^ 1 << generator.randrange(8)]) + good[position + 1 :]
+        )
+        assert damaged(folder), (path.name, position)
+        path.write_bytes(good)
+    assert not damaged(folder)
+
+
+def test_every_bit_of_the_list_itself_counts(folder: Path) -> None:
+    path = folder / CHECKSUMS
+    good = path.read_bytes()
+    for position in range(len(good)):
+        for bit in range(8):
+            path.write_bytes(good[:position] + bytes([good[position] ^ 1 << bit]) + good[position + 1 :])
+            assert damaged(folder), (position, bit)
+
+
+def test_what_is_wrong_is_said(folder: Path) -> None:
+    with (folder / "model.safetensors").open("ab") as file:
+        file.write(b"x")
+    (folder / "tokenizer.json").unlink()
+    (folder / "extra.safetensors").write_bytes(b"")
+    (folder / "README.md").write_text("hello")
+    found = verify(folder)
+    assert dict(found.problems) == {
+        "model.safetensors": "the file has 3000001 bytes, not 3000000",
+        "tokenizer.json": "the file is missing",
+        "extra.safetensors": "weights without a checksum: not a file of this artifact",
+    }
+    assert found.unlisted == ("README.md",)
+    with pytest.raises(InputError, match="3 damaged files") as caught:
+        found.require_intact(folder)
+    assert caught.value.exit_code == 3
+
+
+def test_a_folder_without_checksums(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no checksums"):
+        verify(tmp_path)
+
+
+def test_names_in_the_list_cannot_lead_outside(folder: Path) -> None:
+    secret = folder.parent / "secret"
+    secret.write_bytes(b"s")
+    entry = {"sha256": hashlib.sha256(b"s").hexdigest(), "bytes": 1}
+    document = {"algorithm": "sha256", "files": {"../secret": entry}}
+    (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    problems = dict(verify(folder).problems)
+    assert "outside" in problems["../secret"]
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"a": 1},
+        {"a": {"sha256": "zz", "bytes": 1}},
+        {"a": {"sha256": "0" * 64, "bytes": -1}},
+        {"a": {"sha256": "0" * 64}},
+    ],
+)
+def test_entries_that_are_no_checksums(folder: Path, files: object) -> None:
+    document = {"algorithm": "sha256", "files": files}
+    (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    with pytest.raises(InputError, match="damaged"):
+        verify(folder)
