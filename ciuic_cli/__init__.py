@@ -1,3 +1,35 @@
-"""ciuic: compress language models into a byte budget with the least damage to their predictions."""
+"""ciuic: compress a causal language model into a byte budget, with the least damage that many bytes allow.
+
+Importing the package registers the `ciuic` format with transformers, so that
+`AutoModelForCausalLM.from_pretrained(artifact)` loads compressed models; nothing heavy is imported before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ciuic_cli.runtime.registration import install as _install
+
+if TYPE_CHECKING:
+    from ciuic_cli.inplace import apply_ciuic_compression
+    from ciuic_cli.pipeline import compress
+    from ciuic_cli.runtime.loading import load
 
 __version__ = "0.1.0"
+__all__ = ["__version__", "apply_ciuic_compression", "compress", "load"]
+
+_HOMES = {
+    "compress": "ciuic_cli.pipeline",
+    "load": "ciuic_cli.runtime.loading",
+    "apply_ciuic_compression": "ciuic_cli.inplace",
+}
+
+_install()
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,40 @@
+# A fresh clone needs Python 3.10 or newer, a C++17 compiler, and the package registries.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+# The CPU build where one is to be had under this version; set TORCH= to keep what pip chooses.
+TORCH ?= torch==2.13.0
+SAMPLE = samples/deepseek-v3-tiny
+OUT ?= build/demo
+
+.PHONY: demo test check format faults fuzz sanitize cuda-check gpu quality clean
+
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(BIN)/python -m pip install --quiet "scikit-build-core>=0.10" "cmake>=3.20" "ninja>=1.10"
+	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/ciuic compress $(SAMPLE) $(OUT) --calibration samples/text/calibration.txt --force
+	$(BIN)/ciuic inspect $(OUT)
+	$(BIN)/ciuic eval $(OUT) --base $(SAMPLE) --text samples/text/heldout.txt --seqlen 256 --limit 32 \
+		--prompt "The economy of the country"
+	$(BIN)/ciuic bench $(OUT) --base $(SAMPLE) -p 256 -n 64 -r 3
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,21 @@
+"""The artifact's own fields in config.json."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ciuic_cli import __version__
+
+QUANT_METHOD = "ciuic"
+FORMAT_VERSION = 1
+
+
+def quantization_config(report: dict[str, Any]) -> dict[str, Any]:
+    """The `quantization_config` of an artifact: how to read it, and what it promises."""
+    return {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "ciuic_version": __version__,
+        "bits_per_weight": round(report["bits_per_weight"], 6),
+        "ratio": round(report["ratio"], 6),
+    }

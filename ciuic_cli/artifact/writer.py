@@ -1,0 +1,144 @@
+"""Writes an artifact: under a temporary name, synced, then renamed. A folder is either complete or absent."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from ciuic_cli.artifact.layout import Shard, index_json
+from ciuic_cli.errors import EnvironmentFault
+
+CHECKSUMS = "ciuic_checksums.json"
+_COPIED = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
+    "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
+)  # fmt: skip
+
+
+def sync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """A file with `data`, complete and synced, or as it was before."""
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise environment_fault(error, path) from error
+
+
+def environment_fault(error: OSError, path: Path) -> EnvironmentFault:
+    """An `OSError` in the words of the user: full disk, no permission, and what to do about it."""
+    remedies = {
+        errno.ENOSPC: "free disk space and run the same command again: it goes on where it stopped",
+        errno.EDQUOT: "your disk quota is used up; free some and run the same command again",
+        errno.EACCES: "check the permissions of the folder",
+        errno.EROFS: "the file system is read-only; choose another output folder",
+    }
+    return EnvironmentFault(
+        f"cannot write: {error.strerror or error}",
+        file=path,
+        remedy=remedies.get(error.errno or 0, "check the disk and run the same command again"),
+    )
+
+
+def write_shards(
+    shards: Iterable[Shard], folder: Path, payload: Callable[[str], bytes], progress: Callable[[int], None]
+) -> None:
+    """Write the safetensors files; `payload(name)` gives one tensor's bytes at a time."""
+    for shard in shards:
+        with (folder / shard.file).open("wb") as file:
+            file.write(shard.header)
+            for tensor in shard.tensors:
+                data = payload(tensor.name)
+                if len(data) != tensor.nbytes:
+                    raise RuntimeError(f"{tensor.name}: {len(data)} bytes, {tensor.nbytes} were planned")
+                file.write(data)
+                progress(len(data))
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def copy_companions(source: Path, folder: Path) -> list[str]:
+    """Copy the tokenizer's and generation's files (never code) from the checkpoint; returns their names."""
+    copied = [name for name in _COPIED if (source / name).is_file()]
+    for name in copied:
+        shutil.copyfile(source / name, folder / name)
+    return copied
+
+
+def write_index(shards: list[Shard], folder: Path) -> None:
+    if len(shards) > 1:
+        (folder / "model.safetensors.index.json").write_text(index_json(shards), encoding="utf-8")
+
+
+def write_config(folder: Path, source: dict[str, Any], quantization: dict[str, Any]) -> None:
+    """The source's config.json with this artifact's quantization_config; no key that names code survives."""
+    config = {key: value for key, value in source.items() if key not in ("auto_map", "quantization_config")}
+    config["quantization_config"] = quantization
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def write_checksums(folder: Path) -> None:
+    """SHA-256 and size of every file in the folder, for `ciuic inspect --verify`."""
+    files = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        files[path.name] = {"sha256": digest, "bytes": path.stat().st_size}
+    document = {"algorithm": "sha256", "files": files}
+    (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def publish(folder: Path, destination: Path) -> None:
+    """Give the finished `folder` its name; an existing destination is exchanged in one step, then removed."""
+    for path in folder.iterdir():
+        sync_file(path)
+    sync_folder(folder)
+    try:
+        if not destination.exists():
+            folder.rename(destination)
+        elif _exchange(folder, destination):
+            shutil.rmtree(folder)
+        else:
+            aside = destination.with_name(f".{destination.name}.replaced")
+            destination.rename(aside)
+            folder.rename(destination)
+            shutil.rmtree(aside)
+    except OSError as error:
+        raise environment_fault(error, destination) from error
+    sync_folder(destination.parent)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Swap two paths in one step (Linux renameat2); False where the system cannot."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    at_working_directory, exchange = -100, 2
+    return bool(
+        rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange) == 0
+    )

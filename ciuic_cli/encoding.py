@@ -1,0 +1,56 @@
+"""One matrix at a time: its weight and statistics in, its arms or its coded form out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ciuic_cli.checkpoint.formats import require_finite
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.passes import lowrank, prune
+from ciuic_cli.passes.quantize import Importance, prepare, round_prepared
+from ciuic_cli.planning import EMBEDDING_ROLES, Arms, PassOptions, Plan, Unit, importance_of
+from ciuic_cli.statistics.collect import Statistics
+
+
+def read_unit(model_map: ModelMap, unit: Unit) -> torch.Tensor:
+    """The weight (rows, cols) in float32; raises `InputError` for NaN or infinity."""
+    if unit.expert is None:
+        weight = model_map.read(unit.name)
+    else:
+        weight = model_map.read_expert(unit.name, unit.expert)
+    require_finite(weight, unit.key)
+    return weight.float()
+
+
+def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: PassOptions) -> Arms:
+    """All arms of one matrix with their predicted loss."""
+    weight = read_unit(model_map, unit)
+    prepared = prepare(weight, importance_of(unit, statistics))
+    arms = Arms.of(unit, prepared, options.widths_for(unit))
+    if options.rank != "off" and unit.role not in EMBEDDING_ROLES:
+        ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
+        arms.lowrank = lowrank.arms(weight, prepared.outputs.noise[: unit.rows], ranks)
+    return arms
+
+
+def encode_unit(
+    model_map: ModelMap, statistics: Statistics, plan: Plan, unit: Unit, *, window: int, threads: int
+) -> PackedMatrix:
+    """Round one matrix as the plan says."""
+    chosen = plan.units[unit.key]
+    importance = importance_of(unit, statistics)
+    weight = read_unit(model_map, unit)
+    removed = prune.removed_columns(plan.removed, unit.key, unit.cols)
+    if removed is not None:
+        weight = prune.correct_rest(weight, importance.inputs, removed)
+    if not chosen.rank:
+        return round_prepared(prepare(weight, importance), chosen.row_bits, window=window, threads=threads)
+    row_weight = prepare(weight, importance).outputs.noise[: unit.rows]
+    factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window, threads=threads)
+    rest = prepare(weight - product, importance)
+    return round_prepared(rest, chosen.row_bits, lowrank=factors, window=window, threads=threads)

@@ -1,0 +1,62 @@
+"""apply_ciuic_compression: compress a model that is loaded already, in place."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from ciuic_cli.errors import UsageError
+from ciuic_cli.pipeline import compress
+from ciuic_cli.runtime.loading import pack_module_inplace
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any) -> Model:
+    """Compress a loaded transformers model in place and return it.
+
+    Its dense weights are exchanged for compressed ones, module by module; what else refers to the model keeps
+    working. The weights pass through a temporary folder (twice the size of the result, plus the original).
+
+    Args:
+        model: a transformers causal language model with its weights on the CPU or a GPU.
+        tokenizer: of the model, for the calibration text; None: the one that its `name_or_path` has.
+        **options: as for `compress`: ratio, calibration, nsamples, effort, prune, rank, bits, seed, ...
+
+    Raises:
+        UsageError: no tokenizer, or not a transformers model.
+        CiuicError: as `compress`; the model is unchanged then.
+    """
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise UsageError("only transformers models can be compressed in place", remedy="pass a PreTrainedModel")
+    if tokenizer is None:
+        tokenizer = _own_tokenizer(model)
+    with tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
+        source, out = Path(folder) / "source", Path(folder) / "out"
+        model.save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        report = compress(source, out, **options)
+        blobs: dict[str, torch.Tensor] = {}
+        for file in sorted(out.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                compressed = {row["name"] for row in report["components"] if "dense" not in row}
+                blobs |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in compressed}  # noqa: SIM118
+        notes = {"bits_per_weight": report["bits_per_weight"], "ratio": report["ratio"]}
+        return pack_module_inplace(model, blobs, notes=notes)  # type: ignore[return-value]
+
+
+def _own_tokenizer(model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    name = getattr(model, "name_or_path", "") or getattr(model.config, "name_or_path", "")
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "the model's tokenizer was not found", remedy="pass it: apply_ciuic_compression(model, tokenizer)"
+        ) from error

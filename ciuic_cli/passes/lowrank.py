@@ -1,0 +1,88 @@
+"""The low-rank pass: W = L R + rest, where the few largest directions leave less for the code to carry.
+
+The code's error in a row is proportional to the row's energy, so the best L R is the truncated SVD of
+diag(√c) W, c being the weight that each output row's noise keeps (`quantize.Feedback.noise`). L and R are
+trellis-coded themselves; the rest is taken against the coded product, so their error is not added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.passes.quantize import BLOCK, round_plain
+
+FACTOR_BITS = 6
+RANKS = (16, 32, 64)
+
+
+@dataclass(frozen=True)
+class LowRankArm:
+    """rank; exact bytes of both factors; remaining: (groups,) share of each row group's energy that is left."""
+
+    rank: int
+    nbytes: int
+    remaining: NDArray[np.float64]
+
+
+def factor(weight: torch.Tensor, row_weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """L (m, rank), R (rank, n): the best weighted approximation of W (m, n), by randomised SVD with a fixed seed.
+
+    Source: Halko, Martinsson, Tropp, "Finding structure with randomness", 2011, with four power iterations.
+    """
+    root = row_weight.clamp_min(row_weight.max() * 1e-6).sqrt()[:, None]
+    scaled = weight * root
+    generator = torch.Generator().manual_seed(0)
+    width = min(rank + 16, *weight.shape)
+    probe = torch.randn(weight.shape[1], width, generator=generator)
+    basis = torch.linalg.qr(scaled @ probe).Q
+    for _ in range(4):
+        basis = torch.linalg.qr(scaled @ (scaled.T @ basis)).Q
+    u, s, vh = torch.linalg.svd(basis.T @ scaled, full_matrices=False)
+    split = s[:rank].sqrt()
+    return (basis @ u[:, :rank]) * split / root, split[:, None] * vh[:rank]
+
+
+def factor_bytes(rows: int, cols: int, rank: int) -> int:
+    """Exact bytes of the low-rank part."""
+    bits = np.full(rank // BLOCK, FACTOR_BITS, np.uint8)
+    return packed_nbytes(rank, cols, bits) + packed_nbytes(rank, rows, bits)
+
+
+def arms(weight: torch.Tensor, row_weight: torch.Tensor, ranks: tuple[int, ...]) -> list[LowRankArm]:
+    """What each rank would leave of each row group's energy, and what it would cost."""
+    rows, cols = weight.shape
+    ranks = tuple(rank for rank in ranks if rank < min(rows, cols))
+    if not ranks:
+        return []
+    left, right = factor(weight, row_weight, max(ranks))
+    energy = _group_energy(weight, row_weight)
+    found = []
+    for rank in ranks:
+        rest = _group_energy(weight - left[:, :rank] @ right[:rank], row_weight)
+        remaining = np.divide(rest, energy, out=np.ones_like(rest), where=energy > 0)
+        found.append(LowRankArm(rank, factor_bytes(rows, cols, rank), remaining))
+    return found
+
+
+def _group_energy(weight: torch.Tensor, row_weight: torch.Tensor) -> NDArray[np.float64]:
+    per_row = weight.square().sum(1) * row_weight
+    padded = torch.nn.functional.pad(per_row, (0, -len(per_row) % BLOCK))
+    return padded.double().reshape(-1, BLOCK).sum(1).numpy()
+
+
+def encode(
+    weight: torch.Tensor, row_weight: torch.Tensor, rank: int, *, window: int, threads: int
+) -> tuple[tuple[PackedMatrix, PackedMatrix], torch.Tensor]:
+    """The coded factors (R, Lᵀ), and their product (m, n) as the decoder will see it."""
+    left, right = factor(weight, row_weight, rank)
+    coded = tuple(
+        round_plain(part.contiguous(), FACTOR_BITS, window=window, threads=threads) for part in (right, left.T)
+    )
+    r, lt = (decode(part, original_basis=True) for part in coded)
+    return (coded[0], coded[1]), lt.T @ r

@@ -1,0 +1,304 @@
+"""compress(): the steps in reading order, each finished one in the journal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from ciuic_cli import __version__
+from ciuic_cli.artifact import writer
+from ciuic_cli.artifact.layout import lay_out
+from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from ciuic_cli.artifact.schema import quantization_config
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.encoding import encode_unit, unit_arms
+from ciuic_cli.errors import InputError
+from ciuic_cli.journal import Journal
+from ciuic_cli.planning import PassOptions, Plan, check_reachable, make_plan, stored_dtype, stored_tensors, units_of
+from ciuic_cli.report import render_html
+from ciuic_cli.statistics.calibration import calibration_batch
+from ciuic_cli.statistics.collect import Statistics, collect_statistics
+from ciuic_cli.summary import build_report
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What an effort level spends: trellis window L, calibration sequences and their length."""
+
+    window: int
+    nsamples: int
+    seqlen: int
+
+
+EFFORTS = {"fast": Effort(12, 24, 512), "default": Effort(16, 64, 512), "best": Effort(16, 128, 512)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything besides the weights and the text that decides the artifact's bytes."""
+
+    ratio: float
+    effort: str
+    window: int
+    nsamples: int
+    seqlen: int
+    seed: int
+    prune: str | float
+    rank: str | int
+    bits: tuple[int, ...]
+    device: str
+
+
+def compress(
+    model: str | Path,
+    out: str | Path,
+    *,
+    ratio: float = 4.0,
+    target_bpw: float | None = None,
+    target_size: int | None = None,
+    calibration: Sequence[Path] = (),
+    nsamples: int | None = None,
+    seqlen: int | None = None,
+    seed: int = 0,
+    effort: str = "default",
+    prune: str | float = "auto",
+    rank: str | int = "auto",
+    bits: Sequence[int] = (2, 3, 4, 5, 6, 8),
+    device: str = "auto",
+    dry_run: bool = False,
+    force: bool = False,
+    progress: Progress = lambda what, done, total: None,
+    hint: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """Compress a checkpoint to a byte budget; returns the memory report (also written into the artifact).
+
+    Args:
+        model: folder or hub id of a safetensors checkpoint.
+        out: folder of the artifact; must not exist unless `force`.
+        ratio: bytes of all parameters at 2 bytes each, over bytes of the artifact's safetensors files.
+        target_bpw: instead of ratio: stored bits per parameter. target_size: instead of ratio: bytes.
+        calibration: UTF-8 text files; none: the package's own mix.
+        effort: "fast", "default" or "best".
+        prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
+        bits: the widths that may be used, of 2, 3, 4, 5, 6, 8.
+        dry_run: stop at the plan, write nothing.
+        force: replace an existing output; discard an unfinished run with other options.
+
+    Raises:
+        CiuicError: see errors.py; the output is as it was before.
+    """
+    started = time.monotonic()
+    out = Path(out)
+    checkpoint = open_checkpoint(model)
+    _check_output(out, checkpoint, force=force, dry_run=dry_run)
+    model_map = map_model(checkpoint)
+    for warning in model_map.warnings:
+        hint(warning)
+    original = 2 * model_map.stored_numel
+    budget = _budget(original, ratio, target_bpw, target_size)
+    level = EFFORTS[effort]
+    options = Options(
+        original / budget, effort, level.window, nsamples or level.nsamples, seqlen or level.seqlen,
+        seed, prune, rank, tuple(sorted(set(bits))), device,
+    )  # fmt: skip
+    passes = PassOptions(options.bits, prune, rank)
+    check_reachable(model_map, budget, passes)
+    batches = _calibration(checkpoint, model_map, calibration, options)
+    with Journal(out) as journal:
+        resumed = journal.begin(_fingerprint(checkpoint, options, batches, budget), restart=force)
+        if resumed:
+            hint(f"going on with the unfinished run in {journal.folder}")
+        try:
+            run = _Run(model_map, journal, options, passes, batches, progress)
+            plan = run.plan(budget)
+            if dry_run:
+                report = build_report(model_map, plan, run.statistics, options=asdict(options), started=started)
+                if not resumed:
+                    journal.remove()
+                return report
+            report = run.finish(plan, out, started)
+        except OSError as error:
+            raise writer.environment_fault(error, journal.folder) from error
+        journal.remove()
+    return report
+
+
+class _Run:
+    """One run's state: what the journal has is read, what it lacks is made."""
+
+    def __init__(
+        self,
+        model_map: ModelMap,
+        journal: Journal,
+        options: Options,
+        passes: PassOptions,
+        batches: torch.Tensor,
+        progress: Progress,
+    ) -> None:
+        self.map, self.journal, self.options, self.passes = model_map, journal, options, passes
+        self.progress = progress
+        self.device = torch.device("cpu" if options.device == "auto" else options.device)
+        held_out = max(1, len(batches) // 12)
+        self.held_out, self.batches = batches[::12][:held_out], batches
+        self.units = units_of(model_map.parameters.values())
+        self.statistics = self._statistics()
+
+    def _statistics(self) -> Statistics:
+        folder = self.journal.folder / "statistics"
+        if self.journal.load("statistics.done") is None:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            collect_statistics(
+                self.map, self.batches, folder, device=self.device, seed=self.options.seed, progress=self.progress
+            )
+            self.journal.save("statistics.done", b"")
+        return Statistics(folder)
+
+    def plan(self, budget: int) -> Plan:
+        arms = []
+        for number, unit in enumerate(self.units):
+            arms.append(unit_arms(self.map, self.statistics, unit, self.passes))
+            self.progress("arms", number + 1, len(self.units))
+        return make_plan(self.map, arms, budget, self.passes)
+
+    def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:
+        self._encode(plan)
+        partial = out.with_name(f".{out.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            report = self._write(plan, partial, started)
+            writer.publish(partial, out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return report
+
+    def _encode(self, plan: Plan) -> None:
+        threads = torch.get_num_threads()
+        total = sum(unit.weights for unit in self.units)
+        done = 0
+        for number, unit in enumerate(self.units):
+            if self.journal.load(_step(number)) is None:
+                packed = encode_unit(
+                    self.map, self.statistics, plan, unit, window=self.options.window, threads=threads
+                )
+                self.journal.save(_step(number), packed.to_bytes())
+            done += unit.weights
+            self.progress("encode", done, total)
+
+    def _write(self, plan: Plan, folder: Path, started: float) -> dict[str, Any]:
+        steps: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            steps.setdefault(unit.name, []).append(number)
+
+        def payload(name: str) -> bytes:
+            if name not in steps:
+                value = self.map.read(name).to(stored_dtype(self.map, name)).contiguous()
+                return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            if len(self.map.parameters[name].shape) < 3:
+                return self._blob(steps[name][0])
+            experts = (PackedMatrix.from_buffer(self._blob(number), where=name) for number in steps[name])
+            return ExpertStack(tuple(experts)).to_bytes()
+
+        shards = lay_out(stored_tensors(self.map, plan.blob_bytes))
+        written = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            self.progress("write", written, plan.file_bytes)
+
+        writer.write_shards(shards, folder, payload, count)
+        writer.write_index(shards, folder)
+        writer.copy_companions(self.map.checkpoint.folder, folder)
+        report = build_report(self.map, plan, self.statistics, options=asdict(self.options), started=started)
+        writer.write_config(folder, self.map.checkpoint.config, quantization_config(report))
+        text = json.dumps(report, indent=2)
+        (folder / "memory_report.json").write_text(text + "\n", encoding="utf-8")
+        (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
+        writer.write_checksums(folder)
+        return report
+
+    def _blob(self, number: int) -> bytes:
+        data = self.journal.load(_step(number))
+        if data is None:
+            raise OSError(0, "the journal lost a finished step", str(self.journal.folder))
+        return data
+
+
+def _step(number: int) -> str:
+    return f"matrices/{number:07d}"
+
+
+def _check_output(out: Path, checkpoint: Checkpoint, *, force: bool, dry_run: bool) -> None:
+    """Refuse an output that exists, is the input, or cannot be written, before any work."""
+    if out.resolve() == checkpoint.folder.resolve() or checkpoint.folder.resolve() in out.resolve().parents:
+        raise InputError("the output is the input", file=out, remedy="choose another output folder")
+    if dry_run:
+        return
+    if out.exists() and not force:
+        raise InputError("the output exists already", file=out, remedy="choose another folder, or add --force")
+    if out.exists() and not out.is_dir():
+        raise InputError("the output is a file", file=out, remedy="choose a folder")
+    parent = next(path for path in out.absolute().parents if path.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise InputError("the output's folder is read-only", file=parent, remedy="choose a folder you can write to")
+
+
+def _budget(original: int, ratio: float, target_bpw: float | None, target_size: int | None) -> int:
+    """Bytes that the artifact's safetensors files may take."""
+    if target_size is not None:
+        return target_size
+    if target_bpw is not None:
+        return int(original * target_bpw / 16)
+    return int(original / ratio)
+
+
+def _calibration(
+    checkpoint: Checkpoint, model_map: ModelMap, files: Sequence[Path], options: Options
+) -> torch.Tensor:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"the checkpoint's tokenizer cannot be loaded: {str(error).splitlines()[0]}",
+            file=checkpoint.folder,
+            remedy="copy tokenizer.json and tokenizer_config.json of the model into its folder",
+        ) from error
+    vocabulary = model_map.config.get_text_config().vocab_size
+    return calibration_batch(
+        tokenizer, files, nsamples=options.nsamples, seqlen=options.seqlen, vocab_size=vocabulary
+    )
+
+
+def _fingerprint(
+    checkpoint: Checkpoint, options: Options, batches: torch.Tensor, budget: int
+) -> dict[str, Any]:
+    """What must be equal for a run to go on: program, options, text, and the source files."""
+    files = {}
+    for path in checkpoint.files():
+        status = path.stat()
+        files[path.name] = [status.st_size, status.st_mtime_ns]
+    config = json.dumps(checkpoint.config, sort_keys=True, default=str).encode()
+    return {
+        "version": __version__,
+        "options": {**asdict(options), "bits": list(options.bits)},
+        "budget": budget,
+        "calibration": hashlib.sha256(batches.numpy().tobytes()).hexdigest(),
+        "config": hashlib.sha256(config).hexdigest(),
+        "weights": files,
+    }

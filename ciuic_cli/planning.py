@@ -1,0 +1,343 @@
+"""From statistics to the plan: what each matrix's every arm costs and saves, and the arms the budget takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
+from ciuic_cli.budget import Allocation, allocate
+from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES
+from ciuic_cli.codecs.packing import packed_nbytes, stack_header_nbytes
+from ciuic_cli.errors import TargetError
+from ciuic_cli.passes import lowrank, prune
+from ciuic_cli.passes.quantize import BLOCK, Importance, Prepared, predicted_loss
+from ciuic_cli.statistics.collect import Statistics
+
+UNIFORM_SHARE = 0.02
+"""Share of the text that counts as tokens drawn uniformly from the vocabulary: the floor under rare tokens."""
+_SAFETENSORS_NAMES = {
+    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
+    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+EMBEDDING_ROLES = ("embedding", "head")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One matrix of the budget: a 2-D parameter, or one expert of a stack."""
+
+    name: str
+    expert: int | None
+    role: str
+    rows: int
+    cols: int
+
+    @property
+    def key(self) -> str:
+        return self.name if self.expert is None else f"{self.name}[{self.expert}]"
+
+    @property
+    def padded_cols(self) -> int:
+        return -(-self.cols // BLOCK) * BLOCK
+
+    @property
+    def groups(self) -> int:
+        return -(-self.rows // BLOCK)
+
+    @property
+    def weights(self) -> int:
+        return self.rows * self.cols
+
+
+def units_of(parameters: Iterable[Parameter]) -> list[Unit]:
+    """Every compressible matrix, experts one by one, in the order of the model."""
+    units = []
+    for parameter in parameters:
+        if not parameter.compress or parameter.tied_to:
+            continue
+        if len(parameter.shape) == 3:
+            count, rows, cols = parameter.shape
+            units += [Unit(parameter.name, e, parameter.role, rows, cols) for e in range(count)]
+        else:
+            rows, cols = parameter.shape
+            units.append(Unit(parameter.name, None, parameter.role, rows, cols))
+    return units
+
+
+def importance_of(unit: Unit, statistics: Statistics) -> Importance:
+    """G and H of one matrix.
+
+    A head's rows and an embedding's rows are mixed with the uniform share, so that tokens absent from the
+    calibration text keep their weight. A tied matrix is charged for both of its uses.
+    """
+    h = statistics.input_moment(unit.name, unit.expert)
+    g = statistics.output_fisher(unit.name, unit.expert)
+    use = statistics.embedding_use(unit.name)
+    if g is not None and g.dim() == 1:
+        g = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
+    if use is not None:
+        frequency = (1 - UNIFORM_SHARE) * use.frequency + UNIFORM_SHARE / len(use.frequency)
+        trace = use.moment.diagonal().sum()
+        as_input = frequency * trace
+        if h is None or g is None:
+            h, g = use.moment / trace, as_input
+        else:
+            both = g.sum() + as_input.sum()
+            h = (g.sum() * h + as_input.sum() * use.moment / trace) / both
+            g = g + as_input
+    if h is None or g is None:  # never reached by the calibration text and without a pool: count it as average
+        h = torch.eye(unit.cols) / unit.cols
+        g = torch.full((unit.rows,), 1e-6)
+    return Importance(h, g)
+
+
+@dataclass
+class Arms:
+    """All arms of one matrix: predicted KL (groups, widths), corrected by `correction`, and exact bytes."""
+
+    unit: Unit
+    widths: tuple[int, ...]
+    sensitivity: NDArray[np.float64]
+    removal: NDArray[np.float64]
+    lowrank: list[lowrank.LowRankArm] = field(default_factory=list)
+    rank: int = 0
+    correction: float = 1.0
+
+    @classmethod
+    def of(cls, unit: Unit, prepared: Prepared, widths: tuple[int, ...]) -> Arms:
+        return cls(unit, widths, prepared.sensitivity, prepared.removal)
+
+    @property
+    def loss(self) -> NDArray[np.float64]:
+        shrink = next((arm.remaining for arm in self.lowrank if arm.rank == self.rank), 1.0)
+        loss = predicted_loss(self.sensitivity * shrink, self.removal, self.widths)
+        return loss * self.correction
+
+    @property
+    def nbytes(self) -> NDArray[np.int64]:
+        per_bit = 2 * self.unit.padded_cols
+        return np.tile(np.array(self.widths, dtype=np.int64) * per_bit, (self.unit.groups, 1))
+
+    @property
+    def lowrank_bytes(self) -> int:
+        return next((arm.nbytes for arm in self.lowrank if arm.rank == self.rank), 0)
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token."""
+
+    unit: Unit
+    row_bits: NDArray[np.uint8]
+    rank: int
+    lowrank_bytes: int
+    predicted_kl: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The arms taken. blob_bytes: exact size of each compressed parameter; file_bytes: of all safetensors files."""
+
+    units: dict[str, UnitPlan]
+    blob_bytes: dict[str, int]
+    file_bytes: int
+    budget: int
+    price: float
+    removed: tuple[prune.Structure, ...] = ()
+
+    @property
+    def predicted_kl(self) -> float:
+        return sum(plan.predicted_kl for plan in self.units.values())
+
+
+def blob_sizes(model_map: ModelMap, arms: Sequence[Arms], row_bits: dict[str, NDArray[np.uint8]]) -> dict[str, int]:
+    """Bytes of every compressed parameter's blob, stacks included."""
+    single: dict[str, list[int]] = {}
+    for arm in arms:
+        unit = arm.unit
+        size = packed_nbytes(unit.rows, unit.cols, row_bits[unit.key], arm.lowrank_bytes)
+        single.setdefault(unit.name, []).append(size)
+    return {
+        name: sum(sizes) + (stack_header_nbytes(len(sizes)) if len(model_map.parameters[name].shape) == 3 else 0)
+        for name, sizes in single.items()
+    }
+
+
+def dense_names(model_map: ModelMap) -> list[str]:
+    """What is stored as it is: norms, biases, routers."""
+    return [p.name for p in model_map.parameters.values() if not p.compress and not p.tied_to]
+
+
+def stored_dtype(model_map: ModelMap, name: str) -> torch.dtype:
+    """The dtype a dense tensor is stored in: the one that the model computes with; integers stay as they are."""
+    sources = model_map.parameters[name].sources
+    found = TORCH_DTYPES[model_map.checkpoint.entry(sources[0]).dtype] if sources else model_map.dtype
+    return model_map.fixed_dtypes.get(name, model_map.dtype) if found.is_floating_point else found
+
+
+def dense_tensors(model_map: ModelMap) -> list[StoredTensor]:
+    """Layout of the dense tensors, in the dtype that the model computes with."""
+    found = []
+    for name in dense_names(model_map):
+        dtype = stored_dtype(model_map, name)
+        shape = model_map.parameters[name].shape
+        found.append(StoredTensor(name, _SAFETENSORS_NAMES[dtype], shape, int(np.prod(shape)) * dtype.itemsize))
+    return found
+
+
+def stored_tensors(model_map: ModelMap, blobs: dict[str, int]) -> list[StoredTensor]:
+    return dense_tensors(model_map) + [StoredTensor(name, "U8", (size,), size) for name, size in blobs.items()]
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What the user allows. prune: "off", "auto" or a share of the prunable weights; rank: "off", "auto" or a rank."""
+
+    widths: tuple[int, ...]
+    prune: str | float = "auto"
+    rank: str | int = "auto"
+
+    def widths_for(self, unit: Unit) -> tuple[int, ...]:
+        prunable = self.prune != "off" and unit.role not in EMBEDDING_ROLES
+        return ((0,) if prunable else ()) + self.widths
+
+
+def make_plan(
+    model_map: ModelMap,
+    arms: list[Arms],
+    budget: int,
+    options: PassOptions,
+    structures: Sequence[prune.Structure] = (),
+) -> Plan:
+    """Take the arms with the least predicted loss whose files come to at most `budget` bytes.
+
+    Raises:
+        TargetError: not reachable even with every matrix at its smallest arm.
+    """
+    if isinstance(options.rank, int):
+        for arm in arms:
+            if any(candidate.rank == options.rank for candidate in arm.lowrank):
+                arm.rank = options.rank
+    forced: dict[str, NDArray[np.bool_]] = {}
+    if isinstance(options.prune, float):
+        candidates = {arm.unit.key: (arm.removal, BLOCK * arm.unit.cols) for arm in arms if 0 in arm.widths}
+        forced = prune.forced_groups(candidates, options.prune)
+    solution = _Solution(model_map, arms, budget, forced)
+    allocation = solution.solve()
+    if options.rank == "auto" and _choose_ranks(arms, allocation.price):
+        allocation = solution.solve()
+    if options.prune == "auto" and structures:
+        taken = [s for s in structures if s.loss < solution.worth(allocation, s)]
+        solution.forced = prune.masks(taken, {arm.unit.key: arm.unit.groups for arm in arms})
+        solution.taken = taken
+        allocation = solution.solve()
+    return solution.plan(allocation)
+
+
+def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> None:
+    """Raise `TargetError` if even the smallest arms are over the budget; needs no statistics."""
+    arms = []
+    for unit in units_of(model_map.parameters.values()):
+        nothing = np.zeros(unit.groups)
+        arms.append(Arms(unit, options.widths_for(unit), nothing, nothing))
+    _Solution(model_map, arms, budget, {}).solve()
+
+
+def _choose_ranks(arms: list[Arms], price: float) -> bool:
+    """Give each matrix the rank that is cheapest at this price; True if any takes one."""
+    for arm in arms:
+        costs = {}
+        for rank in [0, *(candidate.rank for candidate in arm.lowrank)]:
+            arm.rank = rank
+            best = (arm.loss + price * arm.nbytes).min(axis=1).sum()
+            costs[rank] = float(best) + price * arm.lowrank_bytes
+        arm.rank = min(costs, key=lambda rank: (costs[rank], rank))
+    return any(arm.rank for arm in arms)
+
+
+class _Solution:
+    """The knapsack over all row groups of all matrices, and its translation back."""
+
+    def __init__(
+        self, model_map: ModelMap, arms: list[Arms], budget: int, forced: dict[str, NDArray[np.bool_]]
+    ) -> None:
+        self.map, self.arms, self.budget, self.forced = model_map, arms, budget, forced
+        self.taken: list[prune.Structure] = []
+        self.widths = tuple(sorted({width for arm in arms for width in arm.widths}))
+        self.starts = np.cumsum([0, *(arm.unit.groups for arm in arms)])
+
+    def overhead(self) -> int:
+        """Bytes of everything but codes; the header counted with its longest possible offsets."""
+        empty = {arm.unit.key: np.zeros(arm.unit.groups, np.uint8) for arm in self.arms}
+        full = {arm.unit.key: np.full(arm.unit.groups, max(self.widths), np.uint8) for arm in self.arms}
+        small = stored_bytes(lay_out(stored_tensors(self.map, blob_sizes(self.map, self.arms, empty))))
+        headers = [
+            sum(len(shard.header) for shard in lay_out(stored_tensors(self.map, blob_sizes(self.map, self.arms, bits))))
+            for bits in (empty, full)
+        ]
+        return small + max(0, headers[1] - headers[0])
+
+    def solve(self) -> Allocation:
+        items = int(self.starts[-1])
+        loss = np.full((items, len(self.widths)), np.inf)
+        nbytes = np.zeros((items, len(self.widths)), np.int64)
+        for arm, start in zip(self.arms, self.starts, strict=False):
+            stop = start + arm.unit.groups
+            nbytes[start:stop] = np.array(self.widths) * 2 * arm.unit.padded_cols
+            columns = [self.widths.index(width) for width in arm.widths]
+            loss[start:stop, columns] = arm.loss
+            gone = self.forced.get(arm.unit.key)
+            if gone is not None:
+                loss[start:stop][gone, 1:] = np.inf
+                loss[start:stop][gone, 0] = 0.0
+        try:
+            return allocate(loss, nbytes, self.budget - self.overhead())
+        except TargetError as error:
+            least = np.where(np.isinf(loss), np.iinfo(np.int64).max, nbytes).min(axis=1).sum() + self.overhead()
+            original = 2 * self.map.stored_numel
+            raise TargetError(
+                f"the target of {self.budget:,} bytes cannot be reached: the least is {int(least):,} bytes, "
+                f"a ratio of {original / float(least):.3f}",
+                remedy=f"ask for --ratio {np.floor(original / float(least) * 100) / 100:.2f} or less, "
+                "or allow fewer --bits or more --prune",
+            ) from error
+
+    def row_bits(self, allocation: Allocation) -> dict[str, NDArray[np.uint8]]:
+        widths = np.array(self.widths, np.uint8)[allocation.choice]
+        return {
+            arm.unit.key: widths[start : start + arm.unit.groups]
+            for arm, start in zip(self.arms, self.starts, strict=False)
+        }
+
+    def worth(self, allocation: Allocation, structure: prune.Structure) -> float:
+        """What the members of a structure cost now: their loss, and their bytes at the margin's price."""
+        first = {arm.unit.key: (arm, start) for arm, start in zip(self.arms, self.starts, strict=False)}
+        total = 0.0
+        for key, group in structure.members:
+            arm, start = first[key]
+            width = self.widths[allocation.choice[start + group]]
+            total += float(arm.loss[group, arm.widths.index(width)])
+            total += allocation.price * width * 2 * arm.unit.padded_cols
+        return total
+
+    def plan(self, allocation: Allocation) -> Plan:
+        bits = self.row_bits(allocation)
+        units = {}
+        for arm in self.arms:
+            chosen = bits[arm.unit.key]
+            columns = np.array([arm.widths.index(int(width)) for width in chosen])
+            per_group = arm.loss[np.arange(len(chosen)), columns]
+            forced = self.forced.get(arm.unit.key)
+            if forced is not None and self.taken:
+                per_group = np.where(forced, 0.0, per_group)  # charged to the structure instead
+            loss = float(per_group.sum()) + sum(s.loss for s in self.taken if s.down == arm.unit.key)
+            units[arm.unit.key] = UnitPlan(arm.unit, chosen, arm.rank, arm.lowrank_bytes, loss)
+        blobs = blob_sizes(self.map, self.arms, bits)
+        total = stored_bytes(lay_out(stored_tensors(self.map, blobs)))
+        return Plan(units, blobs, total, self.budget, allocation.price, tuple(self.taken))

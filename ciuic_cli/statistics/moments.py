@@ -1,0 +1,110 @@
+"""Second moments of every matrix's inputs and output gradients, recorded while a layer runs.
+
+For a matrix W (m outputs, n inputs) with input x_t and gradient g_t = d loss / d (W x_t) at token t, the Fisher
+information of W is the mean over tokens of (g gᵀ) ⊗ (x xᵀ). It is stored as a Kronecker product G ⊗ H,
+one step of power iteration from the identity (Tseng et al., "Model-Preserving Adaptive Rounding", 2025):
+
+    H = Σ |g_t|² x_t x_tᵀ / Σ |g_t|² |x_t|²          (n x n, unit trace)
+    G = Σ |x_t|² g_t g_tᵀ / N                         (m x m; its trace is the mean of |g|² |x|²)
+
+so that KL per token ≈ ½ tr(Eᵀ G E H). Weighing each side by the other is what keeps attention sinks from
+dominating: their activations are huge, but hardly any gradient reaches them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+FULL_FISHER_LIMIT = 16384
+"""Outputs above which only the diagonal of G is kept (in practice: the head)."""
+
+Key = tuple[str, int | None]
+
+
+@dataclass
+class Moments:
+    """Running sums of one matrix: input moment (n, n), output moment (m, m) or its diagonal (m,)."""
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    energy: float = 0.0
+    tokens: int = 0
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def zeros(cls, rows: int, cols: int, device: torch.device, dtype: torch.dtype, *, full: bool) -> Moments:
+        """dtype: of the products; the sums are float32."""
+        outputs = torch.zeros((rows, rows) if full else (rows,), device=device)
+        return cls(torch.zeros((cols, cols), device=device), outputs, dtype=dtype)
+
+    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Add tokens: x (t, n) inputs and g (t, m) gradients, float32."""
+        x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
+        weighted_x = (x * g_norm).to(self.dtype)
+        self.inputs += weighted_x.T @ weighted_x
+        weighted_g = g * x_norm
+        if self.outputs.dim() == 2:
+            weighted_g = weighted_g.to(self.dtype)
+            self.outputs += weighted_g.T @ weighted_g
+        else:
+            self.outputs += weighted_g.square().sum(0)
+        self.energy += float((x_norm * g_norm).square().sum())
+        self.tokens += x.shape[0]
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One parameter to record: its in-memory name and the tensor that the layer computes with."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass
+class MomentRecorder(TorchFunctionMode):
+    """While active, every `F.linear` on a watched weight records x and the gradient of its output.
+
+    Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with.
+    """
+
+    watched: list[Watched]
+    dtype: torch.dtype
+    moments: dict[Key, Moments] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__()
+        self._address: dict[int, Key] = {}
+        for item in self.watched:
+            weight = item.tensor
+            if weight.dim() == 3:
+                for expert in range(weight.shape[0]):
+                    self._address[weight[expert].data_ptr()] = (item.name, expert)
+            else:
+                self._address[weight.data_ptr()] = (item.name, None)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is not torch.nn.functional.linear:
+            return output
+        weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
+        key = self._address.get(weight.data_ptr())
+        if key is not None and output.requires_grad and weight.dim() == 2:
+            x = (args[0] if args else (kwargs or {})["input"]).detach()
+            output.register_hook(lambda gradient: self._record(key, weight.shape, x, gradient))
+        return output
+
+    def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        rows, cols = shape
+        moments = self.moments.get(key)
+        if moments is None:
+            moments = Moments.zeros(rows, cols, x.device, self.dtype, full=rows <= FULL_FISHER_LIMIT)
+            self.moments[key] = moments
+        with torch.autocast(x.device.type, enabled=False):
+            moments.add(x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float())

@@ -1,0 +1,179 @@
+"""Run a causal language model one decoder layer at a time, forward and then backward.
+
+Only one layer's weights are in memory. The model's own forward supplies what surrounds the layers (masks,
+rotary embeddings, scaling, the head): its layers are replaced by stand-ins that note what they are called
+with, so no family needs code of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.statistics.store import TensorFolder
+
+Progress = Callable[[str, int, int], None]
+"""Called with (what, steps done, steps in all)."""
+
+
+class _StandIn(nn.Module):
+    """In a decoder layer's place: notes the arguments, passes the hidden state on (or puts in another)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not a submodule: its weights stay where they are
+        self.hidden: torch.Tensor | None = None
+        self.kwargs: dict[str, Any] = {}
+        self.replacement: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(object.__getattribute__(self, "layer"), name)
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if args:
+            raise TypeError("decoder layers are expected to take keyword arguments besides the hidden state")
+        self.hidden, self.kwargs = hidden, kwargs
+        return hidden if self.replacement is None else self.replacement
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it faster than float32 (twice on recent CPUs), else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    capabilities = torch.cpu.get_capabilities()
+    fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
+    return torch.bfloat16 if fast else torch.float32
+
+
+class LayerStream:
+    """The layers of one model, run one by one over all calibration sequences.
+
+    Args:
+        model_map: where each parameter's weights come from.
+        batches: LongTensor (sequences, length).
+        folder: for activations between the layers.
+        chunk: sequences per forward call.
+    """
+
+    def __init__(
+        self, model_map: ModelMap, batches: torch.Tensor, folder: Path, *, device: torch.device, chunk: int
+    ) -> None:
+        self.map = model_map
+        self.device = device
+        self.dtype = compute_dtype(device)
+        self.model = model_map.skeleton().eval().requires_grad_(False)
+        self.chunks = list(batches.split(chunk))
+        self.hidden = TensorFolder(folder / "hidden")
+        self.gradient = TensorFolder(folder / "gradient")
+        self.prefixes = list(model_map.layer_prefixes)
+        self._arguments: dict[tuple[str, int], dict[str, Any]] = {}
+
+    def layer(self, prefix: str) -> nn.Module:
+        return self.model.get_submodule(prefix.rstrip("."))
+
+    @contextmanager
+    def weights(self, prefix: str) -> Iterator[nn.Module]:
+        """One decoder layer with its weights, for the time of the block."""
+        module = self.layer(prefix)
+        self.map.materialise(module, prefix, torch.float32, self.device)
+        try:
+            yield module.requires_grad_(False)
+        finally:
+            self.map.release(module)
+
+    @contextmanager
+    def surroundings(self) -> Iterator[list[_StandIn]]:
+        """Everything but the decoder layers with its weights; the layers are stand-ins."""
+        stand_ins, layers = [], []
+        for prefix in self.prefixes:
+            layers.append(self.layer(prefix))
+            stand_ins.append(_StandIn(layers[-1]))
+            self.model.set_submodule(prefix.rstrip("."), stand_ins[-1])
+        try:
+            self.map.materialise(self.model, "", torch.float32, self.device)
+            self.model.requires_grad_(False)
+            yield stand_ins
+        finally:
+            self.map.release(self.model)
+            for prefix, layer in zip(self.prefixes, layers, strict=True):
+                self.model.set_submodule(prefix.rstrip("."), layer)
+
+    def precision(self) -> torch.autocast:
+        """Matrix products in `dtype`, the residual stream in float32."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+
+    def arguments(self, prefix: str, index: int) -> dict[str, Any]:
+        """Keyword arguments with which the model calls the layer `prefix` on chunk `index`."""
+        return self._arguments[prefix, self.chunks[index].shape[0]]
+
+    def begin(self) -> None:
+        """Embed every chunk: the first layer's inputs and every layer's arguments."""
+        with self.surroundings() as stand_ins, torch.no_grad(), self.precision():
+            for index, tokens in enumerate(self.chunks):
+                self.model(input_ids=tokens.to(self.device), use_cache=False, logits_to_keep=1)
+                assert stand_ins[0].hidden is not None
+                self.hidden.put(f"0.{index}", stand_ins[0].hidden)
+                for prefix, stand_in in zip(self.prefixes, stand_ins, strict=True):
+                    self._arguments.setdefault((prefix, tokens.shape[0]), stand_in.kwargs)
+
+    def forward(self, progress: Progress) -> None:
+        """All layers forward; each layer's input stays in `hidden` as "<layer>.<chunk>"."""
+        self.begin()
+        for number, prefix in enumerate(self.prefixes):
+            with self.weights(prefix) as layer, torch.no_grad(), self.precision():
+                for index in range(len(self.chunks)):
+                    hidden = self.hidden.get(f"{number}.{index}", self.device)
+                    output = layer(hidden, **self.arguments(prefix, index))
+                    self.hidden.put(f"{number + 1}.{index}", output[0] if isinstance(output, tuple) else output)
+            progress("forward", number + 1, len(self.prefixes))
+
+    def tail(self, visit: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
+        """Run what follows the last layer; `visit(hidden, logits)` for every sequence of every chunk.
+
+        `hidden` (1, length, n) requires a gradient, `logits` (1, length, vocabulary) depends on it. The
+        gradient that visit leaves in hidden.grad becomes the last layer's output gradient.
+        """
+        last = len(self.prefixes)
+        with self.surroundings() as stand_ins:
+            for index, tokens in enumerate(self.chunks):
+                hidden = self.hidden.get(f"{last}.{index}", self.device)
+                gradients = []
+                for row in range(tokens.shape[0]):
+                    leaf = hidden[row : row + 1].requires_grad_(True)
+                    stand_ins[-1].replacement = leaf
+                    with self.precision():
+                        logits = self.model(input_ids=tokens[row : row + 1].to(self.device), use_cache=False).logits
+                    visit(leaf, logits)
+                    if leaf.grad is not None:
+                        gradients.append(leaf.grad)
+                if gradients:
+                    self.gradient.put(str(index), torch.cat(gradients))
+                self.hidden.drop(f"{last}.{index}")
+
+    def backward(self, visit: Callable[[str, nn.Module], Any], progress: Progress) -> None:
+        """All layers in reverse: recompute each from its input and carry the gradient down.
+
+        `visit(prefix, layer)` returns a context manager that is active while the layer runs.
+        """
+        for number in reversed(range(len(self.prefixes))):
+            prefix = self.prefixes[number]
+            with self.weights(prefix) as layer, visit(prefix, layer):
+                for index in range(len(self.chunks)):
+                    hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
+                    with self.precision():
+                        output = layer(hidden, **self.arguments(prefix, index))
+                    output = output[0] if isinstance(output, tuple) else output
+                    output.backward(self.gradient.get(str(index), self.device, output.dtype))
+                    assert hidden.grad is not None
+                    self.gradient.put(str(index), hidden.grad)
+                    self.hidden.drop(f"{number}.{index}")
+            progress("backward", len(self.prefixes) - number, len(self.prefixes))

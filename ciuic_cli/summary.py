@@ -1,0 +1,97 @@
+"""The memory report: what each component was, is, and is predicted to lose."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.planning import Plan, UnitPlan, stored_dtype
+from ciuic_cli.statistics.collect import Statistics
+
+
+def build_report(
+    model_map: ModelMap, plan: Plan, statistics: Statistics, *, options: dict[str, Any], started: float
+) -> dict[str, Any]:
+    """The content of memory_report.json. Bytes are exact; KL is in nats per token.
+
+    started: `time.monotonic()` at the beginning of the run.
+    """
+    original = 2 * model_map.stored_numel
+    rows = _components(model_map, plan, statistics)
+    return {
+        "parameters": model_map.stored_numel,
+        "original_bytes": original,
+        "source_file_bytes": model_map.checkpoint.source_bytes,
+        "artifact_bytes": plan.file_bytes,
+        "budget_bytes": plan.budget,
+        "ratio": original / plan.file_bytes,
+        "ratio_to_source_files": model_map.checkpoint.source_bytes / plan.file_bytes,
+        "bits_per_weight": 8 * plan.file_bytes / model_map.stored_numel,
+        "predicted_kl": plan.predicted_kl,
+        "components": rows,
+        "passes": _passes(plan),
+        "statistics": {"tokens": statistics.total_tokens, "experts_without_tokens": _untouched(plan, statistics)},
+        "warnings": list(model_map.warnings),
+        "dropped": list(model_map.dropped),
+        "options": options,
+        "seconds": time.monotonic() - started,
+        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+    }
+
+
+def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list[dict[str, Any]]:
+    by_name: dict[str, list[UnitPlan]] = {}
+    for unit_plan in plan.units.values():
+        by_name.setdefault(unit_plan.unit.name, []).append(unit_plan)
+    rows = []
+    for parameter in model_map.parameters.values():
+        if parameter.tied_to:
+            continue
+        base = {"name": parameter.name, "role": parameter.role, "shape": list(parameter.shape)}
+        base["parameters"] = parameter.numel
+        if not parameter.compress:
+            size = parameter.numel * stored_dtype(model_map, parameter.name).itemsize
+            rows.append(
+                {**base, "bytes": size, "bits": 8.0 * size / max(1, parameter.numel), "rank": 0, "pruned": 0.0,
+                 "predicted_kl": 0.0, "dense": parameter.reason}
+            )  # fmt: skip
+            continue
+        members = by_name[parameter.name]
+        size = plan.blob_bytes[parameter.name]
+        widths = np.concatenate([member.row_bits for member in members])
+        row = {
+            **base, "bytes": size, "bits": 8.0 * size / parameter.numel,
+            "widths": {str(int(k)): int((widths == k).sum()) for k in np.unique(widths)},
+            "rank": max(member.rank for member in members), "pruned": float((widths == 0).mean()),
+            "predicted_kl": sum(member.predicted_kl for member in members),
+        }  # fmt: skip
+        if len(parameter.shape) == 3:
+            row["experts"] = [
+                {"bits": float(member.row_bits.mean()), "pruned": bool((member.row_bits == 0).all()),
+                 "tokens": statistics.tokens(parameter.name, member.unit.expert), "predicted_kl": member.predicted_kl}
+                for member in members
+            ]  # fmt: skip
+        rows.append(row)
+    return rows
+
+
+def _passes(plan: Plan) -> list[dict[str, Any]]:
+    units = plan.units.values()
+    pruned = sum(int((u.row_bits == 0).sum()) * 16 * u.unit.cols for u in units)
+    ranked = [u for u in units if u.rank]
+    coded = sum(int(u.row_bits.astype(np.int64).sum()) * 2 * u.unit.padded_cols for u in units)
+    return [
+        {"name": "prune", "weights": pruned, "structures": len(plan.removed), "bytes": 0},
+        {"name": "lowrank", "matrices": len(ranked), "bytes": sum(u.lowrank_bytes for u in units)},
+        {"name": "bits", "bytes": coded, "predicted_kl": plan.predicted_kl},
+    ]
+
+
+def _untouched(plan: Plan, statistics: Statistics) -> int:
+    experts = [u.unit for u in plan.units.values() if u.unit.expert is not None]
+    return sum(statistics.tokens(unit.name, unit.expert) == 0 for unit in experts)
