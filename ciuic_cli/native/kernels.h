@@ -20,10 +20,10 @@ struct Kernels {
   const char* name;
 
   // Encoder. Targets are in units of the code's level (target / row_scale * SIGMA), 256 per tile; a NaN marks a weight
-  // whose error costs nothing. `windows` receives the 256 windows of a closed (tail-biting) path per tile.
+  // whose error costs nothing. `windows` receives the 256 windows of a closed (tail-biting) path per tile. 0, or -1 without memory.
   size_t (*encode_workspace_bytes)(int bits, int window);
   int (*encode_batch)(int bits, int window);  // tiles that share one pass; 1..kMaxEncodeBatch
-  void (*encode_tiles)(const float* const* targets, int tiles, int bits, int window, void* workspace,
+  int (*encode_tiles)(const float* const* targets, int tiles, int bits, int window, void* workspace,
                        uint16_t* const* windows);
 
   // out[a][lane] += sum_k left[k * left_stride + a] * right[k * right_stride + lane], a and lane 0..15, in order of k.

@@ -9,7 +9,7 @@ namespace CIUIC_ISA {
 
 size_t encode_workspace_bytes(int bits, int window);
 int encode_batch(int bits, int window);
-void encode_tiles(const float* const* targets, int tiles, int bits, int window, void* workspace,
+int encode_tiles(const float* const* targets, int tiles, int bits, int window, void* workspace,
                   uint16_t* const* windows);
 void panel_product(const float* left, size_t left_stride, const float* right, size_t right_stride, long count,
                    float out[kTileWeights]);

@@ -1,5 +1,6 @@
 // Rounding of a matrix: tile after tile with error feedback, scheduled over threads.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
@@ -17,6 +18,18 @@
 
 namespace ciuic {
 namespace {
+
+// Replaces the windows of a path by those that a decoder reads from its stored bits. They are the same for a closed path;
+// for any other, the error feedback must see what the decoder will see.
+void close_windows(uint16_t* windows, int bits, int window) {
+  uint32_t state = 0;
+  for (int i = kTileWeights - 1 - (window - 1) / bits; i < kTileWeights; ++i)
+    state = (state << bits) | (windows[i] & ((1u << bits) - 1u));
+  for (int i = 0; i < kTileWeights; ++i) {
+    state = (state << bits) | (windows[i] & ((1u << bits) - 1u));
+    windows[i] = static_cast<uint16_t>(state & ((1u << window) - 1u));
+  }
+}
 
 // Gathers the low K bits of 256 windows into the storage order of a tile.
 void store_tile(const uint16_t* windows, int bits, uint8_t* tile) {
@@ -141,6 +154,9 @@ class Schedule {
     }
   }
 
+  void fail() { failed_ = true; }
+  bool failed() const { return failed_; }
+
   void done(const Tile* tiles, int count) {
     std::lock_guard<std::mutex> guard(mutex_);
     for (int i = 0; i < count; ++i) {
@@ -163,6 +179,7 @@ class Schedule {
   std::vector<uint8_t> waiting_;
   std::deque<Tile> ready_[9];
   long remaining_ = 0;
+  std::atomic<bool> failed_{false};
   volatile long* progress_;
   std::mutex mutex_;
   std::condition_variable changed_;
@@ -180,8 +197,11 @@ void work(const Matrix& m, Schedule& schedule, Scratch& s) {
   for (int count = schedule.take(tiles); count > 0; count = schedule.take(tiles)) {
     for (int i = 0; i < count; ++i) prepare(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i]);
     const int bits = m.row_bits[tiles[0].I];
-    if (bits != 0) k.encode_tiles(targets, count, bits, m.window, s.workspace.get(), windows);
-    for (int i = 0; i < count; ++i) finish(m, tiles[i], s.feedback[i], s.windows[i]);
+    if (bits != 0 && k.encode_tiles(targets, count, bits, m.window, s.workspace.get(), windows) != 0) schedule.fail();
+    for (int i = 0; i < count; ++i) {
+      if (bits != 0) close_windows(s.windows[i], bits, m.window);
+      finish(m, tiles[i], s.feedback[i], s.windows[i]);
+    }
     schedule.done(tiles, count);
   }
 }
@@ -206,10 +226,11 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   std::vector<std::unique_ptr<Scratch>> scratch(threads);
   for (auto& s : scratch) {
     s.reset(new Scratch);
-    s->workspace.reset(new uint8_t[workspace + 64]);
+    s->workspace.reset(new uint8_t[workspace]);
   }
   Schedule schedule(m, progress);
   parallel_for(threads, threads, [&](long i) { work(m, schedule, *scratch[i]); });
+  if (schedule.failed()) return CIUIC_NO_MEMORY;
   return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, window, 0, rows, What, threads);
 }
 
