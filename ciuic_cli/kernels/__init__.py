@@ -1,0 +1,19 @@
+"""CUDA kernels for compressed matrices, as plain functions that check what they are given.
+
+    available(device) -> (bool, reason)
+    matrix = DeviceMatrix(packed, blob)      stack = DeviceStack(packed_stack, blob)
+    linear([matrix, ...], x) -> [y, ...]     experts(stack, x, ids) -> y
+    embedding(matrix, tokens, dtype) -> rows decode(matrix, row_begin, row_end, dtype) -> transformed rows
+    encode(targets, bits) -> (codes, decoded)
+
+The sources are in `cuda/`, compiled at first use for the GPU at hand and cached.
+"""
+
+from ciuic_cli.kernels.availability import available
+from ciuic_cli.kernels.encode import encode
+from ciuic_cli.kernels.experts import experts
+from ciuic_cli.kernels.linear import linear
+from ciuic_cli.kernels.matrix import DeviceMatrix, DeviceStack
+from ciuic_cli.kernels.rows import decode, embedding
+
+__all__ = ["DeviceMatrix", "DeviceStack", "available", "decode", "embedding", "encode", "experts", "linear"]

@@ -1,0 +1,179 @@
+"""From source to machine code: NVRTC, with a cache on disk that many processes may share.
+
+NVRTC needs no toolkit, no header and no GPU; it comes with torch's CUDA wheels or with `ciuic-cli[cuda]`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.kernels import sources
+
+OLDEST = 75
+"""First compute capability (ten times) with integer tensor cores."""
+
+OPTIONS = ("--std=c++17", "--restrict")
+
+_REMEDY = "Install the CUDA extra: pip install 'ciuic-cli[cuda]'."
+_DIGEST_BYTES = 32
+
+
+def target(capability: int) -> str:
+    """What NVRTC shall compile for a GPU of this compute capability (times ten).
+
+    Machine code for the capability itself or, on a GPU that this NVRTC does not know, for the newest older
+    one of the same generation; on a newer generation PTX, which the driver compiles.
+
+    Raises:
+        EnvironmentFault: the GPU is too old, or there is no NVRTC.
+    """
+    if capability < OLDEST:
+        raise EnvironmentFault(
+            f"a GPU of compute capability {capability / 10} is too old for the CUDA kernels",
+            remedy=f"They need {OLDEST / 10} or newer.",
+        )
+    nvrtc = _nvrtc()
+    status, *rest = nvrtc.nvrtcGetSupportedArchs()
+    known = _checked(nvrtc, status, rest)[0]
+    older = [arch for arch in known if arch <= capability]
+    if not older:
+        raise EnvironmentFault(f"NVRTC cannot compile for compute capability {capability / 10}")
+    newest = max(older)
+    kind = "sm" if newest // 10 == capability // 10 else "compute"
+    return f"{kind}_{newest}"
+
+
+def compile_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
+    """Machine code (cubin) or, for a `compute_` architecture, PTX of a unit. Neither reads nor writes the
+    cache.
+
+    Args:
+        unit: key of `sources.UNITS`.
+        architecture: "sm_90", "compute_120" and so on.
+        window_bits: L, 12 to 16.
+
+    Raises:
+        EnvironmentFault: there is no NVRTC, or it refuses; the compiler's log is in the message.
+    """
+    nvrtc = _nvrtc()
+    names, texts = zip(*sources.headers().items(), strict=True)
+    status, program = nvrtc.nvrtcCreateProgram(
+        sources.source(unit).encode(),
+        f"{unit}.cu".encode(),
+        len(names),
+        [text.encode() for text in texts],
+        [name.encode() for name in names],
+    )
+    _checked(nvrtc, status)
+    try:
+        options = [f"--gpu-architecture={architecture}", f"-DCIUIC_L={window_bits}", *OPTIONS]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise EnvironmentFault(f"{unit}.cu does not compile for {architecture}: {_log(nvrtc, program)}")
+        if architecture.startswith("compute_"):
+            size_of, read = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
+        else:
+            size_of, read = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
+        status, size = size_of(program)
+        _checked(nvrtc, status)
+        code = bytes(size)
+        _checked(nvrtc, *read(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def cached_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
+    """As `compile_unit`, from the cache where it can be.
+
+    A file of the cache is named by everything its contents depend on, appears by renaming, and carries its
+    own digest: concurrent processes and killed ones do no harm, and a damaged file is compiled anew. A
+    folder that cannot be written costs only time.
+    """
+    file = cache_folder() / _file_name(unit, architecture, window_bits)
+    code = _read(file)
+    if code is None:
+        code = compile_unit(unit, architecture, window_bits)
+        _write(file, code)
+    return code
+
+
+def cache_folder() -> Path:
+    """`kernels` in $CIUIC_CACHE, or in `ciuic` under $XDG_CACHE_HOME or ~/.cache."""
+    own = os.environ.get("CIUIC_CACHE")
+    if own:
+        return Path(own) / "kernels"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "ciuic" / "kernels"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """(major, minor). Raises EnvironmentFault where there is no NVRTC."""
+    nvrtc = _nvrtc()
+    status, major, minor = nvrtc.nvrtcVersion()
+    _checked(nvrtc, status)
+    return major, minor
+
+
+def _file_name(unit: str, architecture: str, window_bits: int) -> str:
+    inputs = (sources.digest(unit), architecture, window_bits, OPTIONS, nvrtc_version())
+    key = hashlib.sha256(repr(inputs).encode()).hexdigest()
+    return f"{unit}-{architecture}-L{window_bits}-{key[:32]}.bin"
+
+
+def _read(file: Path) -> bytes | None:
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return None
+    expected, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return code if code and hashlib.sha256(code).digest() == expected else None
+
+
+def _write(file: Path, code: bytes) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-")
+    except OSError:
+        return  # no cache: the next process compiles again
+    try:
+        with os.fdopen(descriptor, "wb") as stream:
+            stream.write(hashlib.sha256(code).digest() + code)
+        os.replace(name, file)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+
+
+def _nvrtc() -> Any:
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise EnvironmentFault(
+            "cuda-bindings, which reaches NVIDIA's run-time compiler, is not installed", remedy=_REMEDY
+        ) from error
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError as error:  # its way to say that the library is not there
+        raise EnvironmentFault(
+            f"NVIDIA's run-time compiler cannot be loaded: {error}", remedy=_REMEDY
+        ) from error
+    return nvrtc
+
+
+def _checked(nvrtc: Any, status: Any, rest: Any = ()) -> Any:
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        _, text = nvrtc.nvrtcGetErrorString(status)
+        raise EnvironmentFault(f"NVIDIA's run-time compiler failed: {text.decode()}")
+    return rest
+
+
+def _log(nvrtc: Any, program: Any) -> str:
+    _, size = nvrtc.nvrtcGetProgramLogSize(program)
+    text = bytes(size)
+    nvrtc.nvrtcGetProgramLog(program, text)
+    return text.rstrip(b"\0").decode(errors="replace").strip()

@@ -1,0 +1,138 @@
+"""y = x W^T for every batch size: decoding inside the product for few rows of x, the matrix units for
+many."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ciuic_cli.errors import UsageError
+from ciuic_cli.kernels import activations, product, rows
+from ciuic_cli.kernels import parameters as p
+from ciuic_cli.kernels.activations import Activations
+from ciuic_cli.kernels.launcher import Launcher, launcher_for
+from ciuic_cli.kernels.matrix import DeviceMatrix
+
+SCRATCH_BYTES = 32 << 20
+"""Decoded weights (bfloat16) at a time for large batches: small enough to stay in the level-2 cache of a
+large GPU."""
+
+_COLUMNS_WARPS = 4
+
+
+def linear(
+    weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor]:
+    """The products of matrices that share their input (q, k and v; gate and up) with one transform of it.
+
+    Up to LARGEST_BATCH rows of x are multiplied straight from the codes, up to four matrices in a launch;
+    up to eight with activations in int8 and an int8 residual, then in float16. Larger batches decode panels
+    of W to bfloat16.
+
+    Args:
+        weights: of one width, on one device.
+        x: float32, float16 or bfloat16 [..., cols].
+        dtype: of the results; default x's.
+
+    Returns:
+        [..., rows] for every matrix, low-rank parts included.
+
+    Raises:
+        UsageError: shapes, dtypes or devices that do not fit.
+        EnvironmentFault: the kernels cannot be built or launched.
+    """
+    if not weights:
+        raise UsageError("there is no matrix to multiply with")
+    first = weights[0]
+    flat = activations.check(x, first.cols, first.blob)
+    for weight in weights[1:]:
+        if weight.cols != first.cols or weight.blob.device != first.blob.device:
+            raise UsageError("matrices of one product need one width and one device")
+    dtype = x.dtype if dtype is None else dtype
+    if dtype not in activations.TYPES:
+        raise UsageError(f"the product cannot be of {dtype}")
+    launcher = launcher_for(first.blob.device)
+    results: dict[int, torch.Tensor] = {}
+    for seed, window_bits in sorted({(weight.seed, weight.window_bits) for weight in weights}):
+        alike = [i for i, w in enumerate(weights) if (w.seed, w.window_bits) == (seed, window_bits)]
+        for begin in range(0, len(alike), p.MAX_PARTS):
+            some = alike[begin : begin + p.MAX_PARTS]
+            multiply = _small if flat.shape[0] <= product.LARGEST_BATCH else _large
+            results.update(
+                zip(some, multiply(launcher, [weights[i] for i in some], flat, dtype), strict=True)
+            )
+    return [results[i].reshape(*x.shape[:-1], weight.rows) for i, weight in enumerate(weights)]
+
+
+def _small(
+    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    batch = x.shape[0]
+    outputs = [launcher.empty((batch, weight.rows), dtype) for weight in weights]
+    if batch == 0:
+        return outputs
+    variants = product.kernels_for(batch)
+    transformed = activations.forward(launcher, x, weights[0].seed, variants[0].mode)
+    addends = [_small_lowrank(launcher, weight, x, transformed) for weight in weights]
+    kernel = product.choose(variants, launcher, [weight.groups for weight in weights], 1)
+    product.launch(launcher, kernel, weights, transformed, outputs, addends)
+    return outputs
+
+
+def _small_lowrank(
+    launcher: Launcher, weight: DeviceMatrix, x: torch.Tensor, transformed: Activations
+) -> torch.Tensor | None:
+    """L (R x), float32 [batch, rows], or None."""
+    if weight.lowrank is None:
+        return None
+    right, left = weight.lowrank
+    variants = product.kernels_for(x.shape[0])
+    if right.seed != weight.seed:
+        transformed = activations.forward(launcher, x, right.seed, variants[0].mode)
+    z = launcher.empty((x.shape[0], right.rows), torch.float32)
+    kernel = product.choose(variants, launcher, [right.groups], 1)
+    product.launch(launcher, kernel, [right], transformed, [z])
+    summed = launcher.empty((x.shape[0], left.cols_padded), torch.float32)
+    parameters = p.LowRank(
+        blob=left.blob.data_ptr(),
+        group_offset=left.group_offset.data_ptr(),
+        z=z.data_ptr(),
+        out=summed.data_ptr(),
+        rank=left.rows,
+        cols_padded=left.cols_padded,
+    )
+    grid = (-(-left.cols_padded // (64 * _COLUMNS_WARPS)), x.shape[0])
+    launcher.launch("lowrank_columns", grid, 32 * _COLUMNS_WARPS, 0, parameters, left.window_bits)
+    return activations.inverse(launcher, summed, left.cols, left.seed)
+
+
+def _large(
+    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    transformed = activations.forward(launcher, x, weights[0].seed, p.TO_BFLOAT).values
+    outputs = []
+    for weight in weights:
+        y = launcher.empty((x.shape[0], weight.rows), torch.bfloat16)
+        _by_panels(launcher, weight, transformed, y)
+        if weight.lowrank is not None:
+            right, left = weight.lowrank
+            basis = transformed
+            if right.seed != weight.seed:
+                basis = activations.forward(launcher, x, right.seed, p.TO_BFLOAT).values
+            z = launcher.empty((x.shape[0], right.rows), torch.bfloat16)
+            _by_panels(launcher, right, basis, z)
+            # A row of L^T is T^-1 of a stored row: one inverse transform of the sum serves all.
+            summed = z @ rows.decode(left, dtype=torch.bfloat16)
+            y = y + activations.inverse(launcher, summed, left.cols, left.seed)
+        outputs.append(y.to(dtype))
+    return outputs
+
+
+def _by_panels(launcher: Launcher, weight: DeviceMatrix, transformed: torch.Tensor, y: torch.Tensor) -> None:
+    panel = min(weight.rows, max(16, SCRATCH_BYTES // (2 * weight.cols_padded) // 16 * 16))
+    scratch = launcher.empty((panel * weight.cols_padded,), torch.bfloat16)
+    for begin in range(0, weight.rows, panel):
+        end = min(weight.rows, begin + panel)
+        decoded = rows.decode(weight, begin, end, torch.bfloat16, out=scratch)
+        torch.mm(transformed, decoded.T, out=y[:, begin:end])

@@ -1,0 +1,70 @@
+"""Where the CUDA sources are, and which kernel is in which of them."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from pathlib import Path
+
+from ciuic_cli.errors import EnvironmentFault
+
+UNITS: dict[str, tuple[str, ...]] = {
+    "linear": (
+        "linear_bytes_r1_n4",
+        "linear_bytes_r2_n4",
+        "linear_bytes_r1_n8",
+        "linear_bytes_r2_n8",
+        "linear_half_r1_n16",
+        "linear_half_r2_n16",
+        "linear_half_r2_n32",
+    ),
+    "transform": ("transform",),
+    "decode": ("decode_rows", "embedding_rows", "lowrank_columns"),
+    "encode": tuple(f"encode_k{bits}" for bits in (2, 3, 4, 5, 6, 8)),
+}
+"""Compilation unit (`<name>.cu`) to the kernels in it."""
+
+UNIT_OF = {kernel: unit for unit, kernels in UNITS.items() for kernel in kernels}
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_HEADERS = ("device.h", "parameters.h", "decode_lane.h", "hadamard.h")
+_DECODER = "trellis_decode.h"
+
+
+def folder() -> Path:
+    """The folder of the `.cu` files: `ciuic_cli/cuda` of an installed package, `cuda` beside it in a
+    checkout.
+
+    Raises:
+        EnvironmentFault: neither is there.
+    """
+    for candidate in (_PACKAGE / "cuda", _PACKAGE.parent / "cuda"):
+        if (candidate / "linear.cu").is_file():
+            return candidate
+    raise EnvironmentFault(
+        "the CUDA sources are missing from this installation",
+        remedy="Install ciuic-cli again from its wheel.",
+    )
+
+
+@lru_cache
+def headers() -> dict[str, str]:
+    """Text of every header by the name it is included by; the decoder's arithmetic is the CPU's own file."""
+    found = {name: (folder() / name).read_text() for name in _HEADERS}
+    found[_DECODER] = (_PACKAGE / "native" / _DECODER).read_text()
+    return found
+
+
+@lru_cache
+def source(unit: str) -> str:
+    """Text of `<unit>.cu`."""
+    return (folder() / f"{unit}.cu").read_text()
+
+
+@lru_cache
+def digest(unit: str) -> str:
+    """SHA-256 over everything that goes into a unit's machine code."""
+    state = hashlib.sha256(source(unit).encode())
+    for name, text in sorted(headers().items()):
+        state.update(f"\0{name}\0{text}".encode())
+    return state.hexdigest()

@@ -1,0 +1,137 @@
+// Decoding without a product: a range of rows for the matrix units, single rows for an embedding, and the left factor of
+// a low-rank part, whose product needs columns rather than rows.
+#include "parameters.h"
+#include "decode_lane.h"
+#include "hadamard.h"
+
+// The 16 levels of row 2g + row, as floats.
+template <int K>
+CIUIC_DEVICE void lane_levels(float (&level)[16], const LaneWords<K>& words, int row) {
+#pragma unroll
+  for (int c = 0; c < 16; ++c)
+    level[c] = (float)((s32)dot4(lane_hash<K>(words, row, c), 0x01010101u, 0u) - CIUIC_LEVEL_CENTRE);
+}
+
+CIUIC_DEVICE void store16(void* out, u64 index, const float (&value)[16], u32 type) {
+  if (type == CIUIC_FLOAT) {
+    float4* to = (float4*)((float*)out + index);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = make_float4(value[4 * i], value[4 * i + 1], value[4 * i + 2], value[4 * i + 3]);
+    return;
+  }
+  u32 pairs[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    pairs[i] = float_to_16(value[2 * i], type) | ((u32)float_to_16(value[2 * i + 1], type) << 16);
+  uint4* to = (uint4*)((u16*)out + index);
+  to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  to[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+}
+
+template <int K>
+CIUIC_DEVICE void decode_two_rows(const CiuicDecode& p, const u8* tile, u32 g, u32 row, u32 column) {
+  const LaneWords<K> words = load_words<K>(tile, g);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (row + i >= p.row_end) return;
+    float level[16];
+    lane_levels<K>(level, words, i);
+    const float factor = row_factor(p.blob, (p.rows + CIUIC_TILE - 1) / CIUIC_TILE, row + i);
+#pragma unroll
+    for (int c = 0; c < 16; ++c) level[c] *= factor;
+    store16(p.out, (u64)(row + i - p.row_begin) * p.cols_padded + column, level, p.out_type);
+  }
+}
+
+// Grid x: blocks of warps over the steps of four tiles; grid y: row groups of the range.
+CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) decode_rows(CIUIC_PARAM(CiuicDecode) p) {
+  const u32 lane = thread_index() % 32, g = lane / 4, t = lane % 4;
+  const u32 tile = (block_x() * (thread_count() / 32) + thread_index() / 32) * 4 + t;
+  if (tile >= p.cols_padded / CIUIC_TILE) return;
+  const u32 group = p.row_begin / CIUIC_TILE + block_y(), row = group * CIUIC_TILE + 2 * g, column = tile * CIUIC_TILE;
+  const u32 bits = p.blob[CIUIC_BLOB_ROW_BITS + group];
+  const u8* codes = p.blob + 16 * (u64)p.group_offset[group] + (u64)tile * CIUIC_UNIT_BYTES * bits;
+  if (bits == 0) {
+    const float zero[16] = {};
+    for (u32 i = 0; i < 2; ++i)
+      if (row + i < p.row_end) store16(p.out, (u64)(row + i - p.row_begin) * p.cols_padded + column, zero, p.out_type);
+    return;
+  }
+#define DECODE(K) decode_two_rows<K>(p, codes, g, row, column)
+  CIUIC_FOR_BITS(bits, DECODE)
+#undef DECODE
+}
+
+// Grid x: tokens. A token outside the table reads as zeros, as nothing better can be said from inside a kernel.
+CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding) p) {
+  CIUIC_DYNAMIC_SHARED(memory);
+  const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32;
+  float* exchange = (float*)memory + warp * EXCHANGE_FLOATS;
+  const s64 token = p.tokens[block_x()];
+  const bool exists = token >= 0 && token < (s64)p.rows;
+  const u32 row = exists ? (u32)token : 0, group = row / CIUIC_TILE, groups = (p.rows + CIUIC_TILE - 1) / CIUIC_TILE;
+  const u32 bits = exists ? p.blob[CIUIC_BLOB_ROW_BITS + group] : 0;
+  const float factor = row_factor(p.blob, groups, row);
+  const u8* codes = p.blob + 16 * (u64)p.group_offset[group];
+
+  for (u32 base = warp * CIUIC_CHUNK; base < p.cols_padded; base += warps * CIUIC_CHUNK) {
+    float v[32];
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const u32 j = base + chunk_position(lane, i);
+      const u8* tile = codes + (u64)(j / CIUIC_TILE) * CIUIC_UNIT_BYTES * bits;
+      v[i] = 0.0f;
+      if (bits && j < p.cols_padded)
+        v[i] = factor * (float)ciuic_tile_level(tile, row % CIUIC_TILE, j % CIUIC_TILE, bits, CIUIC_L);
+    }
+    if (p.log2_block) {
+      hadamard(v, lane, p.log2_block, exchange);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) v[i] = apply_sign(v[i], p.seed, base + chunk_position(lane, i));
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {
+      const u32 j = base + chunk_position(lane, i);
+      if (j < p.cols) store_as(p.out, (u64)block_x() * p.cols + j, v[i], p.out_type);
+    }
+  }
+}
+
+template <int K>
+CIUIC_DEVICE void add_two_rows(float (&sum)[16], const LaneWords<K>& words, const float (&z)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float level[16];
+    lane_levels<K>(level, words, i);
+#pragma unroll
+    for (int c = 0; c < 16; ++c) sum[c] += z[i] * level[c];
+  }
+}
+
+// out[column] = sum over k of z[k] * weight(k, column). Grid x: blocks of warps over steps of four tiles; grid y: rows of z.
+CIUIC_KERNEL void CIUIC_BOUNDS(128, 1) lowrank_columns(CIUIC_PARAM(CiuicLowRank) p) {
+  const u32 lane = thread_index() % 32, g = lane / 4, t = lane % 4;
+  const u32 tile = (block_x() * (thread_count() / 32) + thread_index() / 32) * 4 + t;
+  const u32 groups = (p.rank + CIUIC_TILE - 1) / CIUIC_TILE;
+  const bool exists = tile < p.cols_padded / CIUIC_TILE;
+  float sum[16] = {};
+  for (u32 group = 0; group < groups; ++group) {
+    const u32 bits = exists ? p.blob[CIUIC_BLOB_ROW_BITS + group] : 0;
+    const u8* codes = p.blob + 16 * (u64)p.group_offset[group] + (u64)tile * CIUIC_UNIT_BYTES * bits;
+    float z[2];
+#pragma unroll
+    for (u32 i = 0; i < 2; ++i) {
+      const u32 k = group * CIUIC_TILE + 2 * g + i;
+      z[i] = k < p.rank ? p.z[(u64)block_y() * p.rank + k] * row_factor(p.blob, groups, k) : 0.0f;
+    }
+#define ADD(K) add_two_rows<K>(sum, load_words<K>(codes, g), z)
+    CIUIC_FOR_BITS(bits, ADD)
+#undef ADD
+  }
+  // The eight lanes of a tile hold eight pairs of rows.
+#pragma unroll
+  for (int c = 0; c < 16; ++c)
+#pragma unroll
+    for (int mask = 4; mask < 32; mask *= 2) sum[c] += shuffle_xor(sum[c], mask);
+  if (exists && g == 0) store16(p.out, (u64)block_y() * p.cols_padded + (u64)tile * CIUIC_TILE, sum, CIUIC_FLOAT);
+}

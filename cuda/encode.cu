@@ -1,0 +1,212 @@
+// The encoder: the best path through the trellis for every tile of 256 targets (Viterbi), one tile per block.
+//
+// A window is w = (h << (L-K)) | p: h the K bits that the next step drops, p the prefix that it keeps. The window before
+// ends in w >> K. So best[p] = min over h of best'[w >> K] + (level(w) - x)^2, and the predecessors of all prefixes that
+// share p >> K are the same 2^K: a thread takes up to eight neighbouring prefixes and reads each predecessor once.
+// Levels are computed, not looked up: hash, byte sum, subtract, square-and-add, minimum are five instructions.
+//
+// Costs are relative to that of prefix 0, one step before (which keeps them small), and stored as halves for every step;
+// the trace-back recomputes each minimum from them instead of storing 2^(L-K) decisions of K bits.
+// Tail-biting: an open run over `run` steps on each side of the boundary finds the overlap, the second run is held to it.
+#include "parameters.h"
+#include "trellis_decode.h"
+
+#ifndef CIUIC_L
+#define CIUIC_L 16
+#endif
+
+#define WEIGHTS 256
+#define ENCODE_THREADS 512
+#define UNREACHABLE 60000.0f  // below the largest half; reachable costs stay below 45000 (see clamp_target)
+#define RENORMALISE_BELOW 50000.0f
+
+// (8192 + byte sum / 16) as a float: the four bytes times 64 are added to the mantissa, whose last place is 2^-10.
+CIUIC_DEVICE float level_plus_8192(u32 window) { return bits_to_float(dot4(ciuic_hash(window), 0x40404040u, 0x46000000u)); }
+
+// The same number for a target, so that their difference is (level - target) / 16. Beyond +-600 every path would take the
+// outermost level, so the target may as well stop there; that bounds a step's cost by 4820 and keeps seven steps finite.
+CIUIC_DEVICE float clamp_target(float target) {
+  const float level = fminf(fmaxf(target * CIUIC_SIGMA, -600.0f), 600.0f);
+  return 8192.0f + ((float)CIUIC_LEVEL_CENTRE + level) / 16.0f;
+}
+
+template <int K>
+struct Trellis {
+  static const u32 SHIFT = CIUIC_L - K;
+  static const u32 PREFIXES = 1u << SHIFT;
+  static const u32 HIGHS = 1u << K;
+  static const u32 THREADS = PREFIXES < ENCODE_THREADS ? PREFIXES : ENCODE_THREADS;  // that work on a step
+  static const u32 PER_THREAD = PREFIXES / THREADS;
+  static const u32 NEIGHBOURS = PER_THREAD < HIGHS ? PER_THREAD : HIGHS;
+  static const u32 SETS = PER_THREAD / NEIGHBOURS;
+};
+
+// Neighbouring halves in one store; `to` is aligned to all of them.
+CIUIC_DEVICE u32 pair_of_halves(u16 low, u16 high) { return low | ((u32)high << 16); }
+CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[1]) { to[0] = v[0]; }
+CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[2]) { *(u32*)to = pair_of_halves(v[0], v[1]); }
+CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[4]) {
+  *(uint2*)to = make_uint2(pair_of_halves(v[0], v[1]), pair_of_halves(v[2], v[3]));
+}
+CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[8]) {
+  *(uint4*)to = make_uint4(pair_of_halves(v[0], v[1]), pair_of_halves(v[2], v[3]), pair_of_halves(v[4], v[5]),
+                           pair_of_halves(v[6], v[7]));
+}
+
+// One step forward, from and to `best` in shared memory; the new costs also go to `history`.
+template <int K>
+CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
+  typedef Trellis<K> T;
+  const u32 thread = thread_index();
+  float result[T::PER_THREAD];
+  if (thread < T::THREADS) {
+    const float reference = best[0] < RENORMALISE_BELOW ? best[0] : 0.0f;
+#pragma unroll
+    for (u32 set = 0; set < T::SETS; ++set) {
+      const u32 first = (thread + T::THREADS * set) * T::NEIGHBOURS;
+      float least[T::NEIGHBOURS];
+#pragma unroll
+      for (u32 i = 0; i < T::NEIGHBOURS; ++i) least[i] = 4.0f * UNREACHABLE;
+#pragma unroll 16
+      for (u32 h = 0; h < T::HIGHS; ++h) {
+        const u32 window = (h << T::SHIFT) + first;
+        const float before = best[window >> K];
+#pragma unroll
+        for (u32 i = 0; i < T::NEIGHBOURS; ++i) {
+          const float error = level_plus_8192(window + i) - target;
+          least[i] = fminf(least[i], fmaf(error, error, before));
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < T::NEIGHBOURS; ++i) result[set * T::NEIGHBOURS + i] = least[i] - reference;
+    }
+  }
+  block_sync();
+  if (thread < T::THREADS) {
+#pragma unroll
+    for (u32 set = 0; set < T::SETS; ++set) {
+      const u32 first = (thread + T::THREADS * set) * T::NEIGHBOURS;
+      u16 halves[T::NEIGHBOURS];
+#pragma unroll
+      for (u32 i = 0; i < T::NEIGHBOURS; ++i) {
+        const float cost = fminf(result[set * T::NEIGHBOURS + i], UNREACHABLE);
+        best[first + i] = cost;
+        halves[i] = float_to_half(cost);
+      }
+      store_halves(history + first, halves);
+    }
+  }
+  block_sync();
+}
+
+// (cost, index) of the smaller cost among the lanes; ties go to the smaller index, so the path is one and the same always.
+CIUIC_DEVICE void warp_least(float& cost, s32& index) {
+#pragma unroll
+  for (int mask = 16; mask; mask >>= 1) {
+    const float other_cost = shuffle_xor(cost, mask);
+    const s32 other_index = shuffle_xor(index, mask);
+    if (other_cost < cost || (other_cost == cost && other_index < index)) {
+      cost = other_cost;
+      index = other_index;
+    }
+  }
+}
+
+// The window that the best path to `prefix` ends in; `history` holds the costs one step before. For one whole warp.
+template <int K>
+CIUIC_DEVICE u32 best_window(const u16* history, float target, u32 prefix, u32 lane) {
+  typedef Trellis<K> T;
+  float cost = 8.0f * UNREACHABLE;
+  s32 high = 0;
+  for (u32 h = lane; h < T::HIGHS; h += 32) {
+    const u32 window = (h << T::SHIFT) + prefix;
+    const float error = level_plus_8192(window) - target;
+    const float here = fmaf(error, error, half_to_float(history[window >> K]));
+    if (here < cost) {
+      cost = here;
+      high = (s32)h;
+    }
+  }
+  warp_least(cost, high);
+  return ((u32)high << T::SHIFT) + prefix;
+}
+
+template <int K>
+CIUIC_DEVICE void encode(const CiuicEncode& p) {
+  typedef Trellis<K> T;
+  CIUIC_DYNAMIC_SHARED(memory);
+  float* best = (float*)memory;  // [PREFIXES]
+  CIUIC_SHARED float target[WEIGHTS];
+  CIUIC_SHARED u16 window_of[WEIGHTS];
+  CIUIC_SHARED u32 overlap;
+  const u32 thread = thread_index(), lane = thread % 32, threads = thread_count();
+  // history[s] holds the costs before step s of a run; each block has its own.
+  u16* history = p.scratch + (u64)block_x() * (WEIGHTS + 1) * T::PREFIXES;
+
+  for (u32 tile = block_x(); tile < p.tiles; tile += grid_x()) {
+    for (u32 i = thread; i < WEIGHTS; i += threads) target[i] = clamp_target(p.targets[(u64)tile * WEIGHTS + i]);
+    for (u32 i = thread; i < T::PREFIXES; i += threads) {
+      best[i] = 0.0f;
+      history[i] = 0;
+    }
+    block_sync();
+
+    const u32 open = 2 * p.run, begin = WEIGHTS - p.run;
+    for (u32 s = 0; s < open; ++s)
+      forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, target[(begin + s) % WEIGHTS]);
+    if (thread < 32) {
+      float cost = 8.0f * UNREACHABLE;
+      s32 prefix = 0;
+      for (u32 i = lane; i < T::PREFIXES; i += 32)
+        if (best[i] < cost) {
+          cost = best[i];
+          prefix = (s32)i;
+        }
+      warp_least(cost, prefix);
+      for (u32 s = open; s > p.run; --s)
+        prefix = (s32)(best_window<K>(history + (u64)(s - 1) * T::PREFIXES, target[(begin + s - 1) % WEIGHTS],
+                                      (u32)prefix, lane) >> K);
+      if (lane == 0) overlap = (u32)prefix;
+    }
+    block_sync();
+
+    for (u32 i = thread; i < T::PREFIXES; i += threads) {
+      const float cost = i == overlap ? 0.0f : UNREACHABLE;
+      best[i] = cost;
+      history[i] = float_to_half(cost);
+    }
+    block_sync();
+    for (u32 s = 0; s < WEIGHTS; ++s) forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, target[s]);
+    if (thread < 32) {
+      u32 prefix = overlap;
+      for (u32 s = WEIGHTS; s > 0; --s) {
+        const u32 window = best_window<K>(history + (u64)(s - 1) * T::PREFIXES, target[s - 1], prefix, lane);
+        if (lane == 0) window_of[s - 1] = (u16)window;
+        prefix = window >> K;
+      }
+    }
+    block_sync();
+
+    for (u32 i = thread; i < WEIGHTS; i += threads)
+      p.decoded[(u64)tile * WEIGHTS + i] = (float)ciuic_level(window_of[i]) / CIUIC_SIGMA;
+    for (u32 i = thread; i < CIUIC_TILE * K; i += threads) {  // 16-bit words: unit i / 16, row i % 16
+      const u32 row = i % CIUIC_TILE, unit = i / CIUIC_TILE;
+      u32 word = 0;
+      for (u32 bit = 16 * unit; bit < 16 * unit + 16; ++bit)
+        word = word << 1 | (window_of[row * CIUIC_TILE + bit / K] >> (K - 1 - bit % K) & 1u);
+      ((u16*)p.codes)[(u64)tile * (CIUIC_UNIT_BYTES / 2) * K + i] = (u16)word;
+    }
+    block_sync();
+  }
+}
+
+// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 2 bits the costs alone fill it.
+#define ENCODE(K, blocks) \
+  CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_k##K(CIUIC_PARAM(CiuicEncode) p) { encode<K>(p); }
+
+ENCODE(2, 1)
+ENCODE(3, 2)
+ENCODE(4, 2)
+ENCODE(5, 2)
+ENCODE(6, 2)
+ENCODE(8, 2)

@@ -1,0 +1,109 @@
+// The input transform of activations, with their rounding, and its inverse; one block per row.
+#include "parameters.h"
+#include "trellis_decode.h"
+#include "hadamard.h"
+
+CIUIC_DEVICE void load_chunk(float (&v)[32], const CiuicTransform& p, u32 row, u32 base, u32 lane, float* exchange) {
+  const bool inverse = p.mode == CIUIC_INVERSE;
+  const u32 limit = inverse ? p.cols_padded : p.cols;
+  const u64 start = (u64)row * p.x_stride;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const u32 j = base + chunk_position(lane, i);
+    v[i] = j < limit ? load_as(p.x, start + j, p.x_type) : 0.0f;
+    if (!inverse) v[i] = apply_sign(v[i], p.seed, j);
+  }
+  hadamard(v, lane, p.log2_block, exchange);
+}
+
+// Nearest integer, at most 127 in size.
+CIUIC_DEVICE s32 round_to_byte(float value) { return (s32)rintf(fminf(fmaxf(value, -127.0f), 127.0f)); }
+
+CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) {
+  CIUIC_DYNAMIC_SHARED(memory);
+  CIUIC_SHARED float shared_peak[16];
+  CIUIC_SHARED s32 shared_sum[16][2];
+  const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32, row = block_x();
+  float* exchange = (float*)memory + warp * EXCHANGE_FLOATS;
+  const u32 chunks = (p.cols_padded + CIUIC_CHUNK - 1) / CIUIC_CHUNK;
+  const bool scaled = p.mode == CIUIC_TO_BYTES || p.mode == CIUIC_TO_HALF;
+
+  float v[32];
+  float scale = 1.0f;
+  if (scaled) {
+    float peak = 0.0f;
+    for (u32 chunk = warp; chunk < chunks; chunk += warps) {
+      load_chunk(v, p, row, chunk * CIUIC_CHUNK, lane, exchange);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) peak = fmaxf(peak, fabsf(v[i]));
+    }
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) peak = fmaxf(peak, shuffle_xor(peak, mask));
+    if (lane == 0) shared_peak[warp] = peak;
+    block_sync();
+    for (u32 w = 0; w < warps; ++w) peak = fmaxf(peak, shared_peak[w]);
+    if (p.mode == CIUIC_TO_BYTES)
+      scale = peak > 0.0f ? peak / 127.0f : 1.0f;
+    else if (peak > 0.0f)
+      // The power of two that brings the peak to [64, 128): exact to divide by, far from both ends of a half.
+      scale = bits_to_float(((float_to_bits(peak) >> 23) > 7 ? (float_to_bits(peak) >> 23) - 6 : 1) << 23);
+  }
+  const float inverse_scale = 1.0f / scale;
+
+  s32 sum = 0, residual_sum = 0;
+  for (u32 chunk = warp; chunk < chunks; chunk += warps) {
+    const u32 base = chunk * CIUIC_CHUNK;
+    if (!scaled || chunks > warps) load_chunk(v, p, row, base, lane, exchange);
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const u32 j = base + chunk_position(lane, 8 * c);  // eight neighbours; cols_padded is a multiple of 16
+      if (j >= p.cols_padded) continue;
+      if (p.mode == CIUIC_TO_BYTES) {
+        u32 bytes[2] = {0, 0}, residuals[2] = {0, 0};
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          const float steps = v[8 * c + e] * inverse_scale;
+          const s32 q = round_to_byte(steps), r = round_to_byte((steps - (float)q) * 254.0f);
+          bytes[e / 4] |= ((u32)q & 0xFFu) << (8 * (e % 4));
+          residuals[e / 4] |= ((u32)r & 0xFFu) << (8 * (e % 4));
+          sum += q;
+          residual_sum += r;
+        }
+        s8* out = (s8*)p.out + (u64)row * 2 * p.cols_padded + j;
+        *(uint2*)out = make_uint2(bytes[0], bytes[1]);
+        *(uint2*)(out + p.cols_padded) = make_uint2(residuals[0], residuals[1]);
+      } else if (p.mode == CIUIC_INVERSE) {
+        for (int e = 0; e < 8; ++e)
+          if (j + e < p.cols)
+            ((float*)p.out)[(u64)row * p.out_stride + j + e] = apply_sign(v[8 * c + e], p.seed, j + e);
+      } else {
+        const u32 type = p.mode == CIUIC_TO_HALF ? CIUIC_HALF : CIUIC_BFLOAT;
+        u32 pairs[4];
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          pairs[e] = float_to_16(v[8 * c + 2 * e] * inverse_scale, type) |
+                     ((u32)float_to_16(v[8 * c + 2 * e + 1] * inverse_scale, type) << 16);
+        *(uint4*)((u16*)p.out + (u64)row * p.cols_padded + j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+      }
+    }
+  }
+
+  if (p.mode == CIUIC_TO_BYTES) {
+#pragma unroll
+    for (int mask = 16; mask; mask >>= 1) {
+      sum += shuffle_xor(sum, mask);
+      residual_sum += shuffle_xor(residual_sum, mask);
+    }
+    if (lane == 0) {
+      shared_sum[warp][0] = sum;
+      shared_sum[warp][1] = residual_sum;
+    }
+    block_sync();
+    if (thread_index() < 2) {
+      s32 total = 0;
+      for (u32 w = 0; w < warps; ++w) total += shared_sum[w][thread_index()];
+      p.out_sum[2 * row + thread_index()] = total;
+    }
+  }
+  if (scaled && thread_index() == 0) p.out_scale[row] = scale;
+}

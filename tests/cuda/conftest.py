@@ -1,0 +1,42 @@
+"""The emulated GPU and random compressed matrices for the kernels' tests."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulation import Emulator, build
+
+from ciuic_cli.kernels.launcher import LAUNCHERS, Limits
+
+WINDOWS = (16, 13)
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
+    folder = tmp_path_factory.mktemp("emulated")
+    return {window: build(folder, window) for window in WINDOWS}
+
+
+@pytest.fixture
+def emulator(libraries: dict[int, ctypes.CDLL]) -> Iterator[Emulator]:
+    """Takes the place of the launcher of CPU tensors. A small GPU: two multiprocessors with 99 KiB a block."""
+    device = torch.device("cpu")
+    made = Emulator(libraries, Limits(shared_bytes=99 * 1024, multiprocessors=2))
+    LAUNCHERS[device] = made
+    yield made
+    del LAUNCHERS[device]
+    made.close()
+
+
+@pytest.fixture
+def random() -> np.random.Generator:
+    return np.random.default_rng(20)

@@ -1,0 +1,83 @@
+"""Random compressed matrices: any bits are valid codes, so the codes are random bytes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from emulation import Emulator
+
+from ciuic_cli.codecs import reference
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.transform import inverse_transform
+from ciuic_cli.kernels import DeviceMatrix, DeviceStack
+
+ALL_BITS = (4, 0, 2, 8, 3, 6, 5)
+
+
+def packed(
+    random: np.random.Generator,
+    rows: int,
+    cols: int,
+    row_bits: tuple[int, ...] = ALL_BITS,
+    *,
+    window: int = 16,
+    seed: int = 0,
+    rank: int = 0,
+) -> PackedMatrix:
+    """Row groups take `row_bits` in turn; scales span a factor of four."""
+    groups = -(-rows // 16)
+    bits = np.resize(np.array(row_bits, dtype=np.uint8), groups)
+    size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
+    lowrank = None
+    if rank:
+        factor_bits = (5, 3)
+        lowrank = (
+            packed(random, rank, cols, factor_bits, window=window, seed=seed),
+            packed(random, rank, rows, factor_bits, window=window, seed=seed),
+        )
+    return PackedMatrix(
+        rows=rows,
+        cols=cols,
+        L=window,
+        seed=seed,
+        base=0.01,
+        row_bits=bits,
+        row_scale=random.integers(0, 33, rows, dtype=np.uint8),
+        codes=random.integers(0, 256, size, dtype=np.uint8),
+        lowrank=lowrank,
+    )
+
+
+def on_device(emulator: Emulator, matrix: PackedMatrix) -> DeviceMatrix:
+    """The blob in guarded memory, and the matrix as the kernels take it."""
+    blob = emulator.tensor(torch.frombuffer(bytearray(matrix.to_bytes()), dtype=torch.uint8))
+    return guarded_offsets(emulator, DeviceMatrix(matrix, blob))
+
+
+def stack_on_device(emulator: Emulator, experts: list[PackedMatrix]) -> DeviceStack:
+    stack = ExpertStack(tuple(experts))
+    blob = emulator.tensor(torch.frombuffer(bytearray(stack.to_bytes()), dtype=torch.uint8))
+    made = DeviceStack(stack, blob)
+    object.__setattr__(made, "group_offset", emulator.tensor(made.group_offset))
+    return made
+
+
+def guarded_offsets(emulator: Emulator, matrix: DeviceMatrix) -> DeviceMatrix:
+    object.__setattr__(matrix, "group_offset", emulator.tensor(matrix.group_offset))
+    for factor in matrix.lowrank or ():
+        guarded_offsets(emulator, factor)
+    return matrix
+
+
+def dense(matrix: PackedMatrix) -> torch.Tensor:
+    """The matrix in the original basis by the reference decoder, float64 [rows, cols], low-rank part included."""
+    stored = torch.from_numpy(reference.decode(matrix))
+    out = inverse_transform(stored, matrix.cols, matrix.seed).double()
+    if matrix.lowrank is not None:
+        right, left = matrix.lowrank
+        out += dense(left).T @ dense(right)
+    return out
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((value.double() - exact).norm() / exact.norm())
