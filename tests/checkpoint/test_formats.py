@@ -73,7 +73,7 @@ def test_fp8_with_block_scales_bit_by_bit(
     grid = (math.ceil(rows / block[0]), math.ceil(cols / block[1]))
     scales = torch.rand(grid, generator=generator) * 0.01 + 1e-4
     found_block = formats.scale_block((rows, cols), grid, block)
-    found = formats.apply_scales(codes.view(dtype).to(torch.float32), scales, found_block)
+    found = formats.apply_scales(formats.decode_fp8(codes.view(dtype)), scales, found_block)
     expected = reference_fp8(codes.tolist(), scales.tolist(), block, decode)
     finite = ~expected.isnan()
     assert torch.equal(found.isnan(), expected.isnan())
@@ -98,6 +98,21 @@ def test_one_scale_per_tensor_or_per_row(scale_shape: tuple[int, ...]) -> None:
     block = formats.scale_block((6, 200), scale_shape, (4, 64))
     expected = values.float() * (scales if scales.numel() == 1 else scales.reshape(6, 1))
     assert torch.equal(formats.apply_scales(values.float(), scales, block), expected)
+
+
+@pytest.mark.parametrize("dtype", formats.FP8_DTYPES)
+@pytest.mark.parametrize("shape", [(0, 4), (1,), (3, 5), (16, 17), (256,)])
+def test_fp8_conversion_equals_torchs_for_every_code(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    codes = torch.arange(math.prod(shape), dtype=torch.int32).to(torch.uint8).reshape(shape).view(dtype)
+    found, expected = formats.decode_fp8(codes), codes.to(torch.float32)
+    assert found.shape == codes.shape and torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(bits(found)[~found.isnan()], bits(expected)[~expected.isnan()])
+
+
+def test_fp8_slices_at_odd_offsets() -> None:
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e5m2)
+    for begin, end in [(1, 9), (3, 4), (5, 102)]:
+        assert torch.equal(formats.decode_fp8(codes[begin:end]), codes[begin:end].to(torch.float32))
 
 
 def test_ue8m0_scales_are_powers_of_two() -> None:
