@@ -12,14 +12,17 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import native
+from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.packing import PackedMatrix, group_offsets
 from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
 
 DEFAULT_WINDOW = 16
 
-# Best scale of the code relative to the standard deviation of Gaussian weights, by K, at L = 16.
-CODE_SCALE = {2: 1.0, 3: 1.05, 4: 1.1, 5: 1.15, 6: 1.2, 8: 1.2}
+# At the default window: best scale of the code relative to the weights' standard deviation, and mean squared error at that
+# scale times 4^K, by bits per weight K. Measured; other windows are in codecs/figures.py.
+CODE_SCALE = SCALE_BY_WINDOW[DEFAULT_WINDOW]
+CODE_MSE = MSE_BY_WINDOW[DEFAULT_WINDOW]
 
 
 def round_matrix(
