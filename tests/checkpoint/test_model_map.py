@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from ciuic_cli.checkpoint.model_map import ModelMap, map_model
-from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 
 Make = Callable[..., Path]
+Mapped = Callable[[Path], ModelMap]
 FAMILIES = [
     "llama",
     "llama_tied",
@@ -33,27 +31,6 @@ FAMILIES = [
     "deepseek_v4",
 ]
 STREAMED = ["llama", "qwen2", "deepseek_v2", "deepseek_v3"]
-
-
-def mapped(folder: Path) -> ModelMap:
-    return map_model(open_checkpoint(folder))
-
-
-def changed(
-    source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], None], **config: object
-) -> Path:
-    """A copy of the checkpoint with edited tensors and config."""
-    shutil.copytree(source, target)
-    tensors = load_file(target / "model.safetensors")
-    edit(tensors)
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-    values = {**json.loads((target / "config.json").read_text()), **config}
-    (target / "config.json").write_text(json.dumps(values))
-    return target
-
-
-def tokens(count: int = 40) -> torch.Tensor:
-    return torch.randint(3, 263, (2, count), generator=torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
@@ -81,7 +58,9 @@ def stream(model_map: ModelMap, ids: torch.Tensor, dtype: torch.dtype | None = N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_materialised_model_equals_from_pretrained(family: str, tiny_checkpoint: Make) -> None:
+def test_materialised_model_equals_from_pretrained(
+    family: str, tiny_checkpoint: Make, mapped: Mapped, tokens: torch.Tensor
+) -> None:
     folder = tiny_checkpoint(family)
     model_map = mapped(folder)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -95,7 +74,7 @@ def test_materialised_model_equals_from_pretrained(family: str, tiny_checkpoint:
     for name, value in reference.named_buffers():
         assert torch.equal(buffers[name], value) and buffers[name].dtype == value.dtype, name
     with torch.no_grad():
-        assert torch.equal(model(tokens()).logits, reference(tokens()).logits)
+        assert torch.equal(model(tokens).logits, reference(tokens).logits)
     assert not model_map.warnings and not model_map.dropped
     assert len(model_map.layer_prefixes) == reference.config.num_hidden_layers
 
@@ -103,18 +82,20 @@ def test_materialised_model_equals_from_pretrained(family: str, tiny_checkpoint:
 @pytest.mark.parametrize("family", STREAMED)
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["stored", "float32"])
 def test_layer_streaming_equals_from_pretrained(
-    family: str, dtype: torch.dtype | None, tiny_checkpoint: Make
+    family: str, dtype: torch.dtype | None, tiny_checkpoint: Make, mapped: Mapped, tokens: torch.Tensor
 ) -> None:
     folder = tiny_checkpoint(family)
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype or "auto")
     with torch.no_grad():
-        expected = reference(tokens(), use_cache=False).logits
+        expected = reference(tokens, use_cache=False).logits
     assert expected.std() > 0.5  # logits worth comparing
-    assert torch.equal(stream(mapped(folder), tokens(), dtype), expected)
+    assert torch.equal(stream(mapped(folder), tokens, dtype), expected)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "deepseek_v4"])
-def test_half_precision_keeps_what_transformers_keeps_in_float32(family: str, tiny_checkpoint: Make) -> None:
+def test_half_precision_keeps_what_transformers_keeps_in_float32(
+    family: str, tiny_checkpoint: Make, mapped: Mapped
+) -> None:
     folder = tiny_checkpoint(family)
     model_map = mapped(folder)
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -128,7 +109,9 @@ def test_half_precision_keeps_what_transformers_keeps_in_float32(family: str, ti
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_linear_embedding_and_expert_is_compressed(family: str, tiny_checkpoint: Make) -> None:
+def test_every_linear_embedding_and_expert_is_compressed(
+    family: str, tiny_checkpoint: Make, mapped: Mapped
+) -> None:
     model_map = mapped(tiny_checkpoint(family))
     model = model_map.meta_model()
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -153,7 +136,7 @@ def test_every_linear_embedding_and_expert_is_compressed(family: str, tiny_check
     assert model_map.stored_numel == weights
 
 
-def test_roles_of_deepseek_v3(tiny_checkpoint: Make) -> None:
+def test_roles_of_deepseek_v3(tiny_checkpoint: Make, mapped: Mapped) -> None:
     parameters = mapped(tiny_checkpoint("deepseek_v3")).parameters
     roles = {name: parameter.role for name, parameter in parameters.items()}
     layer = "model.layers.1."
@@ -174,7 +157,7 @@ def test_roles_of_deepseek_v3(tiny_checkpoint: Make) -> None:
     assert bias.buffer and not bias.compress and bias.sources == (bias.name,)
 
 
-def test_names_on_disk_are_the_originals(tiny_checkpoint: Make) -> None:
+def test_names_on_disk_are_the_originals(tiny_checkpoint: Make, mapped: Mapped) -> None:
     """The fixtures must have the layout that users have, or the mapping is not tested."""
     v3 = mapped(tiny_checkpoint("deepseek_v3")).parameters["model.layers.1.mlp.experts.gate_up_proj"]
     assert v3.sources[0] == "model.layers.1.mlp.experts.0.gate_proj.weight"
@@ -185,7 +168,7 @@ def test_names_on_disk_are_the_originals(tiny_checkpoint: Make) -> None:
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral", "deepseek_v4"])
-def test_single_experts_and_rows(family: str, tiny_checkpoint: Make) -> None:
+def test_single_experts_and_rows(family: str, tiny_checkpoint: Make, mapped: Mapped) -> None:
     model_map = mapped(tiny_checkpoint(family))
     for name, parameter in model_map.parameters.items():
         if len(parameter.shape) == 3:
@@ -199,7 +182,9 @@ def test_single_experts_and_rows(family: str, tiny_checkpoint: Make) -> None:
     assert torch.equal(model_map.read_rows("model.embed_tokens.weight", 17, 200), embedding[17:200])
 
 
-def test_experts_that_are_stored_fused_already(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_experts_that_are_stored_fused_already(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make
+) -> None:
     source = mapped(tiny_checkpoint("deepseek_v3"))
 
     def fuse(tensors: dict[str, torch.Tensor]) -> None:
@@ -216,7 +201,9 @@ def test_experts_that_are_stored_fused_already(tiny_checkpoint: Make, tmp_path: 
     assert torch.equal(fused.read_expert(name, 4), source.read_expert(name, 4))
 
 
-def test_fp8_checkpoint_streams_like_its_decoded_copy(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_fp8_checkpoint_streams_like_its_decoded_copy(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make, tokens: torch.Tensor
+) -> None:
     """A V3 checkpoint in FP8 with partial blocks against from_pretrained on the decoded bf16 weights."""
     block = 16
 
@@ -251,11 +238,13 @@ def test_fp8_checkpoint_streams_like_its_decoded_copy(tiny_checkpoint: Make, tmp
     reference = AutoModelForCausalLM.from_pretrained(decoded, dtype="auto")
     assert model_map.dtype == torch.bfloat16
     with torch.no_grad():
-        expected = reference(tokens(), use_cache=False).logits
-    assert torch.equal(stream(model_map, tokens()), expected)
+        expected = reference(tokens, use_cache=False).logits
+    assert torch.equal(stream(model_map, tokens), expected)
 
 
-def test_v4_with_fp4_experts_and_fp8_attention(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_v4_with_fp4_experts_and_fp8_attention(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make, tokens: torch.Tensor
+) -> None:
     def quantize(tensors: dict[str, torch.Tensor]) -> None:
         generator = torch.Generator().manual_seed(5)
         for name in [name for name in tensors if re.search(r"experts\.\d+\.w\d\.weight$", name)]:
@@ -278,11 +267,13 @@ def test_v4_with_fp4_experts_and_fp8_attention(tiny_checkpoint: Make, tmp_path: 
     attention = "model.layers.1.self_attn.q_a_proj.weight"
     original = mapped(source).read(attention).to(torch.float8_e4m3fn).float()
     assert torch.equal(model_map.read(attention), original * 0.5)
-    logits = stream(model_map, tokens())
+    logits = stream(model_map, tokens)
     assert torch.isfinite(logits).all() and logits.std() > 0.1
 
 
-def test_19_missing_tensors_first_few_and_count(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_19_missing_tensors_first_few_and_count(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make
+) -> None:
     def lose(tensors: dict[str, torch.Tensor]) -> None:
         for name in [name for name in tensors if "layers.1.self_attn" in name]:
             del tensors[name]
@@ -294,7 +285,9 @@ def test_19_missing_tensors_first_few_and_count(tiny_checkpoint: Make, tmp_path:
 
 
 @pytest.mark.parametrize("which", ["gate_proj", "down_proj"])
-def test_19_a_missing_expert_is_not_papered_over(tiny_checkpoint: Make, tmp_path: Path, which: str) -> None:
+def test_19_a_missing_expert_is_not_papered_over(
+    tiny_checkpoint: Make, tmp_path: Path, which: str, mapped: Mapped, changed: Make
+) -> None:
     def lose(tensors: dict[str, torch.Tensor]) -> None:
         del tensors[f"model.layers.1.mlp.experts.3.{which}.weight"]
 
@@ -304,77 +297,9 @@ def test_19_a_missing_expert_is_not_papered_over(tiny_checkpoint: Make, tmp_path
     assert "layers.1.mlp.experts" in (caught.value.tensor or "")
 
 
-def test_20_unexpected_tensors_are_a_warning(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["vision.patch.weight"] = torch.ones(3, 3)
-        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
-
-    model_map = mapped(changed(tiny_checkpoint("llama"), tmp_path / "m", add))
-    assert len(model_map.warnings) == 1 and "vision.patch.weight" in model_map.warnings[0]
-
-
-def test_20_a_multi_token_prediction_layer_is_reported_as_dropped(
-    tiny_checkpoint: Make, tmp_path: Path
+def test_a_tensor_of_another_shape_than_the_config_says(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make
 ) -> None:
-    def add(tensors: dict[str, torch.Tensor]) -> None:
-        last = [name for name in tensors if name.startswith("model.layers.2.")]
-        for name in last:
-            tensors[name.replace("layers.2.", "layers.3.")] = tensors[name].clone()
-        tensors["model.layers.3.eh_proj.weight"] = torch.ones(56, 112, dtype=torch.bfloat16)
-
-    source = tiny_checkpoint("deepseek_v3")
-    count = sum(name.startswith("model.layers.2.") for name in load_file(source / "model.safetensors"))
-    model_map = mapped(changed(source, tmp_path / "m", add, num_nextn_predict_layers=1))
-    assert not model_map.warnings
-    assert len(model_map.dropped) == 1 and f"model.layers.3: {count + 1} tensors" in model_map.dropped[0]
-    assert len(model_map.dropped_tensors) == count + 1
-
-    def add_v4(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["mtp.0.attn.wq_a.weight"] = torch.ones(4, 4)
-        tensors["mtp.0.norm.weight"] = torch.ones(4)
-
-    v4 = mapped(changed(tiny_checkpoint("deepseek_v4"), tmp_path / "v4", add_v4))
-    assert not v4.warnings and v4.dropped[0].startswith(
-        "multi-token-prediction layer mtp.0: 2 tensors, 80 bytes"
-    )
-
-
-def test_21_tied_head_absent_equal_and_different(tiny_checkpoint: Make, tmp_path: Path) -> None:
-    source = tiny_checkpoint("llama_tied")
-    absent = mapped(source)
-    head = absent.parameters["lm_head.weight"]
-    assert head.tied_to == "model.embed_tokens.weight" and not head.compress
-    assert torch.equal(absent.read("lm_head.weight"), absent.read("model.embed_tokens.weight"))
-    embedding = absent.parameters["model.embed_tokens.weight"].numel
-
-    def same(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-
-    def different(tensors: dict[str, torch.Tensor]) -> None:
-        same(tensors)
-        tensors["lm_head.weight"][262, 47] += 1
-
-    def only_head(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
-
-    equal = mapped(changed(source, tmp_path / "same", same))
-    assert equal.parameters["lm_head.weight"].tied_to and not equal.warnings
-    assert equal.stored_numel == absent.stored_numel
-    both = mapped(changed(source, tmp_path / "different", different))
-    assert both.parameters["lm_head.weight"].tied_to is None and both.parameters["lm_head.weight"].compress
-    assert both.stored_numel == absent.stored_numel + embedding
-    assert len(both.warnings) == 1 and "differ" in both.warnings[0]
-    assert both.config.tie_word_embeddings is False and absent.config.tie_word_embeddings is True
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "different", dtype="auto")
-    with torch.no_grad():
-        assert torch.equal(stream(both, tokens()), reference(tokens(), use_cache=False).logits)
-    swapped = mapped(changed(source, tmp_path / "head", only_head))
-    assert torch.equal(swapped.read("model.embed_tokens.weight"), absent.read("model.embed_tokens.weight"))
-    assert swapped.parameters["model.embed_tokens.weight"].sources == ("lm_head.weight",)
-    assert swapped.stored_numel == absent.stored_numel
-
-
-def test_a_tensor_of_another_shape_than_the_config_says(tiny_checkpoint: Make, tmp_path: Path) -> None:
     def shrink(tensors: dict[str, torch.Tensor]) -> None:
         tensors["model.norm.weight"] = torch.ones(47, dtype=torch.bfloat16)
 
@@ -383,7 +308,9 @@ def test_a_tensor_of_another_shape_than_the_config_says(tiny_checkpoint: Make, t
     assert caught.value.tensor == "model.norm.weight"
 
 
-def test_integer_weights_without_a_scale_are_refused(tiny_checkpoint: Make, tmp_path: Path) -> None:
+def test_integer_weights_without_a_scale_are_refused(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make
+) -> None:
     def integers(tensors: dict[str, torch.Tensor]) -> None:
         name = "model.layers.0.mlp.up_proj.weight"
         tensors[name] = torch.ones(tensors[name].shape, dtype=torch.int8)
@@ -392,14 +319,16 @@ def test_integer_weights_without_a_scale_are_refused(tiny_checkpoint: Make, tmp_
         mapped(changed(tiny_checkpoint("llama"), tmp_path / "m", integers))
 
 
-def test_sharded_checkpoints_read_the_same(tiny_checkpoint: Make) -> None:
+def test_sharded_checkpoints_read_the_same(tiny_checkpoint: Make, mapped: Mapped) -> None:
     whole, parts = mapped(tiny_checkpoint("llama")), mapped(tiny_checkpoint("llama", max_shard_size="30KB"))
     assert len(parts.checkpoint.files()) > 3
     for name in whole.parameters:
         assert torch.equal(whole.read(name), parts.read(name)), name
 
 
-def test_unknown_parameters_and_modules_without_buffers_are_our_bugs(tiny_checkpoint: Make) -> None:
+def test_unknown_parameters_and_modules_without_buffers_are_our_bugs(
+    tiny_checkpoint: Make, mapped: Mapped
+) -> None:
     model_map = mapped(tiny_checkpoint("llama"))
     with pytest.raises(ValueError, match="no parameter"):
         model_map.read("model.none")

@@ -1,0 +1,51 @@
+"""Fault 20: tensors that are no part of the model are a warning, prediction layers are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from ciuic_cli.checkpoint.model_map import ModelMap
+
+Make = Callable[..., Path]
+Mapped = Callable[[Path], ModelMap]
+
+
+def test_20_unexpected_tensors_are_a_warning(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make
+) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["vision.patch.weight"] = torch.ones(3, 3)
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(6)
+
+    model_map = mapped(changed(tiny_checkpoint("llama"), tmp_path / "m", add))
+    assert len(model_map.warnings) == 1 and "vision.patch.weight" in model_map.warnings[0]
+
+
+def test_20_a_multi_token_prediction_layer_is_reported_as_dropped(
+    tiny_checkpoint: Make, tmp_path: Path, mapped: Mapped, changed: Make
+) -> None:
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        last = [name for name in tensors if name.startswith("model.layers.2.")]
+        for name in last:
+            tensors[name.replace("layers.2.", "layers.3.")] = tensors[name].clone()
+        tensors["model.layers.3.eh_proj.weight"] = torch.ones(56, 112, dtype=torch.bfloat16)
+
+    source = tiny_checkpoint("deepseek_v3")
+    count = sum(name.startswith("model.layers.2.") for name in load_file(source / "model.safetensors"))
+    model_map = mapped(changed(source, tmp_path / "m", add, num_nextn_predict_layers=1))
+    assert not model_map.warnings
+    assert len(model_map.dropped) == 1 and f"model.layers.3: {count + 1} tensors" in model_map.dropped[0]
+    assert len(model_map.dropped_tensors) == count + 1
+
+    def add_v4(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["mtp.0.attn.wq_a.weight"] = torch.ones(4, 4)
+        tensors["mtp.0.norm.weight"] = torch.ones(4)
+
+    v4 = mapped(changed(tiny_checkpoint("deepseek_v4"), tmp_path / "v4", add_v4))
+    assert not v4.warnings and v4.dropped[0].startswith(
+        "multi-token-prediction layer mtp.0: 2 tensors, 80 bytes"
+    )
