@@ -92,6 +92,18 @@ class ModelMap:
         """In-memory dtypes of the parameters and buffers that do not have the model's `dtype`, by name."""
         return self.dtype_rules[self.dtype]
 
+    @property
+    def source_config(self) -> dict[str, Any]:
+        """The checkpoint's config.json as it holds for what is stored.
+
+        Without `auto_map` and `quantization_config`; `tie_word_embeddings` false where the values differ.
+        """
+        dropped = ("auto_map", "quantization_config")
+        values = {key: value for key, value in self.checkpoint.config.items() if key not in dropped}
+        if not self.config.tie_word_embeddings and values.get("tie_word_embeddings", True):
+            values["tie_word_embeddings"] = False
+        return values
+
     @cached_property
     def _conversion_model(self) -> Any:
         return self.meta_model()

@@ -35,6 +35,15 @@ _LINEAR_ROLES = {
     "kv_b_proj": "mla",
     "kv_proj": "mla",
 }
+_OLD_ATTENTION_ROLES = {"c_attn": "qkv", "query_key_value": "qkv", "dense": "o", "c_proj": "o"}
+_OLD_MLP_ROLES = {
+    "c_fc": "up",
+    "fc1": "up",
+    "dense_h_to_4h": "up",
+    "c_proj": "down",
+    "fc2": "down",
+    "dense_4h_to_h": "down",
+}
 _EXPERT_ROLES = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
 
 
@@ -107,6 +116,10 @@ def _classify_parameter(
             return _by_size("head", tensor)
         return _by_size(_linear_role(owner_name, leaf), tensor)
     if tensor.dim() == 3 and _is_expert_stack(owner, leaf):
+        if not _rows_are_outputs(owner):
+            return Classification(
+                _EXPERT_ROLES.get(short, "other"), False, "experts stored as (inputs, outputs): kept exactly"
+            )
         return _by_size(_EXPERT_ROLES.get(short, f"expert_{short.removesuffix('_proj')}"), tensor)
     if tensor.dim() < 2:
         return Classification("other", False, "a vector: too small to matter, kept exactly")
@@ -128,6 +141,14 @@ def _is_expert_stack(owner: nn.Module, leaf: str) -> bool:
     return leaf == "experts" or "Experts" in type(owner).__name__
 
 
+def _rows_are_outputs(owner: nn.Module) -> bool:
+    """Whether the stacks are (experts, outputs, inputs); a few families have (experts, inputs, outputs)."""
+    up, down = getattr(owner, "gate_up_proj", None), getattr(owner, "down_proj", None)
+    if not isinstance(up, torch.Tensor) or not isinstance(down, torch.Tensor):
+        return not getattr(owner, "is_transposed", False)
+    return up.shape[2] == down.shape[1] and up.shape[1] in (down.shape[2], 2 * down.shape[2])
+
+
 def _linear_role(owner_name: str, leaf: str) -> str:
     if ".indexer" in owner_name:
         return "indexer"
@@ -136,8 +157,9 @@ def _linear_role(owner_name: str, leaf: str) -> str:
     role = _LINEAR_ROLES.get(leaf, "other")
     if "shared_expert" in owner_name:
         return f"shared_expert_{role}" if role in ("gate", "up", "down") else "shared_expert_router"
-    if role == "other" and "attn" in owner_name:
-        return {"c_attn": "qkv", "query_key_value": "qkv", "dense": "o", "c_proj": "o"}.get(leaf, role)
+    if role == "other":
+        table = _OLD_ATTENTION_ROLES if "attn" in owner_name or "attention" in owner_name else _OLD_MLP_ROLES
+        return table.get(leaf, role)
     return role
 
 

@@ -41,6 +41,7 @@ def test_21_tied_head_absent_equal_and_different(
     assert both.parameters["lm_head.weight"].tied_to is None and both.parameters["lm_head.weight"].compress
     assert both.stored_numel == absent.stored_numel + embedding
     assert len(both.warnings) == 1 and "differ" in both.warnings[0]
+    assert both.source_config["tie_word_embeddings"] is False and absent.source_config["tie_word_embeddings"]
     assert both.config.tie_word_embeddings is False and absent.config.tie_word_embeddings is True
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "different", dtype="auto")
     model = both.skeleton()
