@@ -7,7 +7,7 @@
 //
 // Costs are relative to that of prefix 0, one step before (which keeps them small), and stored as halves for every step;
 // the trace-back recomputes each minimum from them instead of storing 2^(L-K) decisions of K bits.
-// Tail-biting: an open run over `run` steps on each side of the boundary finds the overlap, the second run is held to it.
+// Tail-biting: the search enters the tile through its own last weights (`lead_in` of them), and see close().
 #include "parameters.h"
 #include "trellis_decode.h"
 
@@ -17,6 +17,7 @@
 
 #define WEIGHTS 256
 #define ENCODE_THREADS 512
+#define REPAIR 64  // weights searched again where no path closes
 #define UNREACHABLE 60000.0f  // below the largest half; reachable costs stay below 45000 (see clamp_target)
 #define RENORMALISE_BELOW 50000.0f
 
@@ -131,81 +132,114 @@ CIUIC_DEVICE u32 best_window(const u16* history, float target, u32 prefix, u32 l
   return ((u32)high << T::SHIFT) + prefix;
 }
 
+// What one block knows about its tile.
+struct Tile {
+  float target[WEIGHTS];
+  u16 window[WEIGHTS];
+  u16 trail[WEIGHTS + 1];  // prefixes of the last path traced: trail[s] before weight s
+  u32 start;
+  u32 closed;
+};
+
+// The cheapest path into `prefix` before weight `steps`, back to the beginning; returns the prefix that it starts from.
+// Where it meets the path traced before, the two are one from there on. For one whole warp.
+template <int K>
+CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bool have_trail, u32 lane) {
+  for (u32 s = steps; s > 0; --s) {
+    const bool met = have_trail && tile.trail[s] == prefix;
+    if (met) return tile.trail[0];
+    warp_sync();
+    const u32 window = best_window<K>(history + (u64)(s - 1) * Trellis<K>::PREFIXES, tile.target[s - 1], prefix, lane);
+    if (lane == 0) {
+      tile.trail[s] = (u16)prefix;
+      tile.window[s - 1] = (u16)window;
+    }
+    prefix = window >> K;
+  }
+  if (lane == 0) tile.trail[0] = (u16)prefix;
+  warp_sync();
+  return prefix;
+}
+
+// A path is closed when it ends in the prefix that it starts from. Nearly all paths share their start, so the path that
+// ends in the start of the best one is mostly closed, or the path that ends in that one's start. For one whole warp.
+template <int K>
+CIUIC_DEVICE void close(Tile& tile, const float* best, const u16* history, u32 lane) {
+  float cost = 8.0f * UNREACHABLE;
+  s32 end = 0;
+  for (u32 i = lane; i < Trellis<K>::PREFIXES; i += 32)
+    if (best[i] < cost) {
+      cost = best[i];
+      end = (s32)i;
+    }
+  warp_least(cost, end);
+  const u32 first = trace<K>(tile, history, WEIGHTS, (u32)end, false, lane);
+  u32 start = first;
+  bool closed = false;
+  for (int attempt = 0; attempt < 3 && !closed; ++attempt) {
+    const u32 found = trace<K>(tile, history, WEIGHTS, start, true, lane);
+    closed = found == start;
+    start = found;
+  }
+  if (!closed) trace<K>(tile, history, WEIGHTS, first, true, lane);
+  if (lane == 0) {
+    tile.start = closed ? start : first;
+    tile.closed = closed;
+  }
+}
+
 template <int K>
 CIUIC_DEVICE void encode(const CiuicEncode& p) {
   typedef Trellis<K> T;
   CIUIC_DYNAMIC_SHARED(memory);
   float* best = (float*)memory;  // [PREFIXES]
-  CIUIC_SHARED float target[WEIGHTS];
-  CIUIC_SHARED u16 window_of[WEIGHTS];
-  CIUIC_SHARED u32 overlap;
+  CIUIC_SHARED Tile tile;
   const u32 thread = thread_index(), lane = thread % 32, threads = thread_count();
-  // history[s] holds the costs before step s of a run; each block has its own.
+  // history[s] holds the costs before weight s; each block has its own.
   u16* history = p.scratch + (u64)block_x() * (WEIGHTS + 1) * T::PREFIXES;
 
-  for (u32 tile = block_x(); tile < p.tiles; tile += grid_x()) {
-    for (u32 i = thread; i < WEIGHTS; i += threads) target[i] = clamp_target(p.targets[(u64)tile * WEIGHTS + i]);
-    for (u32 i = thread; i < T::PREFIXES; i += threads) {
-      best[i] = 0.0f;
-      history[i] = 0;
-    }
+  for (u32 index = block_x(); index < p.tiles; index += grid_x()) {
+    for (u32 i = thread; i < WEIGHTS; i += threads) tile.target[i] = clamp_target(p.targets[(u64)index * WEIGHTS + i]);
+    for (u32 i = thread; i < T::PREFIXES; i += threads) best[i] = 0.0f;
+    block_sync();
+    for (u32 s = WEIGHTS - p.lead_in; s < WEIGHTS; ++s) forward_step<K>(best, history, tile.target[s]);
+    for (u32 s = 0; s < WEIGHTS; ++s) forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, tile.target[s]);
+    if (thread < 32) close<K>(tile, best, history, lane);
     block_sync();
 
-    const u32 open = 2 * p.run, begin = WEIGHTS - p.run;
-    for (u32 s = 0; s < open; ++s)
-      forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, target[(begin + s) % WEIGHTS]);
-    if (thread < 32) {
-      float cost = 8.0f * UNREACHABLE;
-      s32 prefix = 0;
-      for (u32 i = lane; i < T::PREFIXES; i += 32)
-        if (best[i] < cost) {
-          cost = best[i];
-          prefix = (s32)i;
-        }
-      warp_least(cost, prefix);
-      for (u32 s = open; s > p.run; --s)
-        prefix = (s32)(best_window<K>(history + (u64)(s - 1) * T::PREFIXES, target[(begin + s - 1) % WEIGHTS],
-                                      (u32)prefix, lane) >> K);
-      if (lane == 0) overlap = (u32)prefix;
-    }
-    block_sync();
-
-    for (u32 i = thread; i < T::PREFIXES; i += threads) {
-      const float cost = i == overlap ? 0.0f : UNREACHABLE;
-      best[i] = cost;
-      history[i] = float_to_half(cost);
-    }
-    block_sync();
-    for (u32 s = 0; s < WEIGHTS; ++s) forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, target[s]);
-    if (thread < 32) {
-      u32 prefix = overlap;
-      for (u32 s = WEIGHTS; s > 0; --s) {
-        const u32 window = best_window<K>(history + (u64)(s - 1) * T::PREFIXES, target[s - 1], prefix, lane);
-        if (lane == 0) window_of[s - 1] = (u16)window;
-        prefix = window >> K;
+    if (!tile.closed) {
+      // The first weights again, from the right start to where the path is after them.
+      for (u32 i = thread; i < T::PREFIXES; i += threads) {
+        const float cost = i == tile.start ? 0.0f : UNREACHABLE;
+        best[i] = cost;
+        history[i] = float_to_half(cost);
       }
+      block_sync();
+      for (u32 s = 0; s < REPAIR; ++s) forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, tile.target[s]);
+      if (thread < 32) trace<K>(tile, history, REPAIR, tile.trail[REPAIR], false, lane);
+      block_sync();
     }
-    block_sync();
 
     for (u32 i = thread; i < WEIGHTS; i += threads)
-      p.decoded[(u64)tile * WEIGHTS + i] = (float)ciuic_level(window_of[i]) / CIUIC_SIGMA;
+      p.decoded[(u64)index * WEIGHTS + i] = (float)ciuic_level(tile.window[i]) / CIUIC_SIGMA;
     for (u32 i = thread; i < CIUIC_TILE * K; i += threads) {  // 16-bit words: unit i / 16, row i % 16
       const u32 row = i % CIUIC_TILE, unit = i / CIUIC_TILE;
       u32 word = 0;
       for (u32 bit = 16 * unit; bit < 16 * unit + 16; ++bit)
-        word = word << 1 | (window_of[row * CIUIC_TILE + bit / K] >> (K - 1 - bit % K) & 1u);
-      ((u16*)p.codes)[(u64)tile * (CIUIC_UNIT_BYTES / 2) * K + i] = (u16)word;
+        word = word << 1 | (tile.window[row * CIUIC_TILE + bit / K] >> (K - 1 - bit % K) & 1u);
+      ((u16*)p.codes)[(u64)index * (CIUIC_UNIT_BYTES / 2) * K + i] = (u16)word;
     }
     block_sync();
   }
 }
 
-// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 2 bits the costs alone fill it.
+// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 2 and 3 bits a thread's minima
+// need the registers of both.
 #define ENCODE(K, blocks) \
   CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_k##K(CIUIC_PARAM(CiuicEncode) p) { encode<K>(p); }
 
 ENCODE(2, 1)
-ENCODE(3, 2)
+ENCODE(3, 1)
 ENCODE(4, 2)
 ENCODE(5, 2)
 ENCODE(6, 2)

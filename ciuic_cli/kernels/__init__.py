@@ -10,10 +10,10 @@ The sources are in `cuda/`, compiled at first use for the GPU at hand and cached
 """
 
 from ciuic_cli.kernels.availability import available
-from ciuic_cli.kernels.encode import encode
-from ciuic_cli.kernels.experts import experts
-from ciuic_cli.kernels.linear import linear
+from ciuic_cli.kernels.encoder import encode
 from ciuic_cli.kernels.matrix import DeviceMatrix, DeviceStack
+from ciuic_cli.kernels.multiply import linear
+from ciuic_cli.kernels.routed import experts
 from ciuic_cli.kernels.rows import decode, embedding
 
 __all__ = ["DeviceMatrix", "DeviceStack", "available", "decode", "embedding", "encode", "experts", "linear"]

@@ -28,7 +28,8 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL
 
 @pytest.fixture
 def emulator(libraries: dict[int, ctypes.CDLL]) -> Iterator[Emulator]:
-    """Takes the place of the launcher of CPU tensors. A small GPU: two multiprocessors with 99 KiB a block."""
+    """Takes the place of the launcher of CPU tensors. A small GPU: two multiprocessors with 99 KiB a
+    block."""
     device = torch.device("cpu")
     made = Emulator(libraries, Limits(shared_bytes=99 * 1024, multiprocessors=2))
     LAUNCHERS[device] = made

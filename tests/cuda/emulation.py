@@ -1,7 +1,7 @@
 """A launcher that runs the CUDA kernels' own source on the host; see emulator.cpp.
 
-Tensors made by it lie against pages that may not be touched and start as poison, so a read or write outside stops the
-test and an element left unwritten shows.
+Tensors made by it lie against pages that may not be touched and start as poison, so a read or write outside
+stops the test and an element left unwritten shows.
 """
 
 from __future__ import annotations

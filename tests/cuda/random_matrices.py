@@ -70,7 +70,8 @@ def guarded_offsets(emulator: Emulator, matrix: DeviceMatrix) -> DeviceMatrix:
 
 
 def dense(matrix: PackedMatrix) -> torch.Tensor:
-    """The matrix in the original basis by the reference decoder, float64 [rows, cols], low-rank part included."""
+    """The matrix in the original basis by the reference decoder, float64 [rows, cols], low-rank part
+    included."""
     stored = torch.from_numpy(reference.decode(matrix))
     out = inverse_transform(stored, matrix.cols, matrix.seed).double()
     if matrix.lowrank is not None:

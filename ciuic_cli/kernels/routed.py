@@ -7,8 +7,8 @@ import torch
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import activations, product
 from ciuic_cli.kernels.launcher import Launcher, launcher_for
-from ciuic_cli.kernels.linear import linear
 from ciuic_cli.kernels.matrix import DeviceStack
+from ciuic_cli.kernels.multiply import linear
 from ciuic_cli.kernels.product import Pairs
 
 LARGEST_LAUNCH = 512

@@ -8,27 +8,20 @@ from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import launcher_for
 
-OPEN_RUN = 16
-"""Weights on each side of a tile's boundary in the search that fixes the overlap; four times the window at
-4 bits."""
-
 _THREADS = 512
 _WEIGHTS = 256
 _SCRATCH_BYTES = 3 << 30
 _BITS = (2, 3, 4, 5, 6, 8)
 
 
-def encode(
-    targets: torch.Tensor, bits: int, window_bits: int = 16, *, open_run: int = OPEN_RUN
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best closed paths for tiles, given the overlap that an open search around the boundary finds.
+def encode(targets: torch.Tensor, bits: int, window_bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Closed paths for tiles, of least squared error up to the choice of where the circle closes.
 
     Args:
         targets: float32 [tiles, 256] on a GPU, contiguous; weight / row scale, row by row of the tile.
             Finite.
         bits: K, one of 2, 3, 4, 5, 6, 8.
         window_bits: L, 12 to 16.
-        open_run: 1 to 128.
 
     Returns:
         (codes uint8 [tiles, 32 * bits] as stored, decoded float32 [tiles, 256] in the units of `targets`).
@@ -43,10 +36,8 @@ def encode(
         )
     if not targets.is_contiguous():
         raise UsageError("targets must be contiguous")
-    if bits not in _BITS or not 12 <= window_bits <= 16 or not 1 <= open_run <= _WEIGHTS // 2:
-        raise UsageError(
-            f"cannot encode with {bits} bits, a window of {window_bits} and an open run of {open_run}"
-        )
+    if bits not in _BITS or not 12 <= window_bits <= 16:
+        raise UsageError(f"cannot encode with {bits} bits and a window of {window_bits}")
     launcher = launcher_for(targets.device)
     tiles = targets.shape[0]
     codes = launcher.empty((tiles, 32 * bits), torch.uint8)
@@ -64,8 +55,15 @@ def encode(
         decoded=decoded.data_ptr(),
         scratch=scratch.data_ptr(),
         tiles=tiles,
-        run=open_run,
+        lead_in=_lead_in(bits, window_bits),
     )
     threads = max(32, min(_THREADS, prefixes))
     launcher.launch(f"encode_k{bits}", (blocks, 1), threads, 4 * prefixes, parameters, window_bits)
     return codes, decoded
+
+
+def _lead_in(bits: int, window_bits: int) -> int:
+    """The sooner paths forget their past, the shorter the way in; as in the native encoder."""
+    if window_bits <= 13:
+        return 24
+    return 48 if bits <= 3 else 32

@@ -1,0 +1,94 @@
+"""The encoder: what it stores decodes to what it says, and is as good as the native encoder and exhaustive
+search."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from emulation import Emulator
+
+from ciuic_cli.codecs import reference, trellis
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.trellis import CODE_SCALE
+from ciuic_cli.errors import UsageError
+from ciuic_cli.kernels import encode
+
+
+def gaussian(tiles: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tiles, 256, generator=torch.Generator().manual_seed(seed))
+
+
+def stored(codes: torch.Tensor, bits: int, window: int) -> torch.Tensor:
+    """Tiles of codes as the reference decodes them, float32 [tiles, 256]."""
+    tiles = codes.shape[0]
+    matrix = PackedMatrix(
+        rows=16,
+        cols=16 * tiles,
+        L=window,
+        seed=0,
+        base=1.0,
+        row_bits=np.array([bits], dtype=np.uint8),
+        row_scale=np.zeros(16, dtype=np.uint8),
+        codes=codes.reshape(-1).numpy().copy(),
+    )
+    decoded = torch.from_numpy(reference.decode(matrix))
+    return decoded.reshape(16, tiles, 16).transpose(0, 1).reshape(tiles, 256)
+
+
+@pytest.mark.parametrize(("bits", "window"), [(b, 13) for b in (2, 3, 4, 5, 6, 8)] + [(4, 16), (8, 16)])
+def test_codes_decode_to_the_decoded_and_are_as_good_as_native(
+    emulator: Emulator, bits: int, window: int
+) -> None:
+    tiles = 4 if window == 16 else 16
+    targets = gaussian(tiles) / CODE_SCALE[bits]
+    codes, decoded = encode(emulator.tensor(targets), bits, window)
+    torch.testing.assert_close(stored(codes, bits, window), decoded, rtol=0, atol=1e-6)
+    matrix = targets.reshape(tiles, 16, 16).transpose(0, 1).reshape(16, -1).contiguous()
+    _, native = trellis.round_matrix(matrix, np.ones(16, dtype=np.float32), [bits], L=window)
+    error = float((decoded - targets).square().mean())
+    assert error < 1.01 * float((native - matrix).square().mean())
+
+
+def test_close_to_exhaustive_search(emulator: Emulator) -> None:
+    # The reference tries every overlap; 2^(2L-K) of memory keeps it to short windows.
+    targets = gaussian(3, seed=4) / CODE_SCALE[8]
+    _, decoded = encode(emulator.tensor(targets), 8, 13)
+    for tile in range(3):
+        level_targets = targets[tile].double().numpy() * float(reference.CODE_SIGMA)
+        _, best = reference.viterbi(level_targets, 8, 13)
+        found = (
+            float((decoded[tile] - targets[tile]).double().square().sum()) * float(reference.CODE_SIGMA) ** 2
+        )
+        assert best * (1 - 1e-4) <= found <= best * 1.02
+
+
+def test_outliers_take_the_outermost_levels(emulator: Emulator) -> None:
+    targets = gaussian(2)
+    targets[0, ::37] = 1e6
+    targets[1, :] = 0.0
+    codes, decoded = encode(emulator.tensor(targets), 4, 13)
+    assert torch.isfinite(decoded).all()
+    torch.testing.assert_close(stored(codes, 4, 13), decoded, rtol=0, atol=1e-6)
+    assert float(decoded[0, ::37].min()) > 2.0 and float(decoded[1].abs().mean()) < 0.1
+
+
+def test_the_result_does_not_depend_on_the_company(emulator: Emulator) -> None:
+    targets = gaussian(9, seed=8)
+    together, _ = encode(emulator.tensor(targets), 3, 13)
+    alone, _ = encode(emulator.tensor(targets[7:8].clone()), 3, 13)
+    assert torch.equal(together[7:8], alone)
+
+
+def test_refusals(emulator: Emulator) -> None:
+    for targets, bits, window in (
+        (torch.zeros(2, 255), 4, 16),
+        (torch.zeros(2, 256, dtype=torch.float64), 4, 16),
+        (torch.zeros(256, 2).T, 4, 16),
+        (torch.zeros(2, 256), 7, 16),
+        (torch.zeros(2, 256), 4, 17),
+    ):
+        with pytest.raises(UsageError):
+            encode(targets, bits, window)
+    assert emulator.launched == []
+    assert encode(torch.zeros(0, 256), 4)[0].shape == (0, 128)

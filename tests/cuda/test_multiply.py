@@ -1,0 +1,166 @@
+"""y = W x of every kernel variant against the float64 product with the reference decoder's matrix."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from emulation import Emulator
+from random_matrices import dense, on_device, packed, relative_error
+
+from ciuic_cli.codecs import reference
+from ciuic_cli.codecs.transform import inverse_transform
+from ciuic_cli.errors import UsageError
+from ciuic_cli.kernels import linear, product
+from ciuic_cli.kernels.launcher import Limits
+
+# Batch, the kernel for it, and a bound that one wrong weight in a thousand would break.
+BATCHES = [
+    (1, "linear_bytes_r{}_n4", 6e-5),
+    (4, "linear_bytes_r{}_n4", 6e-5),
+    (5, "linear_bytes_r{}_n8", 6e-5),
+    (8, "linear_bytes_r{}_n8", 6e-5),
+    (9, "linear_half_r{}_n16", 4e-4),
+    (16, "linear_half_r{}_n16", 4e-4),
+    (32, "linear_half_r2_n32", 4e-4),
+    (33, "decode_rows", 4e-3),
+]
+FEW, MANY = 1, 100  # multiprocessors: few make blocks of two groups, many of one
+
+
+def activations_for(emulator: Emulator, batch: int, cols: int, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(batch)
+    return emulator.tensor(torch.randn(batch, cols, generator=generator).to(dtype))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize(("batch", "kernel", "bound"), BATCHES)
+def test_every_bit_width(
+    emulator: Emulator, random: np.random.Generator, batch: int, kernel: str, bound: float, bits: int
+) -> None:
+    matrix = packed(random, 45, 208, (bits,))
+    x = activations_for(emulator, batch, 208)
+    (y,) = linear([on_device(emulator, matrix)], x)
+    assert emulator.launched[-1] == kernel.format(2)
+    assert relative_error(y, x.double() @ dense(matrix).T) < bound
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 16), (17, 33), (115, 240), (50, 1100), (33, 4352)])
+@pytest.mark.parametrize("multiprocessors", [FEW, MANY])
+@pytest.mark.parametrize("batch", [2, 7, 12])
+def test_odd_shapes_and_mixed_bits(
+    emulator: Emulator, random: np.random.Generator, rows: int, cols: int, multiprocessors: int, batch: int
+) -> None:
+    emulator.limits = Limits(99 * 1024, multiprocessors)
+    matrix = packed(random, rows, cols, seed=11)
+    x = activations_for(emulator, batch, cols)
+    (y,) = linear([on_device(emulator, matrix)], x)
+    groups = 1 if multiprocessors == MANY else 2
+    assert f"_r{groups}_" in emulator.launched[-1]
+    assert relative_error(y, x.double() @ dense(matrix).T) < (6e-5 if batch <= 8 else 4e-4)
+
+
+@pytest.mark.parametrize("batch", [3, 10, 40])
+def test_another_window_length(emulator: Emulator, random: np.random.Generator, batch: int) -> None:
+    matrix = packed(random, 100, 144, window=13)
+    x = activations_for(emulator, batch, 144)
+    (y,) = linear([on_device(emulator, matrix)], x)
+    assert relative_error(y, x.double() @ dense(matrix).T) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch", [1, 8, 16, 50])
+def test_sixteen_bit_activations(
+    emulator: Emulator, random: np.random.Generator, dtype: torch.dtype, batch: int
+) -> None:
+    matrix = packed(random, 64, 96)
+    x = activations_for(emulator, batch, 96, dtype)
+    (y,) = linear([on_device(emulator, matrix)], x)
+    assert y.dtype == dtype
+    assert relative_error(y, x.double() @ dense(matrix).T) < 5e-3
+
+
+@pytest.mark.parametrize("batch", [1, 6, 20, 40])
+def test_matrices_that_share_their_input(emulator: Emulator, random: np.random.Generator, batch: int) -> None:
+    matrices = [
+        packed(random, 115, 144),
+        packed(random, 40, 144, (2,)),
+        packed(random, 5, 144, (8, 3)),
+        packed(random, 33, 144, (3, 0, 5), rank=20),
+        packed(random, 64, 144, (6,), rank=5, seed=9),
+        packed(random, 10, 144, (0,)),
+        packed(random, 20, 144, window=13),
+    ]
+    x = activations_for(emulator, batch, 144)
+    outputs = linear([on_device(emulator, matrix) for matrix in matrices], x.reshape(1, batch, 144))
+    for matrix, y in zip(matrices, outputs, strict=True):
+        assert y.shape == (1, batch, matrix.rows)
+        exact = x.double() @ dense(matrix).T
+        assert (
+            relative_error(y[0], exact) < 5e-3 if matrix.row_bits.any() else torch.equal(y[0].double(), exact)
+        )
+    # Four of one seed and window, one more of them, then the other seed and the other window.
+    if batch <= product.LARGEST_BATCH:
+        assert sum(name.startswith("linear_") for name in emulator.launched) == 4 + 2
+
+
+def test_a_wide_matrix_of_many_bits_fits_a_small_block(
+    emulator: Emulator, random: np.random.Generator
+) -> None:
+    emulator.limits = Limits(64 * 1024, FEW)  # sm_75
+    matrix = packed(random, 32, 2000, (8, 2))
+    x = activations_for(emulator, 8, 2000)
+    (y,) = linear([on_device(emulator, matrix)], x)
+    assert relative_error(y, x.double() @ dense(matrix).T) < 6e-5
+
+
+def test_the_largest_sums_do_not_overflow(
+    emulator: Emulator, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The 8-bit code that repeats the byte of the largest sum, activations that all become 127, and as many
+    # columns as one warp may take: 80 % of what 32 bits hold.
+    monkeypatch.setattr(product, "_MAX_WARPS", 1)
+    cols = product.WARP_COLUMNS
+    byte = int(reference.levels(np.arange(256) * 257).argmax())
+    matrix = packed(random, 16, cols, (8,))
+    matrix.codes[:] = byte
+    levels = int(reference.levels(np.array([byte * 257]))[0]) + reference.LEVEL_CENTRE
+    assert 0.75 * 2**31 < levels * 127 * cols < 2**31
+    x = emulator.tensor(inverse_transform(torch.ones(1, cols), cols))
+    (y,) = linear([on_device(emulator, matrix)], x)
+    assert relative_error(y, x.double() @ dense(matrix).T) < 6e-5
+
+
+def test_more_columns_than_a_warp_can_sum_are_refused(
+    emulator: Emulator, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(product, "_MAX_WARPS", 1)
+    matrix = on_device(emulator, packed(random, 16, product.WARP_COLUMNS + 16, (2,)))
+    with pytest.raises(UsageError, match="columns"):
+        linear([matrix], torch.zeros(1, product.WARP_COLUMNS + 16))
+
+
+def test_panels_cover_the_matrix(
+    emulator: Emulator, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ciuic_cli.kernels.multiply.SCRATCH_BYTES", 2 * 144 * 48)
+    matrix = packed(random, 115, 144)
+    x = activations_for(emulator, 50, 144)
+    (y,) = linear([on_device(emulator, matrix)], x)
+    assert emulator.launched.count("decode_rows") == 3
+    assert relative_error(y, x.double() @ dense(matrix).T) < 4e-3
+
+
+def test_refusals(emulator: Emulator, random: np.random.Generator) -> None:
+    matrix = on_device(emulator, packed(random, 20, 48))
+    other = on_device(emulator, packed(random, 20, 64))
+    with pytest.raises(UsageError, match="no matrix"):
+        linear([], torch.zeros(1, 48))
+    with pytest.raises(UsageError, match="48 columns"):
+        linear([matrix], torch.zeros(1, 47))
+    with pytest.raises(UsageError, match="one width"):
+        linear([matrix, other], torch.zeros(1, 48))
+    with pytest.raises(UsageError, match="int8"):
+        linear([matrix], torch.zeros(1, 48), torch.int8)
+    assert emulator.launched == []
+    assert linear([matrix], torch.zeros(0, 48))[0].shape == (0, 20)

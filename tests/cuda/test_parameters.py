@@ -1,0 +1,30 @@
+"""The Python mirrors of the parameter blocks against the C structures that the compiler laid out."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+
+from ciuic_cli.kernels.parameters import MIRRORS
+
+KERNEL_OF = {
+    "CiuicLinear": "linear_bytes_r1_n4",
+    "CiuicTransform": "transform",
+    "CiuicDecode": "decode_rows",
+    "CiuicEmbedding": "embedding_rows",
+    "CiuicLowRank": "lowrank_columns",
+    "CiuicEncode": "encode_k4",
+}
+
+
+@pytest.mark.parametrize("name", MIRRORS)
+def test_every_member_is_where_the_kernel_reads_it(libraries: dict[int, ctypes.CDLL], name: str) -> None:
+    mirror = MIRRORS[name]
+    for member, *_ in mirror._fields_:
+        assert libraries[16].emu_offset(f"{name}.{member}".encode()) == getattr(mirror, member).offset, member
+
+
+@pytest.mark.parametrize("name", KERNEL_OF)
+def test_sizes_agree(libraries: dict[int, ctypes.CDLL], name: str) -> None:
+    assert libraries[16].emu_parameter_bytes(KERNEL_OF[name].encode()) == ctypes.sizeof(MIRRORS[name])

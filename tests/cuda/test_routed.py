@@ -1,0 +1,75 @@
+"""Routed experts against a loop over (token, expert) pairs in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from emulation import Emulator
+from random_matrices import ALL_BITS, dense, packed, relative_error, stack_on_device
+
+from ciuic_cli.errors import UsageError
+from ciuic_cli.kernels import DeviceStack, experts
+
+COUNT, ROWS, COLS = 5, 50, 80
+PRUNED = 2
+
+
+@pytest.fixture
+def stack(emulator: Emulator, random: np.random.Generator) -> DeviceStack:
+    bits = [ALL_BITS[i:] + ALL_BITS[:i] for i in range(COUNT)]
+    bits[PRUNED] = (0,)
+    return stack_on_device(emulator, [packed(random, ROWS, COLS, widths) for widths in bits])
+
+
+def pairwise(stack: DeviceStack, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    matrices = [dense(expert) for expert in stack.packed.experts]
+    out = torch.zeros(*ids.shape, stack.rows, dtype=torch.float64)
+    for token, row in enumerate(ids.tolist()):
+        for slot, expert in enumerate(row):
+            if 0 <= expert < stack.count:
+                out[token, slot] = matrices[expert] @ x[token].double()
+    return out
+
+
+@pytest.mark.parametrize(
+    ("tokens", "k", "kernel", "bound"),
+    [
+        (1, 3, "linear_bytes_r2_n4", 6e-5),
+        (16, 3, "linear_bytes_r2_n4", 6e-5),  # runs longer than a fragment
+        (30, 3, "linear_half_r2_n16", 4e-4),
+        (300, 2, "decode_rows", 4e-3),
+    ],
+)
+def test_pairs(
+    emulator: Emulator, stack: DeviceStack, tokens: int, k: int, kernel: str, bound: float
+) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, COLS, generator=generator)
+    ids = torch.randint(-1, COUNT + 2, (tokens, k), generator=generator)
+    ids[0] = torch.arange(k) + 1  # a pruned one among them
+    y = experts(stack, emulator.tensor(x), emulator.tensor(ids))
+    assert kernel in emulator.launched
+    assert relative_error(y, pairwise(stack, x, ids)) < bound
+    absent = (ids < 0) | (ids >= COUNT) | (ids == PRUNED)
+    assert absent.any() and not y[absent].any()
+
+
+def test_all_tokens_at_one_expert(emulator: Emulator, stack: DeviceStack) -> None:
+    x = torch.randn(11, COLS, generator=torch.Generator().manual_seed(1))
+    ids = torch.full((11, 1), 4)
+    y = experts(stack, emulator.tensor(x), ids, torch.float32)
+    assert relative_error(y, pairwise(stack, x, ids)) < 6e-5
+
+
+def test_refusals(emulator: Emulator, stack: DeviceStack, random: np.random.Generator) -> None:
+    with pytest.raises(UsageError, match="tokens, k"):
+        experts(stack, torch.zeros(2, COLS), torch.zeros(3, 1, dtype=torch.int64))
+    with pytest.raises(UsageError, match="integers"):
+        experts(stack, torch.zeros(2, COLS), torch.zeros(2, 1))
+    with pytest.raises(UsageError, match="columns"):
+        experts(stack, torch.zeros(2, COLS + 1), torch.zeros(2, 1, dtype=torch.int64))
+    with pytest.raises(UsageError, match="low-rank"):
+        stack_on_device(emulator, [packed(random, 32, 32, rank=2), packed(random, 32, 32)])
+    assert emulator.launched == []
+    assert experts(stack, torch.zeros(0, COLS), torch.zeros(0, 2, dtype=torch.int64)).shape == (0, 2, ROWS)
