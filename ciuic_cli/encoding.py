@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import io
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.trellis import decode
 from ciuic_cli.passes import lowrank, prune
-from ciuic_cli.passes.quantize import Importance, prepare, round_prepared
+from ciuic_cli.passes.quantize import prepare, round_prepared
 from ciuic_cli.planning import EMBEDDING_ROLES, Arms, PassOptions, Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
 
@@ -31,7 +31,7 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     """All arms of one matrix with their predicted loss."""
     weight = read_unit(model_map, unit)
     prepared = prepare(weight, importance_of(unit, statistics))
-    arms = Arms.of(unit, prepared, options.widths_for(unit))
+    arms = Arms.of(unit, prepared, options.widths_for(unit), options.window)
     if options.rank != "off" and unit.role not in EMBEDDING_ROLES:
         ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
         arms.lowrank = lowrank.arms(weight, prepared.outputs.noise[: unit.rows], ranks)
@@ -54,3 +54,32 @@ def encode_unit(
     factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window, threads=threads)
     rest = prepare(weight - product, importance)
     return round_prepared(rest, chosen.row_bits, lowrank=factors, window=window, threads=threads)
+
+
+def decode_dense(packed: PackedMatrix) -> torch.Tensor:
+    """The matrix (rows, cols) float32 that a coded one stands for, its low-rank part included."""
+    weight = decode(packed, original_basis=True)
+    if packed.lowrank is not None:
+        right, left = (decode(part, original_basis=True) for part in packed.lowrank)
+        weight += left.T @ right
+    return weight
+
+
+def arms_to_bytes(arms: Arms) -> bytes:
+    """A matrix's arms for the journal; the widths follow from the options."""
+    buffer = io.BytesIO()
+    ranks = np.array([[arm.rank, arm.nbytes] for arm in arms.lowrank], np.int64).reshape(-1, 2)
+    remaining = np.array([arm.remaining for arm in arms.lowrank]).reshape(-1, len(arms.sensitivity))
+    np.savez(buffer, sensitivity=arms.sensitivity, removal=arms.removal, ranks=ranks, remaining=remaining)
+    return buffer.getvalue()
+
+
+def arms_from_bytes(data: bytes, unit: Unit, options: PassOptions) -> Arms:
+    stored = np.load(io.BytesIO(data), allow_pickle=False)
+    candidates = [
+        lowrank.LowRankArm(int(rank), int(nbytes), remaining)
+        for (rank, nbytes), remaining in zip(stored["ranks"], stored["remaining"], strict=True)
+    ]
+    return Arms(
+        unit, options.widths_for(unit), options.window, stored["sensitivity"], stored["removal"], candidates
+    )  # fmt: skip

@@ -22,13 +22,15 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
-from ciuic_cli.encoding import encode_unit, unit_arms
+from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
 from ciuic_cli.errors import InputError
 from ciuic_cli.journal import Journal
-from ciuic_cli.planning import PassOptions, Plan, check_reachable, make_plan, stored_dtype, stored_tensors, units_of
+from ciuic_cli.planning import Arms, PassOptions, Plan, Unit, check_reachable, make_plan, stored_dtype, stored_tensors, units_of
+from ciuic_cli.probing import role_corrections
 from ciuic_cli.report import render_html
 from ciuic_cli.statistics.calibration import calibration_batch
 from ciuic_cli.statistics.collect import Statistics, collect_statistics
+from ciuic_cli.statistics.measure import KLMeter
 from ciuic_cli.summary import build_report
 
 Progress = Callable[[str, int, int], None]
@@ -43,6 +45,8 @@ class Effort:
     seqlen: int
 
 
+HELD_OUT_EVERY = 16
+"""One calibration sequence in so many is kept from the statistics, to measure KL on."""
 EFFORTS = {"fast": Effort(12, 24, 512), "default": Effort(16, 64, 512), "best": Effort(16, 128, 512)}
 
 
@@ -114,7 +118,7 @@ def compress(
         original / budget, effort, level.window, nsamples or level.nsamples, seqlen or level.seqlen,
         seed, prune, rank, tuple(sorted(set(bits))), device,
     )  # fmt: skip
-    passes = PassOptions(options.bits, prune, rank)
+    passes = PassOptions(options.bits, options.window, prune, rank)
     check_reachable(model_map, budget, passes)
     batches = _calibration(checkpoint, model_map, calibration, options)
     with Journal(out) as journal:
@@ -125,7 +129,7 @@ def compress(
             run = _Run(model_map, journal, options, passes, batches, progress)
             plan = run.plan(budget)
             if dry_run:
-                report = build_report(model_map, plan, run.statistics, options=asdict(options), started=started)
+                report = run.report(plan, started)
                 if not resumed:
                     journal.remove()
                 return report
@@ -150,29 +154,88 @@ class _Run:
     ) -> None:
         self.map, self.journal, self.options, self.passes = model_map, journal, options, passes
         self.progress = progress
+        self._kl_meter: KLMeter | None = None
+        self.corrections: dict[str, dict[str, float]] = {}
         self.device = torch.device("cpu" if options.device == "auto" else options.device)
-        held_out = max(1, len(batches) // 12)
-        self.held_out, self.batches = batches[::12][:held_out], batches
         self.units = units_of(model_map.parameters.values())
-        self.statistics = self._statistics()
+        every = HELD_OUT_EVERY if len(batches) >= HELD_OUT_EVERY else len(batches)
+        mask = torch.arange(len(batches)) % every == every - 1
+        self.held_out = batches[mask]
+        self.statistics = self._statistics(batches[~mask] if len(batches) > 1 else batches)
 
-    def _statistics(self) -> Statistics:
+    def _statistics(self, batches: torch.Tensor) -> Statistics:
         folder = self.journal.folder / "statistics"
         if self.journal.load("statistics.done") is None:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             collect_statistics(
-                self.map, self.batches, folder, device=self.device, seed=self.options.seed, progress=self.progress
+                self.map, batches, folder, device=self.device, seed=self.options.seed, progress=self.progress
             )
             self.journal.save("statistics.done", b"")
         return Statistics(folder)
 
     def plan(self, budget: int) -> Plan:
+        """Price every arm, take a first plan, correct the prediction by what its noise really does, plan again."""
         arms = []
         for number, unit in enumerate(self.units):
-            arms.append(unit_arms(self.map, self.statistics, unit, self.passes))
+            arms.append(self._arms(number, unit))
             self.progress("arms", number + 1, len(self.units))
+        first = make_plan(self.map, arms, budget, self.passes)
+        self.corrections = self._corrections(first)
+        for arm in arms:
+            arm.rank = 0
+            arm.correction = self.corrections[arm.unit.role]["correction"]
         return make_plan(self.map, arms, budget, self.passes)
+
+    def _arms(self, number: int, unit: Unit) -> Arms:
+        step = f"arms/{number:07d}"
+        stored = self.journal.load(step)
+        if stored is not None:
+            return arms_from_bytes(stored, unit, self.passes)
+        arms = unit_arms(self.map, self.statistics, unit, self.passes)
+        self.journal.save(step, arms_to_bytes(arms))
+        return arms
+
+    def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
+        stored = self.journal.load("corrections")
+        if stored is None:
+            found = role_corrections(
+                self.map, self.statistics, plan, self._meter(), window=self.options.window, progress=self.progress
+            )
+            stored = json.dumps(found).encode()
+            self.journal.save("corrections", stored)
+        return dict(json.loads(stored))
+
+    def _meter(self) -> KLMeter:
+        """Measures KL on the held-out sequences; built once, the original's predictions with it."""
+        if self._kl_meter is None:
+            self._kl_meter = KLMeter(
+                self.map, self.held_out, self.journal.folder / "meter", device=self.device,
+                progress=lambda what, done, total: None,
+            )  # fmt: skip
+        return self._kl_meter
+
+    def _measured_kl(self) -> float:
+        """KL of the finished codes on the held-out sequences."""
+        steps: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            steps.setdefault(unit.name, []).append(number)
+
+        def decoded(name: str) -> torch.Tensor | None:
+            if name not in steps:
+                return None
+            parts = [
+                decode_dense(PackedMatrix.from_buffer(self._blob(number), where=name)) for number in steps[name]
+            ]
+            return torch.stack(parts) if len(self.map.parameters[name].shape) == 3 else parts[0]
+
+        return self._meter().measure(decoded)
+
+    def report(self, plan: Plan, started: float, measured_kl: float | None = None) -> dict[str, Any]:
+        return build_report(
+            self.map, plan, self.statistics, options=asdict(self.options), corrections=self.corrections,
+            measured_kl=measured_kl, started=started,
+        )  # fmt: skip
 
     def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:
         self._encode(plan)
@@ -225,7 +288,7 @@ class _Run:
         writer.write_shards(shards, folder, payload, count)
         writer.write_index(shards, folder)
         writer.copy_companions(self.map.checkpoint.folder, folder)
-        report = build_report(self.map, plan, self.statistics, options=asdict(self.options), started=started)
+        report = self.report(plan, started, self._measured_kl())
         writer.write_config(folder, self.map.checkpoint.config, quantization_config(report))
         text = json.dumps(report, indent=2)
         (folder / "memory_report.json").write_text(text + "\n", encoding="utf-8")

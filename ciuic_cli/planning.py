@@ -103,6 +103,7 @@ class Arms:
 
     unit: Unit
     widths: tuple[int, ...]
+    window: int
     sensitivity: NDArray[np.float64]
     removal: NDArray[np.float64]
     lowrank: list[lowrank.LowRankArm] = field(default_factory=list)
@@ -110,13 +111,13 @@ class Arms:
     correction: float = 1.0
 
     @classmethod
-    def of(cls, unit: Unit, prepared: Prepared, widths: tuple[int, ...]) -> Arms:
-        return cls(unit, widths, prepared.sensitivity, prepared.removal)
+    def of(cls, unit: Unit, prepared: Prepared, widths: tuple[int, ...], window: int) -> Arms:
+        return cls(unit, widths, window, prepared.sensitivity, prepared.removal)
 
     @property
     def loss(self) -> NDArray[np.float64]:
         shrink = next((arm.remaining for arm in self.lowrank if arm.rank == self.rank), 1.0)
-        loss = predicted_loss(self.sensitivity * shrink, self.removal, self.widths)
+        loss = predicted_loss(self.sensitivity * shrink, self.removal, self.widths, self.window)
         return loss * self.correction
 
     @property
@@ -200,6 +201,7 @@ class PassOptions:
     """What the user allows. prune: "off", "auto" or a share of the prunable weights; rank: "off", "auto" or a rank."""
 
     widths: tuple[int, ...]
+    window: int = 16
     prune: str | float = "auto"
     rank: str | int = "auto"
 
@@ -245,7 +247,7 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
     arms = []
     for unit in units_of(model_map.parameters.values()):
         nothing = np.zeros(unit.groups)
-        arms.append(Arms(unit, options.widths_for(unit), nothing, nothing))
+        arms.append(Arms(unit, options.widths_for(unit), options.window, nothing, nothing))
     _Solution(model_map, arms, budget, {}).solve()
 
 

@@ -15,11 +15,19 @@ from ciuic_cli.statistics.collect import Statistics
 
 
 def build_report(
-    model_map: ModelMap, plan: Plan, statistics: Statistics, *, options: dict[str, Any], started: float
+    model_map: ModelMap,
+    plan: Plan,
+    statistics: Statistics,
+    *,
+    options: dict[str, Any],
+    corrections: dict[str, dict[str, float]],
+    measured_kl: float | None,
+    started: float,
 ) -> dict[str, Any]:
     """The content of memory_report.json. Bytes are exact; KL is in nats per token.
 
-    started: `time.monotonic()` at the beginning of the run.
+    corrections: measured against predicted KL by role; measured_kl: of the finished codes on held-out
+    calibration text; started: `time.monotonic()` at the beginning of the run.
     """
     original = 2 * model_map.stored_numel
     rows = _components(model_map, plan, statistics)
@@ -33,9 +41,11 @@ def build_report(
         "ratio_to_source_files": model_map.checkpoint.source_bytes / plan.file_bytes,
         "bits_per_weight": 8 * plan.file_bytes / model_map.stored_numel,
         "predicted_kl": plan.predicted_kl,
+        "measured_kl": measured_kl,
         "components": rows,
         "passes": _passes(plan),
-        "statistics": {"tokens": statistics.total_tokens, "experts_without_tokens": _untouched(plan, statistics)},
+        "statistics": {"tokens": statistics.total_tokens, "experts_without_tokens": _untouched(plan, statistics),
+                       "roles": corrections},
         "warnings": list(model_map.warnings),
         "dropped": list(model_map.dropped),
         "options": options,

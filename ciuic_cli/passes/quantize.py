@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales
 from ciuic_cli.codecs.transform import transform
-from ciuic_cli.codecs.trellis import CODE_MSE, CODE_SCALE, round_matrix
+from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
 
 BLOCK = 16
 INPUT_DAMPING = 0.01
@@ -131,10 +131,11 @@ def _per_group(per_row: torch.Tensor) -> NDArray[np.float64]:
 
 
 def predicted_loss(
-    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], widths: tuple[int, ...]
+    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], widths: tuple[int, ...], window: int
 ) -> NDArray[np.float64]:
     """KL per token of each group at each width, (groups, widths); width 0 leaves the group out."""
-    columns = [removal if width == 0 else sensitivity * CODE_MSE[width] * 4.0**-width for width in widths]
+    error = MSE_BY_WINDOW[window]
+    columns = [removal if width == 0 else sensitivity * error[width] * 4.0**-width for width in widths]
     return np.stack(columns, axis=1)
 
 
@@ -147,7 +148,7 @@ def round_prepared(
     threads: int,
 ) -> PackedMatrix:
     """Round with feedback on both sides. row_bits: (groups,) width of each group of 16 rows."""
-    best = np.array([CODE_SCALE.get(int(width), 0.0) for width in row_bits], np.float32).repeat(BLOCK)
+    best = np.array([SCALE_BY_WINDOW[window].get(int(width), 0.0) for width in row_bits], np.float32).repeat(BLOCK)
     base, codes = encode_scales((prepared.deviation.numpy() * best)[: prepared.rows])
     scales = np.zeros(len(prepared.weight), np.float32)
     scales[: prepared.rows] = decode_scales(base, codes)

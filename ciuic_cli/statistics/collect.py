@@ -15,7 +15,7 @@ from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.statistics.moments import MomentRecorder, Moments, Watched
-from ciuic_cli.statistics.streaming import LayerStream, Progress
+from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
 
 INDEX = "statistics.json"
 
@@ -148,9 +148,11 @@ def collect_statistics(
         batches: LongTensor (sequences, length).
         folder: receives one safetensors file per layer and `statistics.json`.
     """
-    stream = LayerStream(model_map, batches, folder, device=device, chunk=chunk)
+    stream = LayerStream(
+        model_map, batches, folder, device=device, dtype=compute_dtype(device), chunk=chunk
+    )
     writer = _Writer(folder, batches.numel())
-    stream.forward(progress)
+    stream.forward(progress, keep=True)
     generator = torch.Generator(device=device).manual_seed(seed)
     frequency = _collect_head(stream, writer, model_map, generator)
 

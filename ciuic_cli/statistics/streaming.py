@@ -20,6 +20,8 @@ from ciuic_cli.statistics.store import TensorFolder
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, steps done, steps in all)."""
+Override = Callable[[str], torch.Tensor | None]
+"""Other values for a parameter, by its name; None leaves it as it is."""
 
 
 class _StandIn(nn.Module):
@@ -61,16 +63,25 @@ class LayerStream:
         model_map: where each parameter's weights come from.
         batches: LongTensor (sequences, length).
         folder: for activations between the layers.
+        dtype: of matrix products; the residual stream is float32.
         chunk: sequences per forward call.
     """
 
     def __init__(
-        self, model_map: ModelMap, batches: torch.Tensor, folder: Path, *, device: torch.device, chunk: int
+        self,
+        model_map: ModelMap,
+        batches: torch.Tensor,
+        folder: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        chunk: int,
     ) -> None:
         self.map = model_map
         self.device = device
-        self.dtype = compute_dtype(device)
-        self.model = model_map.skeleton().eval().requires_grad_(False)
+        self.dtype = dtype
+        self.override: Override | None = None
+        self.model = model_map.skeleton(dtype=torch.float32, experts_implementation="eager").eval().requires_grad_(False)
         self.chunks = list(batches.split(chunk))
         self.hidden = TensorFolder(folder / "hidden")
         self.gradient = TensorFolder(folder / "gradient")
@@ -84,9 +95,9 @@ class LayerStream:
     def weights(self, prefix: str) -> Iterator[nn.Module]:
         """One decoder layer with its weights, for the time of the block."""
         module = self.layer(prefix)
-        self.map.materialise(module, prefix, torch.float32, self.device)
+        self._fill(module, prefix)
         try:
-            yield module.requires_grad_(False)
+            yield module
         finally:
             self.map.release(module)
 
@@ -99,13 +110,22 @@ class LayerStream:
             stand_ins.append(_StandIn(layers[-1]))
             self.model.set_submodule(prefix.rstrip("."), stand_ins[-1])
         try:
-            self.map.materialise(self.model, "", torch.float32, self.device)
-            self.model.requires_grad_(False)
+            self._fill(self.model, "")
             yield stand_ins
         finally:
             self.map.release(self.model)
             for prefix, layer in zip(self.prefixes, layers, strict=True):
                 self.model.set_submodule(prefix.rstrip("."), layer)
+
+    def _fill(self, module: nn.Module, prefix: str) -> None:
+        self.map.materialise(module, prefix, torch.float32, self.device)
+        module.requires_grad_(False)
+        if self.override is None:
+            return
+        for name, parameter in module.named_parameters():
+            value = self.override(prefix + name)
+            if value is not None:
+                parameter.copy_(value)
 
     def precision(self) -> torch.autocast:
         """Matrix products in `dtype`, the residual stream in float32."""
@@ -125,8 +145,8 @@ class LayerStream:
                 for prefix, stand_in in zip(self.prefixes, stand_ins, strict=True):
                     self._arguments.setdefault((prefix, tokens.shape[0]), stand_in.kwargs)
 
-    def forward(self, progress: Progress) -> None:
-        """All layers forward; each layer's input stays in `hidden` as "<layer>.<chunk>"."""
+    def forward(self, progress: Progress, *, keep: bool) -> None:
+        """All layers forward; with `keep`, each layer's input stays in `hidden` as "<layer>.<chunk>"."""
         self.begin()
         for number, prefix in enumerate(self.prefixes):
             with self.weights(prefix) as layer, torch.no_grad(), self.precision():
@@ -134,6 +154,8 @@ class LayerStream:
                     hidden = self.hidden.get(f"{number}.{index}", self.device)
                     output = layer(hidden, **self.arguments(prefix, index))
                     self.hidden.put(f"{number + 1}.{index}", output[0] if isinstance(output, tuple) else output)
+                    if not keep:
+                        self.hidden.drop(f"{number}.{index}")
             progress("forward", number + 1, len(self.prefixes))
 
     def tail(self, visit: Callable[[torch.Tensor, torch.Tensor], None]) -> None:

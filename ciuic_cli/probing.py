@@ -1,0 +1,85 @@
+"""The prediction against measurement: noise like the code's, one role of matrices at a time.
+
+Curvature from a few thousand tokens can be off by a factor for a whole kind of matrix (attention sinks inflate
+down projections, saturated predictions deflate others). Before the budget is spent, every role is perturbed with
+noise shaped as rounding would shape it, at the widths of a first plan; the measured KL over the predicted one
+corrects that role's sensitivity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.codecs.transform import inverse_transform
+from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
+from ciuic_cli.encoding import read_unit
+from ciuic_cli.passes.quantize import BLOCK, Prepared, prepare
+from ciuic_cli.planning import Plan, Unit, importance_of
+from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.measure import KLMeter
+
+LIMITS = (0.33, 3.0)
+"""Corrections are kept between these: a handful of held-out sequences proves no more."""
+
+
+def rounding_noise(
+    prepared: Prepared, row_bits: NDArray[np.uint8], window: int, generator: torch.Generator
+) -> torch.Tensor:
+    """A stand-in for the rounded matrix: the weight (m, n) plus Gaussian noise with the code's error, fed back
+    on both sides as rounding would feed it."""
+    error = MSE_BY_WINDOW[window]
+    variance = torch.tensor([error[int(k)] * 4.0 ** -int(k) if k else 0.0 for k in row_bits]).repeat_interleave(BLOCK)
+    noise = torch.randn(prepared.weight.shape, generator=generator)
+    noise *= (variance.sqrt() * prepared.deviation)[:, None]
+    if prepared.outputs.factor is not None:
+        noise = torch.linalg.solve_triangular(prepared.outputs.factor.T, noise, upper=True)
+    if prepared.inputs.factor is not None:
+        noise = torch.linalg.solve_triangular(prepared.inputs.factor, noise, upper=False, left=False)
+    rounded = prepared.weight - noise
+    rounded[torch.from_numpy(row_bits == 0).repeat_interleave(BLOCK)] = 0.0
+    return inverse_transform(rounded[: prepared.rows], prepared.cols)
+
+
+def role_corrections(
+    model_map: ModelMap,
+    statistics: Statistics,
+    plan: Plan,
+    meter: KLMeter,
+    *,
+    window: int,
+    progress: Callable[[str, int, int], None],
+) -> dict[str, dict[str, float]]:
+    """For each role: predicted and measured KL of its matrices alone at the plan's widths, and the correction."""
+    roles: dict[str, list[Unit]] = {}
+    for unit_plan in plan.units.values():
+        roles.setdefault(unit_plan.unit.role, []).append(unit_plan.unit)
+    found = {}
+    for number, (role, units) in enumerate(roles.items()):
+        by_name: dict[str, list[Unit]] = {}
+        for unit in units:
+            by_name.setdefault(unit.name, []).append(unit)
+        generator = torch.Generator().manual_seed(0)
+
+        def changed(name: str, by_name: dict[str, list[Unit]] = by_name, generator: torch.Generator = generator) -> torch.Tensor | None:
+            members = by_name.get(name)
+            if members is None:
+                return None
+            values = []
+            for unit in members:
+                prepared = prepare(read_unit(model_map, unit), importance_of(unit, statistics))
+                values.append(rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator))
+            return values[0] if members[0].expert is None else torch.stack(values)
+
+        measured = meter.measure(changed)
+        predicted = sum(plan.units[unit.key].predicted_kl for unit in units)
+        ratio = measured / predicted if predicted > 0 else 1.0
+        found[role] = {
+            "predicted_kl": predicted, "measured_kl": measured, "correction": min(max(ratio, LIMITS[0]), LIMITS[1])
+        }  # fmt: skip
+        progress("probe", number + 1, len(roles))
+    return found

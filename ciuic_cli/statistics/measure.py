@@ -1,0 +1,54 @@
+"""Measured KL divergence of a model with changed weights, streamed layer by layer like the statistics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.statistics.store import TensorFolder
+from ciuic_cli.statistics.streaming import LayerStream, Override, Progress
+
+
+class KLMeter:
+    """KL(original || changed) per token over held-out sequences; the original's predictions are kept on disk.
+
+    Args:
+        batches: LongTensor (sequences, length), text that the statistics did not see.
+        folder: for activations and the original's log-probabilities.
+    """
+
+    def __init__(
+        self, model_map: ModelMap, batches: torch.Tensor, folder: Path, *, device: torch.device, progress: Progress
+    ) -> None:
+        # Float32 throughout: in bfloat16 the rounding differences alone would look like a loss.
+        self._stream = LayerStream(model_map, batches, folder, device=device, dtype=torch.float32, chunk=2)
+        self._original = TensorFolder(folder / "original")
+        self._tokens = batches.numel()
+        self._progress = progress
+        self._run(None)
+
+    def measure(self, override: Override) -> float:
+        """Nats per token lost by the changed weights."""
+        return self._run(override)
+
+    @torch.no_grad()
+    def _run(self, override: Override | None) -> float:
+        self._stream.override = override
+        self._stream.forward(self._progress, keep=False)
+        total = 0.0
+        row = 0
+
+        def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
+            nonlocal total, row
+            log_q = logits[0].float().log_softmax(-1)
+            if override is None:
+                self._original.put(str(row), log_q)
+            else:
+                log_p = self._original.get(str(row), log_q.device)
+                total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+            row += 1
+
+        self._stream.tail(visit)
+        return total / self._tokens

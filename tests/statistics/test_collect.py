@@ -1,0 +1,119 @@
+"""Statistics of the layer-by-layer sweeps against a plain backward pass through the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ciuic_cli.checkpoint.model_map import map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.statistics import collect
+from ciuic_cli.statistics.collect import Statistics, collect_statistics
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+@pytest.fixture(autouse=True)
+def _in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collect, "compute_dtype", lambda device: torch.float32)
+
+
+def _collect(checkpoint: Path, folder: Path, batches: torch.Tensor, chunk: int = 4) -> Statistics:
+    folder.mkdir()
+    model_map = map_model(open_checkpoint(checkpoint))
+    return collect_statistics(
+        model_map, batches, folder, device=torch.device("cpu"), seed=0, progress=_silent, chunk=chunk
+    )
+
+
+def _batches(sequences: int = 3, length: int = 24) -> torch.Tensor:
+    return torch.randint(0, 256, (sequences, length), generator=torch.Generator().manual_seed(1))
+
+
+def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """H and G of one linear from a full forward and backward pass, labels drawn in the same order."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    module = model.get_submodule(name.removesuffix(".weight"))
+    x_parts, g_parts = [], []
+    module.register_forward_hook(lambda m, args, out: x_parts.append(args[0].detach()))
+    module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach()))
+    generator = torch.Generator().manual_seed(0)
+    for row in batches:
+        logits = model(input_ids=row[None]).logits[0]
+        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    x = torch.cat([part.reshape(-1, part.shape[-1]) for part in x_parts])
+    g = torch.cat([part.reshape(-1, part.shape[-1]) for part in g_parts])
+    g2, x2 = g.square().sum(1, keepdim=True), x.square().sum(1, keepdim=True)
+    return (x * g2).T @ x / (g2 * x2).sum(), (g * x2).T @ g / len(x)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.layers.0.mlp.down_proj.weight"),
+        ("llama", "model.layers.2.self_attn.v_proj.weight"),
+        ("deepseek_v3", "model.layers.1.self_attn.kv_b_proj.weight"),
+        ("deepseek_v3", "model.layers.1.mlp.shared_experts.down_proj.weight"),
+    ],
+)
+def test_moments_equal_a_full_backward_pass(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str, name: str
+) -> None:
+    checkpoint = tiny_checkpoint(family)
+    statistics = _collect(checkpoint, tmp_path / "s", _batches())
+    h, g = _reference(checkpoint, _batches(), name)
+    found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
+    assert found_h is not None and found_g is not None
+    torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-5 * float(h.abs().max()))
+    torch.testing.assert_close(found_g, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
+
+
+def test_chunks_do_not_matter(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    one = _collect(checkpoint, tmp_path / "one", _batches(5), chunk=1)
+    all_ = _collect(checkpoint, tmp_path / "all", _batches(5), chunk=5)
+    name = "model.layers.1.mlp.gate_proj.weight"
+    for part in ("input_moment", "output_fisher"):
+        left, right = getattr(one, part)(name), getattr(all_, part)(name)
+        torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5 * float(left.abs().max()))
+
+
+def test_every_expert_has_statistics(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint("deepseek_v3")
+    statistics = _collect(checkpoint, tmp_path / "s", _batches())
+    model_map = map_model(open_checkpoint(checkpoint))
+    stacks = [p for p in model_map.parameters.values() if len(p.shape) == 3]
+    assert stacks
+    for stack in stacks:
+        routed = 0
+        for expert in range(stack.shape[0]):
+            h, g = statistics.input_moment(stack.name, expert), statistics.output_fisher(stack.name, expert)
+            assert h is not None and h.shape == (stack.shape[2],) * 2
+            assert g is not None and g.shape == (stack.shape[1],) * 2
+            assert float(h.trace()) == pytest.approx(1.0, abs=1e-3)
+            routed += statistics.tokens(stack.name, expert)
+        assert routed == _batches().numel() * model_map.config.num_experts_per_tok
+
+
+def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint("llama")
+    statistics = _collect(checkpoint, tmp_path / "s", _batches())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = model.model(input_ids=_batches()).last_hidden_state.reshape(-1, model.config.hidden_size)
+        p = model.lm_head(hidden).softmax(-1)
+    expected = (p * (1 - p) * hidden.square().sum(1, keepdim=True)).mean(0)
+    found = statistics.output_fisher("lm_head.weight")
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-7)
+    use = statistics.embedding_use("model.embed_tokens.weight")
+    assert use is not None
+    torch.testing.assert_close(use.frequency, p.mean(0), rtol=1e-4, atol=1e-7)
+    assert collect.INDEX in {path.name for path in (tmp_path / "s").iterdir()}
