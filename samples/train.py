@@ -32,13 +32,14 @@ EOS = "<｜end▁of▁sentence｜>"
 VOCABULARY = 4096
 ROPE_THETA = 10000.0
 CONTEXT = 512  # tokens of one training window and of one evaluation window
-BATCH = 8  # windows of one step
-PEAK_RATE, FINAL_RATE = 2.5e-3, 0.04  # AdamW's learning rate, and what share of it is left at the end
+BATCH = 4  # windows of one step
+PEAK_RATE = 2.5e-3  # AdamW's learning rate
+DECAY_SHARE = 0.5  # of the steps, the last ones, in which it falls to nothing
 WARMUP_STEPS = 100
 WEIGHT_DECAY = 0.1
 DROPOUT = 0.05
-BIAS_RATE = 4e-3  # per step, of the router's balancing bias; falls with the learning rate
-LOG_EVERY, EVALUATE_EVERY = 50, 250  # steps
+BIAS_RATE = 3e-3  # per step, of the router's balancing bias; falls with the learning rate
+LOG_EVERY, EVALUATE_EVERY = 50, 200  # steps
 VALIDATION_TOKENS = 16_384
 BOS_SHARE = 0.5  # of the windows begin with BOS, as a text does at inference
 
@@ -49,20 +50,20 @@ def model_config() -> DeepseekV3Config:
         architectures=["DeepseekV3ForCausalLM"],
         vocab_size=VOCABULARY,
         hidden_size=256,
-        intermediate_size=768,
+        intermediate_size=512,
         moe_intermediate_size=128,
         num_hidden_layers=4,
         first_k_dense_replace=1,
         num_attention_heads=4,
         num_key_value_heads=4,
-        q_lora_rank=128,
-        kv_lora_rank=128,
-        qk_nope_head_dim=64,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
         qk_rope_head_dim=32,
         v_head_dim=64,
         n_routed_experts=16,
         n_shared_experts=1,
-        num_experts_per_tok=4,
+        num_experts_per_tok=2,
         n_group=4,
         topk_group=2,
         norm_topk_prob=True,
@@ -185,11 +186,9 @@ def optimizer_for(model: nn.Module) -> torch.optim.AdamW:
 
 
 def rate_share(step: int, steps: int) -> float:
-    """Share of the peak rate at a step: linear warm-up, then a cosine down to FINAL_RATE."""
-    if step < WARMUP_STEPS:
-        return (step + 1) / WARMUP_STEPS
-    progress = (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS)
-    return FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+    """Share of the peak rate at a step: linear warm-up, level, linear decay over DECAY_SHARE."""
+    left = (steps - step) / (DECAY_SHARE * steps)
+    return min(1.0, (step + 1) / WARMUP_STEPS, left)
 
 
 def train(
@@ -335,7 +334,7 @@ def main() -> None:
     parser.add_argument("--text-out", type=Path, help="also write heldout.txt and calibration.txt here")
     parser.add_argument("--packages", type=Path, default=Path("build/sample-packages"))
     parser.add_argument("--checkpoint", type=Path, default=Path("build/sample-checkpoint.pt"))
-    parser.add_argument("--steps", type=int, default=2800)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
