@@ -14,7 +14,7 @@ from pathlib import Path
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _LIBRARY_NAME = {"darwin": "libciuic_native.dylib", "win32": "ciuic_native.dll"}.get(sys.platform, "libciuic_native.so")
 _STATUS = {
@@ -40,7 +40,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "ciuic_matmul": (
         _int,
         [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _int, ctypes.c_uint32]
-        + [_pointer, _long, _long, _pointer, _long, _int, _int],
+        + [_pointer, _long, _long, _pointer, _long, _int],
     ),
     "ciuic_hadamard": (_int, [_pointer, _long, _long, _int, ctypes.c_uint32, _int, _int]),
 }

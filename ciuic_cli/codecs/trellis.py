@@ -133,17 +133,15 @@ def decode(
     return out.to(out_dtype)
 
 
-def matmul(
-    packed: PackedMatrix, x: torch.Tensor, *, residual: bool = True, threads: int | None = None
-) -> torch.Tensor:
+def matmul(packed: PackedMatrix, x: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
     """y = W x straight from the codes, without the low-rank part; meant for batches of 1 to 8.
 
-    Activations are transformed and rounded to int8 per block of 256 inputs. The relative error against the decoded
-    matrix is below 1e-3 with the int8 residual, below 1e-2 without.
+    Activations are transformed and rounded to 15 bits per block of 256 inputs; the rest is exact up to float32 sums of
+    blocks. The relative error against the product with the decoded matrix is below 2e-4 on Gaussian activations.
 
     Args:
         x: float [batch, cols], CPU, in the original basis.
-        residual: add a second int8 product for what rounding the activations left.
+        threads: default torch.get_num_threads(). The result does not depend on it, nor on the instruction set.
 
     Returns:
         float32 [batch, rows].
@@ -172,7 +170,6 @@ def matmul(
         packed.cols,
         y.data_ptr(),
         packed.rows,
-        int(residual),
         threads or torch.get_num_threads(),
     )
     native.check(status, "multiplying")

@@ -1,8 +1,8 @@
-// How a row of activations lies in memory once it is rounded to int8.
+// How a row of activations lies in memory once it is rounded.
 //
-// Per block of 256 columns, x = step * (main + residual / 254). Each int8 is stored four times in an int32, because the
-// dot product of the four bytes of a hash with (a, a, a, a) is a times their sum. `offset` is -510 times the sum of the
-// block's int8 values: it turns byte sums into levels.
+// Per block of 256 columns, x = step * value with |value| <= 16383: the largest for which the sum of 256 products with
+// levels (|level| <= 510) fits an int32. The kernels multiply with byte sums, level + 510; `offset` is -510 times the sum of
+// the block's values and is where their sums begin.
 #ifndef CIUIC_ACTIVATIONS_H
 #define CIUIC_ACTIVATIONS_H
 
@@ -12,31 +12,26 @@
 namespace ciuic {
 
 constexpr long kActivationBlock = 256;
-constexpr float kResidualSteps = 254.0f;  // what rounding to int8 leaves is at most half a step, 127/254
+constexpr float kLargestActivation = 16383.0f;
 
 struct QuantizedRow {
   float* step;
   int32_t* offset;
-  int32_t* residual_offset;
-  int32_t* main;
-  int32_t* residual;
+  int16_t* value;
 };
 
-static inline long activation_blocks_padded(long cols) {
-  return ((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16;  // keeps every part on a 64-byte boundary
+static inline size_t activation_blocks_padded(long cols) {
+  // 16: keeps every part on a 64-byte boundary
+  return static_cast<size_t>(((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16);
 }
 
-static inline size_t quantized_row_size(long cols, int residual) {
-  const size_t padded_cols = static_cast<size_t>((cols + 15) / 16 * 16);
-  return 4 * (3 * static_cast<size_t>(activation_blocks_padded(cols)) + padded_cols * (residual ? 2 : 1));
-}
+// `cols` is a multiple of 16; the size is one of 32.
+static inline size_t quantized_row_bytes(long cols) { return 8 * activation_blocks_padded(cols) + 2 * static_cast<size_t>(cols); }
 
-static inline QuantizedRow quantized_row(uint8_t* memory, long cols, int residual) {
-  const long blocks = activation_blocks_padded(cols);
-  const long padded_cols = (cols + 15) / 16 * 16;
-  int32_t* words = reinterpret_cast<int32_t*>(memory);
-  return {reinterpret_cast<float*>(words), words + blocks, words + 2 * blocks, words + 3 * blocks,
-          residual ? words + 3 * blocks + padded_cols : nullptr};
+static inline QuantizedRow quantized_row(uint8_t* memory, long cols) {
+  const size_t blocks = activation_blocks_padded(cols);
+  return {reinterpret_cast<float*>(memory), reinterpret_cast<int32_t*>(memory + 4 * blocks),
+          reinterpret_cast<int16_t*>(memory + 8 * blocks)};
 }
 
 }  // namespace ciuic

@@ -65,14 +65,14 @@ int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_
 
 int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
                  long rows, long cols, int L, int log2_block, uint32_t seed, const float* x, long batch, long cols_in,
-                 float* y, long rows_out, int residual, int threads) {
+                 float* y, long rows_out, int threads) {
   using namespace ciuic;
   if (x == nullptr || y == nullptr || batch < 1 || cols_in < 1 || cols_in > cols || rows_out < 1 || rows_out > rows ||
       log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 || threads < 1)
     return CIUIC_BAD_ARGUMENT;
   const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
   if (status != CIUIC_OK) return status;
-  const size_t row_bytes = quantized_row_size(cols, residual);
+  const size_t row_bytes = quantized_row_bytes(cols);
   const std::unique_ptr<float[]> signs(new (std::nothrow) float[cols]);
   const std::unique_ptr<float[]> transformed(new (std::nothrow) float[cols]);
   const std::unique_ptr<uint8_t[]> activations(new (std::nothrow) uint8_t[row_bytes * batch + 64]);
@@ -83,7 +83,7 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
     std::memcpy(transformed.get(), x + b * cols_in, sizeof(float) * cols_in);
     std::memset(transformed.get() + cols_in, 0, sizeof(float) * (cols - cols_in));
     kernels().hadamard_row(transformed.get(), cols, log2_block, signs.get(), 0);
-    kernels().quantize_row(transformed.get(), cols, residual, aligned + b * row_bytes);
+    kernels().quantize_row(transformed.get(), cols, aligned + b * row_bytes);
   }
   const long groups = (rows_out + kTile - 1) / kTile;
   parallel_for(groups, threads, [&](long group) {
@@ -96,7 +96,7 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
     float factors[kTile];
     row_factors(scale + kTile * group, factors);
     kernels().matmul_group(codes + group_offset[group], cols / kTile, row_bits[group], L, factors, aligned, batch,
-                           residual, out, rows_out, present);
+                           out, rows_out, present);
   });
   return CIUIC_OK;
 }

@@ -40,8 +40,8 @@ struct Kernels {
   // y[b * y_stride + r] = row_factor[r] * (row group . activations of batch row b). Activations are laid out by
   // quantize_row.
   void (*matmul_group)(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
-                       const uint8_t* activations, long batch, int residual, float* y, long y_stride, int rows);
-  void (*quantize_row)(const float* x, long cols, int residual, uint8_t* activations);
+                       const uint8_t* activations, long batch, float* y, long y_stride, int rows);
+  void (*quantize_row)(const float* x, long cols, uint8_t* activations);
 };
 
 const Kernels& kernels();  // the ones in use

@@ -17,8 +17,8 @@ void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const 
                   int row_end, float* out, size_t out_stride);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
 void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
-                  const uint8_t* activations, long batch, int residual, float* y, long y_stride, int rows);
-void quantize_row(const float* x, long cols, int residual, uint8_t* activations);
+                  const uint8_t* activations, long batch, float* y, long y_stride, int rows);
+void quantize_row(const float* x, long cols, uint8_t* activations);
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic

@@ -1,62 +1,98 @@
-// Multiplies straight from the codes: int8 activations, exact int32 sums per block of columns.
+// Multiplies straight from the codes with activations rounded to 15 bits: exact int32 sums per block of 256 columns, scaled
+// and added in float32 block after block. Every instruction set gives the same result.
 #include <cmath>
 
 #include "activations.h"
 #include "kernels_of_isa.h"
-#include "trellis_decode.h"
+#include "tile.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
 
-void quantize_row(const float* x, long cols, int residual, uint8_t* activations) {
-  const QuantizedRow row = quantized_row(activations, cols, residual);
+void quantize_row(const float* x, long cols, uint8_t* activations) {
+  const QuantizedRow row = quantized_row(activations, cols);
   for (long block = 0, begin = 0; begin < cols; ++block, begin += kActivationBlock) {
     const long end = begin + kActivationBlock < cols ? begin + kActivationBlock : cols;
     float largest = 0.0f;
-    for (long j = begin; j < end; ++j) largest = std::fabs(x[j]) > largest ? std::fabs(x[j]) : largest;
-    const float step = largest / 127.0f;
-    const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
-    int32_t sum = 0, residual_sum = 0;
     for (long j = begin; j < end; ++j) {
+      const float size = std::fabs(x[j]);
+      largest = size > largest ? size : largest;
+    }
+    const float step = largest / kLargestActivation;
+    const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    int32_t sum = 0;
+    for (long j = begin; j < end; ++j) {
+      // The reciprocal may be off by a rounding, and infinite for a subnormal step.
       const float position = x[j] * inverse;
-      const float nearest = std::rint(position);
-      const int32_t q = static_cast<int32_t>(nearest);
-      row.main[j] = static_cast<int32_t>((static_cast<uint32_t>(q) & 0xFFu) * 0x01010101u);
-      sum += q;
-      if (residual) {
-        const int32_t r = static_cast<int32_t>(std::rint((position - nearest) * kResidualSteps));
-        row.residual[j] = static_cast<int32_t>((static_cast<uint32_t>(r) & 0xFFu) * 0x01010101u);
-        residual_sum += r;
-      }
+      const float bounded = position < kLargestActivation ? position : kLargestActivation;
+      const int32_t value = static_cast<int32_t>(std::rint(bounded > -kLargestActivation ? bounded : -kLargestActivation));
+      row.value[j] = static_cast<int16_t>(value);
+      sum += value;
     }
     row.step[block] = step;
     row.offset[block] = -CIUIC_LEVEL_CENTRE * sum;
-    if (residual) row.residual_offset[block] = -CIUIC_LEVEL_CENTRE * residual_sum;
   }
 }
 
+template <int Bits, bool Masked, int Batch, int P>
+static inline __attribute__((always_inline)) void add_pairs(Sums* sums, const Tile<Bits>& tile, const int16_t* const* x,
+                                                            decltype(Tile<Bits>::mask_of(0)) mask, long column) {
+  if constexpr (P < CIUIC_TILE / 2) {
+    const Pair levels = tile.template byte_sums<P, Masked>(mask);
+    for (int b = 0; b < Batch; ++b) add_products(sums[b], levels, x[b] + column + 2 * P);
+    add_pairs<Bits, Masked, Batch, P + 1>(sums, tile, x, mask, column);
+  }
+}
+
+// total[b][row], b < Batch.
+template <int Bits, bool Masked, int Batch>
+static void multiply(const uint8_t* codes, long tiles, int window, const QuantizedRow* rows, float (*total)[kTile]) {
+  constexpr long kTilesPerBlock = kActivationBlock / kTile;
+  const auto mask = Tile<Bits>::mask_of(window);
+  const int16_t* x[Batch];
+  for (int b = 0; b < Batch; ++b) {
+    x[b] = rows[b].value;
+    for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
+  }
+  for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
+    Sums sums[Batch];
+    for (int b = 0; b < Batch; ++b) sums[b] = sums_of(rows[b].offset[block]);
+    const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
+    for (long t = first; t < last; ++t)
+      add_pairs<Bits, Masked, Batch, 0>(sums, Tile<Bits>(codes + t * CIUIC_UNIT_BYTES * Bits), x, mask, t * kTile);
+    for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], rows[b].step[block]);
+  }
+}
+
+template <int Bits, bool Masked, int Choice>
+static void multiply_some(const uint8_t* codes, long tiles, int window, const QuantizedRow* rows, float (*total)[kTile],
+                          int batch) {
+  constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]);
+  if constexpr (Choice + 1 < kChoices) {
+    if (batch > kBatches[Choice]) return multiply_some<Bits, Masked, Choice + 1>(codes, tiles, window, rows, total, batch);
+  }
+  multiply<Bits, Masked, kBatches[Choice]>(codes, tiles, window, rows, total);
+}
+
 void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
-                  const uint8_t* activations, long batch, int residual, float* y, long y_stride, int rows) {
-  const long cols = tiles * kTile;
-  const size_t row_bytes = quantized_row_size(cols, residual);
-  for (long b = 0; b < batch; ++b) {
-    const QuantizedRow x = quantized_row(const_cast<uint8_t*>(activations) + b * row_bytes, cols, residual);
-    for (int row = 0; row < rows; ++row) {
-      float total = 0.0f;
-      for (long block = 0, begin = 0; begin < cols; ++block, begin += kActivationBlock) {
-        const long end = begin + kActivationBlock < cols ? begin + kActivationBlock : cols;
-        int32_t sum = x.offset[block], residual_sum = residual ? x.residual_offset[block] : 0;
-        for (long j = begin; j < end; ++j) {
-          const int32_t level =
-              ciuic_tile_level(codes + j / kTile * CIUIC_UNIT_BYTES * bits, row, j % kTile, bits, window) +
-              CIUIC_LEVEL_CENTRE;
-          sum += level * static_cast<int8_t>(x.main[j]);
-          if (residual) residual_sum += level * static_cast<int8_t>(x.residual[j]);
-        }
-        total += x.step[block] * (static_cast<float>(sum) + static_cast<float>(residual_sum) / kResidualSteps);
-      }
-      y[b * y_stride + row] = row_factor[row] * total;
-    }
+                  const uint8_t* activations, long batch, float* y, long y_stride, int rows) {
+  constexpr int kLargestBatch = kBatches[sizeof(kBatches) / sizeof(kBatches[0]) - 1];
+  const size_t row_bytes = quantized_row_bytes(tiles * kTile);
+  for (long done = 0; done < batch; done += kLargestBatch) {
+    const int now = static_cast<int>(batch - done < kLargestBatch ? batch - done : kLargestBatch);
+    QuantizedRow x[kLargestBatch];
+    for (int b = 0; b < kLargestBatch; ++b)  // a batch size without code of its own repeats the last row
+      x[b] = quantized_row(const_cast<uint8_t*>(activations) + (done + (b < now ? b : now - 1)) * row_bytes, tiles * kTile);
+    float total[kLargestBatch][kTile];
+    with_bits(bits, [&](auto constant) {
+      constexpr int kBits = decltype(constant)::value;
+      if (window == 16)
+        multiply_some<kBits, false, 0>(codes, tiles, window, x, total, now);
+      else
+        multiply_some<kBits, true, 0>(codes, tiles, window, x, total, now);
+    });
+    for (int b = 0; b < now; ++b)
+      for (int r = 0; r < rows; ++r) y[(done + b) * y_stride + r] = row_factor[r] * total[b][r];
   }
 }
 

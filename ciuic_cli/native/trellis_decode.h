@@ -25,8 +25,8 @@
 #define CIUIC_UNIT_BYTES 32      // bytes of one unit of a tile: 16 rows x 16 bits
 
 // Which unit holds the last bit of the window of column c, and how far the window lies from that unit's end.
-CIUIC_HD int ciuic_unit_of_column(int column, int bits) { return ((column + 1) * bits + 15) / 16 - 1; }
-CIUIC_HD int ciuic_shift_of_column(int column, int bits) {
+CIUIC_HD constexpr int ciuic_unit_of_column(int column, int bits) { return ((column + 1) * bits + 15) / 16 - 1; }
+CIUIC_HD constexpr int ciuic_shift_of_column(int column, int bits) {
   return 16 * (ciuic_unit_of_column(column, bits) + 1) - (column + 1) * bits;
 }
 

@@ -1,0 +1,106 @@
+// Reading a tile with AVX-512 (BW, VBMI): a lane is a row, a step is a pair of neighbouring columns.
+#ifndef CIUIC_TILE_AVX512_H
+#define CIUIC_TILE_AVX512_H
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "trellis_decode.h"
+
+namespace ciuic {
+namespace CIUIC_ISA {
+
+// Column 2p (low 16 bits of a lane) and column 2p + 1 (high) of all 16 rows.
+struct Pair {
+  __m512i words;
+};
+
+typedef Pair Sums;  // int32 per row
+
+static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value)}; }
+
+// sums += levels . activations, for both columns; `pair` points to the two int16 activations.
+static inline void add_products(Sums& sums, const Pair& levels, const int16_t* pair) {
+  int32_t both;
+  __builtin_memcpy(&both, pair, sizeof both);
+  sums.words = _mm512_dpwssd_epi32(sums.words, levels.words, _mm512_set1_epi32(both));
+}
+
+// total[row] += step * sums[row]
+static inline void add_scaled(float* total, const Sums& sums, float step) {
+  _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total),
+                                        _mm512_mul_ps(_mm512_set1_ps(step), _mm512_cvtepi32_ps(sums.words))));
+}
+
+static inline void store_pair(int32_t* rows, const Pair& pair) { _mm512_storeu_si512(rows, pair.words); }
+
+constexpr int kBatches[] = {1, 2, 3, 4, 6, 8};  // rows of activations that fit the registers at once
+
+template <int Bits>
+struct Tile {
+  // Per row, unit u with unit u - 1 of the string above it: the 32 bits that end with unit u.
+  __m512i unit[Bits];
+
+  explicit Tile(const uint8_t* codes) {
+    __m512i words[(Bits + 1) / 2];
+    for (int i = 0; i < Bits / 2; ++i) words[i] = _mm512_loadu_si512(codes + 64 * i);
+    if (Bits % 2 == 1)
+      words[Bits / 2] = _mm512_zextsi256_si512(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * (Bits - 1))));
+    // Indices of 16-bit words: row r in both halves of lane r; and row r low, row r - 1 (circular) high.
+    const __m512i rows = _mm512_set_epi32(0x000F000F, 0x000E000E, 0x000D000D, 0x000C000C, 0x000B000B, 0x000A000A,
+                                          0x00090009, 0x00080008, 0x00070007, 0x00060006, 0x00050005, 0x00040004,
+                                          0x00030003, 0x00020002, 0x00010001, 0x00000000);
+    const __m512i row_above = _mm512_set_epi32(0x000E000F, 0x000D000E, 0x000C000D, 0x000B000C, 0x000A000B, 0x0009000A,
+                                               0x00080009, 0x00070008, 0x00060007, 0x00050006, 0x00040005, 0x00030004,
+                                               0x00020003, 0x00010002, 0x00000001, 0x000F0000);
+    for (int u = 0; u < Bits; ++u) {
+      const __m512i current = words[u / 2];
+      if (u == 0)  // above it: the last unit of the row before
+        unit[0] = _mm512_permutex2var_epi16(
+            current, _mm512_add_epi32(row_above, _mm512_set1_epi32((32 + 16 * ((Bits - 1) % 2)) << 16)),
+            words[(Bits - 1) / 2]);
+      else if (u % 2 == 0)
+        unit[u] = _mm512_permutex2var_epi16(current, _mm512_add_epi32(rows, _mm512_set1_epi32((32 + 16) << 16)),
+                                            words[u / 2 - 1]);
+      else
+        unit[u] = _mm512_permutexvar_epi16(_mm512_add_epi32(rows, _mm512_set1_epi32(16)), current);
+    }
+  }
+
+  template <int P>
+  __m512i windows() const {
+    constexpr int u = ciuic_unit_of_column(2 * P, Bits), v = ciuic_unit_of_column(2 * P + 1, Bits);
+    constexpr unsigned first = ciuic_shift_of_column(2 * P, Bits), second = ciuic_shift_of_column(2 * P + 1, Bits);
+    // vpmultishiftqb: for every byte of a lane the bit of its 64-bit word to begin at; odd lanes are 32 bits further on.
+    constexpr unsigned bytes = first | (first + 8) << 8 | second << 16 | (second + 8) << 24;
+    const __m512i positions =
+        _mm512_set1_epi64(static_cast<long long>((bytes + 0x20202020ull) << 32 | bytes));
+    const __m512i both = _mm512_multishift_epi64_epi8(positions, unit[u]);
+    if (u == v) return both;
+    return _mm512_mask_multishift_epi64_epi8(both, 0xCCCCCCCCCCCCCCCCull, positions, unit[v]);
+  }
+
+  // Levels plus 510 of columns 2P and 2P + 1. `mask` holds the window length in every 16-bit word.
+  template <int P, bool Masked>
+  Pair byte_sums(__m512i mask) const {
+    __m512i window = windows<P>();
+    if (Masked) window = _mm512_and_si512(window, mask);
+    // The product of a 16-bit window and the multiplier modulo 2^32, in two halves.
+    const __m512i low_factor = _mm512_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER & 0xFFFFu));
+    const __m512i high_factor = _mm512_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER >> 16));
+    const __m512i low = _mm512_mullo_epi16(window, low_factor);
+    const __m512i high =
+        _mm512_add_epi16(_mm512_mulhi_epu16(window, low_factor), _mm512_mullo_epi16(window, high_factor));
+    const __m512i ones = _mm512_set1_epi8(1);
+    return {_mm512_add_epi16(_mm512_maddubs_epi16(low, ones), _mm512_maddubs_epi16(high, ones))};
+  }
+
+  static __m512i mask_of(int window) { return _mm512_set1_epi16(static_cast<short>((1u << window) - 1u)); }
+};
+
+}  // namespace CIUIC_ISA
+}  // namespace ciuic
+
+#endif
