@@ -289,7 +289,7 @@ class _Run:
         writer.write_index(shards, folder)
         writer.copy_companions(self.map.checkpoint.folder, folder)
         report = self.report(plan, started, self._measured_kl())
-        writer.write_config(folder, self.map.checkpoint.config, quantization_config(report))
+        writer.write_config(folder, self.map.source_config, quantization_config(report))
         text = json.dumps(report, indent=2)
         (folder / "memory_report.json").write_text(text + "\n", encoding="utf-8")
         (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from typing import Any
 
 import numpy as np
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.memory import peak_resident_bytes
 from ciuic_cli.planning import Plan, UnitPlan, stored_dtype
 from ciuic_cli.statistics.collect import Statistics
 
@@ -50,7 +49,7 @@ def build_report(
         "dropped": list(model_map.dropped),
         "options": options,
         "seconds": time.monotonic() - started,
-        "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024),
+        "peak_rss_bytes": peak_resident_bytes(),
     }
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ciuic_cli.artifact.layout import Shard, index_json
+from ciuic_cli.checkpoint.folder import checked_file
 from ciuic_cli.errors import EnvironmentFault
 
 CHECKSUMS = "ciuic_checksums.json"
@@ -86,7 +87,7 @@ def copy_companions(source: Path, folder: Path) -> list[str]:
     """Copy the tokenizer's and generation's files (never code) from the checkpoint; returns their names."""
     copied = [name for name in _COPIED if (source / name).is_file()]
     for name in copied:
-        shutil.copyfile(source / name, folder / name)
+        shutil.copyfile(checked_file(source, name), folder / name)
     return copied
 
 

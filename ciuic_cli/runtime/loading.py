@@ -36,7 +36,7 @@ def load(
         EnvironmentFault: the device is not there.
         UsageError: the device's name is none.
     """
-    place = _device(device)
+    place = choose_device(device)
     artifact = open_artifact(path)
     from transformers import AutoModelForCausalLM
 
@@ -96,7 +96,8 @@ def pack_module_inplace(
     return model
 
 
-def _device(device: str | torch.device) -> torch.device:
+def choose_device(device: str | torch.device) -> torch.device:
+    """The device of a `--device` option; "auto" is a GPU if there is one."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

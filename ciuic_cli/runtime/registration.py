@@ -8,6 +8,7 @@ been executed.
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import sys
@@ -20,6 +21,8 @@ REGISTRY_MODULE = "transformers.quantizers.auto"
 
 def register() -> None:
     """Register the quantizer and its config class with transformers now (imports it; idempotent)."""
+    # The registry first: imported from within our plug-in, it would be registered with a half-loaded one.
+    importlib.import_module(REGISTRY_MODULE)
     from ciuic_cli.runtime.plugin import register_with_transformers
 
     register_with_transformers()

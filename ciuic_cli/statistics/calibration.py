@@ -21,18 +21,18 @@ def read_text(path: Path) -> str:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"calibration text is not UTF-8 (byte {error.start})",
+            f"the text is not UTF-8 (byte {error.start})",
             file=path,
             remedy="convert it, for example with iconv -t utf-8",
         ) from error
     except OSError as error:
         raise InputError(
-            f"calibration text cannot be read: {error.strerror}",
+            f"the text cannot be read: {error.strerror}",
             file=path,
             remedy="name a readable UTF-8 text file",
         ) from error
     if not text.strip():
-        raise InputError("calibration text is empty", file=path, remedy="name a file with text in it")
+        raise InputError("the text is empty", file=path, remedy="name a file with text in it")
     return text
 
 
@@ -41,12 +41,16 @@ def default_text() -> str:
     return resources.files("ciuic_cli").joinpath("data/calibration.txt").read_text(encoding="utf-8")
 
 
+def documents_of(text: str) -> list[str]:
+    """The documents of a text, each ending in an empty line; a text without separators is one document."""
+    return [part.strip("\n") + "\n\n" for part in text.split(f"\n{DOCUMENT_SEPARATOR}\n")]
+
+
 def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of `text` without special tokens, documents joined by a newline."""
-    documents = [part.strip("\n") for part in text.split(f"\n{DOCUMENT_SEPARATOR}\n")]
+    """Token ids of all documents of `text`, without special tokens."""
     ids: list[int] = []
-    for document in documents:
-        ids.extend(tokenizer(document + "\n\n", add_special_tokens=False, verbose=False)["input_ids"])
+    for document in documents_of(text):
+        ids.extend(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
     return ids
 
 
