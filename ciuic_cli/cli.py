@@ -1,0 +1,376 @@
+"""The `ciuic` command: options in, tables or one JSON object out; an error becomes a message and a code.
+
+Only this file knows the command line. Heavy modules are imported inside the commands, so that `--help` and
+wrong options answer at once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from decimal import Decimal
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from ciuic_cli import __version__
+from ciuic_cli.console import Console, run
+from ciuic_cli.errors import UsageError
+from ciuic_cli.tables import show_bench, show_compressed, show_description, show_evaluation, show_verification
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+"""Bits per weight that the code has."""
+RANK_STEP = 16
+DEFAULT_RATIO = 4.0
+_UNITS = {
+    unit: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
+}
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_DEVICE = re.compile(r"auto|cpu|cuda|cuda:[0-9]+")
+
+app = typer.Typer(
+    name="ciuic",
+    help="Compress a causal language model into a byte budget, and look at what it cost.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class EffortLevel(str, Enum):
+    """How much calibration text and code search a run spends."""
+
+    fast = "fast"
+    default = "default"
+    best = "best"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "8GiB", "500MB", "1.5GB" or "4365952"; raises UsageError for anything else."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = found[2].upper() if found else ""
+    if found is None or unit not in ("", "B", *_UNITS):
+        raise UsageError(f"{text!r} is no size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
+    size = Decimal(found[1]) * _UNITS.get(unit, 1)
+    if size < 1 or (unit in ("", "B") and size != int(size)):
+        raise UsageError(f"{text!r} is no whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB")
+    return int(size)
+
+
+def parse_bits(text: str) -> tuple[int, ...]:
+    """The widths of "2,3,4", ascending and each once; raises UsageError for any that the code has not."""
+    allowed = {str(width): width for width in WIDTHS}
+    names = [part.strip() for part in text.split(",")]
+    wrong = [name for name in names if name not in allowed]
+    if wrong:
+        raise UsageError(
+            f"--bits: {wrong[0]!r} is not among the possible widths",
+            remedy=f"choose from {','.join(allowed)}",
+        )
+    return tuple(sorted({allowed[name] for name in names}))
+
+
+def parse_prune(text: str) -> str | float:
+    """ "off", "auto", or a share in [0, 1); raises UsageError for anything else."""
+    if text in ("off", "auto"):
+        return text
+    try:
+        share = float(text)
+    except ValueError:
+        share = math.nan
+    if not 0.0 <= share < 1.0:
+        raise UsageError(
+            f"--prune {text!r} is neither off, auto nor a share in [0, 1)",
+            remedy="0.1 leaves out a tenth of the prunable weights",
+        )
+    return share
+
+
+def parse_rank(text: str) -> str | int:
+    """ "off", "auto", or a positive multiple of 16; raises UsageError for anything else."""
+    if text in ("off", "auto"):
+        return text
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
+        raise UsageError(f"--rank {text!r} is neither off, auto nor a positive number")
+    rank = int(text)
+    if rank % RANK_STEP:
+        raise UsageError(
+            f"--rank {rank} is no multiple of {RANK_STEP}", remedy=f"use {rank + -rank % RANK_STEP}"
+        )
+    return rank
+
+
+def parse_device(text: str) -> str:
+    """ "auto", "cpu", "cuda" or "cuda:N"; raises UsageError for anything else."""
+    if not _DEVICE.fullmatch(text):
+        raise UsageError(f"--device {text!r} is no device", remedy="use auto, cpu, cuda or cuda:N")
+    return text
+
+
+def target(ratio: float | None, target_bpw: float | None, target_size: str | None) -> dict[str, Any]:
+    """The one byte target as arguments of `compress`; raises UsageError for two, or an absurd one."""
+    given = {"--ratio": ratio, "--target-bpw": target_bpw, "--target-size": target_size}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} contradict each other", remedy="give one of them")
+    if target_size is not None:
+        return {"target_size": parse_size(target_size)}
+    if target_bpw is not None:
+        if not 0 < target_bpw <= 16:
+            raise UsageError(f"--target-bpw {target_bpw:g} is not above 0 and at most 16 bits per weight")
+        return {"target_bpw": target_bpw}
+    wanted = DEFAULT_RATIO if ratio is None else ratio
+    if not (math.isfinite(wanted) and wanted >= 1):
+        raise UsageError(f"--ratio {wanted:g} is no finite number of at least 1", remedy="4 is the default")
+    return {"ratio": wanted}
+
+
+def _execute(console: Console, action: Callable[[], None]) -> NoReturn:
+    """Run a command and leave with its exit code; what libraries print to stdout goes to stderr."""
+
+    def guarded() -> None:
+        with redirect_stdout(sys.stderr):
+            action()
+
+    raise typer.Exit(run(console, guarded))
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ciuic {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave."),
+    ] = False,
+) -> None:
+    """Compress a causal language model into a byte budget, and look at what it cost."""
+
+
+_Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Checkpoint: a folder, or a hub id such as org/name.")
+]
+_Path = Annotated[str, typer.Argument(metavar="PATH", help="Artifact or checkpoint: a folder, or a hub id.")]
+_Base = Annotated[str | None, typer.Option(metavar="MODEL", help="The original, to compare with.")]
+_Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+
+
+@app.command()
+def compress(
+    model: _Model,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, unless --force.")
+    ],
+    ratio: Annotated[
+        float | None, typer.Option(show_default="4", help="Bytes at 2 per parameter over bytes of OUT.")
+    ] = None,
+    target_bpw: Annotated[float | None, typer.Option(help="Instead: stored bits per weight.")] = None,
+    target_size: Annotated[
+        str | None, typer.Option(help="Instead: bytes, such as 8GiB, 500MB or 4365952.")
+    ] = None,
+    calibration: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on (repeatable).")
+    ] = None,
+    nsamples: Annotated[
+        int | None, typer.Option(min=2, max=1 << 20, show_default="by effort", help="Calibration sequences.")
+    ] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(min=32, max=1 << 20, show_default="by effort", help="Tokens per sequence.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all that is random.")] = 0,
+    effort: Annotated[
+        EffortLevel, typer.Option(help="How much work to spend on quality.")
+    ] = EffortLevel.default,
+    prune: Annotated[str, typer.Option(help="off, auto, or the share of weights to leave out.")] = "auto",
+    rank: Annotated[str, typer.Option(help="off, auto, or the rank of every low-rank part.")] = "auto",
+    bits: Annotated[str, typer.Option(help="Widths that may be used.")] = ",".join(map(str, WIDTHS)),
+    device: _Device = "auto",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop at the plan; write nothing.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace an existing OUT; discard an unfinished run.")
+    ] = False,
+    json: _Json = False,
+) -> None:
+    """Compress MODEL into OUT, within a byte budget and with the least damage that it allows."""
+    console = Console(json_mode=json)
+
+    def action() -> None:
+        options: dict[str, Any] = {
+            **target(ratio, target_bpw, target_size),
+            "prune": parse_prune(prune),
+            "rank": parse_rank(rank),
+            "bits": parse_bits(bits),
+            "device": parse_device(device),
+        }
+        from ciuic_cli.pipeline import compress as run_compress
+        from ciuic_cli.runtime.loading import choose_device
+
+        choose_device(device)  # a GPU that is not there is refused before any work
+        with console.progress() as progress:
+            report = run_compress(
+                model,
+                out,
+                **options,
+                calibration=calibration or (),
+                nsamples=nsamples,
+                seqlen=seqlen,
+                seed=seed,
+                effort=effort.value,
+                dry_run=dry_run,
+                force=force,
+                progress=progress,
+                hint=console.hint,
+            )
+        console.json(report)
+        show_compressed(console, report, "the plan" if dry_run else str(out))
+        if dry_run:
+            console.hint("a dry run: nothing was written. Without --dry-run the same command does it.")
+            return
+        place, original = shlex.quote(str(out)), shlex.quote(model)
+        console.hint(
+            f"next:\n  ciuic eval {place} --base {original}\n  ciuic bench {place} --base {original}\n"
+            f"  the whole account: {out / 'memory_report.html'}"
+        )
+
+    _execute(console, action)
+
+
+@app.command()
+def inspect(
+    path: _Path,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Compare every file with its checksum.")] = False,
+    json: _Json = False,
+) -> None:
+    """Say what a checkpoint or an artifact contains, from its headers alone."""
+    console = Console(json_mode=json)
+
+    def action() -> None:
+        from ciuic_cli.checkpoint.folder import locate
+        from ciuic_cli.inspection import describe
+        from ciuic_cli.verification import verify as run_verify
+
+        folder = locate(path)
+        checked: dict[str, Any] = {}
+        if verify:
+            with console.progress() as progress:
+                verification = run_verify(folder, lambda done, total: progress("verify", done, total))
+            checked = {"verification": asdict(verification)}
+            if verification.problems:
+                # Headers of damaged files are not worth a description.
+                console.json({"path": str(folder), **checked})
+                show_verification(console, verification)
+                verification.require_intact(folder)
+        found = describe(folder)
+        console.json({**found.as_dict(tensors), **checked})
+        show_description(console, found, tensors)
+        if verify:
+            show_verification(console, verification)
+
+    _execute(console, action)
+
+
+@app.command("eval")
+def evaluate(
+    path: _Path,
+    base: _Base = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", show_default="the package's own", help="UTF-8 text.")
+    ] = None,
+    seqlen: Annotated[int, typer.Option(min=64, max=1 << 20, help="Tokens per window.")] = 1024,
+    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Windows at most.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Continue this text too, before and after.")
+    ] = None,
+    device: _Device = "auto",
+    json: _Json = False,
+) -> None:
+    """Measure the perplexity of PATH, and with --base how far its predictions are from the original's."""
+    console = Console(json_mode=json)
+
+    def action() -> None:
+        parse_device(device)
+        if prompt is not None and not prompt.strip():
+            raise UsageError("--prompt is empty", remedy="give some words to continue")
+        from ciuic_cli.checkpoint.folder import locate
+        from ciuic_cli.evaluate import evaluate as run_evaluate
+        from ciuic_cli.evaluate import generate_text
+
+        folder = locate(path)
+        original = None if base is None else locate(base)
+        with console.progress() as progress:
+            found = run_evaluate(
+                folder, base=original, text=text, seqlen=seqlen, limit=limit, device=device, progress=progress
+            )
+        if prompt is not None:
+            found["prompt"] = prompt
+            if original is not None:
+                found["text_before"] = generate_text(original, prompt, device=device)
+            found["text_after"] = generate_text(folder, prompt, device=device)
+        console.json(found)
+        show_evaluation(console, found, str(folder))
+
+    _execute(console, action)
+
+
+@app.command()
+def bench(
+    path: _Path,
+    base: _Base = None,
+    prompt_tokens: Annotated[
+        int, typer.Option("-p", "--prompt-tokens", min=1, help="Tokens to prefill.")
+    ] = 512,
+    new_tokens: Annotated[int, typer.Option("-n", "--new-tokens", min=1, help="Tokens to decode.")] = 128,
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Measured runs.")] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    device: _Device = "auto",
+    json: _Json = False,
+) -> None:
+    """Measure memory, prefill and decode speed of PATH, and of the original, each in a process of its own."""
+    console = Console(json_mode=json)
+
+    def action() -> None:
+        parse_device(device)
+        from ciuic_cli.bench import bench as run_bench
+        from ciuic_cli.checkpoint.folder import locate
+
+        folder = locate(path)
+        original = None if base is None else locate(base)
+        with console.progress() as progress:
+            found = run_bench(
+                folder,
+                base=original,
+                prompt_tokens=prompt_tokens,
+                new_tokens=new_tokens,
+                repetitions=repetitions,
+                batch_size=batch_size,
+                device=device,
+                progress=progress,
+            )
+        console.json(found)
+        show_bench(console, found, str(folder))
+
+    _execute(console, action)
+
+
+def main() -> None:
+    """The console script: runs one command and exits with its code."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What each command shows on the terminal of its result; `--json` prints the result itself instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ciuic_cli.console import Console, readable_bytes
+
+if TYPE_CHECKING:
+    from ciuic_cli.inspection import Description
+    from ciuic_cli.verification import Verification
+
+_BENCH_BYTES = {
+    "file_bytes": "files",
+    "weight_bytes": "weights in memory",
+    "rss_growth_bytes": "resident, grown by loading",
+    "rss_bytes": "resident after loading",
+    "peak_rss_bytes": "resident at the peak",
+    "gpu_allocated_bytes": "GPU memory of the weights",
+    "gpu_peak_bytes": "GPU memory at the peak",
+}
+_EVALUATION = {
+    "perplexity_ratio": "perplexity, over the original's",
+    "kl_mean": "KL divergence, mean",
+    "kl_median": "KL divergence, median",
+    "kl_p99": "KL divergence, 99 % quantile",
+    "top1_agreement": "same most likely token",
+}
+
+
+def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> None:
+    """The memory report in short: bytes and ratio, loss, bits by role, what each pass did, warnings."""
+    for note in report["dropped"]:
+        console.warning(f"left out: {note}")
+    unseen = report["statistics"]["experts_without_tokens"]
+    if unseen:
+        console.warning(
+            f"{unseen} expert matrices saw no calibration token; they count as their layer's average"
+        )
+    source = report["source_file_bytes"]
+    after = readable_bytes(report["artifact_bytes"])
+    console.table(
+        title,
+        ["", "before", "after", "ratio"],
+        [
+            ["at 2 bytes per weight", readable_bytes(report["original_bytes"]), after,
+             f"{report['ratio']:.3f}"],
+            ["the files", readable_bytes(source), after, f"{report['ratio_to_source_files']:.3f}"],
+            ["bits per weight", f"{8 * source / max(1, report['parameters']):.3f}",
+             f"{report['bits_per_weight']:.3f}", ""],
+        ],
+    )  # fmt: skip
+    measured = report["measured_kl"]
+    beside = "" if measured is None else f", measured on held-out calibration text {measured:.3g}"
+    console.data(f"\nKL divergence in nats per token: predicted {report['predicted_kl']:.3g}{beside}\n")
+    console.table(
+        "by component",
+        ["", "tensors", "weights", "before", "after", "bits", "predicted KL"],
+        _roles(report["components"]),
+    )
+    console.data("")
+    for step in report["passes"]:
+        console.data(f"{step['name']}: {pass_sentence(step)}")
+    console.data(
+        f"{report['seconds']:.0f} s, {readable_bytes(report['peak_rss_bytes'])} of memory at the peak"
+    )
+
+
+def _roles(components: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    roles: dict[str, list[Mapping[str, Any]]] = {}
+    for row in components:
+        roles.setdefault(row["role"], []).append(row)
+    rows: list[list[object]] = []
+    for role, members in sorted(roles.items(), key=lambda item: -sum(row["bytes"] for row in item[1])):
+        weights, nbytes = (sum(row[key] for row in members) for key in ("parameters", "bytes"))
+        loss = sum(row["predicted_kl"] for row in members)
+        dense = all(row.get("dense") for row in members)
+        rows.append(
+            [role, len(members), weights, readable_bytes(2 * weights), readable_bytes(nbytes),
+             f"{8 * nbytes / max(1, weights):.2f}", "kept exactly" if dense else f"{loss:.2e}"]
+        )  # fmt: skip
+    return rows
+
+
+def pass_sentence(step: Mapping[str, Any]) -> str:
+    """What one row of the report's `passes` did, in words."""
+    if step["name"] == "prune":
+        return f"{step['weights']:,} weights left out, {step['structures']} whole structures among them"
+    if step["name"] == "lowrank":
+        return f"{step['matrices']} matrices have a low-rank part, {readable_bytes(step['bytes'])} in all"
+    return f"{readable_bytes(step['bytes'])} of codes"
+
+
+def show_description(console: Console, found: Description, tensors: bool) -> None:
+    """What `describe` found: what it is, bytes by component, and the rows where `tensors`."""
+    for note in (*found.warnings, *(f"left out: {note}" for note in found.dropped)):
+        console.warning(note)
+    formats = ", ".join(
+        f"{name} {100 * count / max(1, found.parameters):.3g} %" for name, count in found.formats.items()
+    )
+    console.data(
+        f"{found.path}: {found.kind}, {found.architecture or found.model_type}\n"
+        f"{found.parameters:,} parameters, {readable_bytes(found.file_bytes)} in {found.files} file(s)\n"
+        f"{found.bits_per_weight:.3f} bits per weight, ratio {found.ratio:.3f} to 2 bytes each\n"
+        f"weights stored as {formats}\n"
+    )
+    rows: list[Sequence[object]] = [
+        [part.role, part.tensors, part.parameters, readable_bytes(part.bytes), f"{part.bits:.3f}"]
+        for part in found.components
+    ]
+    rows.append(["headers and what is no weight", None, None, readable_bytes(found.overhead_bytes), ""])
+    console.table("by component", ["", "tensors", "weights", "bytes", "bits"], rows)
+    if tensors:
+        console.data("")
+        console.table(
+            "tensors",
+            ["name", "component", "shape", "stored", "bytes", "bits", "row groups by width", "rank", "pruned", ""],
+            [
+                [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:.3f}",
+                 " ".join(f"{width}:{count}" for width, count in row.widths.items()), row.rank or None,
+                 f"{100 * row.pruned:.1f} %" if row.pruned else "", row.reason]
+                for row in found.rows
+            ],
+        )  # fmt: skip
+
+
+def show_verification(console: Console, checked: Verification) -> None:
+    """Every damaged file with what is wrong, or that all are intact."""
+    console.data("")
+    if checked.problems:
+        console.table("damaged files", ["file", "what is wrong"], checked.problems)
+    else:
+        console.data(f"all {checked.files} files are intact ({readable_bytes(checked.nbytes)} compared)")
+    for name in checked.unlisted:
+        console.data(f"{name} has no checksum: it was added later")
+
+
+def show_evaluation(console: Console, found: Mapping[str, Any], title: str) -> None:
+    """Perplexity with its standard error; with a base, the distance from it; the texts, if any."""
+    rows = [["perplexity", f"{found['perplexity']:.4f} ± {found['stderr']:.4f}"]]
+    if "base_perplexity" in found:
+        rows.append(["perplexity of the original", f"{found['base_perplexity']:.4f}"])
+    rows += [[label, _figure(key, found[key])] for key, label in _EVALUATION.items() if key in found]
+    console.table(f"{title}: {found['tokens']:,} tokens", ["", "value"], rows)
+    for key, label in (("text_before", "before"), ("text_after", "after")):
+        if key in found:
+            console.data(f"\n{label}: {found[key]}")
+
+
+def _figure(key: str, value: float) -> str:
+    if key == "top1_agreement":
+        return f"{100 * value:.2f} %"
+    return f"{value:.4f}" if key == "perplexity_ratio" else f"{value:.4g} nats per token"
+
+
+def show_bench(console: Console, found: Mapping[str, Any], title: str) -> None:
+    """Memory and speed, the original's beside the model's when it was measured."""
+    model, base, ratios = found["model"], found.get("base"), found.get("ratios", {})
+
+    def row(key: str, label: str) -> list[str]:
+        cells = [label, _bench_cell(key, model[key])]
+        if base is not None:
+            cells.insert(1, _bench_cell(key, base[key]) if key in base else "")
+            cells.append(f"{ratios[key]:.2f}" if key in ratios else "")
+        return cells
+
+    rows = [row(key, label) for key, label in _BENCH_BYTES.items() if key in model]
+    rows += [
+        row("load_seconds", "loading"),
+        row("prefill", "prefill, tokens/s"),
+        row("decode", "decode, tokens/s"),
+    ]
+    columns = ["", "model"] if base is None else ["", "original", "model", "times better"]
+    console.table(title, columns, rows)
+
+
+def _bench_cell(key: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['mean']:.1f} ± {value['stdev']:.1f}"
+    return f"{value:.2f} s" if key == "load_seconds" else readable_bytes(value)
