@@ -46,7 +46,7 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
     generator = torch.Generator().manual_seed(0)
     for row in batches:
         logits = model(input_ids=row[None]).logits[0]
-        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        labels = collect._sample(logits.detach().softmax(-1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
     x = torch.cat([part.reshape(-1, part.shape[-1]) for part in x_parts])
     g = torch.cat([part.reshape(-1, part.shape[-1]) for part in g_parts])
@@ -117,3 +117,10 @@ def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., P
     assert use is not None
     torch.testing.assert_close(use.frequency, p.mean(0), rtol=1e-4, atol=1e-7)
     assert collect.INDEX in {path.name for path in (tmp_path / "s").iterdir()}
+
+
+def test_labels_follow_the_distribution() -> None:
+    p = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).expand(20000, 4)
+    labels = collect._sample(p, torch.Generator().manual_seed(3))
+    share = torch.bincount(labels, minlength=4) / len(labels)
+    torch.testing.assert_close(share, p[0], atol=0.015, rtol=0)
