@@ -241,10 +241,9 @@ def compress(
             console.hint("a dry run: nothing was written. Without --dry-run the same command does it.")
             return
         place, original = shlex.quote(str(out)), shlex.quote(model)
-        console.hint(
-            f"next:\n  ciuic eval {place} --base {original}\n  ciuic bench {place} --base {original}\n"
-            f"  the whole account: {out / 'memory_report.html'}"
-        )
+        console.hint(f"the whole account: {out / 'memory_report.html'}")
+        console.hint(f"next: ciuic eval {place} --base {original}")
+        console.hint(f"      ciuic bench {place} --base {original}")
 
     _execute(console, action)
 

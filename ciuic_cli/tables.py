@@ -39,16 +39,16 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
             f"{unseen} expert matrices saw no calibration token; they count as their layer's average"
         )
     source = report["source_file_bytes"]
-    after = readable_bytes(report["artifact_bytes"])
+    after = _bytes(report["artifact_bytes"])
     console.table(
         title,
         ["", "before", "after", "ratio"],
         [
-            ["at 2 bytes per weight", readable_bytes(report["original_bytes"]), after,
+            ["at 2 bytes per weight", _bytes(report["original_bytes"]), after,
              f"{report['ratio']:.3f}"],
-            ["the files", readable_bytes(source), after, f"{report['ratio_to_source_files']:.3f}"],
-            ["bits per weight", f"{8 * source / max(1, report['parameters']):.3f}",
-             f"{report['bits_per_weight']:.3f}", ""],
+            ["the files", _bytes(source), after, f"{report['ratio_to_source_files']:.3f}"],
+            ["bits per weight", f"{8 * source / max(1, report['parameters']):8.3f}",
+             f"{report['bits_per_weight']:8.3f}", ""],
         ],
     )  # fmt: skip
     measured = report["measured_kl"]
@@ -67,6 +67,11 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
     )
 
 
+def _bytes(count: float) -> str:
+    """Readable bytes, padded so that a column of them is aligned to the right."""
+    return f"{readable_bytes(count):>8}"
+
+
 def _roles(components: Sequence[Mapping[str, Any]]) -> list[list[object]]:
     roles: dict[str, list[Mapping[str, Any]]] = {}
     for row in components:
@@ -77,8 +82,8 @@ def _roles(components: Sequence[Mapping[str, Any]]) -> list[list[object]]:
         loss = sum(row["predicted_kl"] for row in members)
         dense = all(row.get("dense") for row in members)
         rows.append(
-            [role, len(members), weights, readable_bytes(2 * weights), readable_bytes(nbytes),
-             f"{8 * nbytes / max(1, weights):.2f}", "kept exactly" if dense else f"{loss:.2e}"]
+            [role, len(members), weights, _bytes(2 * weights), _bytes(nbytes),
+             f"{8 * nbytes / max(1, weights):5.2f}", "kept exactly" if dense else f"{loss:.2e}"]
         )  # fmt: skip
     return rows
 
@@ -106,18 +111,18 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
         f"weights stored as {formats}\n"
     )
     rows: list[Sequence[object]] = [
-        [part.role, part.tensors, part.parameters, readable_bytes(part.bytes), f"{part.bits:.3f}"]
+        [part.role, part.tensors, part.parameters, _bytes(part.bytes), f"{part.bits:6.3f}"]
         for part in found.components
     ]
-    rows.append(["headers and what is no weight", None, None, readable_bytes(found.overhead_bytes), ""])
+    rows.append(["headers and what is no weight", None, None, _bytes(found.overhead_bytes), ""])
     console.table("by component", ["", "tensors", "weights", "bytes", "bits"], rows)
     if tensors:
         console.data("")
         console.table(
             "tensors",
-            ["name", "component", "shape", "stored", "bytes", "bits", "row groups by width", "rank", "pruned", ""],
+            ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned", ""],
             [
-                [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:.3f}",
+                [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:6.3f}",
                  " ".join(f"{width}:{count}" for width, count in row.widths.items()), row.rank or None,
                  f"{100 * row.pruned:.1f} %" if row.pruned else "", row.reason]
                 for row in found.rows
