@@ -13,7 +13,7 @@ from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import prepare, round_prepared
-from ciuic_cli.planning import EMBEDDING_ROLES, Arms, PassOptions, Plan, Unit, importance_of
+from ciuic_cli.planning import CHANNEL_ROLES, EMBEDDING_ROLES, Arms, PassOptions, Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
 
 
@@ -30,11 +30,14 @@ def read_unit(model_map: ModelMap, unit: Unit) -> torch.Tensor:
 def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: PassOptions) -> Arms:
     """All arms of one matrix with their predicted loss."""
     weight = read_unit(model_map, unit)
-    prepared = prepare(weight, importance_of(unit, statistics))
+    importance = importance_of(unit, statistics)
+    prepared = prepare(weight, importance)
     arms = Arms.of(unit, prepared, options.widths_for(unit), options.window)
     if options.rank != "off" and unit.role not in EMBEDDING_ROLES:
         ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
         arms.lowrank = lowrank.arms(weight, prepared.outputs.noise[: unit.rows], ranks)
+    if options.prune == "auto" and unit.role in CHANNEL_ROLES:
+        arms.channels = prune.channel_loss(weight, importance)
     return arms
 
 
@@ -70,7 +73,10 @@ def arms_to_bytes(arms: Arms) -> bytes:
     buffer = io.BytesIO()
     ranks = np.array([[arm.rank, arm.nbytes] for arm in arms.lowrank], np.int64).reshape(-1, 2)
     remaining = np.array([arm.remaining for arm in arms.lowrank]).reshape(-1, len(arms.sensitivity))
-    np.savez(buffer, sensitivity=arms.sensitivity, removal=arms.removal, ranks=ranks, remaining=remaining)
+    np.savez(
+        buffer, sensitivity=arms.sensitivity, removal=arms.removal, channels=arms.channels, ranks=ranks,
+        remaining=remaining,
+    )  # fmt: skip
     return buffer.getvalue()
 
 
@@ -81,5 +87,6 @@ def arms_from_bytes(data: bytes, unit: Unit, options: PassOptions) -> Arms:
         for (rank, nbytes), remaining in zip(stored["ranks"], stored["remaining"], strict=True)
     ]
     return Arms(
-        unit, options.widths_for(unit), options.window, stored["sensitivity"], stored["removal"], candidates
+        unit, options.widths_for(unit), options.window, stored["sensitivity"], stored["removal"], candidates,
+        channels=stored["channels"],
     )  # fmt: skip

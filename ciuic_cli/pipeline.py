@@ -8,8 +8,10 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.journal import Journal
 from ciuic_cli.planning import Arms, PassOptions, Plan, Unit, check_reachable, make_plan, stored_dtype, stored_tensors, units_of
 from ciuic_cli.probing import role_corrections
@@ -121,21 +123,21 @@ def compress(
     passes = PassOptions(options.bits, options.window, prune, rank)
     check_reachable(model_map, budget, passes)
     batches = _calibration(checkpoint, model_map, calibration, options)
-    with Journal(out) as journal:
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(TemporaryDirectory(prefix="ciuic-"))) / "plan" if dry_run else out
+        journal = stack.enter_context(Journal(place))
         resumed = journal.begin(_fingerprint(checkpoint, options, batches, budget), restart=force)
         if resumed:
             hint(f"going on with the unfinished run in {journal.folder}")
         try:
             run = _Run(model_map, journal, options, passes, batches, progress)
             plan = run.plan(budget)
-            if dry_run:
-                report = run.report(plan, started)
-                if not resumed:
-                    journal.remove()
-                return report
-            report = run.finish(plan, out, started)
+            report = run.report(plan, started) if dry_run else run.finish(plan, out, started)
         except OSError as error:
             raise writer.environment_fault(error, journal.folder) from error
+        except (InputError, TargetError):
+            journal.remove()  # to go on would end the same way
+            raise
         journal.remove()
     return report
 

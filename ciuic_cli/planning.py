@@ -26,6 +26,8 @@ _SAFETENSORS_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 EMBEDDING_ROLES = ("embedding", "head")
+CHANNEL_ROLES = ("down", "shared_expert_down")
+"""Projections whose inputs are the channels of an MLP."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,10 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
 
 @dataclass
 class Arms:
-    """All arms of one matrix: predicted KL (groups, widths), corrected by `correction`, and exact bytes."""
+    """All arms of one matrix: predicted KL (groups, widths), corrected by `correction`, and exact bytes.
+
+    channels: for a down projection, KL of losing each block of 16 of its inputs; else empty.
+    """
 
     unit: Unit
     widths: tuple[int, ...]
@@ -109,6 +114,7 @@ class Arms:
     lowrank: list[lowrank.LowRankArm] = field(default_factory=list)
     rank: int = 0
     correction: float = 1.0
+    channels: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
 
     @classmethod
     def of(cls, unit: Unit, prepared: Prepared, widths: tuple[int, ...], window: int) -> Arms:
@@ -210,13 +216,29 @@ class PassOptions:
         return ((0,) if prunable else ()) + self.widths
 
 
-def make_plan(
-    model_map: ModelMap,
-    arms: list[Arms],
-    budget: int,
-    options: PassOptions,
-    structures: Sequence[prune.Structure] = (),
-) -> Plan:
+def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
+    """What can go together: blocks of 16 MLP channels, and whole routed experts."""
+    by_key = {arm.unit.key: arm for arm in arms}
+    found = []
+    for arm in arms:
+        unit = arm.unit
+        partners = [
+            by_key.get(unit.key.replace("down_proj", other)) for other in ("gate_proj", "up_proj", "gate_up_proj")
+        ]
+        partners = [partner for partner in partners if partner is not None and partner is not arm]
+        if not partners:
+            continue
+        for block, loss in enumerate(arm.channels):
+            members = tuple((partner.unit.key, block) for partner in partners if partner.unit.rows == unit.cols)
+            if members:
+                found.append(prune.Structure(unit.key, block, members, float(loss) * arm.correction))
+        if unit.expert is not None:
+            members = tuple((m.unit.key, group) for m in (arm, *partners) for group in range(m.unit.groups))
+            found.append(prune.Structure(unit.key, None, members, float(arm.removal.sum()) * arm.correction))
+    return found
+
+
+def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassOptions) -> Plan:
     """Take the arms with the least predicted loss whose files come to at most `budget` bytes.
 
     Raises:
@@ -234,8 +256,8 @@ def make_plan(
     allocation = solution.solve()
     if options.rank == "auto" and _choose_ranks(arms, allocation.price):
         allocation = solution.solve()
-    if options.prune == "auto" and structures:
-        taken = [s for s in structures if s.loss < solution.worth(allocation, s)]
+    if options.prune == "auto":
+        taken = [s for s in structures_of(arms) if s.loss < solution.worth(allocation, s)]
         solution.forced = prune.masks(taken, {arm.unit.key: arm.unit.groups for arm in arms})
         solution.taken = taken
         allocation = solution.solve()
