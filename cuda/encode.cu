@@ -58,7 +58,8 @@ CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[8]) {
 template <int K>
 CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
   typedef Trellis<K> T;
-  const u32 thread = thread_index();
+  // Without this the hashes of all the thread's windows, which no step changes, would be kept in registers and spill.
+  const u32 thread = opaque(thread_index());
   float result[T::PER_THREAD];
   if (thread < T::THREADS) {
     const float reference = best[0] < RENORMALISE_BELOW ? best[0] : 0.0f;

@@ -31,7 +31,7 @@ CIUIC_DEVICE void hadamard(float (&v)[32], u32 lane, u32 log2_block, float* exch
   if (log2_block > 8) butterflies<8>(v);
   if (log2_block > 9) butterflies<16>(v);
 
-  warp_sync();  // the previous call's readers are done
+  // No barrier before these stores: what a lane overwrites, only it read at the end of the call before.
 #pragma unroll
   for (int c = 0; c < 4; ++c)
 #pragma unroll

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +51,7 @@ def target(capability: int) -> str:
 
 
 def compile_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
-    """Machine code (cubin) or, for a `compute_` architecture, PTX of a unit. Neither reads nor writes the
-    cache.
+    """Machine code (cubin) or, for a `compute_` architecture, PTX of a unit. Leaves the cache alone.
 
     Args:
         unit: key of `sources.UNITS`.
@@ -61,6 +62,27 @@ def compile_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
         EnvironmentFault: there is no NVRTC, or it refuses; the compiler's log is in the message.
     """
     nvrtc = _nvrtc()
+    with _compiled(nvrtc, unit, architecture, window_bits) as program:
+        if architecture.startswith("compute_"):
+            size_of, read = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
+        else:
+            size_of, read = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
+        status, size = size_of(program)
+        _checked(nvrtc, status)
+        code = bytes(size)
+        _checked(nvrtc, *read(program, code))
+        return code
+
+
+def resource_report(unit: str, architecture: str, window_bits: int = 16) -> str:
+    """What ptxas says of a unit's kernels (`-v`): registers, stack, spills. Raises as `compile_unit`."""
+    nvrtc = _nvrtc()
+    with _compiled(nvrtc, unit, architecture, window_bits, "--ptxas-options=-v") as program:
+        return _log(nvrtc, program)
+
+
+@contextmanager
+def _compiled(nvrtc: Any, unit: str, architecture: str, window_bits: int, *more: str) -> Iterator[Any]:
     names, texts = zip(*sources.headers().items(), strict=True)
     status, program = nvrtc.nvrtcCreateProgram(
         sources.source(unit).encode(),
@@ -71,19 +93,11 @@ def compile_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
     )
     _checked(nvrtc, status)
     try:
-        options = [f"--gpu-architecture={architecture}", f"-DCIUIC_L={window_bits}", *OPTIONS]
+        options = [f"--gpu-architecture={architecture}", f"-DCIUIC_L={window_bits}", *OPTIONS, *more]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise EnvironmentFault(f"{unit}.cu does not compile for {architecture}: {_log(nvrtc, program)}")
-        if architecture.startswith("compute_"):
-            size_of, read = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
-        else:
-            size_of, read = nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN
-        status, size = size_of(program)
-        _checked(nvrtc, status)
-        code = bytes(size)
-        _checked(nvrtc, *read(program, code))
-        return code
+        yield program
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 

@@ -1,0 +1,189 @@
+"""Times of the kernels on a GPU, beside torch in bfloat16, bitsandbytes' NF4 and the measured copy
+bandwidth."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from gpu_checks import blob_of, random_matrix
+
+from ciuic_cli import kernels
+from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.kernels import activations
+from ciuic_cli.kernels.launcher import launcher_for
+from ciuic_cli.kernels.parameters import TO_BYTES
+from ciuic_cli.kernels.rows import decode
+
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 512)
+ROTATION_BYTES = 2 << 30
+"""Compressed bytes that a timed sequence walks through: many times any level-2 cache."""
+
+
+def time_of(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> tuple[float, float]:
+    """Median and spread (largest - smallest) of seconds per call, the calls captured in one CUDA graph in
+    turn."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:3]:
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    seconds = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3 / len(calls))
+    return statistics.median(seconds), max(seconds) - min(seconds)
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second read plus written by a device-to-device copy of 2 GiB."""
+    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    seconds, _ = time_of([lambda: target.copy_(source)])
+    return 2 * source.numel() / seconds
+
+
+def random_blob_matrix(rows: int, cols: int, bits: tuple[int, ...]) -> kernels.DeviceMatrix:
+    packed = random_matrix(np.random.default_rng(), rows, cols, bits)
+    return kernels.DeviceMatrix(packed, blob_of(packed, torch.device("cuda")))
+
+
+def products(shape: tuple[int, int], bits: tuple[int, ...], bandwidth: float) -> list[dict[str, Any]]:
+    """A line per batch size: seconds, share of the copy bandwidth, and the peers in the same run."""
+    rows, cols = shape
+    one = random_blob_matrix(rows, cols, bits)
+    copies = max(2, min(256, ROTATION_BYTES // one.blob.numel()))
+    matrices = [one, *(kernels.DeviceMatrix(one.packed, one.blob.clone()) for _ in range(copies - 1))]
+    dense_copies = max(2, min(64, 2 * ROTATION_BYTES // (2 * rows * cols)))
+    denses = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(dense_copies)]
+    nf4 = _nf4(rows, cols)
+    lines = []
+    for batch in BATCHES:
+        x = torch.randn(batch, cols, device="cuda", dtype=torch.bfloat16)
+        ours, spread = time_of([partial(kernels.linear, [m], x) for m in matrices])
+        torch_bf16, _ = time_of([partial(torch.nn.functional.linear, x, w) for w in denses])
+        line = {
+            "kernel": "linear",
+            "shape": list(shape),
+            "bits": list(bits),
+            "batch": batch,
+            "seconds": ours,
+            "spread": spread,
+            "of_bandwidth": one.blob.numel() / ours / bandwidth,
+            "weights_per_second": rows * cols / ours,
+            "torch_bf16_seconds": torch_bf16,
+            "times_bf16": torch_bf16 / ours,
+        }
+        if nf4 is not None:
+            line["nf4_seconds"], _ = time_of([partial(layer, x) for layer in nf4])
+            line["times_nf4"] = line["nf4_seconds"] / ours
+        lines.append(line)
+    return lines
+
+
+def _nf4(rows: int, cols: int) -> list[Callable[[torch.Tensor], torch.Tensor]] | None:
+    """bitsandbytes' NF4 linears, several to rotate through; None where it is not installed for CUDA."""
+    try:
+        from bitsandbytes.nn import Linear4bit
+    except (ImportError, RuntimeError, OSError):
+        return None
+    layers = []
+    for _ in range(max(2, min(64, ROTATION_BYTES // (rows * cols // 2)))):
+        layer = Linear4bit(cols, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+        layer.weight.data = torch.randn(rows, cols) * 0.02 if not layers else layers[0].original
+        layer.original = layer.weight.data if not layers else layers[0].original  # type: ignore[assignment]
+        layers.append(layer.to("cuda"))
+    return list(layers)
+
+
+def pieces(bandwidth: float) -> list[dict[str, Any]]:
+    """The kernels that are not a whole product: transform, decode, embedding."""
+    lines = []
+    launcher = launcher_for(torch.device("cuda", torch.cuda.current_device()))
+    matrices = [random_blob_matrix(4096, 4096, (4,)) for _ in range(16)]
+    scratch = torch.empty(4096 * 4096, dtype=torch.bfloat16, device="cuda")
+    seconds, spread = time_of([partial(decode, m, dtype=torch.bfloat16, out=scratch) for m in matrices * 4])
+    moved = matrices[0].blob.numel() + 2 * 4096 * 4096
+    lines.append(_line("decode 4096x4096 to bf16", seconds, spread, moved, bandwidth))
+    for batch in (1, 16, 512):
+        x = torch.randn(batch, 4096, device="cuda", dtype=torch.bfloat16)
+        seconds, spread = time_of([partial(activations.forward, launcher, x, 0, TO_BYTES)] * 64)
+        lines.append(_line(f"transform {batch}x4096", seconds, spread, batch * 4096 * 4, bandwidth))
+    table = random_blob_matrix(128256, 4096, (4,))
+    for count in (1, 512):
+        tokens = [torch.randint(0, table.rows, (count,), device="cuda") for _ in range(32)]
+        seconds, spread = time_of([partial(kernels.embedding, table, t, torch.bfloat16) for t in tokens])
+        lines.append(_line(f"embedding of {count}", seconds, spread, count * 4096 * 5 // 2, bandwidth))
+    return lines
+
+
+def _line(name: str, seconds: float, spread: float, moved: int, bandwidth: float) -> dict[str, Any]:
+    return {"kernel": name, "seconds": seconds, "spread": spread, "of_bandwidth": moved / seconds / bandwidth}
+
+
+def routed(bandwidth: float) -> list[dict[str, Any]]:
+    """A decode step of a V3-shaped layer: 8 of 256 experts, gate and up in one stack (4096 x 7168), then
+    down."""
+    count, k, random = 256, 8, np.random.default_rng()
+    lines = []
+    for rows, cols in ((4096, 7168), (7168, 2048)):
+        expert = random_matrix(random, rows, cols, (4,))
+        packed = ExpertStack((expert,) * count)
+        stack = kernels.DeviceStack(packed, blob_of(packed, torch.device("cuda")))
+        dense = torch.randn(count, rows, cols, device="cuda", dtype=torch.bfloat16)
+        for tokens in (1, 4, 16):
+            x = torch.randn(tokens, cols, device="cuda", dtype=torch.bfloat16)
+            steps = [torch.rand(tokens, count, device="cuda").topk(k).indices for _ in range(8)]
+            seconds, spread = time_of([partial(kernels.experts, stack, x, ids) for ids in steps])
+            # One batched product per pair, with the gathered weights already in place: what bf16 cannot beat.
+            pairs = [torch.randperm(count, device="cuda")[: min(count, tokens * k)] for _ in range(4)]
+            some = [dense[chosen].contiguous() for chosen in pairs]
+            row = x[:1].T.expand(len(some[0]), -1, -1).contiguous()
+            bf16, _ = time_of([partial(torch.bmm, w, row) for w in some])
+            hit = float(np.mean([len(set(ids.flatten().tolist())) for ids in steps]))
+            line = _line(
+                f"experts {rows}x{cols}, {tokens} tokens",
+                seconds,
+                spread,
+                int(hit * expert.nbytes),
+                bandwidth,
+            )
+            lines.append({**line, "bf16_seconds": bf16, "times_bf16": bf16 / seconds})
+        del dense
+    return lines
+
+
+def encoder() -> list[dict[str, Any]]:
+    """Weights per second at L = 16."""
+    lines = []
+    tiles = 2 * torch.cuda.get_device_properties(0).multi_processor_count * 8
+    for bits in (2, 3, 4, 5, 6, 8):
+        targets = torch.randn(tiles, 256, device="cuda")
+        kernels.encode(targets, bits)
+        seconds = []
+        for _ in range(3):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            kernels.encode(targets, bits)
+            end.record()
+            end.synchronize()
+            seconds.append(begin.elapsed_time(end) / 1e3)
+        best = statistics.median(seconds)
+        rate = targets.numel() / best
+        lines.append({"kernel": f"encode {bits} bits", "seconds": best, "weights_per_second": rate})
+    return lines

@@ -1,0 +1,189 @@
+"""Assembles every CUDA kernel for every supported GPU, without a GPU, and fails where a kernel spills
+registers.
+
+    python cuda/check.py            NVRTC for all architectures; nvcc too, for one, where it is on the PATH
+    python cuda/check.py --full     also every architecture with nvcc, and the shortest window length
+
+A unit that has passed is remembered by the digest of its sources (in build/cuda-check), so only changes
+cost time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from ciuic_cli.errors import CiuicError, EnvironmentFault  # noqa: E402
+from ciuic_cli.kernels import compiler, sources  # noqa: E402
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+NVCC_ARCHITECTURE = 90
+
+_ENTRY = re.compile(r"Compiling entry function '(\w+)' for 'sm_(\d+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+
+
+@dataclass(frozen=True)
+class Job:
+    compiler: str
+    unit: str
+    architecture: int
+    window_bits: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas says of one kernel."""
+
+    name: str
+    architecture: int
+    registers: int
+    stack_bytes: int
+    spill_bytes: int
+
+
+def main() -> int:
+    """Prints one line per kernel, registers by architecture; 1 if a kernel spills or is missing."""
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--full", action="store_true", help="every architecture with nvcc too, and L = 12")
+    options.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
+    chosen = options.parse_args()
+    begin = time.monotonic()
+    try:
+        results = run(jobs_for(chosen.full), chosen.jobs)
+    except CiuicError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    problems = [problem for job, kernels in results.items() for problem in problems_of(job, kernels)]
+    print_table(results)
+    for problem in problems:
+        print(problem, file=sys.stderr)
+    count = sum(len(kernels) for kernels in results.values())
+    print(f"{count} kernels assembled in {time.monotonic() - begin:.0f} s, {len(problems)} with problems")
+    return 1 if problems else 0
+
+
+def jobs_for(full: bool) -> list[Job]:
+    """What is to be compiled; the longest jobs first, so that two workers end together."""
+    jobs = [Job("nvrtc", unit, arch, 16) for unit in sources.UNITS for arch in ARCHITECTURES]
+    nvcc = shutil.which("nvcc") is not None
+    if nvcc:
+        for_nvcc = ARCHITECTURES if full else (NVCC_ARCHITECTURE,)
+        jobs += [Job("nvcc", unit, arch, 16) for unit in sources.UNITS for arch in for_nvcc]
+    if full:
+        jobs += [Job("nvrtc", unit, arch, 12) for unit in sources.UNITS for arch in ARCHITECTURES]
+    return sorted(jobs, key=lambda job: list(sources.UNITS).index(job.unit))
+
+
+def run(jobs: list[Job], workers: int) -> dict[Job, list[Kernel]]:
+    """What ptxas says of every job's kernels, from the memory of earlier runs where nothing has changed."""
+    results = {}
+    missing = []
+    for job in jobs:
+        known = recall(job)
+        if known is None:
+            missing.append(job)
+        else:
+            results[job] = known
+    with ProcessPoolExecutor(workers) as pool:
+        for job, log in zip(missing, pool.map(assemble, missing), strict=True):
+            results[job] = parse(log)
+            if not problems_of(job, results[job]):
+                remember(job, results[job])
+    return {job: results[job] for job in jobs}
+
+
+def assemble(job: Job) -> str:
+    """ptxas's report on one unit.
+
+    Raises:
+        EnvironmentFault: it does not compile, or the compiler is missing.
+    """
+    if job.compiler == "nvrtc":
+        return compiler.resource_report(job.unit, f"sm_{job.architecture}", job.window_bits)
+    with tempfile.TemporaryDirectory() as folder:
+        command = ["nvcc", "-std=c++17", f"-arch=sm_{job.architecture}", "-cubin", "-Xptxas", "-v"]
+        command += [f"-DCIUIC_L={job.window_bits}", f"-I{sources.folder()}", f"-I{ROOT / 'ciuic_cli/native'}"]
+        command += ["-o", f"{folder}/out.cubin", str(sources.folder() / f"{job.unit}.cu")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EnvironmentFault(f"nvcc refuses {job.unit}.cu for sm_{job.architecture}: {done.stderr}")
+    return done.stderr
+
+
+def parse(log: str) -> list[Kernel]:
+    """The kernels in a report of `ptxas -v`."""
+    kernels = []
+    for part in re.split(r"(?=Compiling entry function)", log)[1:]:
+        entry, spills, registers = _ENTRY.search(part), _SPILLS.search(part), _REGISTERS.search(part)
+        if entry and spills and registers:
+            stack, stores, loads = (int(number) for number in spills.groups())
+            kernels.append(Kernel(entry[1], int(entry[2]), int(registers[1]), stack, stores + loads))
+    return kernels
+
+
+def problems_of(job: Job, kernels: Iterable[Kernel]) -> list[str]:
+    """Kernels that spill or use a stack, and kernels of the unit that the report does not have."""
+    where = f"({job.compiler}, sm_{job.architecture}, L = {job.window_bits})"
+    found = {kernel.name: kernel for kernel in kernels}
+    missing = [f"{name} is missing {where}" for name in sources.UNITS[job.unit] if name not in found]
+    return missing + [
+        f"{kernel.name} spills {kernel.spill_bytes} bytes, stack frame {kernel.stack_bytes} {where}"
+        for kernel in found.values()
+        if kernel.spill_bytes or kernel.stack_bytes
+    ]
+
+
+def print_table(results: dict[Job, list[Kernel]]) -> None:
+    """Registers per thread: a line per kernel, a column per architecture, for the default window."""
+    table: dict[str, dict[int, int]] = {}
+    for job, kernels in results.items():
+        if job.compiler == "nvrtc" and job.window_bits == 16:
+            for kernel in kernels:
+                table.setdefault(kernel.name, {})[kernel.architecture] = kernel.registers
+    print(f"{'registers':24}" + "".join(f"{f'sm_{arch}':>8}" for arch in ARCHITECTURES))
+    for name, by_arch in table.items():
+        print(f"{name:24}" + "".join(f"{by_arch.get(arch, '-'):>8}" for arch in ARCHITECTURES))
+
+
+def recall(job: Job) -> list[Kernel] | None:
+    try:
+        return [Kernel(**kernel) for kernel in json.loads(memory_of(job).read_text())]
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def remember(job: Job, kernels: list[Kernel]) -> None:
+    file = memory_of(job)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
+    partial.replace(file)
+
+
+def memory_of(job: Job) -> Path:
+    tool: object = compiler.nvrtc_version()
+    if job.compiler == "nvcc":
+        tool = shutil.which("nvcc")
+    key = hashlib.sha256(repr((job, sources.digest(job.unit), tool)).encode()).hexdigest()
+    return ROOT / "build" / "cuda-check" / f"{key[:32]}.json"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

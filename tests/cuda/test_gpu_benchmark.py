@@ -1,0 +1,66 @@
+"""The checks of benchmarks/gpu.py on the emulated device, and its models on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from emulation import Emulator
+
+from ciuic_cli.kernels.launcher import LAUNCHERS
+
+
+@pytest.fixture
+def gpu_checks(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("gpu_checks")
+
+
+def test_right_kernels_pass(emulator: Emulator, gpu_checks: ModuleType) -> None:
+    checks = gpu_checks.run(torch.device("cpu"), small=True)
+    assert [check for check in checks if not check.passed] == []
+    assert len(checks) > 80 and LAUNCHERS[torch.device("cpu")] is emulator
+
+
+def test_a_write_outside_and_an_unwritten_element_fail(emulator: Emulator, gpu_checks: ModuleType) -> None:
+    with gpu_checks.guarded(torch.device("cpu")) as launcher:
+        out = launcher.empty((4, 4), torch.float32)
+        assert out.isnan().all()
+        assert launcher.verify()
+        launcher.empty((4, 4), torch.float32)
+        launcher.buffers[0][-1] = 0
+        assert not launcher.verify()
+    assert not gpu_checks.Check("unwritten", float("nan"), 1.0).passed
+
+
+def test_no_gpu_is_said_and_exits_with_5(
+    gpu_checks: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if torch.cuda.is_available():
+        return
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    gpu = importlib.import_module("gpu")
+    with pytest.warns(RuntimeWarning):
+        assert gpu.main() == 5
+    assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_models_run_in_both_forms(
+    gpu_checks: ModuleType, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    gpu_models = importlib.import_module("gpu_models")
+    small = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "n_routed_experts": 4}
+    small |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "num_experts_per_tok": 2}
+    known = gpu_models.CONFIGS[family]
+    tiny = known | {name: value for name, value in small.items() if name in known}
+    monkeypatch.setitem(gpu_models.CONFIGS, family, tiny)
+    monkeypatch.setattr(gpu_models, "_CONTEXT", 8)
+    line = gpu_models.run(family, layers=2, device="cpu")
+    assert 3.0 < line["bf16_bytes"] / line["bytes"] < 4.0
+    assert line["layers"] == 2
