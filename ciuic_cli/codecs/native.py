@@ -37,6 +37,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         _int,
         [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _long, _long, _pointer, _int],
     ),
+    "ciuic_decode_rows": (
+        _int,
+        [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _pointer, _long, _pointer, _int],
+    ),
     "ciuic_matmul": (
         _int,
         [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _int, ctypes.c_uint32]

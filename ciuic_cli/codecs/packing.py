@@ -93,6 +93,13 @@ class PackedMatrix:
         out[: self.rows] = decode_scales(self.base, self.row_scale)
         return out
 
+    @functools.cached_property
+    def native_arguments(self) -> tuple[int, ...]:
+        """What the native library asks for of every matrix: addresses of codes, group offsets, bits and scales, rows and
+        columns, L. Valid as long as this object lives."""
+        arrays = (self.codes, self.group_offset, self.row_bits, self.scales)
+        return (*(array.ctypes.data for array in arrays), self.rows_padded, self.cols_padded, self.L)
+
     @property
     def rank(self) -> int:
         return 0 if self.lowrank is None else self.lowrank[0].rows

@@ -115,13 +115,7 @@ def decode(
         raise UsageError(f"rows {row_begin} to {row_end} are outside a matrix of {packed.rows} rows")
     out = torch.empty((row_end - row_begin, packed.cols_padded), dtype=torch.float32)
     status = native.library().ciuic_decode(
-        packed.codes.ctypes.data,
-        packed.group_offset.ctypes.data,
-        packed.row_bits.ctypes.data,
-        packed.scales.ctypes.data,
-        packed.rows_padded,
-        packed.cols_padded,
-        packed.L,
+        *packed.native_arguments,
         row_begin,
         row_end,
         out.data_ptr(),
@@ -131,6 +125,30 @@ def decode(
     if original_basis:
         out = inverse_transform(out, packed.cols, packed.seed)
     return out.to(out_dtype)
+
+
+def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
+    """Decodes the rows named by `rows` (int64 [n], any order), without the low-rank part.
+
+    Returns:
+        float32 [n, cols_padded], transformed basis.
+
+    Raises:
+        UsageError: a row outside the matrix.
+    """
+    index = rows.to(device="cpu", dtype=torch.int64).contiguous()
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < packed.rows:
+        raise UsageError(f"rows {int(index.min())} to {int(index.max())} are outside a matrix of {packed.rows} rows")
+    out = torch.empty((index.numel(), packed.cols_padded), dtype=torch.float32)
+    status = native.library().ciuic_decode_rows(
+        *packed.native_arguments,
+        index.data_ptr(),
+        index.numel(),
+        out.data_ptr(),
+        threads or torch.get_num_threads(),
+    )
+    native.check(status, "decoding rows")
+    return out
 
 
 def matmul(packed: PackedMatrix, x: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
@@ -156,13 +174,7 @@ def matmul(packed: PackedMatrix, x: torch.Tensor, *, threads: int | None = None)
     if x.shape[0] == 0:
         return y
     status = native.library().ciuic_matmul(
-        packed.codes.ctypes.data,
-        packed.group_offset.ctypes.data,
-        packed.row_bits.ctypes.data,
-        packed.scales.ctypes.data,
-        packed.rows_padded,
-        packed.cols_padded,
-        packed.L,
+        *packed.native_arguments,
         packed.log2_block,
         packed.seed,
         x.data_ptr(),

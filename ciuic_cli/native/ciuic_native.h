@@ -36,6 +36,11 @@ CIUIC_EXPORT int ciuic_decode(const uint8_t* codes, const int64_t* group_offset,
                               const float* scale, long rows, long cols, int L, long row_begin, long row_end, float* out,
                               int threads);
 
+// Decodes the `count` rows named by row_index, in any order, into out (count x cols). Negative status for a row outside.
+CIUIC_EXPORT int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,
+                                   const float* scale, long rows, long cols, int L, const int64_t* row_index, long count,
+                                   float* out, int threads);
+
 // y (batch x rows_out, rows_out <= rows) = W T(x): x is batch x cols_in, untransformed; the call pads it to `cols`, applies the
 // signs and the block Hadamard transform of size 2^log2_block, rounds it to 15 bits per block of 256 columns and multiplies
 // straight from the codes. Meant for small batches: every 4 to 8 rows of x the codes are decoded anew.

@@ -6,29 +6,36 @@ namespace ciuic {
 namespace CIUIC_ISA {
 
 template <int Bits, bool Masked, int P>
-static inline __attribute__((always_inline)) void store_pairs(const Tile<Bits>& tile,
-                                                              decltype(Tile<Bits>::mask_of(0)) mask,
-                                                              int32_t (*pairs)[kTile]) {
+static inline __attribute__((always_inline)) void read_pairs(const Tile<Bits>& tile,
+                                                             decltype(Tile<Bits>::mask_of(0)) mask, Pair* pairs) {
   if constexpr (P < kTile / 2) {
-    store_pair(pairs[P], tile.template byte_sums<P, Masked>(mask));
-    store_pairs<Bits, Masked, P + 1>(tile, mask, pairs);
+    pairs[P] = tile.template byte_sums<P, Masked>(mask);
+    read_pairs<Bits, Masked, P + 1>(tile, mask, pairs);
   }
 }
+
+// Rows of a wide matrix lie a multiple of the page size apart and compete for the same cache sets: a row is written in runs
+// of this many tiles.
+constexpr long kRun = 16;
 
 template <int Bits, bool Masked>
 static void decode(const uint8_t* codes, long tiles, int window, const float* row_factor, int row_begin, int row_end,
                    float* out, size_t out_stride) {
   const auto mask = Tile<Bits>::mask_of(window);
-  for (long t = 0; t < tiles; ++t) {
-    alignas(64) int32_t pairs[kTile / 2][kTile];
-    store_pairs<Bits, Masked, 0>(Tile<Bits>(codes + t * CIUIC_UNIT_BYTES * Bits), mask, pairs);
+  alignas(64) int16_t sums[kRun][kTile][kTile];
+  for (long first = 0; first < tiles; first += kRun) {
+    const long count = tiles - first < kRun ? tiles - first : kRun;
+    for (long t = 0; t < count; ++t) {
+      Pair pairs[kTile / 2];
+      read_pairs<Bits, Masked, 0>(Tile<Bits>(codes + (first + t) * CIUIC_UNIT_BYTES * Bits), mask, pairs);
+      store_rows(pairs, sums[t]);
+    }
     for (int row = row_begin; row < row_end; ++row) {
-      float* values = out + (row - row_begin) * out_stride + t * kTile;
+      float* values = out + (row - row_begin) * out_stride + first * kTile;
       const float factor = row_factor[row];
-      for (int p = 0; p < kTile / 2; ++p) {
-        values[2 * p] = factor * static_cast<float>((pairs[p][row] & 0xFFFF) - CIUIC_LEVEL_CENTRE);
-        values[2 * p + 1] = factor * static_cast<float>((pairs[p][row] >> 16) - CIUIC_LEVEL_CENTRE);
-      }
+      for (long t = 0; t < count; ++t)
+        for (int column = 0; column < kTile; ++column)
+          values[t * kTile + column] = factor * static_cast<float>(sums[t][row][column] - CIUIC_LEVEL_CENTRE);
     }
   }
 }

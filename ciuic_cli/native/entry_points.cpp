@@ -15,12 +15,15 @@ namespace {
 
 int check_matrix(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
                  long rows, long cols, int window) {
-  if (codes == nullptr || group_offset == nullptr || row_bits == nullptr || scale == nullptr || rows <= 0 ||
+  if (group_offset == nullptr || row_bits == nullptr || scale == nullptr || rows <= 0 ||
       cols <= 0 || rows % kTile != 0 || cols % kTile != 0)
     return CIUIC_BAD_ARGUMENT;
   if (!valid_window(window)) return CIUIC_BAD_BITS;
   for (long g = 0; g < rows / kTile; ++g)
-    if (row_bits[g] != 0 && !valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+    if (row_bits[g] != 0) {
+      if (!valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+      if (codes == nullptr) return CIUIC_BAD_ARGUMENT;
+    }
   return CIUIC_OK;
 }
 
@@ -28,9 +31,26 @@ void row_factors(const float* scale, float factors[kTile]) {
   for (int r = 0; r < kTile; ++r) factors[r] = ciuic_row_factor(scale[r]);
 }
 
-void fill_signs(float* signs, long cols, uint32_t seed) {
-  for (long j = 0; j < cols; ++j)
-    signs[j] = ciuic_sign_is_negative(seed, static_cast<unsigned>(j)) ? -1.0f : 1.0f;
+struct Packed {
+  const uint8_t* codes;
+  const int64_t* group_offset;
+  const uint8_t* row_bits;
+  const float* scale;
+  long cols;
+  int window;
+};
+
+// Rows begin .. end - 1 of a row group, one after the other.
+void decode_group_rows(const Packed& packed, long group, int begin, int end, float* out) {
+  const int bits = packed.row_bits[group];
+  if (bits == 0) {
+    std::memset(out, 0, sizeof(float) * static_cast<size_t>((end - begin) * packed.cols));
+    return;
+  }
+  float factors[kTile];
+  row_factors(packed.scale + kTile * group, factors);
+  kernels().decode_tiles(packed.codes + packed.group_offset[group], packed.cols / kTile, bits, packed.window, factors,
+                         begin, end, out, static_cast<size_t>(packed.cols));
 }
 
 // Rows or row groups per work item: enough of them that a thread amortises fetching the next.
@@ -42,23 +62,34 @@ constexpr long kRowsPerItem = 4;
 int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
                  long rows, long cols, int L, long row_begin, long row_end, float* out, int threads) {
   using namespace ciuic;
-  if (out == nullptr || row_begin < 0 || row_end < row_begin || row_end > rows || threads < 1) return CIUIC_BAD_ARGUMENT;
+  if (row_begin < 0 || row_end < row_begin || row_end > rows || threads < 1) return CIUIC_BAD_ARGUMENT;
   const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
   if (status != CIUIC_OK || row_begin == row_end) return status;
+  if (out == nullptr) return CIUIC_BAD_ARGUMENT;
+  const Packed packed = {codes, group_offset, row_bits, scale, cols, L};
   const long first = row_begin / kTile, last = (row_end - 1) / kTile;
   parallel_for(last - first + 1, threads, [&](long item) {
     const long group = first + item;
     const int begin = static_cast<int>(std::max<long>(row_begin - kTile * group, 0));
     const int end = static_cast<int>(std::min<long>(row_end - kTile * group, kTile));
-    float* values = out + (kTile * group + begin - row_begin) * cols;
-    if (row_bits[group] == 0) {
-      std::memset(values, 0, sizeof(float) * static_cast<size_t>((end - begin) * cols));
-      return;
-    }
-    float factors[kTile];
-    row_factors(scale + kTile * group, factors);
-    kernels().decode_tiles(codes + group_offset[group], cols / kTile, row_bits[group], L, factors, begin, end, values,
-                           static_cast<size_t>(cols));
+    decode_group_rows(packed, group, begin, end, out + (kTile * group + begin - row_begin) * cols);
+  });
+  return CIUIC_OK;
+}
+
+int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
+                      long rows, long cols, int L, const int64_t* row_index, long count, float* out, int threads) {
+  using namespace ciuic;
+  if (count < 0 || threads < 1) return CIUIC_BAD_ARGUMENT;
+  const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
+  if (status != CIUIC_OK || count == 0) return status;
+  if (out == nullptr || row_index == nullptr) return CIUIC_BAD_ARGUMENT;
+  for (long i = 0; i < count; ++i)
+    if (row_index[i] < 0 || row_index[i] >= rows) return CIUIC_BAD_ARGUMENT;
+  const Packed packed = {codes, group_offset, row_bits, scale, cols, L};
+  parallel_for(count, threads, [&](long i) {
+    const int row = static_cast<int>(row_index[i] % kTile);
+    decode_group_rows(packed, row_index[i] / kTile, row, row + 1, out + i * cols);
   });
   return CIUIC_OK;
 }
@@ -77,7 +108,7 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
   const std::unique_ptr<float[]> transformed(new (std::nothrow) float[cols]);
   const std::unique_ptr<uint8_t[]> activations(new (std::nothrow) uint8_t[row_bytes * batch + 64]);
   if (!signs || !transformed || !activations) return CIUIC_NO_MEMORY;
-  fill_signs(signs.get(), cols, seed);
+  kernels().fill_signs(signs.get(), cols, seed);
   uint8_t* aligned = activations.get() + (64 - reinterpret_cast<uintptr_t>(activations.get()) % 64) % 64;
   for (long b = 0; b < batch; ++b) {
     std::memcpy(transformed.get(), x + b * cols_in, sizeof(float) * cols_in);
@@ -103,12 +134,13 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
 
 int ciuic_hadamard(float* x, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads) {
   using namespace ciuic;
+  if (n_rows == 0) return CIUIC_OK;
   if (x == nullptr || n_rows < 0 || cols < 1 || log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 ||
       threads < 1)
     return CIUIC_BAD_ARGUMENT;
   const std::unique_ptr<float[]> signs(new (std::nothrow) float[cols]);
   if (!signs) return CIUIC_NO_MEMORY;
-  fill_signs(signs.get(), cols, seed);
+  kernels().fill_signs(signs.get(), cols, seed);
   parallel_for((n_rows + kRowsPerItem - 1) / kRowsPerItem, threads, [&](long item) {
     for (long row = kRowsPerItem * item; row < std::min(n_rows, kRowsPerItem * (item + 1)); ++row)
       kernels().hadamard_row(x + row * cols, cols, log2_block, signs.get(), inverse);

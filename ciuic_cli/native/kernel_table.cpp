@@ -9,8 +9,16 @@ namespace CIUIC_ISA {
 
 extern const Kernels table;
 const Kernels table = {
-    CIUIC_STRING(CIUIC_ISA), encode_workspace_bytes, encode_batch, encode_tiles, panel_product, decode_tiles,
-    hadamard_row,            matmul_group,           quantize_row,
+    CIUIC_STRING(CIUIC_ISA),
+    encode_workspace_bytes,
+    encode_batch,
+    encode_tiles,
+    panel_product,
+    decode_tiles,
+    fill_signs,
+    hadamard_row,
+    matmul_group,
+    quantize_row,
 };
 
 }  // namespace CIUIC_ISA

@@ -34,6 +34,7 @@ struct Kernels {
   void (*decode_tiles)(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
                        int row_end, float* out, size_t out_stride);
 
+  void (*fill_signs)(float* signs, long cols, uint32_t seed);
   // In place on one row of `cols` values; `signs` holds +1 or -1 per column.
   void (*hadamard_row)(float* row, long cols, int log2_block, const float* signs, int inverse);
 

@@ -15,6 +15,7 @@ void panel_product(const float* left, size_t left_stride, const float* right, si
                    float out[kTileWeights]);
 void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
                   int row_end, float* out, size_t out_stride);
+void fill_signs(float* signs, long cols, uint32_t seed);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
 void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows);

@@ -240,12 +240,15 @@ int ciuic_round(const float* W, long rows, long cols, const float* A, const floa
                 const uint8_t* row_bits, int L, int threads, uint8_t* codes, const int64_t* group_offset, float* What,
                 volatile long* progress) {
   using namespace ciuic;
-  if (W == nullptr || scale == nullptr || row_bits == nullptr || codes == nullptr || group_offset == nullptr ||
+  if (W == nullptr || scale == nullptr || row_bits == nullptr || group_offset == nullptr ||
       What == nullptr || rows <= 0 || cols <= 0 || rows % kTile != 0 || cols % kTile != 0 || threads < 1)
     return CIUIC_BAD_ARGUMENT;
   if (!valid_window(L)) return CIUIC_BAD_BITS;
   for (long g = 0; g < rows / kTile; ++g)
-    if (row_bits[g] != 0 && !valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+    if (row_bits[g] != 0) {
+      if (!valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+      if (codes == nullptr) return CIUIC_BAD_ARGUMENT;
+    }
   try {
     return round_matrix(W, rows, cols, A, Bf, scale, row_bits, L, threads, codes, group_offset, What, progress);
   } catch (const std::bad_alloc&) {

@@ -28,15 +28,37 @@ static inline void add_products(Sums& sums, const Pair& levels, const int16_t* p
     sums.part[i] = _mm256_add_epi32(sums.part[i], _mm256_madd_epi16(levels.part[i], factors));
 }
 
-static inline void store_pair(int32_t* rows, const Pair& pair) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows), _mm256_permute2x128_si256(pair.part[0], pair.part[1], 0x20));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows + 8), _mm256_permute2x128_si256(pair.part[0], pair.part[1], 0x31));
+// The 8 pairs of a tile as 16 rows of 16 values.
+static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
+  for (int part = 0; part < 2; ++part) {
+    // Four rows (a 128-bit half) by four pairs at a time; half[h][i] holds pairs 4h .. 4h + 3 of rows 4 part + i and 8 more.
+    __m256i half[2][4];
+    for (int h = 0; h < 2; ++h) {
+      const Pair* p = pairs + 4 * h;
+      const __m256i a = _mm256_unpacklo_epi32(p[0].part[part], p[1].part[part]);
+      const __m256i b = _mm256_unpackhi_epi32(p[0].part[part], p[1].part[part]);
+      const __m256i c = _mm256_unpacklo_epi32(p[2].part[part], p[3].part[part]);
+      const __m256i d = _mm256_unpackhi_epi32(p[2].part[part], p[3].part[part]);
+      half[h][0] = _mm256_unpacklo_epi64(a, c);
+      half[h][1] = _mm256_unpackhi_epi64(a, c);
+      half[h][2] = _mm256_unpacklo_epi64(b, d);
+      half[h][3] = _mm256_unpackhi_epi64(b, d);
+    }
+    for (int i = 0; i < 4; ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows[4 * part + i]),
+                          _mm256_permute2x128_si256(half[0][i], half[1][i], 0x20));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows[8 + 4 * part + i]),
+                          _mm256_permute2x128_si256(half[0][i], half[1][i], 0x31));
+    }
+  }
 }
 
 static inline void add_scaled(float* total, const Sums& sums, float step) {
-  alignas(32) int32_t rows[CIUIC_TILE];
-  store_pair(rows, sums);
-  for (int row = 0; row < CIUIC_TILE; ++row) total[row] += step * static_cast<float>(rows[row]);
+  for (int part = 0; part < 2; ++part) {
+    const __m256i rows = _mm256_permute2x128_si256(sums.part[0], sums.part[1], part == 0 ? 0x20 : 0x31);
+    const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(step), _mm256_cvtepi32_ps(rows));
+    _mm256_storeu_ps(total + 8 * part, _mm256_add_ps(_mm256_loadu_ps(total + 8 * part), scaled));
+  }
 }
 
 constexpr int kBatches[] = {1, 2, 3, 4};

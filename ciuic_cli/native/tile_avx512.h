@@ -33,7 +33,29 @@ static inline void add_scaled(float* total, const Sums& sums, float step) {
                                         _mm512_mul_ps(_mm512_set1_ps(step), _mm512_cvtepi32_ps(sums.words))));
 }
 
-static inline void store_pair(int32_t* rows, const Pair& pair) { _mm512_storeu_si512(rows, pair.words); }
+// The 8 pairs of a tile as 16 rows of 16 values.
+static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
+  // Four rows (a quad of lanes) by four pairs at a time; half[h][i] holds pairs 4h .. 4h + 3 of rows i, 4 + i, 8 + i, 12 + i.
+  __m512i half[2][4];
+  for (int h = 0; h < 2; ++h) {
+    const Pair* p = pairs + 4 * h;
+    const __m512i a = _mm512_unpacklo_epi32(p[0].words, p[1].words), b = _mm512_unpackhi_epi32(p[0].words, p[1].words);
+    const __m512i c = _mm512_unpacklo_epi32(p[2].words, p[3].words), d = _mm512_unpackhi_epi32(p[2].words, p[3].words);
+    half[h][0] = _mm512_unpacklo_epi64(a, c);
+    half[h][1] = _mm512_unpackhi_epi64(a, c);
+    half[h][2] = _mm512_unpacklo_epi64(b, d);
+    half[h][3] = _mm512_unpackhi_epi64(b, d);
+  }
+  const __m512i upper = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), lower = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+  for (int i = 0; i < 4; ++i) {
+    const __m512i first = _mm512_permutex2var_epi64(half[0][i], upper, half[1][i]);
+    const __m512i second = _mm512_permutex2var_epi64(half[0][i], lower, half[1][i]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows[i]), _mm512_castsi512_si256(first));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows[4 + i]), _mm512_extracti64x4_epi64(first, 1));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows[8 + i]), _mm512_castsi512_si256(second));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows[12 + i]), _mm512_extracti64x4_epi64(second, 1));
+  }
+}
 
 constexpr int kBatches[] = {1, 2, 3, 4, 6, 8};  // rows of activations that fit the registers at once
 

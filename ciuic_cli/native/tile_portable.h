@@ -29,7 +29,11 @@ static inline void add_products(Sums& sums, const Pair& levels, const int16_t* p
     sums.row[row] += levels.level[2 * row] * pair[0] + levels.level[2 * row + 1] * pair[1];
 }
 
-static inline void store_pair(int32_t* rows, const Pair& pair) { __builtin_memcpy(rows, pair.level, sizeof pair.level); }
+// The 8 pairs of a tile as 16 rows of 16 values.
+static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
+  for (int row = 0; row < CIUIC_TILE; ++row)
+    for (int p = 0; p < CIUIC_TILE / 2; ++p) __builtin_memcpy(rows[row] + 2 * p, pairs[p].level + 2 * row, 4);
+}
 
 static inline void add_scaled(float* total, const Sums& sums, float step) {
   for (int row = 0; row < CIUIC_TILE; ++row) total[row] += step * static_cast<float>(sums.row[row]);
