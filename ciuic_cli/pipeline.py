@@ -67,6 +67,9 @@ class Options:
     bits: tuple[int, ...]
     device: str
 
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "bits": list(self.bits)}
+
 
 def compress(
     model: str | Path,
@@ -235,7 +238,7 @@ class _Run:
 
     def report(self, plan: Plan, started: float, measured_kl: float | None = None) -> dict[str, Any]:
         return build_report(
-            self.map, plan, self.statistics, options=asdict(self.options), corrections=self.corrections,
+            self.map, plan, self.statistics, options=self.options.as_dict(), corrections=self.corrections,
             measured_kl=measured_kl, started=started,
         )  # fmt: skip
 
@@ -361,7 +364,7 @@ def _fingerprint(
     config = json.dumps(checkpoint.config, sort_keys=True, default=str).encode()
     return {
         "version": __version__,
-        "options": {**asdict(options), "bits": list(options.bits)},
+        "options": options.as_dict(),
         "budget": budget,
         "calibration": hashlib.sha256(batches.numpy().tobytes()).hexdigest(),
         "config": hashlib.sha256(config).hexdigest(),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.statistics.store import TensorFolder
 
@@ -120,9 +121,10 @@ class LayerStream:
     def _fill(self, module: nn.Module, prefix: str) -> None:
         self.map.materialise(module, prefix, torch.float32, self.device)
         module.requires_grad_(False)
-        if self.override is None:
-            return
         for name, parameter in module.named_parameters():
+            if self.override is None:
+                require_finite(parameter, prefix + name)
+                continue
             value = self.override(prefix + name)
             if value is not None:
                 parameter.copy_(value)

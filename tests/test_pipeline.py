@@ -1,0 +1,168 @@
+"""compress() from checkpoint to artifact on tiny models: bytes, promises, determinism, resume, refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import ciuic_cli
+from ciuic_cli import pipeline
+from ciuic_cli.errors import InputError, TargetError
+from ciuic_cli.verification import verify
+
+TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 60
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def _compress(source: Path, out: Path, text: Path, **options: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"effort": "fast", "nsamples": 6, "seqlen": 48, "calibration": [text], "ratio": 2.0}
+    return pipeline.compress(source, out, **{**settings, **options})
+
+
+def _weights(out: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen2", "deepseek_v2", "deepseek_v3"])
+def test_budget_is_kept_and_every_matrix_compressed(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, family: str
+) -> None:
+    source, out = tiny_checkpoint(family), tmp_path / "out"
+    report = _compress(source, out, text)
+    stored = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    assert stored == report["artifact_bytes"] <= report["budget_bytes"]
+    assert report["original_bytes"] / stored >= 2.0
+    assert report == json.loads((out / "memory_report.json").read_text())
+    for row in report["components"]:
+        if len(row["shape"]) > 1 and row["role"] != "router":
+            assert "dense" not in row or row["dense"], row["name"]
+    verify(out).require_intact(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    original = AutoModelForCausalLM.from_pretrained(source)
+    ids = torch.randint(0, 250, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        p = original(ids).logits.float().log_softmax(-1)
+        q = model(ids).logits.float().log_softmax(-1)
+    kl = float((p.exp() * (p - q)).sum(-1).mean())
+    spread = float((p.exp() * (p - p.mean(-2, keepdim=True))).sum(-1).mean())
+    assert 0 <= kl < max(0.15 * spread, 1e-3)
+    assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 24)
+
+
+def test_same_input_same_bytes(tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+    source = tiny_checkpoint("deepseek_v3")
+    _compress(source, tmp_path / "a", text)
+    _compress(source, tmp_path / "b", text)
+    assert _weights(tmp_path / "a") == _weights(tmp_path / "b")
+
+
+@pytest.mark.parametrize("stop_at", ["forward", "arms", "probe", "encode", "write"])
+def test_an_interrupted_run_goes_on_to_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, stop_at: str
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    _compress(source, tmp_path / "whole", text)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == stop_at and 2 * done >= total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _compress(source, out, text, progress=interrupt)
+    assert not out.exists()
+    hints: list[str] = []
+    _compress(source, out, text, hint=hints.append)
+    assert any("going on" in hint for hint in hints)
+    assert _weights(out) == _weights(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_changed_option_is_refused_with_the_difference(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "arms":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        _compress(source, out, text, progress=interrupt)
+    with pytest.raises(InputError, match="seed"):
+        _compress(source, out, text, seed=1)
+    _compress(source, out, text, seed=1, force=True)
+    assert out.exists()
+
+
+def test_passes_can_be_forced_and_forbidden(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source = tiny_checkpoint("llama")
+    forced = _compress(source, tmp_path / "forced", text, prune=0.2, rank=16, ratio=1.5)
+    passes = {entry["name"]: entry for entry in forced["passes"]}
+    prunable = sum(r["parameters"] for r in forced["components"] if "dense" not in r and r["role"] not in ("embedding", "head"))
+    assert passes["prune"]["weights"] >= 0.18 * prunable
+    assert passes["lowrank"]["matrices"] > 0 and passes["lowrank"]["bytes"] > 0
+    off = _compress(source, tmp_path / "off", text, prune="off", rank="off", bits=(4,), ratio=2.5)
+    assert {k for row in off["components"] for k in row.get("widths", {})} == {"4"}
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "forced") is not None
+
+
+def test_unreachable_targets_stop_before_any_work(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    with pytest.raises(TargetError, match="ratio"):
+        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, ratio=20.0, progress=lambda *a: pytest.fail("worked"))
+    assert list(tmp_path.glob("*out*")) == []
+
+
+def test_existing_output_is_kept_unless_forced(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="exists"):
+        _compress(tiny_checkpoint("llama_tied"), out, text)
+    assert (out / "mine.txt").read_text() == "mine"
+    _compress(tiny_checkpoint("llama_tied"), out, text, force=True)
+    assert not (out / "mine.txt").exists() and (out / "model.safetensors").exists()
+
+
+def test_nan_weights_are_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_checkpoint("llama_tied"), source)
+    file = next(source.glob("*.safetensors"))
+    tensors = load_file(file)
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match="up_proj"):
+        _compress(source, tmp_path / "out", text)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_loaded_model_is_compressed_in_place(tiny_checkpoint: Callable[..., Path], text: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama_tied"))
+    before = sum(p.numel() * p.element_size() for p in model.parameters())
+    same = ciuic_cli.apply_ciuic_compression(
+        model, effort="fast", nsamples=6, seqlen=48, calibration=[text], ratio=2.0
+    )
+    assert same is model
+    after = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert after <= before / 2
+    ids = torch.arange(10)[None]
+    assert torch.isfinite(model(ids).logits).all()
