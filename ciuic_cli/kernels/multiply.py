@@ -22,7 +22,11 @@ _COLUMNS_WARPS = 4
 
 
 def linear(
-    weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype | None = None
+    weights: Sequence[DeviceMatrix],
+    x: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    lowrank: bool = True,
 ) -> list[torch.Tensor]:
     """The products of matrices that share their input (q, k and v; gate and up) with one transform of it.
 
@@ -34,9 +38,10 @@ def linear(
         weights: of one width, on one device.
         x: float32, float16 or bfloat16 [..., cols].
         dtype: of the results; default x's.
+        lowrank: add the low-rank parts.
 
     Returns:
-        [..., rows] for every matrix, low-rank parts included.
+        [..., rows] for every matrix.
 
     Raises:
         UsageError: shapes, dtypes or devices that do not fit.
@@ -60,13 +65,13 @@ def linear(
             some = alike[begin : begin + p.MAX_PARTS]
             multiply = _small if flat.shape[0] <= product.LARGEST_BATCH else _large
             results.update(
-                zip(some, multiply(launcher, [weights[i] for i in some], flat, dtype), strict=True)
+                zip(some, multiply(launcher, [weights[i] for i in some], flat, dtype, lowrank), strict=True)
             )
     return [results[i].reshape(*x.shape[:-1], weight.rows) for i, weight in enumerate(weights)]
 
 
 def _small(
-    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype
+    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype, lowrank: bool
 ) -> list[torch.Tensor]:
     batch = x.shape[0]
     outputs = [launcher.empty((batch, weight.rows), dtype) for weight in weights]
@@ -74,7 +79,7 @@ def _small(
         return outputs
     variants = product.kernels_for(batch)
     transformed = activations.forward(launcher, x, weights[0].seed, variants[0].mode)
-    addends = [_small_lowrank(launcher, weight, x, transformed) for weight in weights]
+    addends = [_small_lowrank(launcher, weight, x, transformed) if lowrank else None for weight in weights]
     kernel = product.choose(variants, launcher, [weight.groups for weight in weights], 1)
     product.launch(launcher, kernel, weights, transformed, outputs, addends)
     return outputs
@@ -108,14 +113,14 @@ def _small_lowrank(
 
 
 def _large(
-    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype
+    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype, lowrank: bool
 ) -> list[torch.Tensor]:
     transformed = activations.forward(launcher, x, weights[0].seed, p.TO_BFLOAT).values
     outputs = []
     for weight in weights:
         y = launcher.empty((x.shape[0], weight.rows), torch.bfloat16)
         _by_panels(launcher, weight, transformed, y)
-        if weight.lowrank is not None:
+        if lowrank and weight.lowrank is not None:
             right, left = weight.lowrank
             basis = transformed
             if right.seed != weight.seed:
