@@ -305,10 +305,13 @@ def evaluate(
         parse_device(device)
         if prompt is not None and not prompt.strip():
             raise UsageError("--prompt is empty", remedy="give some words to continue")
+        from transformers.utils.logging import disable_progress_bar
+
         from ciuic_cli.checkpoint.folder import locate
         from ciuic_cli.evaluate import evaluate as run_evaluate
         from ciuic_cli.evaluate import generate_text
 
+        disable_progress_bar()  # transformers' own, of loading; ours shows the windows
         folder = locate(path)
         original = None if base is None else locate(base)
         with console.progress() as progress:

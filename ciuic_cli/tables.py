@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ciuic_cli.console import Console, readable_bytes
+from ciuic_cli.report import pass_sentence
 
 if TYPE_CHECKING:
     from ciuic_cli.inspection import Description
@@ -88,15 +90,6 @@ def _roles(components: Sequence[Mapping[str, Any]]) -> list[list[object]]:
     return rows
 
 
-def pass_sentence(step: Mapping[str, Any]) -> str:
-    """What one row of the report's `passes` did, in words."""
-    if step["name"] == "prune":
-        return f"{step['weights']:,} weights left out, {step['structures']} whole structures among them"
-    if step["name"] == "lowrank":
-        return f"{step['matrices']} matrices have a low-rank part, {readable_bytes(step['bytes'])} in all"
-    return f"{readable_bytes(step['bytes'])} of codes"
-
-
 def show_description(console: Console, found: Description, tensors: bool) -> None:
     """What `describe` found: what it is, bytes by component, and the rows where `tensors`."""
     for note in (*found.warnings, *(f"left out: {note}" for note in found.dropped)):
@@ -120,14 +113,17 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
         console.data("")
         console.table(
             "tensors",
-            ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned", ""],
+            ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned"],
             [
                 [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:6.3f}",
                  " ".join(f"{width}:{count}" for width, count in row.widths.items()), row.rank or None,
-                 f"{100 * row.pruned:.1f} %" if row.pruned else "", row.reason]
+                 f"{100 * row.pruned:.1f} %" if row.pruned else ""]
                 for row in found.rows
             ],
         )  # fmt: skip
+        reasons = Counter(row.reason for row in found.rows if row.reason)
+        for reason, count in reasons.items():
+            console.data(f"kept dense ({count} tensors): {reason}")
 
 
 def show_verification(console: Console, checked: Verification) -> None:
