@@ -1,7 +1,7 @@
 """The errors that ciuic raises on purpose, each with its exit code and its next step.
 
-They are raised where the fact is known and caught once, in the command line. Anything else that escapes is a bug
-of ours (exit code 1).
+They are raised where the fact is known and caught once, in the command line. Anything else that escapes
+is a bug of ours (exit code 1).
 """
 
 from __future__ import annotations

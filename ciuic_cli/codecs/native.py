@@ -1,6 +1,6 @@
 """Loads the native library (libciuic_native) and declares its functions.
 
-The library is a plain C interface reached through ctypes: `ciuic_cli/native/ciuic_native.h` documents every function.
+The library is a plain C interface reached through ctypes; `ciuic_cli/native/ciuic_native.h` documents it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import functools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
 ABI_VERSION = 2
 
-_LIBRARY_NAME = {"darwin": "libciuic_native.dylib", "win32": "ciuic_native.dll"}.get(sys.platform, "libciuic_native.so")
+_LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
 _STATUS = {
     -1: "an argument is out of range (null, negative, or a shape that is no multiple of 16)",
     -2: "bits per weight must be 2, 3, 4, 5, 6 or 8 and the window 12 to 16 bits long",
@@ -26,32 +27,21 @@ _STATUS = {
 _pointer = ctypes.c_void_p
 _long = ctypes.c_long
 _int = ctypes.c_int
-_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "ciuic_abi_version": (_int, []),
-    "ciuic_cpu_kernels": (ctypes.c_char_p, []),
-    "ciuic_round": (
-        _int,
-        [_pointer, _long, _long, _pointer, _pointer, _pointer, _pointer, _int, _int, _pointer, _pointer, _pointer, _pointer],
-    ),
-    "ciuic_decode": (
-        _int,
-        [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _long, _long, _pointer, _int],
-    ),
-    "ciuic_decode_rows": (
-        _int,
-        [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _pointer, _long, _pointer, _int],
-    ),
-    "ciuic_matmul": (
-        _int,
-        [_pointer, _pointer, _pointer, _pointer, _long, _long, _int, _int, ctypes.c_uint32]
-        + [_pointer, _long, _long, _pointer, _long, _int],
-    ),
-    "ciuic_hadamard": (_int, [_pointer, _long, _long, _int, ctypes.c_uint32, _int, _int]),
+_uint32 = ctypes.c_uint32
+_MATRIX = (*[_pointer] * 4, _long, _long, _int)  # codes, group offsets, bits, scales, rows, columns, L
+_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "ciuic_abi_version": (_int, ()),
+    "ciuic_cpu_kernels": (ctypes.c_char_p, ()),
+    "ciuic_round": (_int, (_pointer, _long, _long, *[_pointer] * 4, _int, _int, *[_pointer] * 4)),
+    "ciuic_decode": (_int, (*_MATRIX, _long, _long, _pointer, _int)),
+    "ciuic_decode_rows": (_int, (*_MATRIX, _pointer, _long, _pointer, _int)),
+    "ciuic_matmul": (_int, (*_MATRIX, _int, _uint32, _pointer, _long, _long, _pointer, _long, _int)),
+    "ciuic_hadamard": (_int, (_pointer, _long, _long, _int, _uint32, _int, _int)),
 }
 
 
 def _candidates() -> list[Path]:
-    """Where the library may lie: a wheel puts it beside the package, an editable install on the package's other path."""
+    """A wheel puts the library beside the package, an editable install on the package's other path."""
     override = os.environ.get("CIUIC_NATIVE_LIBRARY")
     if override:
         return [Path(override)]
@@ -94,7 +84,7 @@ def library() -> ctypes.CDLL:
 
 
 def cpu_kernels() -> str:
-    """Instruction set of the kernels in use: "avx512vnni", "avx2" or "portable" (CIUIC_CPU_KERNELS forces one)."""
+    """Kernels in use: "avx512vnni", "avx2" or "portable"; CIUIC_CPU_KERNELS in the environment forces one."""
     return library().ciuic_cpu_kernels().decode()
 
 

@@ -8,13 +8,15 @@ All numbers are little endian. A matrix blob:
     then the low-rank part: blob of R (rank x cols), blob of L transposed (rank x rows)
     then the codes: per group of 16 rows, per block of 16 columns, 32 * row_bits bytes
 
-A row's scale is base * 2^(row_scale / 16). An expert stack is "CIUX", u32 count, u32 rows, u32 cols, u64 offsets[count + 1]
-(from the start, multiples of 16), zero padding to a multiple of 16, then one matrix blob per expert.
+A row's scale is base * 2^(row_scale / 16). An expert stack is "CIUX", u32 count, u32 rows, u32 cols,
+u64 offsets[count + 1] (from the start, multiples of 16), zero padding to a multiple of 16, then one matrix
+blob per expert.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from dataclasses import dataclass
 
@@ -49,7 +51,7 @@ class PackedMatrix:
         L: length of the decoder's window in bits, 12 to 16.
         seed: of the input transform's signs.
         base: row scale for code 0; positive and finite.
-        row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 rows; 0 means that the rows are zero.
+        row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 rows; 0: the rows are zero.
         row_scale: uint8 [rows], scale codes.
         codes: uint8, the tiles.
         lowrank: None, or (R [rank, cols], L transposed [rank, rows]); the product L R is added to the matrix.
@@ -95,8 +97,8 @@ class PackedMatrix:
 
     @functools.cached_property
     def native_arguments(self) -> tuple[int, ...]:
-        """What the native library asks for of every matrix: addresses of codes, group offsets, bits and scales, rows and
-        columns, L. Valid as long as this object lives."""
+        """Addresses of codes, group offsets, bits and scales, then padded rows and columns and L: how every
+        native function takes a matrix. Valid as long as this object lives."""
         arrays = (self.codes, self.group_offset, self.row_bits, self.scales)
         return (*(array.ctypes.data for array in arrays), self.rows_padded, self.cols_padded, self.L)
 
@@ -139,7 +141,8 @@ class PackedMatrix:
         """Reads a blob without copying its codes.
 
         Args:
-            buf: the blob, exactly; a uint8 tensor or anything with the buffer protocol. It must stay unchanged.
+            buf: the blob, exactly; a uint8 tensor or anything with the buffer protocol. It must stay
+                unchanged.
             where: name of the tensor, for messages.
 
         Raises:
@@ -154,7 +157,7 @@ class PackedMatrix:
 
 @dataclass(frozen=True, eq=False)
 class ExpertStack:
-    """A compressed 3-D expert parameter: `experts` of equal shape (rows, cols). A pruned expert has only zero row groups."""
+    """A compressed 3-D expert parameter: experts of one shape. A pruned one has only zero row groups."""
 
     experts: tuple[PackedMatrix, ...]
 
@@ -201,13 +204,19 @@ class ExpertStack:
         offsets = [int(offset) for offset in np.frombuffer(table.tobytes(), dtype="<u8")]
         if data[_STACK_HEADER.size + table.size : begin].any():
             raise _refusal(where, "the padding after the expert offsets is not zero")
-        if offsets[0] != begin or offsets[-1] != data.size or any(a >= b for a, b in zip(offsets, offsets[1:], strict=False)):
+        if (
+            offsets[0] != begin
+            or offsets[-1] != data.size
+            or any(a >= b for a, b in itertools.pairwise(offsets))
+        ):
             raise _refusal(where, "the expert offsets do not cover the stack in order")
         experts = []
-        for index, (first, last) in enumerate(zip(offsets, offsets[1:], strict=False)):
+        for index, (first, last) in enumerate(itertools.pairwise(offsets)):
             expert = PackedMatrix.from_buffer(data[first:last], where=f"{where}[{index}]")
             if (expert.rows, expert.cols) != (rows, cols):
-                raise _refusal(where, f"expert {index} is {expert.rows} x {expert.cols}, the stack {rows} x {cols}")
+                raise _refusal(
+                    where, f"expert {index} is {expert.rows} x {expert.cols}, the stack {rows} x {cols}"
+                )
             experts.append(expert)
         return cls(tuple(experts))
 
@@ -238,8 +247,8 @@ def encode_scales(scales: npt.ArrayLike) -> tuple[float, Bytes]:
         scales: float [rows]. Zeros (rows without weights) take code 0.
 
     Returns:
-        (base, codes uint8 [rows]). The scales that a decoder sees are `decode_scales(base, codes)`, within 2.2 % of the
-        wish unless a row's scale is more than 2^15.9 times below the largest.
+        (base, codes uint8 [rows]). A decoder sees the scales `decode_scales(base, codes)`, within 2.2 % of
+        the wish unless a row's scale is more than 2^15.9 times below the largest.
     """
     wish = np.asarray(scales, dtype=np.float64)
     if not np.all(np.isfinite(wish)) or np.any(wish < 0):
@@ -259,7 +268,9 @@ def decode_scales(base: float, codes: Bytes) -> npt.NDArray[np.float32]:
 
 
 def _refusal(where: str, message: str) -> InputError:
-    return InputError(message, tensor=where, remedy="The file is damaged or was not written by ciuic: fetch it again.")
+    return InputError(
+        message, tensor=where, remedy="The file is damaged or was not written by ciuic: fetch it again."
+    )
 
 
 def _as_bytes(buf: Buffer, where: str) -> Bytes:
@@ -279,20 +290,29 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
         if not condition:
             raise InputError(message, tensor=where or None)
 
-    need(1 <= m.rows <= _MAX_DIMENSION and 1 <= m.cols <= _MAX_DIMENSION, f"impossible shape {m.rows} x {m.cols}")
+    need(
+        1 <= m.rows <= _MAX_DIMENSION and 1 <= m.cols <= _MAX_DIMENSION,
+        f"impossible shape {m.rows} x {m.cols}",
+    )
     need(m.L in WINDOWS, f"impossible window length {m.L}")
     need(0 <= m.seed < 2**32, f"impossible seed {m.seed}")
     need(0.0 < m.base <= _MAX_BASE, f"impossible scale base {m.base}")
     groups = padded(m.rows) // TILE
     need(m.row_bits.dtype == np.uint8 and m.row_bits.shape == (groups,), f"row_bits must be uint8 [{groups}]")
-    need(m.row_scale.dtype == np.uint8 and m.row_scale.shape == (m.rows,), f"row_scale must be uint8 [{m.rows}]")
+    need(
+        m.row_scale.dtype == np.uint8 and m.row_scale.shape == (m.rows,),
+        f"row_scale must be uint8 [{m.rows}]",
+    )
     need(bool(_VALID_BITS[m.row_bits].all()), f"bits per weight must be one of {BITS}")
     size = packed_nbytes(m.rows, m.cols, m.row_bits) - packed_nbytes(m.rows, m.cols, 0)
     need(m.codes.dtype == np.uint8 and m.codes.shape == (size,), f"codes must be uint8 [{size}]")
     need(m.codes.flags.c_contiguous, "codes must be contiguous")
     if m.lowrank is not None:
         right, left = m.lowrank
-        need(right.lowrank is None and left.lowrank is None, "a low-rank factor cannot have a low-rank part itself")
+        need(
+            right.lowrank is None and left.lowrank is None,
+            "a low-rank factor cannot have a low-rank part itself",
+        )
         need(right.rows == left.rows, f"ranks {right.rows} and {left.rows} of the low-rank factors differ")
         need(right.rows <= min(m.rows, m.cols), f"rank {right.rows} exceeds the shape {m.rows} x {m.cols}")
         need((right.cols, left.cols) == (m.cols, m.rows), "the low-rank factors do not fit the matrix")
@@ -309,7 +329,12 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
     if not (1 <= rows <= _MAX_DIMENSION and 1 <= cols <= _MAX_DIMENSION) or log2 != log2_block(padded(cols)):
         raise _refusal(where, f"impossible shape {rows} x {cols} with blocks of 2^{log2}")
     has_lowrank = bool(flags & 1)
-    if has_lowrank != (rank > 0) or has_lowrank != (lowrank_bytes > 0) or lowrank_bytes % _ALIGN or (nested and has_lowrank):
+    if (
+        has_lowrank != (rank > 0)
+        or has_lowrank != (lowrank_bytes > 0)
+        or lowrank_bytes % _ALIGN
+        or (nested and has_lowrank)
+    ):
         raise _refusal(where, f"impossible low-rank part: rank {rank}, {lowrank_bytes} bytes")
     groups = padded(rows) // TILE
     scales_at = _HEADER.size + groups
@@ -352,5 +377,3 @@ def _read_lowrank(data: Bytes, where: str) -> tuple[PackedMatrix, PackedMatrix]:
     if middle + end != data.size:
         raise _refusal(where, "the low-rank part has another length than announced")
     return right, left
-
-

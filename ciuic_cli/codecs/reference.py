@@ -1,8 +1,9 @@
 """The definition of the code in numpy, for the reader and for tests. Slow; nothing at run time uses it.
 
-A tile of 16 x 16 weights is a circular string of 256 K bits. Weight i = 16 row + column is decoded from the window of L
-bits that ends at bit (i + 1) K. Tail-biting bit-shift trellis: QTIP (Tseng et al. 2024); byte sums of a multiplicative
-hash as a pseudo-Gaussian code: its "1MAD" code, here with a single odd multiplier and no offset.
+A tile of 16 x 16 weights is a circular string of 256 K bits. Weight i = 16 row + column is decoded from the
+window of L bits that ends at bit (i + 1) K. Tail-biting bit-shift trellis: QTIP (Tseng et al. 2024); byte
+sums of a multiplicative hash as a pseudo-Gaussian code: its "1MAD" code, here with a single odd multiplier
+and no offset.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TILE_WEIGHTS = TILE * TILE
 
 
 def levels(windows: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
-    """The integers, -510 to 510, that windows stand for: byte sum of window * MULTIPLIER mod 2^32, minus 510."""
+    """What windows stand for, -510 to 510: byte sum of window * MULTIPLIER mod 2^32, minus 510."""
     product = windows.astype(np.uint64) * np.uint64(MULTIPLIER)
     total = sum((product >> np.uint64(8 * k)) & np.uint64(0xFF) for k in range(4))
     return np.asarray(total).astype(np.int32) - LEVEL_CENTRE
@@ -64,7 +65,7 @@ def decode(packed: PackedMatrix) -> npt.NDArray[np.float32]:
 
 
 def viterbi(x: npt.NDArray[np.float64], bits: int, window: int) -> tuple[npt.NDArray[np.int64], float]:
-    """The best closed path for one tile, by exhaustive search over all 2^(L-K) overlaps. Memory and time: 2^(2L-K).
+    """The best closed path for one tile, by search over all 2^(L-K) overlaps. Memory and time: 2^(2L-K).
 
     Args:
         x: float [256], targets in units of the level.

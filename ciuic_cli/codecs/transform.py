@@ -1,7 +1,8 @@
 """The input transform: random signs and a block Hadamard matrix, so that weights look Gaussian.
 
-T(x) = H_B (x * s) per block of B inputs, H_B the orthonormal Sylvester-ordered Hadamard matrix. Stored weights are T of
-each row of W, and W x = (T W) (T x). Source: QuIP# (Tseng et al. 2024), with blocks instead of one large matrix.
+T(x) = H_B (x * s) per block of B inputs, H_B the orthonormal Sylvester-ordered Hadamard matrix. Stored
+weights are T of each row of W, and W x = (T W) (T x). Source: QuIP# (Tseng et al. 2024), with blocks
+instead of one large matrix.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _signs(cols_padded: int, seed: int) -> np.ndarray:
 
 
 def signs(cols_padded: int, seed: int = 0) -> torch.Tensor:
-    """The signs s of the transform, float32 [cols_padded], each +1 or -1 (murmur3 finalizer of seed and index)."""
+    """The signs s of the transform, float32 [cols_padded], +1 or -1 (murmur3 finalizer of seed and index)."""
     return torch.from_numpy(_signs(cols_padded, seed).copy())
 
 
@@ -83,13 +84,15 @@ def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
 
 
 def _apply_torch(x: torch.Tensor, sign: torch.Tensor, log2: int, *, inverse: bool) -> torch.Tensor:
-    """The same in torch operations, for other devices and as the definition that the native code is tested against."""
+    """The same in torch operations: for other devices, and what the native code is tested against."""
     shape = x.shape
     if not inverse:
         x = x * sign
     x = x.reshape(-1, 1 << log2)
     for level in range(log2):
         pairs = x.reshape(x.shape[0], -1, 2, 1 << level)
-        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2).reshape(x.shape)
+        x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2).reshape(
+            x.shape
+        )
     x = (x * (1 << log2) ** -0.5).reshape(shape)
     return x * sign if inverse else x

@@ -19,8 +19,8 @@ from ciuic_cli.errors import UsageError
 
 DEFAULT_WINDOW = 16
 
-# At the default window: best scale of the code relative to the weights' standard deviation, and mean squared error at that
-# scale times 4^K, by bits per weight K. Measured; other windows are in codecs/figures.py.
+# At the default window, by bits per weight K: best scale of the code relative to the weights' standard
+# deviation, and mean squared error at that scale times 4^K. Other windows: codecs/figures.py.
 CODE_SCALE = SCALE_BY_WINDOW[DEFAULT_WINDOW]
 CODE_MSE = MSE_BY_WINDOW[DEFAULT_WINDOW]
 
@@ -44,10 +44,12 @@ def round_matrix(
 
     Args:
         weight: float32 [rows_padded, cols_padded], CPU, both multiples of 16.
-        scale: float32 [rows_padded], scale of each row's code; 0 marks a padding row whose error costs nothing.
+        scale: float32 [rows_padded], scale of each row's code; 0 marks a padding row, whose error costs
+            nothing.
         row_bits: [rows_padded / 16] bits per weight of each row group: 0, 2, 3, 4, 5, 6 or 8.
         L: window length, 12 to 16.
-        input_feedback: A, float32 [cols_padded, cols_padded]; only its part below the 16 x 16 block diagonal is read.
+        input_feedback: A, float32 [cols_padded, cols_padded]; only what lies below its 16 x 16 diagonal
+            blocks is read.
         output_feedback: B, float32 [rows_padded, rows_padded]; likewise.
         threads: default torch.get_num_threads(). The result does not depend on it.
         progress: counts finished tiles while the call runs; another thread may read it.
@@ -65,8 +67,8 @@ def round_matrix(
     bits = np.ascontiguousarray(np.asarray(row_bits, dtype=np.uint8))
     if rows % TILE or cols % TILE or scales.shape != (rows,) or bits.shape != (rows // TILE,):
         raise UsageError(
-            f"cannot round a {rows} x {cols} matrix with {scales.shape} scales and {bits.shape} row bits: rows and columns "
-            "must be multiples of 16, with one scale per row and one bit width per 16 rows"
+            f"cannot round a {rows} x {cols} matrix with {scales.shape} scales and {bits.shape} row bits: "
+            "rows and columns must be multiples of 16, with one scale per row and one bit width per 16 rows"
         )
     a = None if input_feedback is None else _matrix(input_feedback, (cols, cols), "input_feedback")
     b = None if output_feedback is None else _matrix(output_feedback, (rows, rows), "output_feedback")
@@ -104,8 +106,8 @@ def decode(
     """Decodes rows row_begin to row_end - 1, without the low-rank part.
 
     Returns:
-        [row_end - row_begin, cols_padded] in the transformed basis, or [.., cols] with `original_basis` (inverse Hadamard
-        transform and signs applied, padding cut), of `out_dtype`.
+        [row_end - row_begin, cols_padded] in the transformed basis, or [.., cols] with `original_basis`
+        (inverse Hadamard transform and signs applied, padding cut), of `out_dtype`.
 
     Raises:
         UsageError: a row range outside the matrix.
@@ -138,7 +140,8 @@ def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None
     """
     index = rows.to(device="cpu", dtype=torch.int64).contiguous()
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < packed.rows:
-        raise UsageError(f"rows {int(index.min())} to {int(index.max())} are outside a matrix of {packed.rows} rows")
+        first, last = int(index.min()), int(index.max())
+        raise UsageError(f"rows {first} to {last} are outside a matrix of {packed.rows} rows")
     out = torch.empty((index.numel(), packed.cols_padded), dtype=torch.float32)
     status = native.library().ciuic_decode_rows(
         *packed.native_arguments,
@@ -154,12 +157,14 @@ def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None
 def matmul(packed: PackedMatrix, x: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
     """y = W x straight from the codes, without the low-rank part; meant for batches of 1 to 8.
 
-    Activations are transformed and rounded to 15 bits per block of 256 inputs; the rest is exact up to float32 sums of
-    blocks. The relative error against the product with the decoded matrix is below 2e-4 on Gaussian activations.
+    Activations are transformed and rounded to 15 bits per block of 256 inputs; the rest is exact up to
+    float32 sums of blocks. The relative error against the product with the decoded matrix is below 2e-4 on
+    Gaussian activations.
 
     Args:
         x: float [batch, cols], CPU, in the original basis.
-        threads: default torch.get_num_threads(). The result does not depend on it, nor on the instruction set.
+        threads: default torch.get_num_threads(). The result depends neither on it nor on the instruction
+            set.
 
     Returns:
         float32 [batch, rows].
@@ -191,6 +196,7 @@ def matmul(packed: PackedMatrix, x: torch.Tensor, *, threads: int | None = None)
 def _matrix(tensor: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
     if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or tensor.device.type != "cpu":
         raise UsageError(
-            f"{name} must be float32 {shape} on the CPU, not {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
+            f"{name} must be float32 {shape} on the CPU, not {tensor.dtype} {tuple(tensor.shape)} "
+            f"on {tensor.device}"
         )
     return tensor.detach().contiguous()
