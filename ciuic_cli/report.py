@@ -369,7 +369,7 @@ def _colour(bits: float) -> tuple[str, str]:
             share = (bits - low) / (high - low)
             red, green, blue = (round(a + share * (b - a)) for a, b in zip(first, second, strict=True))
             mixed = (red, green, blue)
-    return "#{:02x}{:02x}{:02x}".format(*mixed), "light" if bits > 4 else "dark"
+    return "#{:02x}{:02x}{:02x}".format(*mixed), "light" if bits > 4.5 else "dark"
 
 
 def _by(rows: Iterable[Row], key: str) -> dict[str, list[Row]]:
@@ -396,7 +396,7 @@ def _wrapped(role: str) -> list[str]:
 
 
 def _kl(value: float) -> str:
-    return f"{value:.3g}"
+    return f"{value:#.3g}"
 
 
 def _text(value: object, limit: int = 200) -> str:
