@@ -41,7 +41,9 @@ def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
     """
     smallest = np.where(np.isinf(loss), np.iinfo(np.int64).max, nbytes).min(axis=1)
     if int(smallest.sum()) > budget:
-        raise TargetError(f"the budget of {budget} bytes is below the smallest possible {int(smallest.sum())}")
+        raise TargetError(
+            f"the budget of {budget} bytes is below the smallest possible {int(smallest.sum())}"
+        )
     low, high = 1e-40, 1e40
     while high / low > 1 + 1e-9:
         middle = (low * high) ** 0.5

@@ -19,10 +19,8 @@ from ciuic_cli.statistics.collect import Statistics
 
 def read_unit(model_map: ModelMap, unit: Unit) -> torch.Tensor:
     """The weight (rows, cols) in float32; raises `InputError` for NaN or infinity."""
-    if unit.expert is None:
-        weight = model_map.read(unit.name)
-    else:
-        weight = model_map.read_expert(unit.name, unit.expert)
+    name, expert = unit.name, unit.expert
+    weight = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
     require_finite(weight, unit.key)
     return weight.float()
 

@@ -11,50 +11,36 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.folder import locate, read_config
-from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.errors import InputError, UsageError
-from ciuic_cli.inspection import is_artifact
-from ciuic_cli.runtime.loading import choose_device, load
+from ciuic_cli.opening import expected_bytes, free_memory, open_model, open_tokenizer
+from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import beginning, read_text, tokenize
 
 MINIMUM_TOKENS = 32
 """A last, partial window counts if it predicts at least so many tokens."""
-BLOCK_TOKENS = 256
-"""Positions whose whole-vocabulary distributions are compared at once."""
+BLOCK_BYTES = 32 << 20
+"""Bytes of one float64 block (positions x vocabulary); a few of them exist at a time."""
+MINIMUM_CLUSTERS = 8
+"""With fewer windows than this the standard error comes from single tokens."""
 
 Progress = Callable[[str, int, int], None]
+Floats = NDArray[np.float64]
 
 
-def open_model(path: str | Path, device: str = "auto") -> Any:
-    """An artifact or a dense checkpoint as a transformers model in evaluation mode, in its own dtype."""
-    folder = locate(path)
-    if is_artifact(read_config(folder)):
-        return load(folder, device=device)
-    checkpoint = open_checkpoint(folder)
-    if checkpoint.scales:
-        raise InputError(
-            "a checkpoint with FP8 or FP4 weights cannot be evaluated as it is",
-            file=checkpoint.folder,
-            remedy="evaluate the artifact alone, or give a bfloat16 copy of the original as --base",
-        )
-    model = AutoModelForCausalLM.from_pretrained(checkpoint.folder, dtype="auto", trust_remote_code=False)
-    return model.eval().to(choose_device(device))
-
-
-def open_tokenizer(path: str | Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            "the tokenizer cannot be loaded", file=path, remedy="copy tokenizer.json and tokenizer_config.json there"
-        ) from error
+def default_text() -> str:
+    """The package's own evaluation text (sources and licences: data/SOURCES.md)."""
+    return resources.files("ciuic_cli").joinpath("data/eval.txt").read_text(encoding="utf-8")
 
 
 def windows_of(text: str, tokenizer: Any, seqlen: int, limit: int | None) -> list[torch.Tensor]:
-    """Consecutive windows of at most seqlen tokens, each with the tokenizer's own beginning (BOS)."""
+    """Consecutive windows of at most seqlen tokens, each with the tokenizer's own beginning (BOS).
+
+    Returns LongTensors (length,). They do not overlap; a rest that predicts fewer than MINIMUM_TOKENS is left
+    out. Raises InputError if no window remains, UsageError if seqlen is too small.
+    """
     prefix = beginning(tokenizer)
     body = seqlen - len(prefix)
     if body < 2:
@@ -64,22 +50,45 @@ def windows_of(text: str, tokenizer: Any, seqlen: int, limit: int | None) -> lis
     windows = [window for window in windows if len(window) > MINIMUM_TOKENS]
     if not windows:
         raise InputError(
-            f"the text has {len(ids)} tokens; more than {MINIMUM_TOKENS} are needed", remedy="give a longer text"
+            f"the text has {len(ids)} tokens; more than {MINIMUM_TOKENS} are needed",
+            remedy="give a longer text",
         )
     return windows[:limit]
 
 
-@dataclass
-class _Sums:
-    """Per-token figures of all windows."""
+def token_figures(
+    logits: torch.Tensor, base_logits: torch.Tensor | None, targets: torch.Tensor
+) -> dict[str, Floats]:
+    """Figures of each predicted token, in float64 over the whole vocabulary, block by block.
 
-    nll: list[np.ndarray]
-    base_nll: list[np.ndarray]
-    kl: list[np.ndarray]
-    same: list[np.ndarray]
+    Args:
+        logits: (tokens, vocabulary) of the model. base_logits: the same of the original, or None.
+        targets: (tokens,) the tokens that followed.
+
+    Returns:
+        nll: negative log-likelihood in nats; with base_logits also base_nll, kl = KL(base || model) in nats,
+        and same: 1.0 where both find the same token most likely.
+    """
+    rows = max(1, BLOCK_BYTES // (8 * logits.shape[-1]))
+    found: dict[str, list[Floats]] = {}
+
+    def keep(name: str, values: torch.Tensor) -> None:
+        found.setdefault(name, []).append(values.double().cpu().numpy())
+
+    for start in range(0, len(targets), rows):
+        block = slice(start, start + rows)
+        target = targets[block, None]
+        log_q = logits[block].double().log_softmax(-1)
+        keep("nll", -log_q.gather(1, target)[:, 0])
+        if base_logits is not None:
+            log_p = base_logits[block].to(log_q.device).double().log_softmax(-1)
+            keep("base_nll", -log_p.gather(1, target)[:, 0])
+            keep("same", log_p.argmax(-1) == log_q.argmax(-1))
+            keep("kl", (log_p.exp() * (log_p - log_q)).sum(-1))
+    return {name: np.concatenate(blocks) for name, blocks in found.items()}
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def evaluate(
     path: str | Path,
     *,
@@ -92,100 +101,169 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity of a model on a text; with `base`, also the KL divergence from it.
 
+    On a CPU both models compute in float32 if their weights fit into memory so: two bfloat16 computations of
+    the same model differ by a KL divergence of about 0.001, which is no damage done by compression. On a GPU
+    they compute as they are stored.
+
     Args:
-        path: an artifact or a dense checkpoint. base: the original to compare with.
+        path: an artifact or a checkpoint. base: the original to compare with.
         text: UTF-8 file; None: the package's own evaluation text. limit: windows at most.
+        seqlen: tokens per window, BOS included; less where the model has fewer positions.
 
     Returns:
-        perplexity; stderr, its standard error (delta method: perplexity times the standard error of the mean
-        of the windows' mean negative log-likelihoods; of the tokens' when there is one window only); tokens; windows;
-        with base: base_perplexity, perplexity_ratio, kl_mean, kl_median, kl_p99 (nats per token, KL(base || model)
-        over the whole vocabulary), top1_agreement.
+        perplexity; stderr, its standard error by the delta method: perplexity times the standard error of the
+        mean negative log-likelihood, whose samples are the windows (`stderr_samples`; the tokens if there
+        are fewer than MINIMUM_CLUSTERS windows); tokens (predicted ones); windows; seqlen; dtype; with base:
+        base_perplexity, base_stderr, perplexity_ratio and its perplexity_ratio_stderr (from paired
+        differences), kl_mean with its kl_stderr, kl_median, kl_p99 (nats per token, KL(base || model) over the
+        whole vocabulary), top1_agreement.
 
     Raises:
-        InputError: unusable text or model, or vocabularies that differ.
+        InputError: unusable text or model, vocabularies that differ, predictions that are not finite.
+        EnvironmentFault: the device or the memory is not there.
     """
-    content = read_text(Path(text)) if text else default_text()
-    windows = windows_of(content, open_tokenizer(path), seqlen, limit)
-    model = open_model(path, device)
-    reference = None if base is None else open_model(base, device)
-    if reference is not None and reference.config.vocab_size != model.config.vocab_size:
-        raise InputError(
-            f"the base has {reference.config.vocab_size} tokens, the model {model.config.vocab_size}",
-            file=base,
-            remedy="compare with the checkpoint that the artifact was made from",
-        )
-    sums = _Sums([], [], [], [])
+    folders = [locate(folder) for folder in (path, base) if folder is not None]
+    content = read_text(Path(text)) if text is not None else default_text()
+    seqlen = min([seqlen, *(_positions(folder) for folder in folders)])
+    windows = windows_of(content, open_tokenizer(folders[0]), seqlen, limit)
+    dtype = _dtype(folders, choose_device(device))
+    model = open_model(folders[0], device, dtype)
+    _require_vocabulary(model, windows, folders[0])
+    reference = None if base is None else open_model(folders[1], device, dtype)
+    sums: list[dict[str, Floats]] = []
     for number, window in enumerate(windows):
-        _add_window(sums, model, reference, window)
+        logits = _logits(model, window)
+        base_logits = None if reference is None else _logits(reference, window)
+        if base_logits is not None and base_logits.shape != logits.shape:
+            raise InputError(
+                f"the base predicts {base_logits.shape[-1]} tokens, the model {logits.shape[-1]}",
+                file=folders[1],
+                remedy="compare with the checkpoint that the artifact was made from",
+            )
+        sums.append(token_figures(logits, base_logits, window[1:].to(logits.device)))
+        if not all(np.isfinite(values).all() for values in sums[-1].values()):
+            raise InputError(
+                f"predictions that are not finite, in window {number}",
+                file=folders[0],
+                remedy="the weights are damaged: check them with `ciuic inspect --verify`",
+            )
         progress("windows", number + 1, len(windows))
-    return _figures(sums, windows)
-
-
-def default_text() -> str:
-    return resources.files("ciuic_cli").joinpath("data/eval.txt").read_text(encoding="utf-8")
-
-
-def _add_window(sums: _Sums, model: Any, reference: Any, window: torch.Tensor) -> None:
-    ids = window[None].to(model.device)
-    targets = window[1:].to(model.device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
-    base_logits = None if reference is None else reference(input_ids=ids, use_cache=False).logits[0, :-1]
-    rows: list[list[np.ndarray]] = [[], [], [], []]
-    for start in range(0, len(targets), BLOCK_TOKENS):
-        block = slice(start, start + BLOCK_TOKENS)
-        log_q = logits[block].float().log_softmax(-1)
-        target = targets[block, None]
-        rows[0].append(_numpy(-log_q.gather(1, target)[:, 0]))
-        if base_logits is not None:
-            log_p = base_logits[block].float().log_softmax(-1)
-            rows[1].append(_numpy(-log_p.gather(1, target)[:, 0]))
-            rows[2].append(_numpy((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64)))
-            rows[3].append(_numpy(log_p.argmax(-1) == log_q.argmax(-1)))
-    sums.nll.append(np.concatenate(rows[0]))
-    if base_logits is not None:
-        sums.base_nll.append(np.concatenate(rows[1]))
-        sums.kl.append(np.concatenate(rows[2]))
-        sums.same.append(np.concatenate(rows[3]))
-
-
-def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.double().cpu().numpy()
-
-
-def _figures(sums: _Sums, windows: list[torch.Tensor]) -> dict[str, Any]:
-    nll = np.concatenate(sums.nll)
-    perplexity = math.exp(nll.mean())
-    samples = np.array([part.mean() for part in sums.nll]) if len(sums.nll) > 1 else nll
-    found: dict[str, Any] = {
-        "perplexity": perplexity,
-        "stderr": perplexity * float(samples.std(ddof=1)) / math.sqrt(len(samples)),
-        "tokens": int(nll.size),
-        "windows": len(windows),
-        "seqlen": max(len(window) for window in windows),
+    return _summary(sums) | {
+        "seqlen": max(map(len, windows)),
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
-    if sums.kl:
-        kl = np.concatenate(sums.kl)
-        base_perplexity = math.exp(np.concatenate(sums.base_nll).mean())
-        found |= {
-            "base_perplexity": base_perplexity,
-            "perplexity_ratio": perplexity / base_perplexity,
-            "kl_mean": float(kl.mean()),
-            "kl_median": float(np.median(kl)),
-            "kl_p99": float(np.quantile(kl, 0.99)),
-            "top1_agreement": float(np.concatenate(sums.same).mean()),
-        }
-    return found
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_new_tokens: int = 64) -> str:
     """What a model says after `prompt`, greedily; prompt included."""
+    from transformers import GenerationConfig
+
     tokenizer = open_tokenizer(path)
     model = open_model(path, device)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
-    output = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_new_tokens, do_sample=False,
-        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-    )  # fmt: skip
+    own = model.generation_config
+    # A fresh configuration: penalties and temperatures that a checkpoint asks for would not be greedy.
+    greedy = GenerationConfig(
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        bos_token_id=own.bos_token_id,
+        eos_token_id=own.eos_token_id,
+        pad_token_id=next(
+            (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0
+        ),
+    )
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+def _positions(folder: Path) -> int:
+    config = read_config(folder)
+    found = config.get("max_position_embeddings", config.get("n_positions"))
+    return found if isinstance(found, int) and found > 0 else 1 << 30
+
+
+def _dtype(folders: list[Path], place: torch.device) -> torch.dtype | None:
+    if place.type != "cpu":
+        return None
+    needed = sum(expected_bytes(folder, torch.float32) for folder in folders)
+    return torch.float32 if needed < free_memory(place) // 2 else None
+
+
+def _logits(model: Any, window: torch.Tensor) -> torch.Tensor:
+    """(tokens, vocabulary): the predictions of every token of a window but the first."""
+    output = model(input_ids=window[None].to(model.device), use_cache=False)
+    logits: torch.Tensor = output.logits[0, :-1]
+    return logits
+
+
+def _require_vocabulary(model: Any, windows: list[torch.Tensor], folder: Path) -> None:
+    rows = model.config.get_text_config().vocab_size
+    highest = max(int(window.max()) for window in windows)
+    if highest >= rows:
+        raise InputError(
+            f"the tokenizer gives token {highest}, the model has only {rows}",
+            file=folder,
+            remedy="check that tokenizer and weights belong together",
+        )
+
+
+@dataclass(frozen=True)
+class Mean:
+    """A mean over tokens and its standard error; `samples` says what counted as independent."""
+
+    value: float
+    stderr: float
+    samples: str
+
+
+def mean_of(windows: list[Floats]) -> Mean:
+    """Mean over all tokens; its standard error treats windows as the samples, or tokens if they are few.
+
+    Tokens of one window are correlated. The mean is a ratio of sums over windows, sum S_i / sum n_i, with the
+    variance W/(W-1) sum (S_i - mean n_i)^2 / (sum n_i)^2 (the ratio estimator's, by the delta method).
+    """
+    values = np.concatenate(windows)
+    mean = float(values.mean())
+    if len(windows) >= MINIMUM_CLUSTERS:
+        count = len(windows)
+        residual = np.array([part.sum() - mean * part.size for part in windows])
+        variance = count / (count - 1) * float(residual @ residual) / values.size**2
+        return Mean(mean, math.sqrt(variance), "windows")
+    spread = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    return Mean(mean, spread / math.sqrt(values.size), "tokens")
+
+
+def _summary(sums: list[dict[str, Floats]]) -> dict[str, Any]:
+    nll = mean_of([part["nll"] for part in sums])
+    perplexity = _exp(nll.value)
+    found: dict[str, Any] = {
+        "perplexity": perplexity,
+        "stderr": perplexity * nll.stderr,
+        "stderr_samples": nll.samples,
+        "tokens": sum(part["nll"].size for part in sums),
+        "windows": len(sums),
+    }
+    if "kl" not in sums[0]:
+        return found
+    base_nll = mean_of([part["base_nll"] for part in sums])
+    difference = mean_of([part["nll"] - part["base_nll"] for part in sums])
+    divergence = mean_of([part["kl"] for part in sums])
+    kl = np.concatenate([part["kl"] for part in sums])
+    ratio = _exp(difference.value)
+    return found | {
+        "base_perplexity": _exp(base_nll.value),
+        "base_stderr": _exp(base_nll.value) * base_nll.stderr,
+        "perplexity_ratio": ratio,
+        "perplexity_ratio_stderr": ratio * difference.stderr,
+        "kl_mean": max(0.0, divergence.value),
+        "kl_stderr": divergence.stderr,
+        "kl_median": max(0.0, float(np.median(kl))),
+        "kl_p99": max(0.0, float(np.quantile(kl, 0.99))),
+        "top1_agreement": float(np.concatenate([part["same"] for part in sums]).mean()),
+    }
+
+
+def _exp(value: float) -> float:
+    """e to the value; infinity where a ruined model's loss is beyond the range."""
+    return math.exp(value) if value < 709.0 else math.inf

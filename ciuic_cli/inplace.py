@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import torch
 from safetensors import safe_open
 from torch import nn
 
@@ -33,21 +32,23 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         CiuicError: as `compress`; the model is unchanged then.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
-        raise UsageError("only transformers models can be compressed in place", remedy="pass a PreTrainedModel")
+        raise UsageError(
+            "only transformers models can be compressed in place", remedy="pass a PreTrainedModel"
+        )
     if tokenizer is None:
         tokenizer = _own_tokenizer(model)
     with tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
         source, out = Path(folder) / "source", Path(folder) / "out"
-        model.save_pretrained(source)
+        cast(Any, model).save_pretrained(source)
         tokenizer.save_pretrained(source)
         report = compress(source, out, **options)
-        blobs: dict[str, torch.Tensor] = {}
+        blobs: dict[str, Any] = {}
         for file in sorted(out.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
                 compressed = {row["name"] for row in report["components"] if "dense" not in row}
                 blobs |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in compressed}  # noqa: SIM118
         notes = {"bits_per_weight": report["bits_per_weight"], "ratio": report["ratio"]}
-        return pack_module_inplace(model, blobs, notes=notes)  # type: ignore[return-value]
+        return cast(Model, pack_module_inplace(model, blobs, notes=notes))
 
 
 def _own_tokenizer(model: Any) -> Any:

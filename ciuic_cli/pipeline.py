@@ -20,14 +20,24 @@ from transformers import AutoTokenizer
 from ciuic_cli import __version__
 from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import lay_out
+from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
-from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.journal import Journal
-from ciuic_cli.planning import Arms, PassOptions, Plan, Unit, check_reachable, make_plan, stored_dtype, stored_tensors, units_of
+from ciuic_cli.planning import (
+    Arms,
+    PassOptions,
+    Plan,
+    Unit,
+    check_reachable,
+    make_plan,
+    stored_dtype,
+    stored_tensors,
+    units_of,
+)
 from ciuic_cli.probing import role_corrections
 from ciuic_cli.report import render_html
 from ciuic_cli.statistics.calibration import calibration_batch
@@ -205,7 +215,12 @@ class _Run:
         stored = self.journal.load("corrections")
         if stored is None:
             found = role_corrections(
-                self.map, self.statistics, plan, self._meter(), window=self.options.window, progress=self.progress
+                self.map,
+                self.statistics,
+                plan,
+                self._meter(),
+                window=self.options.window,
+                progress=self.progress,
             )
             stored = json.dumps(found).encode()
             self.journal.save("corrections", stored)
@@ -230,7 +245,8 @@ class _Run:
             if name not in steps:
                 return None
             parts = [
-                decode_dense(PackedMatrix.from_buffer(self._blob(number), where=name)) for number in steps[name]
+                decode_dense(PackedMatrix.from_buffer(self._blob(number), where=name))
+                for number in steps[name]
             ]
             return torch.stack(parts) if len(self.map.parameters[name].shape) == 3 else parts[0]
 
@@ -319,12 +335,16 @@ def _check_output(out: Path, checkpoint: Checkpoint, *, force: bool, dry_run: bo
     if dry_run:
         return
     if out.exists() and not force:
-        raise InputError("the output exists already", file=out, remedy="choose another folder, or add --force")
+        raise InputError(
+            "the output exists already", file=out, remedy="choose another folder, or add --force"
+        )
     if out.exists() and not out.is_dir():
         raise InputError("the output is a file", file=out, remedy="choose a folder")
     parent = next(path for path in out.absolute().parents if path.exists())
     if not os.access(parent, os.W_OK | os.X_OK):
-        raise InputError("the output's folder is read-only", file=parent, remedy="choose a folder you can write to")
+        raise InputError(
+            "the output's folder is read-only", file=parent, remedy="choose a folder you can write to"
+        )
 
 
 def _budget(original: int, ratio: float, target_bpw: float | None, target_size: int | None) -> int:

@@ -93,7 +93,9 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
             both = g.sum() + as_input.sum()
             h = (g.sum() * h + as_input.sum() * use.moment / trace) / both
             g = g + as_input
-    if h is None or g is None:  # never reached by the calibration text and without a pool: count it as average
+    if (
+        h is None or g is None
+    ):  # never reached by the calibration text and without a pool: count it as average
         h = torch.eye(unit.cols) / unit.cols
         g = torch.full((unit.rows,), 1e-6)
     return Importance(h, g)
@@ -163,7 +165,9 @@ class Plan:
         return sum(plan.predicted_kl for plan in self.units.values())
 
 
-def blob_sizes(model_map: ModelMap, arms: Sequence[Arms], row_bits: dict[str, NDArray[np.uint8]]) -> dict[str, int]:
+def blob_sizes(
+    model_map: ModelMap, arms: Sequence[Arms], row_bits: dict[str, NDArray[np.uint8]]
+) -> dict[str, int]:
     """Bytes of every compressed parameter's blob, stacks included."""
     single: dict[str, list[int]] = {}
     for arm in arms:
@@ -171,7 +175,8 @@ def blob_sizes(model_map: ModelMap, arms: Sequence[Arms], row_bits: dict[str, ND
         size = packed_nbytes(unit.rows, unit.cols, row_bits[unit.key], arm.lowrank_bytes)
         single.setdefault(unit.name, []).append(size)
     return {
-        name: sum(sizes) + (stack_header_nbytes(len(sizes)) if len(model_map.parameters[name].shape) == 3 else 0)
+        name: sum(sizes)
+        + (stack_header_nbytes(len(sizes)) if len(model_map.parameters[name].shape) == 3 else 0)
         for name, sizes in single.items()
     }
 
@@ -194,12 +199,16 @@ def dense_tensors(model_map: ModelMap) -> list[StoredTensor]:
     for name in dense_names(model_map):
         dtype = stored_dtype(model_map, name)
         shape = model_map.parameters[name].shape
-        found.append(StoredTensor(name, _SAFETENSORS_NAMES[dtype], shape, int(np.prod(shape)) * dtype.itemsize))
+        found.append(
+            StoredTensor(name, _SAFETENSORS_NAMES[dtype], shape, int(np.prod(shape)) * dtype.itemsize)
+        )
     return found
 
 
 def stored_tensors(model_map: ModelMap, blobs: dict[str, int]) -> list[StoredTensor]:
-    return dense_tensors(model_map) + [StoredTensor(name, "U8", (size,), size) for name, size in blobs.items()]
+    return dense_tensors(model_map) + [
+        StoredTensor(name, "U8", (size,), size) for name, size in blobs.items()
+    ]
 
 
 @dataclass(frozen=True)
@@ -222,14 +231,14 @@ def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
     found = []
     for arm in arms:
         unit = arm.unit
-        partners = [
-            by_key.get(unit.key.replace("down_proj", other)) for other in ("gate_proj", "up_proj", "gate_up_proj")
-        ]
-        partners = [partner for partner in partners if partner is not None and partner is not arm]
+        names = [unit.key.replace("down_proj", other) for other in ("gate_proj", "up_proj", "gate_up_proj")]
+        partners = [by_key[name] for name in names if name in by_key and name != unit.key]
         if not partners:
             continue
         for block, loss in enumerate(arm.channels):
-            members = tuple((partner.unit.key, block) for partner in partners if partner.unit.rows == unit.cols)
+            members = tuple(
+                (partner.unit.key, block) for partner in partners if partner.unit.rows == unit.cols
+            )
             if members:
                 found.append(prune.Structure(unit.key, block, members, float(loss) * arm.correction))
         if unit.expert is not None:
@@ -302,7 +311,10 @@ class _Solution:
         full = {arm.unit.key: np.full(arm.unit.groups, max(self.widths), np.uint8) for arm in self.arms}
         small = stored_bytes(lay_out(stored_tensors(self.map, blob_sizes(self.map, self.arms, empty))))
         headers = [
-            sum(len(shard.header) for shard in lay_out(stored_tensors(self.map, blob_sizes(self.map, self.arms, bits))))
+            sum(
+                len(shard.header)
+                for shard in lay_out(stored_tensors(self.map, blob_sizes(self.map, self.arms, bits)))
+            )
             for bits in (empty, full)
         ]
         return small + max(0, headers[1] - headers[0])
@@ -323,7 +335,9 @@ class _Solution:
         try:
             return allocate(loss, nbytes, self.budget - self.overhead())
         except TargetError as error:
-            least = np.where(np.isinf(loss), np.iinfo(np.int64).max, nbytes).min(axis=1).sum() + self.overhead()
+            least = (
+                np.where(np.isinf(loss), np.iinfo(np.int64).max, nbytes).min(axis=1).sum() + self.overhead()
+            )
             original = 2 * self.map.stored_numel
             raise TargetError(
                 f"the target of {self.budget:,} bytes cannot be reached: the least is {int(least):,} bytes, "

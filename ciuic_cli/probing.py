@@ -33,7 +33,9 @@ def rounding_noise(
     """A stand-in for the rounded matrix: the weight (m, n) plus Gaussian noise with the code's error, fed back
     on both sides as rounding would feed it."""
     error = MSE_BY_WINDOW[window]
-    variance = torch.tensor([error[int(k)] * 4.0 ** -int(k) if k else 0.0 for k in row_bits]).repeat_interleave(BLOCK)
+    variance = torch.tensor(
+        [error[int(k)] * 4.0 ** -int(k) if k else 0.0 for k in row_bits]
+    ).repeat_interleave(BLOCK)
     noise = torch.randn(prepared.weight.shape, generator=generator)
     noise *= (variance.sqrt() * prepared.deviation)[:, None]
     if prepared.outputs.factor is not None:
@@ -65,7 +67,9 @@ def role_corrections(
             by_name.setdefault(unit.name, []).append(unit)
         generator = torch.Generator().manual_seed(0)
 
-        def changed(name: str, by_name: dict[str, list[Unit]] = by_name, generator: torch.Generator = generator) -> torch.Tensor | None:
+        def changed(
+            name: str, by_name: dict[str, list[Unit]] = by_name, generator: torch.Generator = generator
+        ) -> torch.Tensor | None:
             members = by_name.get(name)
             if members is None:
                 return None

@@ -43,8 +43,11 @@ def build_report(
         "measured_kl": measured_kl,
         "components": rows,
         "passes": _passes(plan),
-        "statistics": {"tokens": statistics.total_tokens, "experts_without_tokens": _untouched(plan, statistics),
-                       "roles": corrections},
+        "statistics": {
+            "tokens": statistics.total_tokens,
+            "experts_without_tokens": _untouched(plan, statistics),
+            "roles": corrections,
+        },
         "warnings": list(model_map.warnings),
         "dropped": list(model_map.dropped),
         "options": options,
@@ -61,7 +64,7 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
     for parameter in model_map.parameters.values():
         if parameter.tied_to:
             continue
-        base = {"name": parameter.name, "role": parameter.role, "shape": list(parameter.shape)}
+        base: dict[str, Any] = {"name": parameter.name, "role": parameter.role, "shape": list(parameter.shape)}
         base["parameters"] = parameter.numel
         if not parameter.compress:
             size = parameter.numel * stored_dtype(model_map, parameter.name).itemsize
@@ -73,7 +76,7 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
         members = by_name[parameter.name]
         size = plan.blob_bytes[parameter.name]
         widths = np.concatenate([member.row_bits for member in members])
-        row = {
+        row: dict[str, Any] = {
             **base, "bytes": size, "bits": 8.0 * size / parameter.numel,
             "widths": {str(int(k)): int((widths == k).sum()) for k in np.unique(widths)},
             "rank": max(member.rank for member in members), "pruned": float((widths == 0).mean()),

@@ -141,5 +141,6 @@ def _exchange(first: Path, second: Path) -> bool:
         return False
     at_working_directory, exchange = -100, 2
     return bool(
-        rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange) == 0
+        rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange)
+        == 0
     )

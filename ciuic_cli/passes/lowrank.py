@@ -82,7 +82,8 @@ def encode(
     """The coded factors (R, Lᵀ), and their product (m, n) as the decoder will see it."""
     left, right = factor(weight, row_weight, rank)
     coded = tuple(
-        round_plain(part.contiguous(), FACTOR_BITS, window=window, threads=threads) for part in (right, left.T)
+        round_plain(part.contiguous(), FACTOR_BITS, window=window, threads=threads)
+        for part in (right, left.T)
     )
     r, lt = (decode(part, original_basis=True) for part in coded)
     return (coded[0], coded[1]), lt.T @ r

@@ -62,7 +62,9 @@ def block_ldl(moment: torch.Tensor) -> Feedback:
     else:
         return Feedback(None, moment.diagonal().float())
     count = len(moment) // BLOCK
-    blocks = torch.stack([lower[i * BLOCK : (i + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK] for i in range(count)])
+    blocks = torch.stack(
+        [lower[i * BLOCK : (i + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
+    )
     inverse = torch.linalg.inv(blocks)
     columns = lower.reshape(len(moment), count, BLOCK).permute(1, 0, 2)  # (count, n, 16): block columns
     factor = torch.bmm(columns, inverse).permute(1, 0, 2).reshape(len(moment), len(moment))
@@ -148,7 +150,9 @@ def round_prepared(
     threads: int,
 ) -> PackedMatrix:
     """Round with feedback on both sides. row_bits: (groups,) width of each group of 16 rows."""
-    best = np.array([SCALE_BY_WINDOW[window].get(int(width), 0.0) for width in row_bits], np.float32).repeat(BLOCK)
+    best = np.array([SCALE_BY_WINDOW[window].get(int(width), 0.0) for width in row_bits], np.float32).repeat(
+        BLOCK
+    )
     base, codes = encode_scales((prepared.deviation.numpy() * best)[: prepared.rows])
     scales = np.zeros(len(prepared.weight), np.float32)
     scales[: prepared.rows] = decode_scales(base, codes)

@@ -97,7 +97,9 @@ class _Writer:
         self.files: dict[str, str] = {}
         self.expert_tokens: dict[str, dict[str, int]] = {}
 
-    def write(self, file: str, moments: Mapping[tuple[str, int | None], Moments], extra: dict[str, torch.Tensor]) -> None:
+    def write(
+        self, file: str, moments: Mapping[tuple[str, int | None], Moments], extra: dict[str, torch.Tensor]
+    ) -> None:
         tensors = dict(extra)
         pools: dict[str, list[Moments]] = {}
         for (name, expert), m in moments.items():
@@ -148,9 +150,7 @@ def collect_statistics(
         batches: LongTensor (sequences, length).
         folder: receives one safetensors file per layer and `statistics.json`.
     """
-    stream = LayerStream(
-        model_map, batches, folder, device=device, dtype=compute_dtype(device), chunk=chunk
-    )
+    stream = LayerStream(model_map, batches, folder, device=device, dtype=compute_dtype(device), chunk=chunk)
     writer = _Writer(folder, batches.numel())
     stream.forward(progress, keep=True)
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -218,7 +218,9 @@ def _collect_head(
 def _sample(probability: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """One label per row of (tokens, vocabulary), by inversion (torch.multinomial is many times slower)."""
     cumulative = probability.cumsum(-1)
-    draw = torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
+    draw = (
+        torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
+    )
     return torch.searchsorted(cumulative, draw).clamp_(max=probability.shape[1] - 1)[:, 0]
 
 

@@ -20,7 +20,13 @@ class KLMeter:
     """
 
     def __init__(
-        self, model_map: ModelMap, batches: torch.Tensor, folder: Path, *, device: torch.device, progress: Progress
+        self,
+        model_map: ModelMap,
+        batches: torch.Tensor,
+        folder: Path,
+        *,
+        device: torch.device,
+        progress: Progress,
     ) -> None:
         # Float32 throughout: in bfloat16 the rounding differences alone would look like a loss.
         self._stream = LayerStream(model_map, batches, folder, device=device, dtype=torch.float32, chunk=2)

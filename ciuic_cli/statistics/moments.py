@@ -88,7 +88,11 @@ class MomentRecorder(TorchFunctionMode):
                 self._address[weight.data_ptr()] = (item.name, None)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func is not torch.nn.functional.linear:

@@ -82,7 +82,11 @@ class LayerStream:
         self.device = device
         self.dtype = dtype
         self.override: Override | None = None
-        self.model = model_map.skeleton(dtype=torch.float32, experts_implementation="eager").eval().requires_grad_(False)
+        self.model = (
+            model_map.skeleton(dtype=torch.float32, experts_implementation="eager")
+            .eval()
+            .requires_grad_(False)
+        )
         self.chunks = list(batches.split(chunk))
         self.hidden = TensorFolder(folder / "hidden")
         self.gradient = TensorFolder(folder / "gradient")
@@ -155,7 +159,9 @@ class LayerStream:
                 for index in range(len(self.chunks)):
                     hidden = self.hidden.get(f"{number}.{index}", self.device)
                     output = layer(hidden, **self.arguments(prefix, index))
-                    self.hidden.put(f"{number + 1}.{index}", output[0] if isinstance(output, tuple) else output)
+                    self.hidden.put(
+                        f"{number + 1}.{index}", output[0] if isinstance(output, tuple) else output
+                    )
                     if not keep:
                         self.hidden.drop(f"{number}.{index}")
             progress("forward", number + 1, len(self.prefixes))
@@ -175,7 +181,9 @@ class LayerStream:
                     leaf = hidden[row : row + 1].requires_grad_(True)
                     stand_ins[-1].replacement = leaf
                     with self.precision():
-                        logits = self.model(input_ids=tokens[row : row + 1].to(self.device), use_cache=False).logits
+                        logits = self.model(
+                            input_ids=tokens[row : row + 1].to(self.device), use_cache=False
+                        ).logits
                     visit(leaf, logits)
                     if leaf.grad is not None:
                         gradients.append(leaf.grad)
