@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import asdict
 from decimal import Decimal
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -46,7 +46,7 @@ app = typer.Typer(
 )
 
 
-class EffortLevel(str, Enum):
+class EffortLevel(StrEnum):
     """How much calibration text and code search a run spends."""
 
     fast = "fast"
