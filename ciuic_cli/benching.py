@@ -1,0 +1,179 @@
+"""The process in which `ciuic bench` measures one model: `python -m ciuic_cli.benching REQUEST`.
+
+REQUEST is the keyword arguments of `measure` as JSON. Lines of JSON go to stdout: {"progress": [done, total]}
+while it works, then the figures or the error.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ciuic_cli.checkpoint.architecture import build_config, build_meta_model
+from ciuic_cli.checkpoint.folder import locate, read_config
+from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
+from ciuic_cli.memory import peak_resident_bytes, resident_bytes
+from ciuic_cli.opening import file_bytes, open_model
+from ciuic_cli.runtime.loading import choose_device
+
+
+def measure(
+    path: str,
+    prompt_tokens: int,
+    new_tokens: int,
+    repetitions: int,
+    batch_size: int,
+    device: str,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> dict[str, Any]:
+    """Memory and speed of one model, in this process, which should be a fresh one.
+
+    Returns:
+        file_bytes: of the safetensors files. weight_bytes: parameters and buffers in memory, shared ones once.
+        rss_bytes: of the process with the model loaded; rss_growth_bytes: what loading added to it;
+        peak_rss_bytes: the most the process ever had, loading and running; peak_growth_bytes: that without
+        what it had before loading. On a GPU also gpu_allocated_bytes, after loading, and gpu_peak_bytes, both
+        from the allocator. load_seconds. prefill and decode: tokens/s as {"mean", "stdev"}, all sequences of
+        the batch together, over `repetitions` after one warm-up. prefill: `prompt_tokens` random tokens into
+        an empty cache, the logits of the last only. decode: `new_tokens` greedy steps after it.
+    """
+    place = choose_device(device)
+    folder = locate(path)
+    config = build_config(read_config(folder), folder / "config.json")
+    _require_positions(config, prompt_tokens + new_tokens, folder)
+    build_meta_model(config, torch.bfloat16, folder / "config.json")  # its code is in memory before we count
+    if place.type == "cuda":
+        torch.cuda.init()
+    _settle()
+    before = resident_bytes()
+    total = repetitions + 2
+    progress(0, total)
+    started = time.perf_counter()
+    model = open_model(folder, device)
+    _synchronize(place)
+    load_seconds = time.perf_counter() - started
+    progress(1, total)
+    _settle()
+    resident = resident_bytes()
+    figures: dict[str, Any] = {
+        "path": path,
+        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "file_bytes": file_bytes(folder),
+        "weight_bytes": storage_bytes([*model.parameters(), *model.buffers()]),
+        "rss_bytes": resident,
+        "rss_growth_bytes": max(0, resident - before),
+        "load_seconds": load_seconds,
+    }
+    if place.type == "cuda":
+        figures["gpu_allocated_bytes"] = torch.cuda.memory_allocated(place)
+    prefill, decode = [], []
+    vocabulary = config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    with torch.inference_mode():
+        for repetition in range(repetitions + 1):
+            ids = torch.randint(0, vocabulary, (batch_size, prompt_tokens), generator=generator).to(place)
+            first, rest = _time_once(model, ids, new_tokens, place)
+            if repetition:  # the first one warms up
+                prefill.append(batch_size * prompt_tokens / first)
+                decode.append(batch_size * new_tokens / rest)
+            progress(repetition + 2, total)
+    figures |= {"prefill": _spread(prefill), "decode": _spread(decode)}
+    figures["peak_rss_bytes"] = peak_resident_bytes()
+    figures["peak_growth_bytes"] = max(0, figures["peak_rss_bytes"] - before)
+    if place.type == "cuda":
+        figures["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(place)
+    return figures
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind the tensors, each storage once, however many tensors share it."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _time_once(model: Any, ids: torch.Tensor, new_tokens: int, place: torch.device) -> tuple[float, float]:
+    """Seconds for the prompt, and for `new_tokens` greedy steps with the KV cache."""
+    _synchronize(place)
+    started = time.perf_counter()
+    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    _synchronize(place)
+    middle = time.perf_counter()
+    for _ in range(new_tokens):
+        token = output.logits[:, -1:].argmax(-1)
+        output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+    _synchronize(place)
+    return middle - started, time.perf_counter() - middle
+
+
+def _synchronize(place: torch.device) -> None:
+    if place.type == "cuda":
+        torch.cuda.synchronize(place)
+
+
+def _settle() -> None:
+    """Give freed memory back to the system, so that what is resident is what is in use."""
+    gc.collect()
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
+        if trim is not None:
+            trim(0)
+
+
+def _require_positions(config: Any, needed: int, folder: Path) -> None:
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(positions, int) and needed > positions:
+        raise UsageError(
+            f"-p and -n ask for {needed} tokens, the model has {positions} positions",
+            file=folder,
+            remedy="use a smaller -p or -n",
+        )
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"mean": statistics.fmean(values), "stdev": statistics.stdev(values) if len(values) > 1 else 0.0}
+
+
+def main(request: str) -> None:
+    """Answer one request; anything but our own errors leaves a traceback on stderr and no answer."""
+    answer_to = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints must not mix with the answer
+
+    def say(message: dict[str, Any]) -> None:
+        os.write(answer_to, json.dumps(message).encode() + b"\n")
+
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        say(measure(**json.loads(request), progress=lambda done, total: say({"progress": [done, total]})))
+    except CiuicError as error:
+        say(_told(error))
+    except (MemoryError, torch.OutOfMemoryError):
+        fault = EnvironmentFault("memory is exhausted", remedy="try a smaller -p, -n or --batch-size")
+        say(_told(fault))
+
+
+def _told(error: CiuicError) -> dict[str, Any]:
+    return {
+        "error": error.message,
+        "file": error.file,
+        "tensor": error.tensor,
+        "remedy": error.remedy,
+        "exit_code": error.exit_code,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
