@@ -1,0 +1,104 @@
+"""The low-rank pass: its factors against the exact SVD, its arms' energies and bytes, its coded product."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.passes.lowrank import arms, encode, factor, factor_bytes
+
+
+def _random(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+
+def _steep(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
+    """A matrix whose singular values fall like 1/k, as those of query and key projections do."""
+    rank = min(rows, cols)
+    left = torch.linalg.qr(_random(rows, rank, seed)).Q
+    right = torch.linalg.qr(_random(cols, rank, seed + 1)).Q
+    return left * (10.0 / torch.arange(1, rank + 1)) @ right.T
+
+
+def _row_weight(rows: int, seed: int = 0) -> torch.Tensor:
+    """Row weights over two orders of magnitude."""
+    return torch.exp(4.6 * torch.rand(rows, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize("shape", [(96, 160), (160, 96), (37, 83)])
+@pytest.mark.parametrize("rank", [16, 32])
+@pytest.mark.parametrize("flat", [False, True])
+def test_factors_reach_the_truncated_svd(shape: tuple[int, int], rank: int, flat: bool) -> None:
+    weight = _random(*shape, seed=3) if flat else _steep(*shape, seed=3)
+    row_weight = _row_weight(shape[0])
+    left, right = factor(weight, row_weight, rank)
+    assert left.shape == (shape[0], rank)
+    assert right.shape == (rank, shape[1])
+    root = row_weight.sqrt()[:, None]
+    found = float((root * (weight - left @ right)).square().sum())
+    best = float(torch.linalg.svdvals(root * weight)[rank:].square().sum())
+    assert best * (1 - 1e-4) <= found <= 1.02 * best
+
+
+def test_factors_do_not_depend_on_the_global_generator() -> None:
+    weight, row_weight = _steep(64, 96), _row_weight(64)
+    torch.manual_seed(1)
+    first = factor(weight, row_weight, 16)
+    torch.manual_seed(2)
+    second = factor(weight, row_weight, 16)
+    assert torch.equal(first[0], second[0])
+    assert torch.equal(first[1], second[1])
+
+
+def test_arms_say_what_is_left_of_each_row_group() -> None:
+    weight, row_weight = _steep(72, 112, 5), _row_weight(72, 6)
+    found = arms(weight, row_weight, (16, 32))
+    assert [arm.rank for arm in found] == [16, 32]
+    for arm in found:
+        # From the exact SVD: the share of weighted energy that the truncation leaves in each group.
+        root = row_weight.sqrt()[:, None]
+        u, s, vh = torch.linalg.svd(root * weight, full_matrices=False)
+        rest = (u[:, arm.rank :] * s[arm.rank :]) @ vh[arm.rank :]
+        for group, remaining in enumerate(arm.remaining):
+            rows = slice(16 * group, 16 * (group + 1))
+            exact = float(rest[rows].square().sum() / (root * weight)[rows].square().sum())
+            assert remaining == pytest.approx(exact, rel=0.05)
+    assert (found[1].remaining < found[0].remaining).all()
+    assert len(found[0].remaining) == 5  # 72 rows: the last group has eight
+
+
+def test_a_matrix_of_low_rank_leaves_nothing_and_a_zero_one_divides_by_nothing() -> None:
+    exact = _random(64, 16, 7) @ _random(16, 96, 8)
+    assert float(arms(exact, torch.ones(64), (16,))[0].remaining.max()) < 1e-8
+    nothing = arms(torch.zeros(64, 96), torch.ones(64), (16,))[0].remaining
+    assert np.isfinite(nothing).all()
+
+
+def test_ranks_that_do_not_fit_are_not_offered() -> None:
+    weight = _random(40, 24)
+    assert [arm.rank for arm in arms(weight, torch.ones(40), (16, 32, 64))] == [16]
+    assert arms(_random(12, 200), torch.ones(12), (16, 32)) == []
+
+
+@pytest.mark.parametrize(("rows", "cols", "rank"), [(37, 83, 16), (128, 96, 32)])
+def test_coded_factors_are_what_the_decoder_sees(rows: int, cols: int, rank: int) -> None:
+    weight, row_weight = _steep(rows, cols, 9), _row_weight(rows, 10)
+    (right, left), product = encode(weight, row_weight, rank, window=12, threads=1)
+    assert (right.rows, right.cols) == (rank, cols)
+    assert (left.rows, left.cols) == (rank, rows)
+    assert (
+        right.nbytes + left.nbytes
+        == factor_bytes(rows, cols, rank)
+        == len(right.to_bytes() + left.to_bytes())
+    )
+    decoded = decode(left, original_basis=True).T @ decode(right, original_basis=True)
+    assert torch.equal(product, decoded)
+    # Six bits lose little: what is left of the matrix is the truncation, not the coding.
+    l_exact, r_exact = factor(weight, row_weight, rank)
+    root = row_weight.sqrt()[:, None]
+    coded = float((root * (weight - product)).square().sum())
+    exact = float((root * (weight - l_exact @ r_exact)).square().sum())
+    whole = float((root * weight).square().sum())
+    assert coded - exact < 2e-3 * whole
