@@ -40,6 +40,7 @@ from ciuic_cli.planning import (
 )
 from ciuic_cli.probing import role_corrections
 from ciuic_cli.report import render_html
+from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import calibration_batch
 from ciuic_cli.statistics.collect import Statistics, collect_statistics
 from ciuic_cli.statistics.measure import KLMeter
@@ -171,7 +172,7 @@ class _Run:
         self.progress = progress
         self._kl_meter: KLMeter | None = None
         self.corrections: dict[str, dict[str, float]] = {}
-        self.device = torch.device("cpu" if options.device == "auto" else options.device)
+        self.device = choose_device(options.device)
         self.units = units_of(model_map.parameters.values())
         every = HELD_OUT_EVERY if len(batches) >= HELD_OUT_EVERY else len(batches)
         mask = torch.arange(len(batches)) % every == every - 1

@@ -73,6 +73,7 @@ def write_shards(
     for shard in shards:
         with (folder / shard.file).open("wb") as file:
             file.write(shard.header)
+            progress(len(shard.header))
             for tensor in shard.tensors:
                 data = payload(tensor.name)
                 if len(data) != tensor.nbytes:
