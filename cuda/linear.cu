@@ -12,6 +12,7 @@
 #define STAGES 4
 #define STEP_TILES 4
 #define RESIDUAL_STEP (1.0f / 254.0f)
+#define NOTHING 0xFFFFFFFFu  // no offset: every one is a multiple of 16
 
 // Integer activations: NT fragments of 8 columns, that is 4 NT pairs, each with its residual.
 template <int NT>
@@ -21,12 +22,18 @@ struct ByteFeed {
   static const int TILES = NT;
   u32 x[NT][16];  // one byte of each of the 16 columns, four times
 
-  CIUIC_DEVICE_MEMBER void load(const CiuicLinear& p, const s32 (&row)[NT], u32 n, u32 column, bool inside) {
+  // Where column 0 of this lane's n is: activation row `row`, rounded values for n < 4, residuals after.
+  static CIUIC_DEVICE_MEMBER u32 source(const CiuicLinear& p, u32 row, u32 n) {
+    return (row * 2 + (n >> 2)) * p.x_width;
+  }
+  static const u32 COLUMN_BYTES = 1;
+
+  // The 16 columns at byte `from` of x, per fragment; zeros for NOTHING.
+  CIUIC_DEVICE_MEMBER void load(const void* base, const u32 (&from)[NT]) {
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
       uint4 bytes = make_uint4(0, 0, 0, 0);
-      if (inside && row[j] >= 0)
-        bytes = *(const uint4*)((const s8*)p.x + ((u64)row[j] * 2 + (n >> 2)) * p.cols_padded + column);
+      if (from[j] != NOTHING) bytes = *(const uint4*)((const u8*)base + from[j]);
       const u32 word[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
 #pragma unroll
       for (int c = 0; c < 16; ++c) x[j][c] = permute(word[c / 4], 0u, 0x1111u * (c % 4));
@@ -54,12 +61,15 @@ struct HalfFeed {
   static const int TILES = NT;
   u32 x[NT][8];
 
-  CIUIC_DEVICE_MEMBER void load(const CiuicLinear& p, const s32 (&row)[NT], u32, u32 column, bool inside) {
+  static CIUIC_DEVICE_MEMBER u32 source(const CiuicLinear& p, u32 row, u32) { return row * 2 * p.x_width; }
+  static const u32 COLUMN_BYTES = 2;
+
+  CIUIC_DEVICE_MEMBER void load(const void* base, const u32 (&from)[NT]) {
 #pragma unroll
     for (int j = 0; j < NT; ++j) {
       uint4 low = make_uint4(0, 0, 0, 0), high = make_uint4(0, 0, 0, 0);
-      if (inside && row[j] >= 0) {
-        const uint4* source = (const uint4*)((const u16*)p.x + (u64)row[j] * p.cols_padded + column);
+      if (from[j] != NOTHING) {
+        const uint4* source = (const uint4*)((const u8*)base + from[j]);
         low = source[0];
         high = source[1];
       }
@@ -98,26 +108,28 @@ CIUIC_DEVICE u32 lower_bound(const s32* list, u32 count, s32 expert) {
   return low;
 }
 
-// One group's codes on their way from global memory to the ring.
+// One group's codes on their way from global memory through the ring to this lane. Everything that does not change from step
+// to step is computed once: the loop has few instructions to spare beside the decoding.
 struct Stream {
-  const u8* source;  // this lane's first 16 bytes of step 0
+  const u8* source;  // of this lane's first 16 bytes of the next step to be fetched
   u32 bits;
-  u32 target[2];  // where this lane's first and second 16 bytes of a step go
+  u32 targets;  // where in the slot this lane's first (low half) and second (high half) 16 bytes of a step go
+  u32 tile;     // where in the slot this lane's tile is
 
-  CIUIC_DEVICE_MEMBER void open(const u8* codes, u32 k, u32 lane) {
+  CIUIC_DEVICE_MEMBER void open(const u8* codes, u32 k, u32 lane, u32 first_step, u32 slot) {
     bits = k;
-    source = codes + 16 * lane;
+    source = codes + 16 * lane + (u64)first_step * (STEP_TILES * CIUIC_UNIT_BYTES) * k;
     const u32 pieces = k ? 2 * k : 1, stride = CIUIC_UNIT_BYTES * (k | 1);  // odd: the four tiles start in four banks
-    target[0] = lane / pieces * stride + lane % pieces * 16;
-    target[1] = (lane + 32) / pieces * stride + (lane + 32) % pieces * 16;
+    targets = slot + lane / pieces * stride + lane % pieces * 16;
+    targets |= (slot + (lane + 32) / pieces * stride + (lane + 32) % pieces * 16) << 16;
+    tile = slot + lane % 4 * stride;
   }
-  CIUIC_DEVICE_MEMBER void fetch(u8* slot, u32 step, u32 tiles, u32 lane) const {
-    const u32 first = step * STEP_TILES;
-    if (first >= tiles) return;
-    const u32 here = tiles - first < STEP_TILES ? tiles - first : STEP_TILES, pieces = here * 2 * bits;
-    const u8* from = source + (u64)step * (STEP_TILES * CIUIC_UNIT_BYTES) * bits;
-    if (lane < pieces) copy16_async(slot + target[0], from);
-    if (lane + 32 < pieces) copy16_async(slot + target[1], from + 512);
+  // `tiles` of the step exist; the next fetch is `steps` steps on.
+  CIUIC_DEVICE_MEMBER void fetch(u8* slot, u32 tiles, u32 steps, u32 lane) {
+    const u32 pieces = tiles * 2 * bits;
+    if (lane < pieces) copy16_async(slot + (targets & 0xFFFFu), source);
+    if (lane + 32 < pieces) copy16_async(slot + (targets >> 16), source + 512);
+    source += (u64)(steps * STEP_TILES * CIUIC_UNIT_BYTES) * bits;
   }
 };
 
@@ -153,9 +165,16 @@ struct Reduce<HalfFeed<NT>> {
   }
 };
 
+// What the end of a block needs again: kept in shared memory, for the loop needs the registers.
+struct Work {
+  const u8* blob;
+  u32 part, group, first, count;
+};
+
 template <int R, class Feed>
 CIUIC_DEVICE void linear(const CiuicLinear& p) {
   CIUIC_DYNAMIC_SHARED(memory);
+  CIUIC_SHARED Work work;
   typedef typename Feed::Sum Sum;
   const int NT = Feed::TILES;
   const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32;
@@ -186,52 +205,73 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
   }
   if (count > Feed::PAIRS) count = Feed::PAIRS;
 
-  s32 x_row[NT];
+  const u32 tiles = p.cols_padded / CIUIC_TILE;
+  u32 x[NT];  // byte offset of the next step's activations
 #pragma unroll
   for (int j = 0; j < NT; ++j) {
     const u32 pair = Feed::pair_of(j, g);
-    x_row[j] = pair >= count ? -1 : p.pair_x ? p.pair_x[first + pair] : (s32)(first + pair);
+    x[j] = NOTHING;
+    if (pair < count)
+      x[j] = Feed::source(p, p.pair_x ? (u32)p.pair_x[first + pair] : first + pair, g) +
+             (warp * STEP_TILES + t) * CIUIC_TILE * Feed::COLUMN_BYTES;
   }
 
   const u32 group = (block_x() - part.first_block) * R;
+  if (thread_index() == 0) {
+    work.blob = blob;
+    work.part = part_index;
+    work.group = group;
+    work.first = first;
+    work.count = count;
+  }
   Stream stream[R];
 #pragma unroll
   for (int r = 0; r < R; ++r) {
     const bool exists = group + r < part.groups;
     stream[r].open(blob + (exists ? 16 * (u64)group_offset[group + r] : 0),
-                   exists ? blob[CIUIC_BLOB_ROW_BITS + group + r] : 0, lane);
+                   exists ? blob[CIUIC_BLOB_ROW_BITS + group + r] : 0, lane, warp, r * p.group_slot);
   }
 
-  const u32 tiles = p.cols_padded / CIUIC_TILE;
-  u8* ring = memory + warp * (STAGES * R) * p.group_slot;
+  const u32 slot_bytes = R * p.group_slot, ring = warp * STAGES * slot_bytes;
+  u32 fetched = warp * STEP_TILES;  // first tile of the next step to be fetched
 #pragma unroll
   for (int s = 0; s < STAGES; ++s) {
+    if (fetched < tiles) {
+      const u32 here = tiles - fetched < STEP_TILES ? tiles - fetched : STEP_TILES;
 #pragma unroll
-    for (int r = 0; r < R; ++r) stream[r].fetch(ring + (s * R + r) * p.group_slot, warp + s * warps, tiles, lane);
+      for (int r = 0; r < R; ++r) stream[r].fetch(memory + ring + s * slot_bytes, here, warps, lane);
+    }
     copy_commit();
+    fetched += warps * STEP_TILES;
   }
 
   Sum sum[R][NT][4] = {};
-  u32 slot = 0;
-  for (u32 step = warp; step * STEP_TILES < tiles; step += warps) {
+  u32 slot = ring;
+  for (u32 begin = warp * STEP_TILES; begin < tiles; begin += warps * STEP_TILES) {
+    // A tile beyond the last one is whatever the ring held; its activations are zero.
     Feed feed;
-    feed.load(p, x_row, g, (step * STEP_TILES + t) * CIUIC_TILE, step * STEP_TILES + t < tiles);
+    feed.load(p.x, x);
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+      if (x[j] != NOTHING) x[j] += warps * STEP_TILES * CIUIC_TILE * Feed::COLUMN_BYTES;
     copy_wait<STAGES - 1>();
     warp_sync();
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-      // A tile beyond the last one is whatever the ring held; its activations are zero.
-      const u8* here = ring + (slot * R + r) * p.group_slot + t * (CIUIC_UNIT_BYTES * (stream[r].bits | 1));
-#define MULTIPLY(K) feed.template multiply<K>(sum[r], load_words<K>(here, g))
+#define MULTIPLY(K) feed.template multiply<K>(sum[r], load_words<K>(memory + slot + stream[r].tile, g))
       CIUIC_FOR_BITS(stream[r].bits, MULTIPLY)
 #undef MULTIPLY
     }
     warp_sync();
+    if (fetched < tiles) {
+      const u32 here = tiles - fetched < STEP_TILES ? tiles - fetched : STEP_TILES;
 #pragma unroll
-    for (int r = 0; r < R; ++r)
-      stream[r].fetch(ring + (slot * R + r) * p.group_slot, step + STAGES * warps, tiles, lane);
+      for (int r = 0; r < R; ++r) stream[r].fetch(memory + slot, here, warps, lane);
+    }
     copy_commit();
-    slot = (slot + 1) % STAGES;
+    fetched += warps * STEP_TILES;
+    slot += slot_bytes;
+    if (slot == ring + STAGES * slot_bytes) slot = ring;
   }
 
   // Sums of the warps: [warp][r][column n][row], in the memory of the rings.
@@ -247,17 +287,18 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
         partial[((warp * R + r) * (8 * NT) + 8 * j + 2 * t + (i & 1)) * CIUIC_TILE + 2 * g + (i >> 1)] = sum[r][j][i];
   block_sync();
 
-  for (u32 o = thread_index(); o < R * CIUIC_TILE * count; o += thread_count()) {
-    const u32 row_in_block = o % (R * CIUIC_TILE), pair = o / (R * CIUIC_TILE), r = row_in_block / CIUIC_TILE;
-    const u32 row = (group + r) * CIUIC_TILE + row_in_block % CIUIC_TILE;
-    if (row >= part.rows) continue;
-    const u32 from = p.pair_x ? (u32)p.pair_x[first + pair] : first + pair;
-    const u32 to = p.pair_y ? (u32)p.pair_y[first + pair] : first + pair;
-    const float factor = row_factor(blob, part.groups, row) * p.x_scale[from];
-    float y = Reduce<Feed>::total(partial, warps, R, r, pair, row % CIUIC_TILE, p.x_sum, from) * factor;
-    if (!blob[CIUIC_BLOB_ROW_BITS + group + r]) y = 0.0f;
-    if (part.addend) y += part.addend[(u64)to * part.rows + row];
-    store_as(part.y, (u64)to * part.y_stride + row, y, part.y_type);
+  const CiuicPart& own = p.part[work.part];
+  for (u32 o = thread_index(); o < R * CIUIC_TILE * work.count; o += thread_count()) {
+    const u32 row_in_block = o % (R * CIUIC_TILE), r = row_in_block / CIUIC_TILE;
+    const u32 row = work.group * CIUIC_TILE + row_in_block, pair = work.first + o / (R * CIUIC_TILE);
+    if (row >= own.rows) continue;
+    const u32 from = p.pair_x ? (u32)p.pair_x[pair] : pair;
+    const u32 to = p.pair_y ? (u32)p.pair_y[pair] : pair;
+    const float factor = row_factor(work.blob, own.groups, row) * p.x_scale[from];
+    float y = Reduce<Feed>::total(partial, warps, R, r, pair - work.first, row % CIUIC_TILE, p.x_sum, from) * factor;
+    if (!work.blob[CIUIC_BLOB_ROW_BITS + work.group + r]) y = 0.0f;
+    if (own.addend) y += own.addend[(u64)to * own.rows + row];
+    store_as(own.y, (u64)to * own.y_stride + row, y, own.y_type);
   }
 }
 

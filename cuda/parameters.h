@@ -28,7 +28,7 @@ struct CiuicPart {
 
 struct CiuicLinear {
   CiuicPart part[CIUIC_MAX_PARTS];
-  const void* x;              // transformed activations: s8 [x rows][2][cols_padded] or half [x rows][cols_padded]
+  const void* x;              // transformed activations: s8 [x rows][2][x_width] or half [x rows][x_width]
   const float* x_scale;       // [x rows]
   const s32* x_sum;           // [x rows][2], sums of the bytes; not read by the half kernels
   const s32* pair_expert;     // null, or [pairs] ascending: which expert each pair wants; none such: y is zero
@@ -39,7 +39,7 @@ struct CiuicLinear {
   u32 pairs;
   u32 experts;
   u32 group_slot;  // bytes of one group's share of a ring slot: 128 * (largest K of the launch | 1)
-  u32 reserved;
+  u32 x_width;     // cols_padded, rounded up to whole steps of 64; zeros beyond cols_padded. x is below 4 GiB
 };
 
 struct CiuicTransform {
@@ -48,7 +48,7 @@ struct CiuicTransform {
   float* out_scale;   // [rows]
   s32* out_sum;       // [rows][2]
   u64 x_stride;       // elements
-  u64 out_stride;     // elements, inverse only
+  u64 out_stride;     // elements; forward: also the width that is written, at least cols_padded, zeros beyond it
   u32 cols;           // of x (forward) or of out (inverse)
   u32 cols_padded;
   u32 log2_block;
@@ -57,9 +57,9 @@ struct CiuicTransform {
   u32 mode;
 };
 enum CiuicTransformMode {
-  CIUIC_TO_BYTES = 0,    // s8 [rows][2][cols_padded]: rounded, and the residual in 1/254 of a step; scale and sums
-  CIUIC_TO_HALF = 1,     // half [rows][cols_padded], each row divided by a power of two that is its scale
-  CIUIC_TO_BFLOAT = 2,   // bfloat16 [rows][cols_padded]
+  CIUIC_TO_BYTES = 0,    // s8 [rows][2][out_stride]: rounded, and the residual in 1/254 of a step; scale and sums
+  CIUIC_TO_HALF = 1,     // half [rows][out_stride], each row divided by a power of two that is its scale
+  CIUIC_TO_BFLOAT = 2,   // bfloat16 [rows][out_stride]
   CIUIC_INVERSE = 3      // float [rows][cols_padded] in, float [rows][out_stride] out
 };
 

@@ -25,7 +25,9 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
   CIUIC_SHARED s32 shared_sum[16][2];
   const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32, row = block_x();
   float* exchange = (float*)memory + warp * EXCHANGE_FLOATS;
-  const u32 chunks = (p.cols_padded + CIUIC_CHUNK - 1) / CIUIC_CHUNK;
+  // Beyond cols_padded, which the block size divides, zeros make zeros.
+  const u32 width = p.mode == CIUIC_INVERSE ? p.cols_padded : (u32)p.out_stride;
+  const u32 chunks = (width + CIUIC_CHUNK - 1) / CIUIC_CHUNK;
   const bool scaled = p.mode == CIUIC_TO_BYTES || p.mode == CIUIC_TO_HALF;
 
   float v[32];
@@ -56,8 +58,8 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
     if (!scaled || chunks > warps) load_chunk(v, p, row, base, lane, exchange);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const u32 j = base + chunk_position(lane, 8 * c);  // eight neighbours; cols_padded is a multiple of 16
-      if (j >= p.cols_padded) continue;
+      const u32 j = base + chunk_position(lane, 8 * c);  // eight neighbours; widths are multiples of 16
+      if (j >= width) continue;
       if (p.mode == CIUIC_TO_BYTES) {
         u32 bytes[2] = {0, 0}, residuals[2] = {0, 0};
 #pragma unroll
@@ -69,9 +71,9 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
           sum += q;
           residual_sum += r;
         }
-        s8* out = (s8*)p.out + (u64)row * 2 * p.cols_padded + j;
+        s8* out = (s8*)p.out + (u64)row * 2 * width + j;
         *(uint2*)out = make_uint2(bytes[0], bytes[1]);
-        *(uint2*)(out + p.cols_padded) = make_uint2(residuals[0], residuals[1]);
+        *(uint2*)(out + width) = make_uint2(residuals[0], residuals[1]);
       } else if (p.mode == CIUIC_INVERSE) {
         for (int e = 0; e < 8; ++e)
           if (j + e < p.cols)
@@ -83,7 +85,7 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
         for (int e = 0; e < 4; ++e)
           pairs[e] = float_to_16(v[8 * c + 2 * e] * inverse_scale, type) |
                      ((u32)float_to_16(v[8 * c + 2 * e + 1] * inverse_scale, type) << 16);
-        *(uint4*)((u16*)p.out + (u64)row * p.cols_padded + j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+        *(uint4*)((u16*)p.out + (u64)row * width + j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
   }

@@ -13,6 +13,9 @@ from ciuic_cli.kernels.launcher import Launcher
 
 TYPES = {torch.float32: p.FLOAT, torch.float16: p.HALF, torch.bfloat16: p.BFLOAT}
 
+STEP_COLUMNS = 64
+"""Columns that a warp of the product multiplies at a time."""
+
 _MAX_WARPS = 16
 _STATIC_SHARED = 1024  # what `transform` declares besides, rounded up
 
@@ -22,8 +25,8 @@ class Activations:
     """x transformed: one row per token.
 
     Attributes:
-        values: int8 [rows, 2, cols_padded] (rounded values, residuals), or float16 or bfloat16 [rows,
-            cols_padded].
+        values: int8 [rows, 2, width] (rounded values, residuals) or float16 [rows, width] with width the
+            columns in whole steps of 64, zeros after the last; or bfloat16 [rows, cols_padded].
         scale: float32 [rows]; what a row was divided by.
         sums: int32 [rows, 2], sums of the int8 values; empty for the other forms.
     """
@@ -58,7 +61,8 @@ def forward(launcher: Launcher, x: torch.Tensor, seed: int, mode: int) -> Activa
         mode: TO_BYTES; TO_HALF (each row divided by a power of two); TO_BFLOAT.
     """
     rows, cols = x.shape
-    width = padded(cols)
+    # The kernels of the product read whole steps of 64 columns; beyond cols_padded there are zeros.
+    width = padded(cols) if mode == p.TO_BFLOAT else -(-cols // STEP_COLUMNS) * STEP_COLUMNS
     if mode == p.TO_BYTES:
         values = launcher.empty((rows, 2, width), torch.int8)
     else:
@@ -75,9 +79,10 @@ def forward(launcher: Launcher, x: torch.Tensor, seed: int, mode: int) -> Activa
             out_scale=scale.data_ptr(),
             out_sum=sums.data_ptr(),
             x_stride=x.stride(0),
+            out_stride=width,
             cols=cols,
-            cols_padded=width,
-            log2_block=log2_block(width),
+            cols_padded=padded(cols),
+            log2_block=log2_block(padded(cols)),
             seed=seed,
             x_type=TYPES[x.dtype],
             mode=mode,

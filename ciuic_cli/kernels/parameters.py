@@ -32,7 +32,7 @@ class Linear(ctypes.Structure):
         ("part", Part * MAX_PARTS),
         *_fields(
             "x x_scale x_sum pair_expert pair_x pair_y",
-            words="parts cols_padded pairs experts group_slot reserved",
+            words="parts cols_padded pairs experts group_slot x_width",
         ),
     )
 

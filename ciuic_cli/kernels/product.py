@@ -10,7 +10,7 @@ import torch
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import parameters as p
-from ciuic_cli.kernels.activations import TYPES, Activations
+from ciuic_cli.kernels.activations import STEP_COLUMNS, TYPES, Activations
 from ciuic_cli.kernels.launcher import Launcher
 from ciuic_cli.kernels.matrix import DeviceMatrix, DeviceStack
 
@@ -21,7 +21,7 @@ WARP_COLUMNS = 16384
 """Columns up to which a warp's 32-bit sums of 255 * 127 * 4 each cannot overflow."""
 
 _MAX_WARPS = 16
-_STEP_COLUMNS = 4 * TILE
+_STATIC_SHARED = 1024  # what the kernels declare besides, rounded up
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,14 @@ def launch(
     width = matrix.cols_padded
     # The ring must hold every part's widest group.
     max_bits = max(2, *(part.max_bits for part in weights))
-    warps = min(_MAX_WARPS, -(-width // _STEP_COLUMNS))
-    while warps > 1 and kernel.shared_bytes(warps, max_bits) > launcher.limits.shared_bytes:
+    warps = min(_MAX_WARPS, -(-width // STEP_COLUMNS))
+    room = launcher.limits.shared_bytes - _STATIC_SHARED
+    while warps > 1 and kernel.shared_bytes(warps, max_bits) > room:
         warps -= 1
-    if -(-width // (_STEP_COLUMNS * warps)) * _STEP_COLUMNS > WARP_COLUMNS:
+    if -(-width // (STEP_COLUMNS * warps)) * STEP_COLUMNS > WARP_COLUMNS:
         raise UsageError(f"the kernels multiply up to {WARP_COLUMNS * warps} columns here, not {width}")
+    if x.values.nbytes >= 1 << 32:
+        raise UsageError(f"the kernels take less than 4 GiB of activations, not {x.values.nbytes} bytes")
 
     parameters = p.Linear(
         x=x.values.data_ptr(),
@@ -138,6 +141,7 @@ def launch(
         cols_padded=width,
         pairs=x.values.shape[0] if pairs is None else pairs.expert.numel(),
         group_slot=group_slot(max_bits),
+        x_width=x.values.shape[-1],
     )
     if pairs is not None:
         parameters.pair_expert = pairs.expert.data_ptr()

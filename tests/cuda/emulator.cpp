@@ -247,7 +247,7 @@ long emu_offset(const char* name) {
   MEMBER(CiuicLinear, part); MEMBER(CiuicLinear, x); MEMBER(CiuicLinear, x_scale); MEMBER(CiuicLinear, x_sum);
   MEMBER(CiuicLinear, pair_expert); MEMBER(CiuicLinear, pair_x); MEMBER(CiuicLinear, pair_y); MEMBER(CiuicLinear, parts);
   MEMBER(CiuicLinear, cols_padded); MEMBER(CiuicLinear, pairs); MEMBER(CiuicLinear, experts);
-  MEMBER(CiuicLinear, group_slot); MEMBER(CiuicLinear, reserved);
+  MEMBER(CiuicLinear, group_slot); MEMBER(CiuicLinear, x_width);
   MEMBER(CiuicTransform, x); MEMBER(CiuicTransform, out); MEMBER(CiuicTransform, out_scale);
   MEMBER(CiuicTransform, out_sum); MEMBER(CiuicTransform, x_stride); MEMBER(CiuicTransform, out_stride);
   MEMBER(CiuicTransform, cols); MEMBER(CiuicTransform, cols_padded); MEMBER(CiuicTransform, log2_block);
