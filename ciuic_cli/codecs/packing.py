@@ -50,7 +50,7 @@ class PackedMatrix:
     Attributes:
         L: length of the decoder's window in bits, 12 to 16.
         seed: of the input transform's signs.
-        base: row scale for code 0; positive and finite.
+        base: row scale for code 0; positive, finite, rounded to float32.
         row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 rows; 0: the rows are zero.
         row_scale: uint8 [rows], scale codes.
         codes: uint8, the tiles.
@@ -69,6 +69,7 @@ class PackedMatrix:
 
     def __post_init__(self) -> None:
         _check_fields(self)
+        object.__setattr__(self, "base", float(np.float32(self.base)))  # as it is stored
 
     @property
     def rows_padded(self) -> int:

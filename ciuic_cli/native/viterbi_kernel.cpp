@@ -16,13 +16,14 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-static const int32_t kUnreachable = 1 << 29;
+// Above the cost of any path over the few weights until every prefix can be reached, and far enough below 2^31.
+static const int32_t kUnreachable = 1 << 30;
 // Weights before the tile's first that the search sees before it enters the tile, to choose where the circle closes: so many
 // that a whole extra pass would gain less than 0.3 % of MSE. Paths forget their past the sooner the shorter the window and
 // the more bits shift in.
 static int lead_in(int bits, int window) { return window <= 13 || bits >= 6 ? 32 : bits <= 3 ? 64 : 48; }
 
-static const float kLargestTarget = 576.0f;  // beyond the largest level, 510; bounds the sums of costs
+static const float kLargestTarget = 576.0f;  // beyond the largest level, 510; bounds the costs
 
 #if defined(__AVX512VNNI__)
 static const int kBatch = 3;  // 12 minima, 3 steps and 3 bases fill the registers
@@ -57,6 +58,13 @@ static int32_t step_of(float x, int bits) {
   return pair_of(16, static_cast<int>(std::rint(-8.0f * clipped)));
 }
 
+// Only differences of costs matter: every 16 steps the sums begin anew, so that none overflows however far the targets lie
+// beyond the code's range. (16 is a multiple of every stride: what is rebased is kept, not needed again in between.)
+static void rebase(int32_t* costs, int prefixes) {
+  const int32_t base = costs[0];
+  for (int p = 0; p < prefixes; ++p) costs[p] -= base;
+}
+
 // Steps first .. first + count - 1 (circular) for the given tiles of the batch.
 template <int Tiles>
 static void forward(Search& search, const int* tiles, int first, int count, const int32_t* const* from, bool keep) {
@@ -72,7 +80,10 @@ static void forward(Search& search, const int* tiles, int first, int count, cons
       after[t] = kept_here ? search.history[tiles[t]] + slot * search.prefixes : search.spare[tiles[t]][i & 1];
     }
     forward_step<Tiles>(search.table, before, after, step, search.bits, search.window);
-    for (int t = 0; t < Tiles; ++t) before[t] = after[t];
+    for (int t = 0; t < Tiles; ++t) {
+      if ((i & 15) == 15) rebase(after[t], search.prefixes);
+      before[t] = after[t];
+    }
   }
 }
 

@@ -1,0 +1,96 @@
+"""Finding and loading the library, and equality of its instruction sets."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ciuic_cli.codecs import native
+from ciuic_cli.errors import EnvironmentFault, UsageError
+
+DIGEST = """
+import hashlib, sys, torch
+import numpy as np
+sys.path.insert(0, sys.argv[1])
+from packed_samples import random_matrix
+from ciuic_cli.codecs import native, transform, trellis
+
+def gaussian(rows, cols, seed):
+    return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
+
+digest = hashlib.sha256()
+torch.set_num_threads(2)
+for window in (12, 13, 14, 16):
+    for bits in (2, 3, 4, 5, 6, 8):
+        weight = gaussian(48, 32, bits)
+        scale = np.array([1.1] * 45 + [0.0] * 3, np.float32)
+        codes, decoded = trellis.round_matrix(weight, scale, [bits, 0, bits], L=window,
+            input_feedback=0.1 * gaussian(32, 32, 1), output_feedback=0.1 * gaussian(48, 48, 2))
+        digest.update(codes.tobytes() + decoded.numpy().tobytes())
+        matrix = random_matrix(50, 600, bits, L=window)
+        digest.update(trellis.decode(matrix).numpy().tobytes())
+        for batch in (1, 3, 5):
+            digest.update(trellis.matmul(matrix, gaussian(batch, 600, 3)).numpy().tobytes())
+for cols in (16, 48, 96, 4096):
+    digest.update(transform.transform(gaussian(3, cols, 4)).numpy().tobytes())
+print(native.cpu_kernels(), digest.hexdigest())
+"""
+
+
+def digest_with(kernels: str) -> tuple[str, str]:
+    result = subprocess.run(
+        [sys.executable, "-c", DIGEST, str(Path(__file__).parent)],
+        env=os.environ | {"CIUIC_CPU_KERNELS": kernels},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    used, digest = result.stdout.split()
+    return used, digest
+
+
+def test_all_instruction_sets_give_the_same_bytes() -> None:
+    """Codes, decoded weights, products and transforms; a name that this machine does not have falls back."""
+    portable, expected = digest_with("portable")
+    assert portable == "portable"
+    for name in ("avx2", "avx512vnni"):
+        used, digest = digest_with(name)
+        assert used in (name, native.cpu_kernels(), "avx2", "portable")
+        assert digest == expected, f"{used} differs from portable"
+
+
+def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CIUIC_NATIVE_LIBRARY", str(tmp_path / "absent.so"))
+    native.library.cache_clear()
+    with pytest.raises(EnvironmentFault, match="not installed") as caught:
+        native.library()
+    assert caught.value.exit_code == 5
+    monkeypatch.undo()
+    native.library.cache_clear()
+    assert native.cpu_kernels() in ("avx512vnni", "avx2", "portable")
+
+
+def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wrong = tmp_path / "libciuic_native.so"
+    wrong.write_bytes(b"not a library")
+    monkeypatch.setenv("CIUIC_NATIVE_LIBRARY", str(wrong))
+    native.library.cache_clear()
+    with pytest.raises(EnvironmentFault, match="does not load"):
+        native.library()
+    monkeypatch.undo()
+    native.library.cache_clear()
+
+
+def test_the_native_functions_refuse_null_and_nonsense() -> None:
+    lib = native.library()
+    assert lib.ciuic_round(None, 16, 16, None, None, None, None, 16, 1, None, None, None, None) == -1
+    assert lib.ciuic_decode(None, None, None, None, 16, 16, 16, 0, 16, None, 1) == -1
+    assert lib.ciuic_hadamard(None, 1, 16, 4, 0, 0, 1) == -1
+    with pytest.raises(UsageError):
+        native.check(-1, "x")
+    with pytest.raises(EnvironmentFault):
+        native.check(-3, "x")

@@ -1,0 +1,211 @@
+"""Blobs: exact round trips on odd shapes, byte accounting, and refusal of everything impossible."""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packed_samples import random_matrix
+
+from ciuic_cli.codecs import trellis
+from ciuic_cli.codecs.packing import (
+    ExpertStack,
+    PackedMatrix,
+    decode_scales,
+    encode_scales,
+    packed_nbytes,
+)
+from ciuic_cli.errors import InputError
+
+ODD_SHAPES = [(1, 1), (1, 16), (17, 33), (545, 830), (16, 1024), (40, 3)]
+
+
+def same(a: PackedMatrix, b: PackedMatrix) -> bool:
+    fields = ("rows", "cols", "L", "seed", "base")
+    arrays = ("row_bits", "row_scale", "codes")
+    equal = all(getattr(a, f) == getattr(b, f) for f in fields)
+    equal &= all(np.array_equal(getattr(a, f), getattr(b, f)) for f in arrays)
+    if a.lowrank is None or b.lowrank is None:
+        return equal and a.lowrank is b.lowrank
+    return equal and all(same(x, y) for x, y in zip(a.lowrank, b.lowrank, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "cols"), ODD_SHAPES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_round_trip(rows: int, cols: int, rank: int) -> None:
+    matrix = random_matrix(rows, cols, [4, 0, 2, 8, 3], rank=rank)
+    blob = matrix.to_bytes()
+    assert len(blob) == matrix.nbytes
+    assert same(PackedMatrix.from_buffer(blob, where="w"), matrix)
+    assert (
+        PackedMatrix.from_buffer(torch.frombuffer(bytearray(blob), dtype=torch.uint8), where="w").to_bytes()
+        == blob
+    )
+
+
+def test_layout_of_the_header_and_of_the_parts() -> None:
+    matrix = random_matrix(17, 33, [4, 3], L=13, seed=7)
+    blob = matrix.to_bytes()
+    assert struct.unpack("<4sBBBBIIIfII", blob[:32]) == (
+        b"CIU1", 13, 0, 4, 0, 17, 33, 7, np.float32(0.01), 0, 0
+    )  # fmt: skip
+    assert list(blob[32:34]) == [4, 3]
+    assert blob[34:51] == matrix.row_scale.tobytes()
+    assert blob[51:64] == bytes(13)
+    assert len(blob) == 64 + 3 * 32 * (4 + 3) == packed_nbytes(17, 33, [4, 3])
+    assert matrix.group_offset.tolist() == [0, 3 * 32 * 4]
+
+
+def test_reading_copies_nothing() -> None:
+    buffer = np.frombuffer(random_matrix(64, 64, 4).to_bytes(), dtype=np.uint8)
+    assert np.shares_memory(PackedMatrix.from_buffer(buffer, where="w").codes, buffer)
+
+
+def test_expert_stack_round_trip_and_alignment() -> None:
+    experts = (random_matrix(20, 40, [4, 2]), random_matrix(20, 40, 0), random_matrix(20, 40, [3, 8], rank=2))
+    stack = ExpertStack(experts)
+    blob = stack.to_bytes()
+    assert len(blob) == stack.nbytes
+    offsets = struct.unpack("<4Q", blob[16:48])
+    assert all(offset % 16 == 0 for offset in offsets)
+    back = ExpertStack.from_buffer(blob, where="experts")
+    assert all(same(a, b) for a, b in zip(back.experts, experts, strict=True))
+    assert (back.rows, back.cols) == (20, 40)
+
+
+def test_experts_of_different_shapes_are_refused() -> None:
+    with pytest.raises(InputError, match="one shape"):
+        ExpertStack((random_matrix(16, 16, 4), random_matrix(16, 32, 4)))
+
+
+def damaged(blob: bytes, at: int, format_: str, value: float) -> bytes:
+    copy = bytearray(blob)
+    struct.pack_into(format_, copy, at, value)
+    return bytes(copy)
+
+
+PLAIN = random_matrix(17, 33, [4, 3]).to_bytes()
+LOWRANK = random_matrix(40, 48, [4, 3, 2], rank=3).to_bytes()
+
+
+@pytest.mark.parametrize(
+    ("blob", "message"),
+    [
+        (b"", "not a compressed matrix"),
+        (PLAIN[:31], "not a compressed matrix"),
+        (b"CIU2" + PLAIN[4:], "not a compressed matrix"),
+        (damaged(PLAIN, 4, "<B", 11), "window"),
+        (damaged(PLAIN, 4, "<B", 17), "window"),
+        (damaged(PLAIN, 5, "<B", 2), "unknown flags"),
+        (damaged(PLAIN, 5, "<B", 1), "low-rank"),
+        (damaged(PLAIN, 6, "<B", 5), "blocks"),
+        (damaged(PLAIN, 7, "<B", 1), "unknown flags"),
+        (damaged(PLAIN, 8, "<I", 0), "impossible shape"),
+        (damaged(PLAIN, 8, "<I", 2**32 - 1), "impossible shape"),
+        (damaged(PLAIN, 8, "<I", 2**31 - 16), "cannot be in"),
+        (damaged(PLAIN, 12, "<I", 2**31 - 16), "expected"),
+        (damaged(PLAIN, 20, "<f", 0.0), "scale base"),
+        (damaged(PLAIN, 20, "<f", -1.0), "scale base"),
+        (damaged(PLAIN, 20, "<f", float("nan")), "scale base"),
+        (damaged(PLAIN, 20, "<f", float("inf")), "scale base"),
+        (damaged(PLAIN, 20, "<f", 3e38), "scale base"),
+        (damaged(PLAIN, 24, "<I", 1), "low-rank"),
+        (damaged(PLAIN, 28, "<I", 16), "low-rank"),
+        (damaged(PLAIN, 32, "<B", 7), "bits per weight"),
+        (damaged(PLAIN, 32, "<B", 1), "bits per weight"),
+        (damaged(PLAIN, 32, "<B", 8), "expected"),
+        (damaged(PLAIN, 32, "<B", 3), "follow"),
+        (damaged(PLAIN, 60, "<B", 1), "padding"),
+        (PLAIN[:-1], "expected"),
+        (PLAIN + b"\0", "follow"),
+        (damaged(LOWRANK, 24, "<I", 4), "rank"),
+        (damaged(LOWRANK, 28, "<I", 2**32 - 16), "cannot be in"),
+        (damaged(LOWRANK, 80 + 8, "<I", 2), "rank 3 announced"),
+        (damaged(LOWRANK, 80 + 5, "<B", 1), "low-rank"),
+    ],
+)  # fmt: skip
+def test_impossible_matrices_are_refused(blob: bytes, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
+        PackedMatrix.from_buffer(blob, where="model.weight")
+    assert "model.weight" in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_a_dense_tensor_is_refused() -> None:
+    with pytest.raises(InputError, match="1-D uint8"):
+        PackedMatrix.from_buffer(torch.zeros(4, 4), where="w")
+
+
+@pytest.mark.parametrize("at", [0, 4, 8, 12, 16, 23, 24, 32, 40, 48])
+def test_impossible_stacks_are_refused(at: int) -> None:
+    blob = bytearray(ExpertStack((random_matrix(20, 40, 4), random_matrix(20, 40, 2))).to_bytes())
+    blob[at] ^= 0xFF
+    with pytest.raises(InputError):
+        ExpertStack.from_buffer(bytes(blob), where="experts")
+
+
+def test_a_stack_that_announces_four_billion_experts_is_refused_without_allocating_for_them() -> None:
+    blob = struct.pack("<4sIII", b"CIUX", 2**32 - 1, 16, 16) + bytes(48)
+    with pytest.raises(InputError, match="cannot be in"):
+        ExpertStack.from_buffer(blob, where="experts")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(["plain", "lowrank", "stack"]),
+    flips=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), max_size=4),
+    header=st.booleans(),
+    length=st.floats(0, 1.1),
+)
+def test_corruption_never_crashes(
+    kind: str, flips: list[tuple[float, int]], header: bool, length: float
+) -> None:
+    """Whatever is read from a corrupted blob either is refused or decodes and multiplies without a fault."""
+    original = PLAIN if kind == "plain" else LOWRANK
+    if kind == "stack":
+        original = ExpertStack((random_matrix(20, 40, 4), random_matrix(20, 40, 2, rank=1))).to_bytes()
+    blob = bytearray(original)
+    for position, change in flips:
+        blob[int(position * (64 if header else len(blob)))] ^= change
+    if length < 1:
+        blob = blob[: int(length * len(blob))]
+    elif length > 1.05:
+        blob += bytes(16)
+    try:
+        if kind == "stack":
+            matrices = list(ExpertStack.from_buffer(bytes(blob), where="x").experts)
+        else:
+            matrices = [PackedMatrix.from_buffer(bytes(blob), where="x")]
+    except InputError:
+        return
+    for matrix in matrices:
+        assert matrix.cols <= 64 and matrix.rows <= 64
+        assert torch.isfinite(trellis.decode(matrix)).all()
+        trellis.matmul(matrix, torch.ones(1, matrix.cols))
+        for part in matrix.lowrank or ():
+            trellis.decode(part)
+
+
+def test_scales_are_within_half_a_step() -> None:
+    wish = np.exp(np.random.default_rng(0).normal(-4, 1, 200))
+    base, codes = encode_scales(wish)
+    found = decode_scales(base, codes)
+    assert found.dtype == np.float32
+    assert np.abs(np.log2(found / wish)).max() <= 0.5 / 16 + 1e-6
+
+
+@pytest.mark.parametrize("wish", [[0.0, 0.0], [0.0, 1.0], [1e-44, 1e-40], [1e-30, 1e30], [3e38]])
+def test_extreme_scales_stay_valid(wish: list[float]) -> None:
+    base, codes = encode_scales(np.array(wish))
+    assert np.isfinite(decode_scales(base, codes)).all()
+    rows = len(wish)
+    PackedMatrix(rows, 16, 16, 0, base, np.zeros(1, np.uint8), codes, np.zeros(0, np.uint8))
+
+
+def test_scales_must_be_finite() -> None:
+    with pytest.raises(InputError):
+        encode_scales(np.array([1.0, np.inf]))

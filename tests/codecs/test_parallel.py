@@ -1,0 +1,42 @@
+"""The thread pool: calls from several threads at once, and after a fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import torch
+from packed_samples import random_matrix
+
+from ciuic_cli.codecs import trellis
+
+
+def test_calls_from_many_threads() -> None:
+    matrix = random_matrix(320, 320, [4, 3, 2])
+    x = torch.randn(1, 320)
+    expected = trellis.matmul(matrix, x, threads=1)
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        for _ in range(30):
+            if not torch.equal(trellis.matmul(matrix, x, threads=1 + index % 3), expected):
+                wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    matrix = random_matrix(320, 320, 4)
+    x = torch.randn(1, 320)
+    expected = trellis.matmul(matrix, x, threads=2)  # the parent's pool is running
+    child = os.fork()
+    if child == 0:
+        same = torch.equal(trellis.matmul(matrix, x, threads=2), expected)
+        os._exit(0 if same else 1)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

@@ -1,0 +1,59 @@
+"""The definition itself: bit order, windows, values, on cases worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ciuic_cli.codecs import reference
+
+
+def test_levels_by_hand() -> None:
+    # 1 * 0x83DCD12D: 0x83 + 0xDC + 0xD1 + 0x2D = 605; 2 * M = 0x07B9A25A: 7 + 185 + 162 + 90 = 444
+    assert reference.levels(np.array([0, 1, 2])).tolist() == [-510, 605 - 510, 444 - 510]
+
+
+def test_levels_look_gaussian() -> None:
+    level = reference.levels(np.arange(1 << 16)).astype(float)
+    assert abs(level.mean()) < 1.5
+    assert abs(level.std() / float(reference.CODE_SIGMA) - 1) < 0.01
+    assert abs((level**4).mean() / level.var() ** 2 - 2.7) < 0.05  # a sum of four uniforms; a Gaussian has 3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_string_order(bits: int) -> None:
+    """Bit b lies in row b // 16K, unit (b % 16K) // 16, a little-endian word whose most significant bit comes first."""
+    rng = np.random.default_rng(bits)
+    for b in [0, 1, 15, 16, 16 * bits - 1, 16 * bits, int(rng.integers(256 * bits)), 256 * bits - 1]:
+        row, within = divmod(b, 16 * bits)
+        unit, bit = divmod(within, 16)
+        tile = np.zeros(32 * bits, dtype=np.uint8)
+        tile.view("<u2")[16 * unit + row] = 1 << (15 - bit)
+        assert np.flatnonzero(reference.tile_bits(tile, bits)).tolist() == [b]
+
+
+def test_windows_end_at_their_weight_and_wrap_around() -> None:
+    bits, window = 3, 12
+    tile = np.random.default_rng(0).integers(0, 256, 32 * bits, dtype=np.uint8)
+    string = "".join(map(str, reference.tile_bits(tile, bits).tolist()))
+    circle = string + string
+    found = reference.tile_windows(tile, bits, window)
+    for i in (0, 1, 7, 100, 255):
+        end = (i + 1) * bits + len(string)
+        assert found[i] == int(circle[end - window : end], 2)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("window", [12, 16])
+def test_storing_windows_is_the_inverse_of_reading_them(bits: int, window: int) -> None:
+    tile = np.random.default_rng(bits).integers(0, 256, 32 * bits, dtype=np.uint8)
+    assert np.array_equal(reference.store_windows(reference.tile_windows(tile, bits, window), bits), tile)
+
+
+def test_exhaustive_search_finds_a_planted_path_and_beats_its_neighbours() -> None:
+    bits, window = 6, 12
+    tile = np.random.default_rng(3).integers(0, 256, 32 * bits, dtype=np.uint8)
+    planted = reference.tile_windows(tile, bits, window)
+    windows, cost = reference.viterbi(reference.levels(planted).astype(float), bits, window)
+    assert cost == 0.0
+    assert np.array_equal(reference.levels(windows), reference.levels(planted))

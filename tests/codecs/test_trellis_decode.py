@@ -1,0 +1,112 @@
+"""Native decoding and multiplication against the definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from packed_samples import ALL_BITS, random_matrix
+
+from ciuic_cli.codecs import reference, trellis
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.transform import inverse_transform, transform
+from ciuic_cli.errors import UsageError
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("window", range(12, 17))
+def test_decoding_is_exact(bits: int, window: int) -> None:
+    matrix = random_matrix(48, 304, bits, L=window, seed=window)
+    assert np.array_equal(trellis.decode(matrix).numpy(), reference.decode(matrix))
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (15, 17), (545, 830), (33, 16)])
+def test_odd_shapes_and_mixed_bits(rows: int, cols: int) -> None:
+    matrix = random_matrix(rows, cols, [5, 0, 2, 8, 3, 4, 6])
+    expected = torch.from_numpy(reference.decode(matrix))
+    found = trellis.decode(matrix)
+    assert torch.equal(found, expected)
+    assert torch.equal(trellis.decode(matrix, threads=3), expected)
+    assert torch.equal(
+        trellis.decode(matrix, original_basis=True), inverse_transform(expected, cols, matrix.seed)
+    )
+
+
+def test_row_ranges_and_chosen_rows() -> None:
+    matrix = random_matrix(100, 40, [4, 0, 3])
+    whole = trellis.decode(matrix)
+    for begin, end in [(0, 0), (0, 1), (7, 9), (15, 17), (16, 32), (3, 100), (99, 100)]:
+        assert torch.equal(trellis.decode(matrix, begin, end), whole[begin:end])
+    rows = torch.tensor([99, 0, 16, 16, 31, 50])
+    assert torch.equal(trellis.decode_rows(matrix, rows, threads=2), whole[rows])
+    assert trellis.decode_rows(matrix, rows[:0]).shape == (0, 48)
+    assert trellis.decode(matrix, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_rows_outside_are_refused() -> None:
+    matrix = random_matrix(20, 16, 4)
+    with pytest.raises(UsageError, match="outside"):
+        trellis.decode(matrix, 0, 21)
+    with pytest.raises(UsageError, match="outside"):
+        trellis.decode(matrix, -1, 4)
+    for row in (-1, 20):
+        with pytest.raises(UsageError, match="outside"):
+            trellis.decode_rows(matrix, torch.tensor([row]))
+
+
+def relative_error(matrix: PackedMatrix, x: torch.Tensor, y: torch.Tensor) -> float:
+    expected = transform(x, matrix.seed).double() @ trellis.decode(matrix).double().T
+    return float((y.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("bits", ALL_BITS)
+@pytest.mark.parametrize("window", [12, 15, 16])
+def test_product_error(bits: int, window: int) -> None:
+    """15-bit activations: about 5e-5 on Gaussians."""
+    matrix = random_matrix(96, 832, bits, L=window)
+    x = torch.randn(2, 832, generator=torch.Generator().manual_seed(0))
+    assert relative_error(matrix, x, trellis.matmul(matrix, x)) < 2e-4
+
+
+@pytest.mark.parametrize("batch", range(1, 10))
+def test_product_of_every_batch_size(batch: int) -> None:
+    """Each row of a batch comes out as it does alone, on odd shapes with pruned groups."""
+    matrix = random_matrix(75, 530, [4, 0, 3, 8, 2])
+    x = torch.randn(batch, 530, generator=torch.Generator().manual_seed(batch))
+    y = trellis.matmul(matrix, x)
+    assert y.shape == (batch, 75)
+    assert relative_error(matrix, x, y) < 2e-4
+    assert torch.equal(y, torch.cat([trellis.matmul(matrix, row[None], threads=1) for row in x]))
+    assert (y[:, 16:32] == 0).all()
+
+
+def test_products_with_extreme_activations() -> None:
+    """A large outlier costs precision in its block of 256 inputs only; zeros and tiny numbers stay finite."""
+    matrix = random_matrix(32, 2048, 4)
+    x = torch.randn(1, 2048)
+    x[0, 5] = 3000.0
+    assert relative_error(matrix, x, trellis.matmul(matrix, x)) < 2e-4
+    assert (trellis.matmul(matrix, torch.zeros(1, 2048)) == 0).all()
+    for tiny in (1e-38, 1e-42):
+        assert torch.isfinite(trellis.matmul(matrix, torch.full((1, 2048), tiny))).all()
+    huge = trellis.matmul(matrix, torch.full((1, 2048), 1e34))
+    assert torch.isfinite(huge).all()
+
+
+def test_largest_sums_do_not_overflow() -> None:
+    """All activations of a block at their largest against all levels at one extreme: the int32 sums stay exact."""
+    matrix = random_matrix(16, 256, 8)
+    windows = np.full(256, int(reference.levels(np.arange(1 << 16)).argmin()))
+    extreme = reference.store_windows(windows & 0xFF, 8)
+    matrix = PackedMatrix(16, 256, 12, 0, 1.0, matrix.row_bits, matrix.row_scale * 0, np.tile(extreme, 16))
+    target = torch.ones(1, 256)  # every transformed activation is +1
+    x = inverse_transform(target, 256)
+    decoded = trellis.decode(matrix)
+    assert decoded.abs().max() > 2.0
+    torch.testing.assert_close(trellis.matmul(matrix, x), target @ decoded.T, rtol=1e-4, atol=1e-3)
+
+
+def test_products_of_a_wrong_width_are_refused() -> None:
+    with pytest.raises(UsageError, match="expected activations"):
+        trellis.matmul(random_matrix(16, 32, 4), torch.zeros(1, 33))
+    assert trellis.matmul(random_matrix(16, 32, 4), torch.zeros(0, 32)).shape == (0, 16)
