@@ -163,8 +163,9 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
     model = open_model(path, device)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
     own = model.generation_config
-    # A fresh configuration: penalties and temperatures that a checkpoint asks for would not be greedy.
-    greedy = GenerationConfig(
+    # In the model's own place: generate() fills in from there what a given configuration leaves open, and the
+    # penalties that a checkpoint asks for would not be greedy.
+    model.generation_config = GenerationConfig(
         max_new_tokens=max_new_tokens,
         do_sample=False,
         bos_token_id=own.bos_token_id,
@@ -173,7 +174,7 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
             (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0
         ),
     )
-    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=greedy)
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
