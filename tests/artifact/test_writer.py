@@ -1,0 +1,187 @@
+"""The writer: a file or folder is complete or absent, whatever fails on the way."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+
+from ciuic_cli.artifact import writer
+from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
+from ciuic_cli.errors import EnvironmentFault, InputError
+
+BLOBS = [StoredTensor(f"blob.{number}", "U8", (64,), 64) for number in range(5)]
+
+
+def _payload(name: str) -> bytes:
+    return bytes([int(name.removeprefix("blob."))]) * 64
+
+
+def _failing(code: int) -> Any:
+    def fail(*_args: object, **_kwargs: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+def _folder(path: Path, **files: str) -> Path:
+    path.mkdir()
+    for name, text in files.items():
+        (path / name).write_text(text)
+    return path
+
+
+def _content(folder: Path) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.iterdir()}
+
+
+def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    writer.write_atomically(path, b"first")
+    writer.write_atomically(path, b"second")
+    assert path.read_bytes() == b"second"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+@pytest.mark.parametrize(
+    ("code", "remedy"),
+    [(errno.ENOSPC, "free disk space"), (errno.EDQUOT, "quota"), (errno.EIO, "check the disk")],
+)
+def test_34_a_failing_write_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int, remedy: str
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    owner = os if call == "fsync" else Path
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, call, _failing(code))
+        with pytest.raises(EnvironmentFault, match=remedy) as caught:
+            writer.write_atomically(path, b"new")
+    assert caught.value.exit_code == 5
+    assert caught.value.file == str(path)
+    assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"file": b"old"}
+
+
+def test_34_a_read_only_folder(tmp_path: Path) -> None:
+    error = writer.environment_fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), tmp_path)
+    assert "another output folder" in str(error)
+    with pytest.raises(EnvironmentFault, match="No such file"):
+        writer.write_atomically(tmp_path / "absent" / "file", b"")
+
+
+def test_shards_and_their_index(tmp_path: Path) -> None:
+    shards = lay_out(BLOBS, shard_bytes=128)
+    counted: list[int] = []
+    writer.write_shards(shards, tmp_path, _payload, counted.append)
+    writer.write_index(shards, tmp_path)
+    assert sum(counted) == stored_bytes(shards)
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(weight_map.values())) == 3
+    for name, file in weight_map.items():
+        with safe_open(tmp_path / file, framework="np") as opened:
+            assert opened.get_tensor(name).tobytes() == _payload(name)
+
+
+def test_one_shard_needs_no_index(tmp_path: Path) -> None:
+    writer.write_index(lay_out(BLOBS), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_bytes_than_planned_are_our_bug(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"blob\.0: 3 bytes, 64 were planned"):
+        writer.write_shards(lay_out(BLOBS), tmp_path, lambda name: b"abc", lambda nbytes: None)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("existing", [True, False])
+def test_37_publishing_gives_the_folder_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool, existing: bool
+) -> None:
+    """With renameat2 and, where the system or the file system lacks it, with two renames."""
+    if not exchange:
+        monkeypatch.setattr(writer, "_exchange", lambda first, second: False)
+    new = _folder(tmp_path / ".out.partial", weights="new", config="new")
+    out = tmp_path / "out"
+    if existing:
+        _folder(out, weights="old", other="old")
+    writer.publish(new, out)
+    assert _content(out) == {"weights": "new", "config": "new"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
+    """Both names exist before, during and after: the inodes change places."""
+    first, second = _folder(tmp_path / "a", file="a"), _folder(tmp_path / "b", file="b")
+    inodes = first.stat().st_ino, second.stat().st_ino
+    if writer._exchange(first, second):
+        assert (second.stat().st_ino, first.stat().st_ino) == inodes
+        assert _content(first) == {"file": "b"}
+    else:  # a system without renameat2: nothing may have changed
+        assert (first.stat().st_ino, second.stat().st_ino) == inodes
+
+
+def test_an_exchange_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    first = _folder(tmp_path / "a", file="a")
+    assert writer._exchange(first, tmp_path / "absent") is False
+    assert _content(first) == {"file": "a"}
+
+
+def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
+    assert writer._exchange(tmp_path, tmp_path) is False
+
+
+def test_34_publishing_that_fails_leaves_the_old_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, out = _folder(tmp_path / ".out.partial", weights="new"), _folder(tmp_path / "out", weights="old")
+    monkeypatch.setattr(writer, "_exchange", _failing(errno.EACCES))
+    with pytest.raises(EnvironmentFault, match="permissions"):
+        writer.publish(new, out)
+    assert _content(out) == {"weights": "old"}
+
+
+def test_companions_are_data_and_never_code(tmp_path: Path) -> None:
+    source = _folder(
+        tmp_path / "source", **{"tokenizer.json": "{}", "modeling_x.py": "import os", "generation_config.json": "{}",
+                                "model.safetensors": "weights", "pytorch_model.bin": "pickle"}
+    )  # fmt: skip
+    out = _folder(tmp_path / "out")
+    assert sorted(writer.copy_companions(source, out)) == ["generation_config.json", "tokenizer.json"]
+    assert sorted(_content(out)) == ["generation_config.json", "tokenizer.json"]
+
+
+def test_16_a_companion_that_leads_outside_is_not_copied(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    source, out = _folder(tmp_path / "source"), _folder(tmp_path / "out")
+    (source / "tokenizer.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(InputError, match="outside"):
+        writer.copy_companions(source, out)
+    assert _content(out) == {}
+
+
+def test_26_the_config_names_no_code(tmp_path: Path) -> None:
+    source = {"model_type": "llama", "auto_map": {"AutoModel": "evil.py"}, "quantization_config": {"a": 1}}
+    writer.write_config(tmp_path, source, {"quant_method": "ciuic"})
+    assert json.loads((tmp_path / "config.json").read_text()) == {
+        "model_type": "llama",
+        "quantization_config": {"quant_method": "ciuic"},
+    }
+
+
+def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
+    _folder(tmp_path / "out", a="first", b="")
+    writer.write_checksums(tmp_path / "out")
+    document = json.loads((tmp_path / "out" / writer.CHECKSUMS).read_text())
+    assert document["algorithm"] == "sha256"
+    assert document["files"] == {
+        "a": {"sha256": hashlib.sha256(b"first").hexdigest(), "bytes": 5},
+        "b": {"sha256": hashlib.sha256(b"").hexdigest(), "bytes": 0},
+    }
