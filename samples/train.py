@@ -282,7 +282,6 @@ def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
         "bos_token": BOS,
         "clean_up_tokenization_spaces": False,
         "eos_token": EOS,
-        "model_max_length": CONTEXT,
         "pad_token": EOS,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
