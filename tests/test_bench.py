@@ -1,0 +1,191 @@
+"""What `ciuic bench` counts, its ratios, and what becomes of a measuring process that fails."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from ciuic_cli import bench as module
+from ciuic_cli import benching
+from ciuic_cli.bench import bench
+from ciuic_cli.benching import measure, storage_bytes
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
+from ciuic_cli.pipeline import compress
+
+QUICK: dict[str, Any] = {
+    "prompt_tokens": 24,
+    "new_tokens": 3,
+    "repetitions": 2,
+    "batch_size": 1,
+    "device": "cpu",
+}
+SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
+
+
+@pytest.fixture(scope="module")
+def artifact(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """The original and its artifact."""
+    folder = tmp_path_factory.mktemp("artifact")
+    (folder / "text.txt").write_text(SENTENCE * 12, encoding="utf-8")
+    original = tiny_checkpoint("llama")
+    text = [folder / "text.txt"]
+    compress(original, folder / "out", ratio=3.0, calibration=text, nsamples=4, seqlen=64, effort="fast")
+    return original, folder / "out"
+
+
+def stored_bytes(folder: Path) -> int:
+    """Bytes of the tensors in the file, without its header."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.fixture(scope="module")
+def found(artifact: tuple[Path, Path]) -> tuple[dict[str, Any], list[tuple[str, int, int]]]:
+    """The result of a whole run in two processes of its own, and the progress it reported."""
+    steps: list[tuple[str, int, int]] = []
+    original, out = artifact
+    result = bench(out, base=original, **QUICK, progress=lambda *step: steps.append(step))
+    return result, steps
+
+
+def test_each_model_is_measured_in_its_own_process(found: tuple[dict[str, Any], list[Any]]) -> None:
+    result, steps = found
+    assert set(result) == {"options", "model", "base", "ratios"}
+    assert steps == [(label, done, 4) for label in ("model", "base") for done in range(5)]
+    for figures in (result["model"], result["base"]):
+        assert figures["device"] == "cpu"
+        assert figures["load_seconds"] > 0
+        # An interpreter with torch takes more; a process that had the other model's run would show its peak.
+        assert 50e6 < figures["rss_bytes"] <= figures["peak_rss_bytes"]
+        assert figures["rss_growth_bytes"] <= figures["peak_growth_bytes"] < figures["peak_rss_bytes"]
+        for speed in (figures["prefill"], figures["decode"]):
+            assert speed["mean"] > 0
+            assert math.isfinite(speed["stdev"])
+
+
+def test_bytes_are_those_of_the_files_and_of_the_tensors(
+    found: tuple[dict[str, Any], list[Any]], artifact: tuple[Path, Path]
+) -> None:
+    result, _ = found
+    frequencies = 2 * 6 * 4  # the two rotary frequency buffers, half of head_dim 12, float32
+    for folder, figures in zip(artifact, (result["base"], result["model"]), strict=True):
+        assert figures["file_bytes"] == (folder / "model.safetensors").stat().st_size
+        assert figures["weight_bytes"] == stored_bytes(folder) + frequencies
+
+
+def test_ratios_are_above_one_where_the_model_is_better(found: tuple[dict[str, Any], list[Any]]) -> None:
+    result, _ = found
+    model, base, ratios = result["model"], result["base"], result["ratios"]
+    assert ratios["weight_bytes"] == pytest.approx(base["weight_bytes"] / model["weight_bytes"])
+    assert ratios["weight_bytes"] > 2.5
+    assert ratios["decode"] == pytest.approx(model["decode"]["mean"] / base["decode"]["mean"])
+    assert ratios["prefill"] == pytest.approx(model["prefill"]["mean"] / base["prefill"]["mean"])
+
+
+def test_speed_counts_all_tokens_of_the_batch_and_not_the_warm_up(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = iter([(100.0, 100.0), (0.5, 0.2), (0.25, 0.4)])
+    monkeypatch.setattr(benching, "_time_once", lambda *arguments: next(taken))
+    figures = measure(str(tiny_checkpoint("llama")), **{**QUICK, "batch_size": 5})
+    assert figures["prefill"]["mean"] == pytest.approx((5 * 24 / 0.5 + 5 * 24 / 0.25) / 2)
+    assert figures["prefill"]["stdev"] == pytest.approx((5 * 24 / 0.25 - 5 * 24 / 0.5) / math.sqrt(2))
+    assert figures["decode"]["mean"] == pytest.approx((5 * 3 / 0.2 + 5 * 3 / 0.4) / 2)
+
+
+def test_one_repetition_has_no_deviation(tiny_checkpoint: Callable[..., Path]) -> None:
+    figures = measure(str(tiny_checkpoint("llama")), **{**QUICK, "repetitions": 1})
+    assert figures["decode"]["stdev"] == 0.0
+
+
+def test_every_step_reuses_the_cache(tiny_checkpoint: Callable[..., Path]) -> None:
+    """The prompt goes in once, then one token at a time: a forward pass without the cache would be longer."""
+    from ciuic_cli.opening import open_model
+
+    model = open_model(tiny_checkpoint("llama"), "cpu")
+    lengths: list[tuple[int, int]] = []
+
+    def note(_module: Any, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
+        lengths.append((keywords["input_ids"].shape[1], output.past_key_values.get_seq_length()))
+
+    model.register_forward_hook(note, with_kwargs=True)
+    with torch.inference_mode():
+        benching._time_once(model, torch.zeros(2, 10, dtype=torch.long), 3, torch.device("cpu"))
+    assert lengths == [(10, 10), (1, 11), (1, 12), (1, 13)]
+
+
+def test_shared_memory_is_counted_once() -> None:
+    whole = torch.zeros(100, dtype=torch.float32)
+    other = torch.zeros(7, dtype=torch.bfloat16)
+    assert storage_bytes([whole, whole[10:20], whole.view(10, 10), other]) == 400 + 14
+
+
+def test_a_tied_head_is_counted_once(tiny_checkpoint: Callable[..., Path]) -> None:
+    folder = tiny_checkpoint("llama_tied")
+    figures = measure(str(folder), **{**QUICK, "repetitions": 1})
+    assert figures["weight_bytes"] == stored_bytes(folder) + 2 * 6 * 4
+
+
+# --- what goes wrong in the measuring process
+
+
+def test_errors_come_back_as_they_were_raised(tiny_checkpoint: Callable[..., Path]) -> None:
+    with pytest.raises(UsageError, match="ask for 303 tokens, the model has 256 positions") as caught:
+        bench(tiny_checkpoint("llama"), **{**QUICK, "prompt_tokens": 300})
+    assert caught.value.file == str(tiny_checkpoint("llama"))
+    assert caught.value.remedy == "use a smaller -p or -n"
+
+
+def test_a_folder_that_is_no_model_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"config\.json"):
+        measure(str(tmp_path), **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "message"),
+    [
+        ("echo out of room >&2; kill -9 $$", EnvironmentFault, "killed by signal 9: out of room"),
+        ("echo ValueError: what >&2; exit 1", CiuicError, "failed with code 1: ValueError: what"),
+        ("exit 0", CiuicError, "failed with code 0: it said nothing"),
+    ],
+    ids=["killed", "failed", "silent"],
+)
+def test_a_measuring_process_that_dies_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, kind: type[CiuicError], message: str
+) -> None:
+    child = tmp_path / "python"
+    child.write_text(f"#!/bin/sh\n{script}\n")
+    os.chmod(child, 0o755)
+    monkeypatch.setattr(module.sys, "executable", str(child))
+    with pytest.raises(kind, match=message) as caught:
+        bench(tmp_path, **QUICK)
+    assert caught.value.exit_code == kind.exit_code
+
+
+def test_what_a_library_prints_does_not_mix_with_the_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def chatty(**request: Any) -> dict[str, Any]:
+        os.write(1, b"loading...\n")
+        return {"weight_bytes": 3, **request["answer"]}
+
+    monkeypatch.setattr(benching, "measure", lambda progress, **request: chatty(**request))
+    kept = os.dup(1)
+    try:
+        benching.main('{"answer": {"decode": 2}}')
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+    said = capfd.readouterr()
+    assert said.out == '{"weight_bytes": 3, "decode": 2}\n'
+    assert "loading..." in said.err
