@@ -9,7 +9,7 @@ template <int K>
 CIUIC_DEVICE void lane_levels(float (&level)[16], const LaneWords<K>& words, int row) {
 #pragma unroll
   for (int c = 0; c < 16; ++c)
-    level[c] = (float)((s32)dot4(lane_hash<K>(words, row, c), 0x01010101u, 0u) - CIUIC_LEVEL_CENTRE);
+    level[c] = (float)(s32)dot4(lane_hash<K>(words, row, c), 0x01010101u, 0u - CIUIC_LEVEL_CENTRE);
 }
 
 CIUIC_DEVICE void store16(void* out, u64 index, const float (&value)[16], u32 type) {
@@ -22,7 +22,7 @@ CIUIC_DEVICE void store16(void* out, u64 index, const float (&value)[16], u32 ty
   u32 pairs[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    pairs[i] = float_to_16(value[2 * i], type) | ((u32)float_to_16(value[2 * i + 1], type) << 16);
+    pairs[i] = floats_to_16(value[2 * i], value[2 * i + 1], type);
   uint4* to = (uint4*)((u16*)out + index);
   to[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   to[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);

@@ -60,6 +60,21 @@ CIUIC_DEVICE float half_to_float(u16 value) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
   return out;
 }
+// Two numbers rounded to nearest even, the first in the low half; sm_75 has no such instructions.
+#if __CUDA_ARCH__ >= 800
+#define CIUIC_PAIR_CONVERSION
+CIUIC_DEVICE u32 floats_to_halves(float low, float high) {
+  u32 out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+CIUIC_DEVICE u32 floats_to_bfloats(float low, float high) {
+  u32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+#endif
+
 // Two halves at once: a - b.
 CIUIC_DEVICE u32 half2_subtract(u32 a, u32 b) {
   u32 out;
@@ -138,6 +153,15 @@ CIUIC_DEVICE u16 float_to_bfloat(float value) {
 
 CIUIC_DEVICE u16 float_to_16(float value, u32 type) {
   return type == CIUIC_HALF ? float_to_half(value) : float_to_bfloat(value);
+}
+
+// Two neighbours in one word.
+CIUIC_DEVICE u32 floats_to_16(float low, float high, u32 type) {
+#ifdef CIUIC_PAIR_CONVERSION
+  return type == CIUIC_HALF ? floats_to_halves(low, high) : floats_to_bfloats(low, high);
+#else
+  return float_to_16(low, type) | ((u32)float_to_16(high, type) << 16);
+#endif
 }
 
 CIUIC_DEVICE void store_as(void* base, u64 index, float value, u32 type) {

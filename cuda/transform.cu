@@ -83,8 +83,7 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
         u32 pairs[4];
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          pairs[e] = float_to_16(v[8 * c + 2 * e] * inverse_scale, type) |
-                     ((u32)float_to_16(v[8 * c + 2 * e + 1] * inverse_scale, type) << 16);
+          pairs[e] = floats_to_16(v[8 * c + 2 * e] * inverse_scale, v[8 * c + 2 * e + 1] * inverse_scale, type);
         *(uint4*)((u16*)p.out + (u64)row * width + j) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
       }
     }
