@@ -62,7 +62,7 @@ def run(family: str, layers: int | None = None, device: str = "cuda") -> dict[st
     values = dict(CONFIGS[family])
     if layers is not None:
         values["num_hidden_layers"] = layers
-    model = _model(family, values).to(device)
+    model = _model(family, values, device)
     dense_bytes = sum(parameter.nbytes for parameter in model.parameters())
     dense = seconds_per_token(model, device)
     compress(model, device)
@@ -81,13 +81,13 @@ def run(family: str, layers: int | None = None, device: str = "cuda") -> dict[st
     }
 
 
-def _model(family: str, values: dict[str, Any]) -> nn.Module:
+def _model(family: str, values: dict[str, Any], device: str) -> nn.Module:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     config = CONFIG_MAPPING[family](max_position_embeddings=4096, tie_word_embeddings=False, **values)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model = model.to_empty(device="cpu")
+    model = model.to_empty(device=device)
     # Buffers (rotary frequencies) come from the configuration; to_empty left them undefined.
     for name, module in model.named_modules():
         if hasattr(module, "rope_init_fn"):
@@ -95,7 +95,7 @@ def _model(family: str, values: dict[str, Any]) -> nn.Module:
             setattr(model.get_submodule(parent), child, type(module)(config=config))
     for parameter in model.parameters():
         parameter.data.fill_(1.0) if parameter.dim() < 2 else parameter.data.normal_(0, 0.02)
-    return model.eval()
+    return model.to(device).eval()
 
 
 def compress(model: nn.Module, device: str) -> None:
