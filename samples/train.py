@@ -285,9 +285,11 @@ def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
         "pad_token": EOS,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
+    generation: dict[str, Any] = {"bos_token_id": 0, "do_sample": False, "eos_token_id": 1, "pad_token_id": 1}
+    generation["repetition_penalty"] = 1.2  # greedy text of so small a model would circle
     contents = {
         "config": hub_config(model.config),
-        "generation_config": {"bos_token_id": 0, "eos_token_id": 1, "do_sample": False},
+        "generation_config": generation,
         "tokenizer_config": tokenizer_config,
     }
     for name, content in contents.items():
@@ -320,7 +322,7 @@ def continuation(folder: Path, prompt: str, tokens: int = 60) -> str:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = DeepseekV3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     inputs = tokenizer(prompt, return_tensors="pt")
-    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False, pad_token_id=1)
+    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
