@@ -8,7 +8,7 @@ trained model. Its weights lie on the GGUF file's own grids, so it is no fair gr
 these grids (Q4_1, Q8_0); for every other code it is.
 
 With ``--text`` the perplexity over the first 16 windows of 1024 tokens is printed as a check of the conversion
-(about 19 on WikiText-2).
+(about 15 on the detokenised validation split of WikiText-2).
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def convert(gguf_file: Path, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="folder to write")
     parser.add_argument("--text", type=Path, help="text file whose perplexity checks the conversion")
     arguments = parser.parse_args()
@@ -65,7 +67,9 @@ def main() -> None:
         from ciuic_cli.evaluate import evaluate
 
         result = evaluate(arguments.out, text=arguments.text, seqlen=1024, limit=16)
-        print(f"perplexity {result['perplexity']:.3f} +- {result['stderr']:.3f} over {result['tokens']} tokens")
+        print(
+            f"perplexity {result['perplexity']:.3f} +- {result['stderr']:.3f} over {result['tokens']} tokens"
+        )
 
 
 if __name__ == "__main__":

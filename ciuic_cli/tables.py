@@ -18,6 +18,7 @@ _BENCH_BYTES = {
     "weight_bytes": "weights in memory",
     "rss_growth_bytes": "resident, grown by loading",
     "rss_bytes": "resident after loading",
+    "peak_growth_bytes": "resident, grown at the peak",
     "peak_rss_bytes": "resident at the peak",
     "gpu_allocated_bytes": "GPU memory of the weights",
     "gpu_peak_bytes": "GPU memory at the peak",
@@ -141,18 +142,27 @@ def show_evaluation(console: Console, found: Mapping[str, Any], title: str) -> N
     """Perplexity with its standard error; with a base, the distance from it; the texts, if any."""
     rows = [["perplexity", f"{found['perplexity']:.4f} ± {found['stderr']:.4f}"]]
     if "base_perplexity" in found:
-        rows.append(["perplexity of the original", f"{found['base_perplexity']:.4f}"])
-    rows += [[label, _figure(key, found[key])] for key, label in _EVALUATION.items() if key in found]
+        rows.append(
+            ["perplexity of the original", f"{found['base_perplexity']:.4f} ± {found['base_stderr']:.4f}"]
+        )
+    rows += [
+        [label, _figure(key, found[key], found.get(f"{key.removesuffix('_mean')}_stderr"))]
+        for key, label in _EVALUATION.items()
+        if key in found
+    ]
     console.table(f"{title}: {found['tokens']:,} tokens", ["", "value"], rows)
     for key, label in (("text_before", "before"), ("text_after", "after")):
         if key in found:
             console.data(f"\n{label}: {found[key]}")
 
 
-def _figure(key: str, value: float) -> str:
+def _figure(key: str, value: float, stderr: float | None) -> str:
     if key == "top1_agreement":
         return f"{100 * value:.2f} %"
-    return f"{value:.4f}" if key == "perplexity_ratio" else f"{value:.4g} nats per token"
+    if key == "perplexity_ratio":
+        return f"{value:.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")
+    error = "" if stderr is None or not value else f" ± {stderr:.2g}"
+    return f"{value:.4g}{error} nats per token"
 
 
 def show_bench(console: Console, found: Mapping[str, Any], title: str) -> None:
