@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from ciuic_cli.codecs.packing import PackedMatrix
@@ -18,6 +20,8 @@ class KernelMatrix:
         packed: the parsed blob; its arrays may lie in host memory and only the small ones are kept in use.
         blob: uint8 [nbytes] on the GPU.
     """
+
+    small_batch = sys.maxsize  # `small_product` is the right way for any batch: it decodes panels itself
 
     def __init__(self, packed: PackedMatrix, blob: torch.Tensor, view: DeviceMatrix | None = None) -> None:
         self.view = DeviceMatrix(packed, blob) if view is None else view
