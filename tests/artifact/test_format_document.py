@@ -1,0 +1,110 @@
+"""docs/FORMAT.md says what the code does: its reader is run, and its worked example is checked against its text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ciuic_cli.codecs import trellis
+from ciuic_cli.codecs.packing import BITS, ExpertStack, PackedMatrix, packed_nbytes
+
+TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def reader() -> dict[str, Callable[..., Any]]:
+    """The functions of the document's Python block."""
+    found = re.search(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    assert found is not None
+    names: dict[str, Any] = {}
+    exec(found[1], names)
+    return names
+
+
+def _packed(
+    rows: int, cols: int, window: int, seed: int, rank: int = 0, bits: tuple[int, ...] = BITS
+) -> PackedMatrix:
+    rng = np.random.default_rng(rows * 1000 + cols + seed)
+    row_bits = rng.choice(np.array(bits, np.uint8), -(-rows // 16))
+    size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
+    lowrank = None
+    if rank:
+        lowrank = (_packed(rank, cols, 13, 3, bits=(6,)), _packed(rank, rows, 14, 4, bits=(6,)))
+    return PackedMatrix(
+        rows, cols, window, seed, 0.01, row_bits, rng.integers(0, 60, rows).astype(np.uint8),
+        rng.integers(0, 256, size).astype(np.uint8), lowrank,
+    )  # fmt: skip
+
+
+def _dense(packed: PackedMatrix) -> np.ndarray:
+    weight = trellis.decode(packed, original_basis=True)
+    if packed.lowrank is not None:
+        right, left = (trellis.decode(part, original_basis=True) for part in packed.lowrank)
+        weight = weight + left.T @ right
+    return weight.numpy()
+
+
+@pytest.mark.parametrize(
+    ("rows", "cols", "window", "seed", "rank"),
+    [(37, 83, 12, 0, 0), (16, 64, 16, 0, 0), (48, 1040, 15, 7, 0), (100, 52, 14, 2**32 - 1, 20)],
+)
+def test_the_documented_reader_reads_what_we_write(
+    reader: dict[str, Callable[..., Any]], rows: int, cols: int, window: int, seed: int, rank: int
+) -> None:
+    packed = _packed(rows, cols, window, seed, rank)
+    blob = packed.to_bytes()
+    weight, used = reader["matrix"](blob)
+    assert used == len(blob)
+    assert weight.shape == (rows, cols)
+    assert np.allclose(weight, _dense(packed), rtol=1e-5, atol=1e-5 * float(np.abs(weight).max()))
+
+
+def test_the_documented_reader_reads_a_stack(reader: dict[str, Callable[..., Any]]) -> None:
+    experts = tuple(_packed(40, 56, 12 + number, number) for number in range(3))
+    found = reader["stack"](ExpertStack(experts).to_bytes())
+    assert np.allclose(found, np.stack([_dense(expert) for expert in experts]), atol=1e-5)
+
+
+def _block_after(marker: str) -> str:
+    """The indented block that follows the paragraph with `marker`, however that is wrapped."""
+    found = re.search(r"\s+".join(map(re.escape, marker.split())) + r".*?\n\n(.*?)\n\n", TEXT, re.DOTALL)
+    assert found is not None, marker
+    return found[1]
+
+
+def _bytes_after(marker: str) -> bytes:
+    """The hexadecimal bytes at the beginning of the first indented lines behind `marker`."""
+    lines = _block_after(marker).splitlines()
+    return b"".join(bytes.fromhex(re.match(r"(\s*[0-9a-f]{2}\b)+", line)[0]) for line in lines)  # type: ignore[index]
+
+
+def _numbers_after(marker: str) -> list[float]:
+    return [float(word) for word in _block_after(marker).replace("−", "-").split()]
+
+
+def test_the_worked_example_is_right(reader: dict[str, Callable[..., Any]]) -> None:
+    codes = _bytes_after("and the codes, one tile")
+    assert list(codes) == [(37 * i + 11) % 256 for i in range(64)]
+    blob = _bytes_after("The head is") + codes
+    packed = PackedMatrix.from_buffer(blob, where="example")
+    assert (packed.rows, packed.cols, packed.L, len(blob)) == (1, 16, 12, 112)
+    transformed = trellis.decode(packed)[0]
+    original = trellis.decode(packed, original_basis=True)[0]
+    assert torch.allclose(transformed, torch.tensor(_numbers_after("in the transformed basis is")), atol=1e-6)
+    assert torch.allclose(
+        original, torch.tensor(_numbers_after("after the inverse transform it is")), atol=1e-6
+    )
+    assert np.allclose(reader["matrix"](blob)[0][0], original.numpy(), atol=1e-6)
+    table = re.findall(r"^\| (\d+) \| .* \| (\d+) \| 0x(\w+) \| ([\d+]+) \| ([−\d]+) \|$", TEXT, re.MULTILINE)
+    levels = torch.round(transformed / (0.35355338 / 147.8))
+    assert len(table) == 5
+    for weight, window, product, addends, level in table:
+        assert int(window) * 0x83DCD12D % 2**32 == int(product, 16)
+        expected = int(level.replace("−", "-"))
+        assert sum(int(part) for part in addends.split("+")) - 510 == expected == int(levels[int(weight)])
