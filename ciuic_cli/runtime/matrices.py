@@ -1,37 +1,42 @@
-"""A compressed matrix on a device: its fields parsed from the blob once, and how to decode rows of it there.
+"""A compressed matrix on a device: its fields, and how to decode rows of it there.
 
-Two kinds: `CpuMatrix` calls the native library; `TorchMatrix` decodes with torch operations and so runs
-on any device. A device gets kernels of its own by an entry in `DEVICE_MATRICES`.
+`CpuMatrix` calls the native library, `TorchMatrix` decodes with torch operations and so runs on any device;
+`runtime.gpu` has a third kind. `runtime.blobs` chooses.
 """
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import UNIT_BYTES, ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import UNIT_BYTES, PackedMatrix
 from ciuic_cli.codecs.reference import CODE_SIGMA, LEVEL_CENTRE, MULTIPLIER
 from ciuic_cli.codecs.transform import TILE
 
-Lowrank = tuple["Matrix", "Matrix"]
-
 
 class Matrix(Protocol):
-    """W = T^-1(codes) + L R; `lowrank` is (R, L transposed) or None. Shapes as in `PackedMatrix`."""
+    """W = T^-1(codes) + L R. Shapes as in `PackedMatrix`."""
 
-    rows: int
-    cols: int
-    cols_padded: int
-    seed: int
-    is_zero: bool
-    lowrank: Lowrank | None
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def cols_padded(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def is_zero(self) -> bool:
+        """No codes and no low-rank part: a pruned expert."""
+        ...
+
+    @property
+    def lowrank(self) -> tuple[Matrix, Matrix] | None:
+        """(R, L transposed), or None."""
+        ...
 
     def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
         """Rows in the transformed basis, float32 [rows asked for, cols_padded], without the low-rank part."""
@@ -42,7 +47,10 @@ class Matrix(Protocol):
         ...
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """W x for few rows x, float32 [batch, rows], no low-rank part; None where no kernel does it."""
+        """x W^T straight from the codes for x [batch, cols]: float32 [batch, rows] without the low-rank part.
+
+        None where there is no kernel for it.
+        """
         ...
 
 
@@ -58,7 +66,7 @@ class CpuMatrix:
             packed.seed,
         )
         self.is_zero = packed.lowrank is None and packed.codes.size == 0
-        self.lowrank: Lowrank | None = None
+        self.lowrank: tuple[CpuMatrix, CpuMatrix] | None = None
         if packed.lowrank is not None:
             right, left = packed.lowrank
             self.lowrank = (CpuMatrix(right), CpuMatrix(left))
@@ -84,7 +92,12 @@ class TorchMatrix:
         codes: the codes on the device, uint8.
     """
 
-    def __init__(self, packed: PackedMatrix, codes: torch.Tensor, lowrank: Lowrank | None = None) -> None:
+    def __init__(
+        self,
+        packed: PackedMatrix,
+        codes: torch.Tensor,
+        lowrank: tuple[TorchMatrix, TorchMatrix] | None = None,
+    ) -> None:
         self.rows, self.cols, self.cols_padded, self.seed = (
             packed.rows,
             packed.cols,
@@ -164,77 +177,3 @@ def _levels(stored: torch.Tensor, bits: int, window: int) -> torch.Tensor:
     hashed = ((windows & ((1 << window) - 1)) * MULTIPLIER) & 0xFFFFFFFF
     total = sum((hashed >> (8 * byte)) & 0xFF for byte in range(4))
     return total - LEVEL_CENTRE  # type: ignore[return-value]
-
-
-def _torch_matrix(packed: PackedMatrix, blob: torch.Tensor) -> Matrix:
-    _notice(blob.device.type)
-    return TorchMatrix.on_device(packed, blob)
-
-
-@functools.lru_cache
-def _notice(device: str) -> None:
-    warnings.warn(
-        f"ciuic has no kernels for {device} devices here: torch operations decode the weights, which is slow",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-
-
-DEVICE_MATRICES: dict[str, Callable[[PackedMatrix, torch.Tensor], Matrix]] = {
-    "cpu": lambda packed, blob: CpuMatrix(packed)
-}
-"""By device type: (parsed blob, blob on its device) to a Matrix. Other devices use torch operations."""
-
-
-def on_device(packed: PackedMatrix, blob: torch.Tensor) -> Matrix:
-    """The Matrix for the device that `blob` is on."""
-    return DEVICE_MATRICES.get(blob.device.type, _torch_matrix)(packed, blob)
-
-
-class _Parsed:
-    """What a blob held when it was parsed, and whether the tensor still is that blob."""
-
-    def __init__(self, blob: torch.Tensor, value: Matrix | tuple[Matrix, ...]) -> None:
-        self.value = value
-        self.address = blob.data_ptr()
-        self.version = _version(blob)
-
-    def fits(self, blob: torch.Tensor) -> bool:
-        return self.address == blob.data_ptr() and self.version == _version(blob)
-
-
-def _version(blob: torch.Tensor) -> int:
-    # Tensors made in inference mode do not count their changes; nothing writes to a blob in place anyway.
-    return 0 if blob.is_inference() else blob._version
-
-
-_parsed: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def matrix_of(blob: torch.Tensor) -> Matrix:
-    """The matrix in a blob (uint8 [nbytes]), parsed and checked at first sight of the tensor, then kept.
-
-    Raises InputError if the blob is damaged.
-    """
-    known = _parsed.get(blob)
-    if known is None or not known.fits(blob):
-        known = _Parsed(blob, on_device(PackedMatrix.from_buffer(blob, where="weight"), blob.detach()))
-        _parsed[blob] = known
-    return known.value
-
-
-def stack_of(blob: torch.Tensor) -> tuple[Matrix, ...]:
-    """The experts in a stack's blob; as `matrix_of`."""
-    known = _parsed.get(blob)
-    if known is None or not known.fits(blob):
-        experts = ExpertStack.from_buffer(blob, where="experts").experts
-        sizes = [expert.nbytes for expert in experts]
-        begins = np.cumsum([blob.numel() - sum(sizes), *sizes[:-1]]).tolist()
-        raw = blob.detach()
-        matrices = tuple(
-            on_device(expert, raw[begin : begin + size])
-            for expert, begin, size in zip(experts, begins, sizes, strict=True)
-        )
-        known = _Parsed(blob, matrices)
-        _parsed[blob] = known
-    return known.value

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ciuic_cli.runtime import products
-from ciuic_cli.runtime.matrices import matrix_of, stack_of
+from ciuic_cli.runtime.blobs import stack_of, weight_of
 
 
 def linear(x: torch.Tensor, blob: torch.Tensor, rows: int) -> torch.Tensor:
@@ -55,65 +55,47 @@ def _plain(x: torch.Tensor) -> bool:
 
 
 def _linear(x: torch.Tensor, blob: torch.Tensor, rows: int) -> torch.Tensor:
-    y = products.product(matrix_of(blob), x.reshape(-1, x.shape[-1]))
-    return y.to(x.dtype).reshape(*x.shape[:-1], rows)
+    return weight_of(blob).product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], rows)
 
 
 def _linear_backward(grad: torch.Tensor, blob: torch.Tensor, cols: int) -> torch.Tensor:
-    gx = products.gradient(matrix_of(blob), grad.reshape(-1, grad.shape[-1]))
+    gx = products.gradient(weight_of(blob).matrix, grad.reshape(-1, grad.shape[-1]))
     return gx.to(grad.dtype).reshape(*grad.shape[:-1], cols)
 
 
 def _grouped_linear(x: torch.Tensor, blob: torch.Tensor, groups: int, rows: int) -> torch.Tensor:
-    matrix = matrix_of(blob)
+    matrix = weight_of(blob).matrix
     by_group = x.reshape(-1, groups, x.shape[-1])
     parts = [products.product(matrix, by_group[:, g], g * rows, (g + 1) * rows) for g in range(groups)]
     return torch.stack(parts, dim=1).to(x.dtype).reshape(*x.shape[:-1], rows)
 
 
 def _grouped_linear_backward(grad: torch.Tensor, blob: torch.Tensor, cols: int) -> torch.Tensor:
-    matrix, (groups, rows) = matrix_of(blob), grad.shape[-2:]
+    matrix, (groups, rows) = weight_of(blob).matrix, grad.shape[-2:]
     by_group = grad.reshape(-1, groups, rows)
     parts = [products.gradient(matrix, by_group[:, g], g * rows, (g + 1) * rows) for g in range(groups)]
     return torch.stack(parts, dim=1).to(grad.dtype).reshape(*grad.shape[:-1], cols)
 
 
 def _embedding(ids: torch.Tensor, blob: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    matrix = matrix_of(blob)
-    wanted, inverse = torch.unique(ids, return_inverse=True)
-    if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < matrix.rows:
-        raise IndexError(
-            f"token ids {int(wanted[0])} to {int(wanted[-1])}, the embedding has {matrix.rows} rows"
-        )
-    table = products.rows_of(matrix, wanted.to(torch.int64)).to(dtype)
-    return table[inverse.reshape(-1)].reshape(*ids.shape, cols)
+    return weight_of(blob).lookup(ids, dtype)
 
 
 def _routed_linear(x: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    experts = stack_of(blob)
-    tokens, k = ids.shape
-    y = torch.zeros((tokens * k, rows), dtype=x.dtype, device=x.device)
-    flat = ids.reshape(-1)
-    order = torch.argsort(flat, stable=True)
-    hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
-        # Ids beyond the last expert are padding; a pruned expert adds nothing.
-        if 0 <= expert < len(experts) and not experts[expert].is_zero:
-            y[pairs] = products.product(experts[expert], x[pairs // k]).to(x.dtype)
-    return y.reshape(tokens, k, rows)
+    return stack_of(blob).product(x, ids)
 
 
 def _routed_linear_backward(
     grad: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, cols: int
 ) -> torch.Tensor:
-    experts = stack_of(blob)
+    stack = stack_of(blob)
     tokens, k = ids.shape
     gx = torch.zeros((tokens, cols), dtype=torch.float32, device=grad.device)
     by_pair, flat = grad.reshape(tokens * k, -1), ids.reshape(-1)
     for expert in flat.unique().tolist():
-        if 0 <= expert < len(experts) and not experts[expert].is_zero:
+        if 0 <= expert < stack.count and not stack.expert(expert).is_zero:
             pairs = (flat == expert).nonzero()[:, 0]
-            gx.index_add_(0, pairs // k, products.gradient(experts[expert], by_pair[pairs]))
+            gx.index_add_(0, pairs // k, products.gradient(stack.expert(expert), by_pair[pairs]))
     return gx.to(grad.dtype)
 
 

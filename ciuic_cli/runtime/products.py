@@ -7,24 +7,35 @@ decoding a bounded number of weights at a time.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ciuic_cli.codecs.transform import TILE, inverse_transform, transform
 from ciuic_cli.runtime.matrices import Matrix
 
 SMALL_BATCH = 8
-"""Up to this many rows of x are multiplied straight from the codes, where there is a kernel for it."""
+"""Up to this many rows of x are multiplied straight from the codes, unless the caller has measured better."""
 
-PANEL_BYTES = 16 << 20
-"""Scratch for decoded weights (float32)."""
+PANEL_BYTES = 4 << 20
+"""Scratch for decoded weights (float32). Measured: 1 MB panels cost 10 % more, 64 MB ones twice as much
+(page faults)."""
 
 
-def product(matrix: Matrix, x: torch.Tensor, row_begin: int = 0, row_end: int | None = None) -> torch.Tensor:
+def product(
+    matrix: Matrix,
+    x: torch.Tensor,
+    row_begin: int = 0,
+    row_end: int | None = None,
+    *,
+    small_batch: int = SMALL_BATCH,
+) -> torch.Tensor:
     """y = x W^T, or its columns row_begin to row_end - 1.
 
     Args:
         matrix: W, (rows, cols).
         x: floating [batch, cols] on the matrix's device.
+        small_batch: up to how many rows of x the kernel that multiplies from the codes is the faster way.
 
     Returns:
         float32 [batch, row_end - row_begin].
@@ -33,13 +44,13 @@ def product(matrix: Matrix, x: torch.Tensor, row_begin: int = 0, row_end: int | 
     if matrix.is_zero or x.shape[0] == 0:
         return torch.zeros((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
     y = None
-    if x.shape[0] <= SMALL_BATCH and row_end - row_begin == matrix.rows:
+    if x.shape[0] <= small_batch and row_end - row_begin == matrix.rows:
         y = matrix.small_product(x)
     if y is None:
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
-        inner = product(right, x)
+        inner = product(right, x, small_batch=small_batch)
         # x (L R)^T = (x R^T) L^T, and a row of L^T is T^-1 of a stored row: one inverse transform of the
         # sum serves all.
         added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
@@ -75,11 +86,29 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
-    in_basis = transform(x, matrix.seed)
+    dtype = _multiply_dtype(x)
+    in_basis = transform(x, matrix.seed).to(dtype)
     y = torch.empty((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
     for begin, end in _panels(matrix, row_begin, row_end):
-        torch.matmul(in_basis, matrix.decode(begin, end).T, out=y[:, begin - row_begin : end - row_begin])
+        y[:, begin - row_begin : end - row_begin] = in_basis @ matrix.decode(begin, end).to(dtype).T
     return y
+
+
+def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
+    """What the factors are rounded to: the activations' dtype where the device multiplies it fast (sums are
+    float32)."""
+    if x.dtype not in (torch.bfloat16, torch.float16):
+        return torch.float32
+    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and _cpu_multiplies_bfloat16()):
+        return x.dtype
+    return torch.float32
+
+
+@functools.lru_cache(maxsize=1)
+def _cpu_multiplies_bfloat16() -> bool:
+    # torch has no public question for it; where it lacks these, float32 is right and only slower.
+    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in asked)
 
 
 def _panels(matrix: Matrix, row_begin: int, row_end: int) -> list[tuple[int, int]]:

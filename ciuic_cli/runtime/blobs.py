@@ -1,0 +1,124 @@
+"""From a parameter's bytes to matrices on its device: parsed and checked once per tensor, then remembered.
+
+This is also where a device gets its kernels: `WEIGHTS` and `STACKS` say by device type what stands for a
+    blob there.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ciuic_cli.codecs import native
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
+from ciuic_cli.runtime.weights import PlainStack, PlainWeight, Stack, Weight, expert_blobs
+
+CPU_SMALL_BATCH = {"avx512vnni": 48, "avx2": 24, "portable": 2}
+"""By native kernels: the batch up to which multiplying from the codes beat panels (one thread, 4096x4096, 4 bits)."""
+
+
+def portable_weight(packed: PackedMatrix, blob: torch.Tensor) -> Weight:
+    """A weight on any device, by torch operations."""
+    return PlainWeight(TorchMatrix.on_device(packed, blob))
+
+
+def portable_stack(stack: ExpertStack, blob: torch.Tensor) -> Stack:
+    """A stack on any device, by torch operations."""
+    parts = zip(stack.experts, expert_blobs(stack, blob), strict=True)
+    return PlainStack(tuple(TorchMatrix.on_device(packed, part) for packed, part in parts))
+
+
+def _cpu_weight(packed: PackedMatrix, blob: torch.Tensor) -> Weight:
+    return PlainWeight(CpuMatrix(packed), CPU_SMALL_BATCH[native.cpu_kernels()])
+
+
+def _cpu_stack(stack: ExpertStack, blob: torch.Tensor) -> Stack:
+    experts = tuple(CpuMatrix(packed) for packed in stack.experts)
+    return PlainStack(experts, CPU_SMALL_BATCH[native.cpu_kernels()])
+
+
+def _cuda_weight(packed: PackedMatrix, blob: torch.Tensor) -> Weight:
+    from ciuic_cli.runtime import gpu  # its kernels' modules are for machines that have a GPU
+
+    return gpu.weight(packed, blob) if gpu.usable(blob.device) else portable_weight(packed, blob)
+
+
+def _cuda_stack(stack: ExpertStack, blob: torch.Tensor) -> Stack:
+    from ciuic_cli.runtime import gpu
+
+    return gpu.stack(stack, blob) if gpu.usable(blob.device) else portable_stack(stack, blob)
+
+
+WEIGHTS: dict[str, Callable[[PackedMatrix, torch.Tensor], Weight]] = {
+    "cpu": _cpu_weight,
+    "cuda": _cuda_weight,
+}
+STACKS: dict[str, Callable[[ExpertStack, torch.Tensor], Stack]] = {
+    "cpu": _cpu_stack,
+    "cuda": _cuda_stack,
+}
+"""By device type: (what was parsed from the blob, the blob on its device). Others decode with torch
+operations."""
+
+
+@functools.lru_cache
+def _notice(device: str) -> None:
+    warnings.warn(
+        f"ciuic has no kernels for {device} devices: torch operations decode the weights, which is slow",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+class _Parsed:
+    """What a blob held when it was parsed, and whether the tensor still is that blob."""
+
+    def __init__(self, blob: torch.Tensor, value: Weight | Stack) -> None:
+        self.value = value
+        self.address = blob.data_ptr()
+        self.version = _version(blob)
+
+    def fits(self, blob: torch.Tensor) -> bool:
+        return self.address == blob.data_ptr() and self.version == _version(blob)
+
+
+def _version(blob: torch.Tensor) -> int:
+    # Tensors made in inference mode do not count their changes; nothing writes to a blob in place anyway.
+    return 0 if blob.is_inference() else blob._version
+
+
+_parsed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def weight_of(blob: torch.Tensor) -> Weight:
+    """The matrix in a blob (uint8 [nbytes]), for the blob's device.
+
+    Raises InputError if the blob is damaged.
+    """
+    known = _parsed.get(blob)
+    if known is None or not known.fits(blob):
+        device = blob.device.type
+        if device not in WEIGHTS:
+            _notice(device)
+        packed = PackedMatrix.from_buffer(blob, where="weight")
+        known = _Parsed(blob, WEIGHTS.get(device, portable_weight)(packed, blob.detach()))
+        _parsed[blob] = known
+    return known.value
+
+
+def stack_of(blob: torch.Tensor) -> Stack:
+    """The experts in a stack's blob; as `weight_of`."""
+    known = _parsed.get(blob)
+    if known is None or not known.fits(blob):
+        device = blob.device.type
+        if device not in STACKS:
+            _notice(device)
+        stack = ExpertStack.from_buffer(blob, where="experts")
+        known = _Parsed(blob, STACKS.get(device, portable_stack)(stack, blob.detach()))
+        _parsed[blob] = known
+    return known.value
