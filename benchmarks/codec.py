@@ -1,10 +1,11 @@
 """Quality and speed of the trellis code on Gaussian weights.
 
-    python benchmarks/codec.py quality    # best scale and normalised error per K and L: the tables in codecs/trellis.py
-    python benchmarks/codec.py encode     # encoder, weights per second, against the plain loop in benchmarks/plain_viterbi.cpp
-    python benchmarks/codec.py matmul     # decode-matmul against torch bf16 on the same shapes, and decoding to float32
+    python benchmarks/codec.py quality    # best scale and error per K and L: the tables in codecs/figures.py
+    python benchmarks/codec.py encode     # weights per second, against the plain loop of plain_viterbi.cpp
+    python benchmarks/codec.py matmul     # decode-matmul and decoding, against torch's bf16 product of the same shape
 
-The error is the mean squared error on unit Gaussians times 4^K: 1.0 is Shannon's limit for a Gaussian source.
+Errors are mean squared errors on unit Gaussians times 4^K: 1.0 is Shannon's limit for a Gaussian source. Times are the
+best of several, of the calling thread's processor time for one thread and of the clock for more.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ import numpy as np
 import torch
 
 from ciuic_cli.codecs import native, trellis
-from ciuic_cli.codecs.packing import PackedMatrix, encode_scales
+from ciuic_cli.codecs.figures import SCALE_BY_WINDOW
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 
 BITS = (2, 3, 4, 5, 6, 8)
 
 
 def gaussian_error(bits: int, window: int, scale: float, tiles: int, seed: int = 0) -> float:
-    """Normalised error over `tiles` tiles of unit Gaussians, encoded as the product encodes them (tail-biting included)."""
+    """Normalised error over `tiles` tiles, encoded as the product encodes them (closing of the circle included)."""
     weight = torch.randn(TILE * tiles // 4, 4 * TILE, generator=torch.Generator().manual_seed(seed))
-    rows = weight.shape[0]
-    _, decoded = trellis.round_matrix(weight, np.full(rows, scale, np.float32), [bits] * (rows // TILE), L=window)
+    groups = weight.shape[0] // TILE
+    scales = np.full(weight.shape[0], scale, np.float32)
+    _, decoded = trellis.round_matrix(weight, scales, [bits] * groups, L=window)
     return float((weight - decoded).double().square().mean()) * 4.0**bits
 
 
@@ -39,25 +43,129 @@ def quality(windows: list[int], tiles: int) -> None:
     print("| L | K | best scale | error x 4^K |\n|---|---|---|---|")
     for window in windows:
         for bits in BITS:
-            # The more bits, the rarer a weight beyond the largest level has to be, and the smaller the steps anyway.
+            # The more bits, the rarer a weight beyond the largest level has to be.
             scales = np.linspace(0.94, 1.26, 9) + {6: 0.12, 8: 0.4}.get(bits, 0.0)
             coarse = [gaussian_error(bits, window, float(s), tiles // 2) for s in scales]
             fit = np.polyfit(scales, coarse, 3)
             fine = np.linspace(scales[0], scales[-1], 200)
             best = round(float(fine[np.polyval(fit, fine).argmin()]), 2)
-            print(f"| {window} | {bits} | {best} | {gaussian_error(bits, window, best, tiles, seed=1):.4f} |", flush=True)
+            error = gaussian_error(bits, window, best, tiles, seed=1)
+            print(f"| {window} | {bits} | {best} | {error:.4f} |", flush=True)
+
+
+def seconds(action: Callable[[], object], threads: int, repeats: int) -> float:
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    best = float("inf")
+    for _ in range(repeats):
+        begin = clock()
+        action()
+        best = min(best, clock() - begin)
+    return best
+
+
+def plain_loop(folder: Path) -> ctypes.CDLL:
+    library = folder / "plain_viterbi.so"
+    source = Path(__file__).with_name("plain_viterbi.cpp")
+    subprocess.run(["g++", "-O3", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
+    loaded = ctypes.CDLL(str(library))
+    loaded.plain_encode.argtypes = [
+        ctypes.c_void_p,
+        ctypes.c_long,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_void_p,
+    ]
+    loaded.plain_encode.restype = None
+    return loaded
+
+
+def encode(windows: list[int], threads: int) -> None:
+    torch.set_num_threads(threads)
+    print(f"kernels {native.cpu_kernels()}, {threads} threads; the plain loop runs on one thread")
+    print("| L | K | M weights/s | error | plain loop | error | ratio |\n|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as folder:
+        plain = plain_loop(Path(folder))
+        for window in windows:
+            for bits in BITS:
+                tiles = 12 * threads * (1 << (16 - window))
+                weight = torch.randn(TILE * tiles // 4, 4 * TILE)
+                scales = np.full(weight.shape[0], SCALE_BY_WINDOW[window][bits], np.float32)
+                row_bits = [bits] * (weight.shape[0] // TILE)
+                decoded = [weight]
+
+                def ours() -> None:
+                    decoded[0] = trellis.round_matrix(weight, scales, row_bits, L=window)[1]  # noqa: B023
+
+                fast = seconds(ours, threads, 3)
+                error = float((weight - decoded[0]).double().square().mean()) * 4.0**bits
+                few = max(2, tiles // 8)
+                factor = float(CODE_SIGMA) / SCALE_BY_WINDOW[window][bits]
+                x = (torch.randn(few, TILE_WEIGHTS) * factor).numpy()
+                found = np.zeros((few, TILE_WEIGHTS), np.int32)
+                slow = seconds(
+                    lambda: plain.plain_encode(x.ctypes.data, few, bits, window, found.ctypes.data),  # noqa: B023
+                    1,
+                    1,
+                )
+                plain_error = float(np.square((x - levels(found)) / factor).mean()) * 4.0**bits
+                rates = (weight.numel() / fast / 1e6, x.size / slow / 1e6)
+                print(
+                    f"| {window} | {bits} | {rates[0]:.3f} | {error:.3f} | {rates[1]:.3f} | {plain_error:.3f} "
+                    f"| {rates[0] / rates[1]:.1f} |",
+                    flush=True,
+                )
+
+
+def random_matrix(rows: int, cols: int, bits: int) -> PackedMatrix:
+    row_bits = np.full(rows // TILE, bits, np.uint8)
+    size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
+    codes = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    return PackedMatrix(rows, cols, 16, 0, 1.0, row_bits, np.zeros(rows, np.uint8), codes)
+
+
+def matmul(threads: int) -> None:
+    torch.set_num_threads(threads)
+    print(f"kernels {native.cpu_kernels()}, {threads} threads")
+    print("| rows x cols | batch | torch bf16 ms |" + "".join(f" K={bits} ms (ratio) |" for bits in BITS))
+    print("|---|---|---|" + "---|" * len(BITS))
+    for rows, cols in ((4096, 4096), (14336, 4096), (1536, 576), (576, 1536)):
+        dense = torch.nn.Linear(cols, rows, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        packed = [random_matrix(rows, cols, bits) for bits in BITS]
+        repeats = max(5, 40_000_000 * 8 // (rows * cols))
+        for batch in (1, 2, 4, 8):
+            x = torch.randn(batch, cols)
+            half = x.bfloat16()
+            peer = seconds(lambda: dense(half), threads, repeats)  # noqa: B023
+            cells = []
+            for matrix in packed:
+                ours = seconds(lambda: trellis.matmul(matrix, x), threads, repeats)  # noqa: B023
+                cells.append(f"{ours * 1e3:.3f} ({peer / ours:.2f})")
+            print(f"| {rows} x {cols} | {batch} | {peer * 1e3:.3f} | " + " | ".join(cells) + " |", flush=True)
+    print("| K | decoding to float32, G weights/s |\n|---|---|")
+    for bits in BITS:
+        matrix = random_matrix(512, 4096, bits)
+        out = torch.zeros(512, 4096)
+        arguments = (*matrix.native_arguments, 0, 512, out.data_ptr(), threads)
+        took = seconds(lambda: native.library().ciuic_decode(*arguments), threads, 30)  # noqa: B023
+        print(f"| {bits} | {out.numel() / took / 1e9:.2f} |")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["quality"])
-    parser.add_argument("--windows", type=int, nargs="+", default=[12, 13, 14, 15, 16])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=["quality", "encode", "matmul"])
+    parser.add_argument("--windows", type=int, nargs="+", default=[16, 14, 12])
     parser.add_argument("--tiles", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.what == "quality":
         quality(arguments.windows, arguments.tiles)
+    elif arguments.what == "encode":
+        encode(arguments.windows, arguments.threads)
+    else:
+        matmul(arguments.threads)
 
 
 if __name__ == "__main__":
