@@ -29,7 +29,13 @@ def text(tmp_path: Path) -> Path:
 
 
 def _compress(source: Path, out: Path, text: Path, **options: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {"effort": "fast", "nsamples": 6, "seqlen": 48, "calibration": [text], "ratio": 2.0}
+    settings: dict[str, Any] = {
+        "effort": "fast",
+        "nsamples": 6,
+        "seqlen": 48,
+        "calibration": [text],
+        "ratio": 2.0,
+    }
     return pipeline.compress(source, out, **{**settings, **options})
 
 
@@ -114,7 +120,11 @@ def test_passes_can_be_forced_and_forbidden(
     source = tiny_checkpoint("llama")
     forced = _compress(source, tmp_path / "forced", text, prune=0.2, rank=16, ratio=1.5)
     passes = {entry["name"]: entry for entry in forced["passes"]}
-    prunable = sum(r["parameters"] for r in forced["components"] if "dense" not in r and r["role"] not in ("embedding", "head"))
+    prunable = sum(
+        r["parameters"]
+        for r in forced["components"]
+        if "dense" not in r and r["role"] not in ("embedding", "head")
+    )
     assert passes["prune"]["weights"] >= 0.18 * prunable
     assert passes["lowrank"]["matrices"] > 0 and passes["lowrank"]["bytes"] > 0
     off = _compress(source, tmp_path / "off", text, prune="off", rank="off", bits=(4,), ratio=2.5)
@@ -126,7 +136,13 @@ def test_unreachable_targets_stop_before_any_work(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     with pytest.raises(TargetError, match="ratio"):
-        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, ratio=20.0, progress=lambda *a: pytest.fail("worked"))
+        _compress(
+            tiny_checkpoint("llama"),
+            tmp_path / "out",
+            text,
+            ratio=20.0,
+            progress=lambda *a: pytest.fail("worked"),
+        )
     assert list(tmp_path.glob("*out*")) == []
 
 
