@@ -13,8 +13,6 @@ void panel_product(const float* left, size_t left_stride, const float* right, si
   for (long k = 0; k < count; ++k) {
     const Lanes row = *reinterpret_cast<const Lanes*>(right + right_stride * k);
     const float* factors = left + left_stride * k;
-    // The feedback matrices are read along a column of tiles: every k lies on another page when they are large.
-    __builtin_prefetch(right + right_stride * (k + 8));
     for (int a = 0; a < kTile; ++a) sum[a] += row * factors[a];
   }
   for (int a = 0; a < kTile; ++a) *reinterpret_cast<Lanes*>(out + kTile * a) = sum[a];

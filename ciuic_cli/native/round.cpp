@@ -50,11 +50,59 @@ void store_tile(const uint16_t* windows, int bits, uint8_t* tile) {
   }
 }
 
+// The parts of a feedback matrix that lie below the diagonal, one panel per block of 16 columns, each copied to contiguous
+// memory while it is in use: read in place, a column of a wide matrix touches another page and the same few cache sets in
+// every row.
+class Panels {
+ public:
+  Panels(const float* matrix, long size)
+      : matrix_(matrix), size_(size), blocks_(matrix == nullptr ? 0 : size / kTile), once_(new std::once_flag[blocks_]),
+        copies_(blocks_), users_(blocks_) {}
+
+  bool present() const { return matrix_ != nullptr; }
+  void expect_users(long users_per_block) {
+    for (auto& count : users_) count = users_per_block;
+  }
+
+  struct View {
+    const float* first;  // row 16 (block + 1), column 16 block
+    size_t stride;
+    long rows;
+  };
+
+  View of(long block) {
+    const long below = kTile * (block + 1);
+    const float* from = matrix_ + below * size_ + kTile * block;
+    const long rows = size_ - below;
+    std::call_once(once_[block], [&] {
+      float* to = new (std::nothrow) float[static_cast<size_t>(kTile) * rows];
+      copies_[block].reset(to);
+      if (to != nullptr)
+        for (long k = 0; k < rows; ++k) std::memcpy(to + kTile * k, from + k * size_, sizeof(float) * kTile);
+    });
+    if (copies_[block] == nullptr) return {from, static_cast<size_t>(size_), rows};
+    return {copies_[block].get(), kTile, rows};
+  }
+
+  // To be called once by every user of a block.
+  void release(long block) {
+    if (present() && users_[block].fetch_sub(1) == 1) copies_[block].reset();
+  }
+
+ private:
+  const float* matrix_;
+  long size_;
+  size_t blocks_;
+  std::unique_ptr<std::once_flag[]> once_;
+  std::vector<std::unique_ptr<float[]>> copies_;
+  std::vector<std::atomic<long>> users_;
+};
+
 struct Matrix {
   const float* W;
   long rows, cols;
-  const float* A;
-  const float* Bf;
+  Panels& A;
+  Panels& Bf;
   const float* scale;
   const uint8_t* row_bits;
   int window;
@@ -84,13 +132,17 @@ void prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* 
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
   std::memset(feedback, 0, sizeof(float) * kTileWeights);
   const long right = col0 + kTile, below = row0 + kTile;
-  if (m.A != nullptr && right < m.cols)
-    k.panel_product(m.errors + row0 * m.cols + kTile * right, kTile, m.A + right * m.cols + col0,
-                    static_cast<size_t>(m.cols), m.cols - right, feedback);
+  if (m.A.present() && right < m.cols) {
+    const Panels::View A = m.A.of(tile.J);
+    k.panel_product(m.errors + row0 * m.cols + kTile * right, kTile, A.first, A.stride, A.rows, feedback);
+  }
   std::memcpy(target, feedback, sizeof(float) * kTileWeights);
-  if (m.Bf != nullptr && below < m.rows)
-    k.panel_product(m.Bf + below * m.rows + row0, static_cast<size_t>(m.rows),
-                    m.mixed + col0 * m.rows + kTile * below, kTile, m.rows - below, target);
+  if (m.Bf.present() && below < m.rows) {
+    const Panels::View Bf = m.Bf.of(tile.I);
+    k.panel_product(Bf.first, Bf.stride, m.mixed + col0 * m.rows + kTile * below, kTile, Bf.rows, target);
+  }
+  m.A.release(tile.J);
+  m.Bf.release(tile.I);
   for (int r = 0; r < kTile; ++r) {
     const float scale = m.scale[row0 + r];
     const float to_levels = CIUIC_SIGMA / scale;
@@ -127,7 +179,7 @@ class Schedule {
     remaining_ = groups_ * blocks_;
     for (long J = blocks_ - 1; J >= 0; --J)
       for (long I = groups_ - 1; I >= 0; --I) {
-        const int needs = (m.A != nullptr && J + 1 < blocks_) + (m.Bf != nullptr && I + 1 < groups_);
+        const int needs = (m.A.present() && J + 1 < blocks_) + (m.Bf.present() && I + 1 < groups_);
         waiting_[I * blocks_ + J] = static_cast<uint8_t>(needs);
         if (needs == 0) push({static_cast<int32_t>(I), static_cast<int32_t>(J)});
       }
@@ -160,8 +212,8 @@ class Schedule {
   void done(const Tile* tiles, int count) {
     std::lock_guard<std::mutex> guard(mutex_);
     for (int i = 0; i < count; ++i) {
-      if (m_.A != nullptr && tiles[i].J > 0) release({tiles[i].I, tiles[i].J - 1});
-      if (m_.Bf != nullptr && tiles[i].I > 0) release({tiles[i].I - 1, tiles[i].J});
+      if (m_.A.present() && tiles[i].J > 0) release({tiles[i].I, tiles[i].J - 1});
+      if (m_.Bf.present() && tiles[i].I > 0) release({tiles[i].I - 1, tiles[i].J});
     }
     remaining_ -= count;
     if (progress_ != nullptr) *progress_ = *progress_ + count;
@@ -218,7 +270,10 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   }
   std::unique_ptr<float[]> mixed;
   if (Bf != nullptr) mixed.reset(new float[static_cast<size_t>(rows) * cols]);
-  const Matrix m = {W, rows, cols, A, Bf, scale, row_bits, window, codes, group_offset, What, mixed.get()};
+  Panels inputs(A, cols), outputs(Bf, rows);
+  inputs.expect_users(rows / kTile);
+  outputs.expect_users(cols / kTile);
+  const Matrix m = {W, rows, cols, inputs, outputs, scale, row_bits, window, codes, group_offset, What, mixed.get()};
   size_t workspace = 0;
   for (long g = 0; g < rows / kTile; ++g)
     if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(row_bits[g], window));
