@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -33,7 +34,9 @@ def random_matrix(rows: int, cols: int, bits: int) -> PackedMatrix:
     )  # fmt: skip
 
 
-def alternate(ours: Callable[[], object], theirs: Callable[[], object], repetitions: int) -> tuple[float, float]:
+def alternate(
+    ours: Callable[[], object], theirs: Callable[[], object], repetitions: int
+) -> tuple[float, float]:
     """Median seconds of each, measured in turn after a warm-up."""
     times: tuple[list[float], list[float]] = ([], [])
     for repetition in range(repetitions + 3):
@@ -46,7 +49,9 @@ def alternate(ours: Callable[[], object], theirs: Callable[[], object], repetiti
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=30)
     options = parser.parse_args()
@@ -61,8 +66,8 @@ def main() -> None:
         for bits in (3, 4, 6):
             packed = random_matrix(rows, cols, bits)
             ours, theirs = alternate(
-                lambda p=packed: matmul(p, x, threads=options.threads),  # type: ignore[misc]
-                lambda: torch.nn.functional.linear(x16, dense),
+                partial(matmul, packed, x, threads=options.threads),
+                partial(torch.nn.functional.linear, x16, dense),
                 options.repetitions,
             )
             rate = rows * cols / ours / 1e9
@@ -73,7 +78,9 @@ def main() -> None:
         w = torch.randn(512, 256)
         row_bits = np.full(32, bits, np.uint8)
         started = time.perf_counter()
-        round_matrix(w, np.full(512, CODE_SCALE[bits], np.float32), row_bits, L=WINDOW, threads=options.threads)
+        round_matrix(
+            w, np.full(512, CODE_SCALE[bits], np.float32), row_bits, L=WINDOW, threads=options.threads
+        )
         print(f"| {bits} bits | {w.numel() / (time.perf_counter() - started) / 1e6:.3f} |")
     packed = random_matrix(4096, 4096, 4)
     started = time.perf_counter()

@@ -15,7 +15,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
 
 from ciuic_cli import __version__
 from ciuic_cli.artifact import writer
@@ -27,6 +26,7 @@ from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.journal import Journal
+from ciuic_cli.opening import open_tokenizer
 from ciuic_cli.planning import (
     Arms,
     PassOptions,
@@ -360,14 +360,7 @@ def _budget(original: int, ratio: float, target_bpw: float | None, target_size: 
 def _calibration(
     checkpoint: Checkpoint, model_map: ModelMap, files: Sequence[Path], options: Options
 ) -> torch.Tensor:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise InputError(
-            f"the checkpoint's tokenizer cannot be loaded: {str(error).splitlines()[0]}",
-            file=checkpoint.folder,
-            remedy="copy tokenizer.json and tokenizer_config.json of the model into its folder",
-        ) from error
+    tokenizer = open_tokenizer(checkpoint.folder)
     vocabulary = model_map.config.get_text_config().vocab_size
     return calibration_batch(
         tokenizer, files, nsamples=options.nsamples, seqlen=options.seqlen, vocab_size=vocabulary

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -262,6 +262,15 @@ def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassO
         candidates = {arm.unit.key: (arm.removal, BLOCK * arm.unit.cols) for arm in arms if 0 in arm.widths}
         forced = prune.forced_groups(candidates, options.prune)
     solution = _Solution(model_map, arms, budget, forced)
+    plan = _take(solution, arms, options)
+    while plan.file_bytes > budget:  # shard headers can be a few bytes longer than they were counted
+        solution.budget -= plan.file_bytes - budget
+        plan = solution.plan(solution.solve())
+    return replace(plan, budget=budget)
+
+
+def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
+    """Solve, then let low-rank parts and structures in at the price found, and solve again."""
     allocation = solution.solve()
     if options.rank == "auto" and _choose_ranks(arms, allocation.price):
         allocation = solution.solve()

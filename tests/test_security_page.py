@@ -47,3 +47,11 @@ def test_the_package_never_unpickles_or_evaluates(path: Path) -> None:
         assert _keyword(call, "shell") is not True, f"line {call.lineno}"
         if name in ("np.load", "numpy.load"):
             assert _keyword(call, "allow_pickle") is False, f"line {call.lineno}"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_26_transformers_is_never_left_to_ask_about_remote_code(path: Path) -> None:
+    """Left out, `trust_remote_code` makes transformers ask on the terminal for a config with an `auto_map`."""
+    for name, call in _calls(path):
+        if re.fullmatch(r"Auto\w+\.(from_pretrained|from_config)", name):
+            assert _keyword(call, "trust_remote_code") is False, f"line {call.lineno}: {name}"

@@ -126,13 +126,23 @@ def publish(folder: Path, destination: Path) -> None:
         elif _exchange(folder, destination):
             shutil.rmtree(folder)
         else:
-            aside = destination.with_name(f".{destination.name}.replaced")
-            destination.rename(aside)
-            folder.rename(destination)
-            shutil.rmtree(aside)
+            _replace_in_two_steps(folder, destination)
     except OSError as error:
         raise environment_fault(error, destination) from error
     sync_folder(destination.parent)
+
+
+def _replace_in_two_steps(folder: Path, destination: Path) -> None:
+    """Where the system cannot exchange: the old one is put aside, and back if the new one cannot take its place."""
+    aside = destination.with_name(f".{destination.name}.replaced")
+    shutil.rmtree(aside, ignore_errors=True)
+    destination.rename(aside)
+    try:
+        folder.rename(destination)
+    except OSError:
+        aside.rename(destination)
+        raise
+    shutil.rmtree(aside)
 
 
 def _exchange(first: Path, second: Path) -> bool:

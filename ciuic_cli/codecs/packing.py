@@ -256,8 +256,9 @@ def encode_scales(scales: npt.ArrayLike) -> tuple[float, Bytes]:
         raise InputError("row scales must be finite and not negative")
     positive = wish[wish > 0]
     if positive.size == 0:
-        return 1.0, np.zeros(wish.shape, dtype=np.uint8)
-    smallest = max(float(positive.min()), float(positive.max()) * 2.0 ** (-255 / 16), 2.0**-100)
+        return 2.0**-100, np.zeros(wish.shape, dtype=np.uint8)
+    lowest = float(positive.max()) * 2.0 ** (-255 / 16)  # where rows are zero, their scale is next to nothing
+    smallest = max(lowest if positive.size < wish.size else float(positive.min()), lowest, 2.0**-100)
     base = float(np.float32(min(smallest, _MAX_BASE)))
     steps = np.rint(16 * np.log2(np.maximum(wish, base) / base))
     return base, np.clip(steps, 0, 255).astype(np.uint8)

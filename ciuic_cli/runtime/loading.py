@@ -40,10 +40,18 @@ def load(
     artifact = open_artifact(path)
     from transformers import AutoModelForCausalLM
 
+    from ciuic_cli.checkpoint.architecture import build_config
+    from ciuic_cli.checkpoint.folder import read_config
     from ciuic_cli.runtime.registration import register
 
     register()
-    model = AutoModelForCausalLM.from_pretrained(artifact.folder, dtype="auto" if dtype is None else dtype)
+    build_config(read_config(artifact.folder), artifact.folder / "config.json")  # refuses what we do not know
+    model = AutoModelForCausalLM.from_pretrained(
+        artifact.folder,
+        dtype="auto" if dtype is None else dtype,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
     return model if place.type == "cpu" else model.to(place)  # type: ignore[arg-type]
 
 

@@ -185,3 +185,21 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
         "a": {"sha256": hashlib.sha256(b"first").hexdigest(), "bytes": 5},
         "b": {"sha256": hashlib.sha256(b"").hexdigest(), "bytes": 0},
     }
+
+
+def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, out = _folder(tmp_path / ".out.partial", weights="new"), _folder(tmp_path / "out", weights="old")
+    monkeypatch.setattr(writer, "_exchange", lambda first, second: False)
+    rename = Path.rename
+
+    def second_fails(self: Path, target: Path) -> Path:
+        if self == new:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", second_fails)
+    with pytest.raises(EnvironmentFault):
+        writer.publish(new, out)
+    assert _content(out) == {"weights": "old"}
