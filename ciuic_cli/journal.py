@@ -30,9 +30,20 @@ class Journal:
         self._lock: int | None = None
 
     def __enter__(self) -> Journal:
+        while self._lock is None:
+            handle = self._open_lock()
+            if self._is_current(handle):
+                self._lock = handle
+            else:  # another run ended and removed the folder in between
+                os.close(handle)
+        os.truncate(self._lock, 0)
+        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        return self
+
+    def _open_lock(self) -> int:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot make the work folder: {error.strerror}",
@@ -40,19 +51,23 @@ class Journal:
                 remedy="check the permissions of the output's parent folder",
             ) from error
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            pid = os.read(self._lock, 32).decode("ascii", "replace").strip() or "unknown"
-            os.close(self._lock)
-            self._lock = None
+            pid = os.read(handle, 32).decode("ascii", "replace").strip() or "unknown"
+            os.close(handle)
             raise EnvironmentFault(
                 f"another run (PID {pid}) is writing this output",
                 file=self.out,
                 remedy="wait until it ends, or choose another output folder",
             ) from error
-        os.truncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
-        return self
+        return handle
+
+    def _is_current(self, handle: int) -> bool:
+        """Whether the locked file is still the one that others would find."""
+        try:
+            return os.fstat(handle).st_ino == (self.folder / "lock").stat().st_ino
+        except FileNotFoundError:
+            return False
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

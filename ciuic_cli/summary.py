@@ -64,7 +64,11 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
     for parameter in model_map.parameters.values():
         if parameter.tied_to:
             continue
-        base: dict[str, Any] = {"name": parameter.name, "role": parameter.role, "shape": list(parameter.shape)}
+        base: dict[str, Any] = {
+            "name": parameter.name,
+            "role": parameter.role,
+            "shape": list(parameter.shape),
+        }
         base["parameters"] = parameter.numel
         if not parameter.compress:
             size = parameter.numel * stored_dtype(model_map, parameter.name).itemsize
