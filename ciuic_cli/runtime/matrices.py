@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -58,7 +59,9 @@ class CpuMatrix:
     """On the CPU, by the native library; the codes are the blob's own memory."""
 
     def __init__(self, packed: PackedMatrix) -> None:
-        self.packed = packed
+        # The offsets follow from the bits per weight. With bits of its own, a blob that is overwritten behind torch's
+        # back decodes to nonsense, but leads no kernel outside its bytes.
+        self.packed = replace(packed, row_bits=packed.row_bits.copy(), lowrank=None)
         self.rows, self.cols, self.cols_padded, self.seed = (
             packed.rows,
             packed.cols,

@@ -45,6 +45,10 @@ class CiuicConfig(QuantizationConfigMixin):
         for name, value in notes.items():
             setattr(self, name, value)
 
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field, as from the dictionary in config.json: transformers asks so when it is handed a loaded config."""
+        return getattr(self, name, default)
+
     def to_dict(self) -> dict[str, Any]:
         """All fields but those that describe the files of the folder the artifact was loaded from."""
         return {k: copy.deepcopy(v) for k, v in self.__dict__.items() if k not in _FOLDER_FIELDS}

@@ -72,7 +72,8 @@ class PlainStack:
 
     def product(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         tokens, k = ids.shape
-        y = torch.zeros((tokens * k, self.experts[0].rows), dtype=x.dtype, device=x.device)
+        rows = self.experts[0].rows
+        y = torch.zeros((tokens * k, rows), dtype=x.dtype, device=x.device)
         flat = ids.reshape(-1)
         order = torch.argsort(flat, stable=True)
         hit, counts = torch.unique_consecutive(flat[order], return_counts=True)
@@ -81,7 +82,7 @@ class PlainStack:
             if 0 <= expert < self.count and not self.experts[expert].is_zero:
                 share = products.product(self.experts[expert], x[pairs // k], small_batch=self.small_batch)
                 y[pairs] = share.to(x.dtype)
-        return y.reshape(tokens, k, -1)
+        return y.reshape(tokens, k, rows)
 
 
 def expert_blobs(stack: ExpertStack, blob: torch.Tensor) -> list[torch.Tensor]:

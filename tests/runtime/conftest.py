@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,49 +17,11 @@ from safetensors.torch import save_file
 import ciuic_cli
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix, decode_scales, encode_scales
-from ciuic_cli.codecs.transform import transform
-from ciuic_cli.runtime import registration
+from ciuic_cli.codecs.packing import ExpertStack
 
-registration.install()
+sys.path.insert(0, str(Path(__file__).parent))
 
-BITS = (4, 2, 3, 5, 6, 8)
-
-
-def pack(weight: torch.Tensor, bits: list[int] | int = 4, *, rank: int = 0, seed: int = 0) -> PackedMatrix:
-    """A matrix (rows, cols) in the trellis code, window 12; `bits` per row group, cycled."""
-    rows, cols = weight.shape
-    weight = weight.to(torch.float32)
-    lowrank = None
-    if rank:
-        u, s, v = torch.linalg.svd(weight, full_matrices=False)
-        right, left = pack(v[:rank], 6, seed=seed), pack((u[:, :rank] * s[:rank]).T, 6, seed=seed)
-        lowrank = (right, left)
-        weight = weight - dense(left).T @ dense(right)
-    groups = -(-rows // 16)
-    row_bits = np.resize(np.atleast_1d(np.asarray(bits, dtype=np.uint8)), groups)
-    in_basis = transform(weight, seed)
-    base, row_scale = encode_scales(in_basis.pow(2).mean(dim=1).sqrt().numpy())
-    scales = np.zeros(16 * groups, dtype=np.float32)
-    scales[:rows] = decode_scales(base, row_scale)
-    in_basis = torch.nn.functional.pad(in_basis, (0, 0, 0, 16 * groups - rows))
-    codes, _ = trellis.round_matrix(in_basis, scales, row_bits, L=12)
-    return PackedMatrix(rows, cols, 12, seed, base, row_bits, row_scale, codes, lowrank)
-
-
-def dense(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix that a packed one stands for, float32 (rows, cols)."""
-    result = trellis.decode(packed, original_basis=True)
-    if packed.lowrank is not None:
-        right, left = packed.lowrank
-        result = result + dense(left).T @ dense(right)
-    return result
-
-
-def as_tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
-    """The blob, uint8 (nbytes,)."""
-    return torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8)
+from packed_weights import BITS, as_tensor, dense, pack
 
 
 @dataclass(frozen=True)
@@ -86,7 +49,7 @@ class Made:
         return model.eval()
 
 
-def make_artifact(source: Path, folder: Path, *, rank: int = 0, prune: bool = True, **config: Any) -> Made:
+def build_artifact(source: Path, folder: Path, *, rank: int = 0, prune: bool = True, **config: Any) -> Made:
     """Compress every matrix of a checkpoint to mixed bits; `config` overrides fields of quantization_config.
 
     Expert 1 of every stack is pruned if `prune`; every third matrix gets a low-rank part if `rank`.
@@ -129,17 +92,23 @@ def make_artifact(source: Path, folder: Path, *, rank: int = 0, prune: bool = Tr
 def artifact(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Made]:
-    """`artifact(family, **options of make_artifact)`, made once per session: read it, never write into it."""
+    """`artifact(family, **options of build_artifact)`, made once per session: read it, never write into it."""
     made: dict[str, Made] = {}
 
     def make(family: str, **options: Any) -> Made:
         key = repr((family, sorted(options.items())))
         if key not in made:
             folder = tmp_path_factory.mktemp(f"{family}-artifact")
-            made[key] = make_artifact(tiny_checkpoint(family), folder, **options)
+            made[key] = build_artifact(tiny_checkpoint(family), folder, **options)
         return made[key]
 
     return make
+
+
+@pytest.fixture
+def make_artifact() -> Callable[..., Made]:
+    """`make_artifact(checkpoint folder, out, **options)`."""
+    return build_artifact
 
 
 @pytest.fixture

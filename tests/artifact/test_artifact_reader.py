@@ -1,0 +1,160 @@
+"""Opening an artifact from its headers: what is in it, and every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ciuic_cli.artifact.reader import check_format, open_artifact, read_blobs
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.errors import InputError
+
+
+def packed(rows: int, cols: int, bits: int = 4) -> PackedMatrix:
+    row_bits = np.full(-(-rows // 16), bits, dtype=np.uint8)
+    codes = np.zeros(int(row_bits.astype(int).sum()) * 32 * -(-cols // 16), dtype=np.uint8)
+    return PackedMatrix(rows, cols, 16, 0, 1.0, row_bits, np.zeros(rows, dtype=np.uint8), codes)
+
+
+def blob(stored: PackedMatrix | ExpertStack) -> torch.Tensor:
+    return torch.frombuffer(bytearray(stored.to_bytes()), dtype=torch.uint8)
+
+
+TENSORS = {
+    "norm.weight": torch.ones(20, dtype=torch.bfloat16),
+    "proj.weight": blob(packed(48, 20)),
+    "experts.down_proj": blob(ExpertStack((packed(20, 24), packed(20, 24, 0), packed(20, 24, 3)))),
+}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS, **fields: Any) -> Path:
+    save_file(tensors, folder / "model.safetensors")
+    quantization = {"quant_method": "ciuic", "format_version": 1, **fields}
+    (folder / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    return folder
+
+
+def test_what_is_in_it(tmp_path: Path) -> None:
+    artifact = open_artifact(write(tmp_path, bits_per_weight=4.1))
+    assert set(artifact.tensors) == set(TENSORS)
+    assert {name: found.shape for name, found in artifact.blobs.items()} == {
+        "proj.weight": (48, 20),
+        "experts.down_proj": (3, 20, 24),
+    }
+    assert artifact.blobs["proj.weight"].entry.nbytes == TENSORS["proj.weight"].numel()
+    assert artifact.file_bytes == (tmp_path / "model.safetensors").stat().st_size
+    assert artifact.quantization["bits_per_weight"] == 4.1
+
+
+def test_shards_of_two_artifacts(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({"proj.weight": TENSORS["proj.weight"]}, tmp_path / "b.safetensors")
+    index = {"norm.weight": "a.safetensors", "other.weight": "b.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(InputError, match="in two files") as caught:
+        open_artifact(tmp_path)
+    assert caught.value.tensor == "proj.weight"
+    save_file({"third.weight": torch.ones(3)}, tmp_path / "b.safetensors")
+    with pytest.raises(InputError, match=r"names 1 tensor.*other\.weight"):
+        open_artifact(tmp_path)
+
+
+@pytest.mark.parametrize("version", [0, -1, 1.5, True, None, "1"])
+def test_versions_that_are_none(version: Any) -> None:
+    with pytest.raises(InputError, match="not a version number"):
+        check_format({"format_version": version})
+
+
+def test_newer_version_names_the_file_and_the_way_out(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"version 7.*reads up to 1.*update ciuic") as caught:
+        open_artifact(write(tmp_path, format_version=7))
+    assert caught.value.exit_code == 3 and str(caught.value.file).endswith("config.json")
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"quantization_config": {"quant_method": "gptq"}}, {"quantization_config": []}]
+)
+def test_other_models(config: dict[str, Any], tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InputError, match="not a ciuic artifact"):
+        open_artifact(tmp_path)
+
+
+def corrupted(name: str, offset: int, value: int) -> dict[str, torch.Tensor]:
+    damaged = TENSORS[name].clone()
+    damaged[offset] = value
+    return TENSORS | {name: damaged}
+
+
+@pytest.mark.parametrize(
+    ("name", "offset", "value", "message"),
+    [
+        ("proj.weight", 0, 0, "not a compressed matrix"),
+        ("proj.weight", 4, 99, "window"),
+        ("proj.weight", 5, 2, "flags"),
+        ("proj.weight", 5, 1, "low-rank"),
+        ("proj.weight", 6, 9, "shape"),
+        ("proj.weight", 8, 96, "bytes"),
+        ("proj.weight", 11, 0xFF, "shape"),
+        ("proj.weight", 12, 0, "shape"),
+        ("proj.weight", 23, 0xFF, "scale"),
+        ("proj.weight", 24, 3, "low-rank"),
+        ("proj.weight", 33, 7, "bits per weight"),
+        ("proj.weight", 33, 8, "bytes"),
+        ("experts.down_proj", 4, 4, "offsets"),
+        ("experts.down_proj", 7, 0xFF, "experts"),
+        ("experts.down_proj", 8, 19, "stack"),
+        ("experts.down_proj", 23, 1, "offsets"),
+        ("experts.down_proj", 48, 0, "compressed matrix"),
+    ],
+)
+def test_impossible_fields(name: str, offset: int, value: int, message: str, tmp_path: Path) -> None:
+    write(tmp_path, corrupted(name, offset, value))
+    with pytest.raises(InputError, match=message) as caught:
+        open_artifact(tmp_path)
+    assert caught.value.tensor is not None and name in caught.value.tensor
+    assert str(caught.value.file).endswith("model.safetensors") and caught.value.remedy
+
+
+@pytest.mark.parametrize("change", [-16, -1, 1, 16])
+def test_blobs_of_another_length(change: int, tmp_path: Path) -> None:
+    data = TENSORS["proj.weight"]
+    longer = torch.cat((data, torch.zeros(max(change, 0), dtype=torch.uint8)))
+    write(tmp_path, TENSORS | {"proj.weight": longer[: data.numel() + change].clone()})
+    with pytest.raises(InputError, match="bytes"):
+        open_artifact(tmp_path)
+
+
+def test_every_header_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
+    """A flip of one bit in a blob's header is refused, or what it says still fits the blob's bytes exactly.
+
+    (A shape that changes so is refused by the model that expects another.)
+    """
+    data = TENSORS["proj.weight"]
+    refused = 0
+    for bit in range(8 * 35):
+        damaged = data.clone()
+        damaged[bit // 8] ^= 1 << bit % 8
+        save_file({"proj.weight": damaged}, tmp_path / "model.safetensors")
+        try:
+            read_blobs([tmp_path / "model.safetensors"])
+        except InputError:
+            refused += 1
+        else:
+            assert PackedMatrix.from_buffer(damaged, where="").nbytes == data.numel(), bit
+    assert refused > 200  # the seed and most of the scale's base are any number
+
+
+def test_truncated_file(tmp_path: Path) -> None:
+    file = write(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    with pytest.raises(InputError, match="truncated"):
+        open_artifact(tmp_path)

@@ -1,0 +1,69 @@
+"""Packed matrices of random weights, and what they stand for."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ciuic_cli.codecs import trellis
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix, decode_scales, encode_scales
+from ciuic_cli.codecs.transform import transform
+
+BITS = (4, 2, 3, 5, 6, 8)
+
+
+def pack(
+    weight: torch.Tensor, bits: list[int] | int = 4, *, rank: int = 0, seed: int = 0, window: int = 12
+) -> PackedMatrix:
+    """A matrix (rows, cols) in the trellis code; `bits` per row group, cycled."""
+    rows, cols = weight.shape
+    weight = weight.to(torch.float32)
+    lowrank = None
+    if rank:
+        u, s, v = torch.linalg.svd(weight, full_matrices=False)
+        right, left = pack(v[:rank], 6, seed=seed), pack((u[:, :rank] * s[:rank]).T, 6, seed=seed)
+        lowrank = (right, left)
+        weight = weight - dense(left).T @ dense(right)
+    groups = -(-rows // 16)
+    row_bits = np.resize(np.atleast_1d(np.asarray(bits, dtype=np.uint8)), groups)
+    in_basis = transform(weight, seed)
+    base, row_scale = encode_scales(in_basis.pow(2).mean(dim=1).sqrt().numpy())
+    scales = np.zeros(16 * groups, dtype=np.float32)
+    scales[:rows] = decode_scales(base, row_scale)
+    in_basis = torch.nn.functional.pad(in_basis, (0, 0, 0, 16 * groups - rows))
+    codes, _ = trellis.round_matrix(in_basis, scales, row_bits, L=window)
+    return PackedMatrix(rows, cols, window, seed, base, row_bits, row_scale, codes, lowrank)
+
+
+def random_codes(
+    rows: int, cols: int, bits: list[int] | int = 4, *, rank: int = 0, seed: int = 0, window: int = 16
+) -> PackedMatrix:
+    """A matrix of random codes: Gaussian weights of standard deviation about cols^-1/2, without a search."""
+    draw = np.random.default_rng([rows, cols, seed, window])
+    row_bits = np.resize(np.atleast_1d(np.asarray(bits, dtype=np.uint8)), -(-rows // 16))
+    codes = draw.integers(0, 256, int(row_bits.astype(int).sum()) * 32 * -(-cols // 16), dtype=np.uint8)
+    scale = draw.integers(0, 16, rows, dtype=np.uint8)
+    lowrank = None
+    if rank:
+        lowrank = (random_codes(rank, cols, 6, seed=seed), random_codes(rank, rows, 6, seed=seed + 1))
+    return PackedMatrix(rows, cols, window, seed, cols**-0.5, row_bits, scale, codes, lowrank)
+
+
+def dense(packed: PackedMatrix) -> torch.Tensor:
+    """The matrix that a packed one stands for, float32 (rows, cols)."""
+    result = trellis.decode(packed, original_basis=True)
+    if packed.lowrank is not None:
+        right, left = packed.lowrank
+        result = result + dense(left).T @ dense(right)
+    return result
+
+
+def as_tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
+    """The blob, uint8 (nbytes,)."""
+    return torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8)
+
+
+def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Of the whole tensor, in the Euclidean norm."""
+    value, reference = value.detach().double(), reference.detach().double()
+    return float((value - reference).norm() / reference.norm())

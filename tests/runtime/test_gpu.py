@@ -1,0 +1,117 @@
+"""The wiring of the GPU kernels to the operators. The kernels themselves have their tests; here they are stand-ins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from packed_weights import as_tensor, dense, random_codes, relative_error
+
+from ciuic_cli import kernels
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.runtime import blobs, gpu, ops
+from ciuic_cli.runtime.weights import PlainStack
+
+X = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+IDS = torch.tensor([[0, 1], [1, 5], [1, 0]])
+
+
+def decoded(packed: PackedMatrix, blob: torch.Tensor) -> torch.Tensor:
+    """From the device's bytes: what was parsed has no codes any more."""
+    assert packed.codes.strides == (0,) and packed.row_bits.base is None
+    return dense(PackedMatrix.from_buffer(blob, where="device"))
+
+
+class Kernels:
+    """Takes the place of `ciuic_cli.kernels`, with the same calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def available(self, device: torch.device) -> tuple[bool, str]:
+        return True, ""
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def linear(
+            weights: Any, x: torch.Tensor, dtype: Any = None, *, lowrank: bool = True
+        ) -> list[torch.Tensor]:
+            self.calls.append("linear")
+            view = weights[0]
+            assert lowrank
+            return [(x.float() @ decoded(view.packed, view.blob).T).to(dtype or x.dtype)]
+
+        def embedding(
+            view: Any, ids: torch.Tensor, dtype: torch.dtype, *, transformed: bool = False
+        ) -> torch.Tensor:
+            self.calls.append("embedding")
+            assert ids.dtype == torch.int64 and not transformed
+            return decoded(view.packed, view.blob)[ids].to(dtype)
+
+        def experts(stack: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            self.calls.append("experts")
+            whole = ExpertStack.from_buffer(stack.blob, where="device").experts
+            zero = torch.zeros(stack.rows, stack.cols)
+            table = torch.stack([*map(dense, whole), *[zero] * 8])
+            return torch.einsum("tc,tkrc->tkr", x, table[ids])
+
+        monkeypatch.setattr("ciuic_cli.kernels.runtime_matrix.linear", linear)
+        monkeypatch.setattr(kernels, "embedding", embedding)
+        monkeypatch.setattr(kernels, "experts", experts)
+        monkeypatch.setattr(kernels, "available", self.available)
+        monkeypatch.setitem(blobs.WEIGHTS, "cpu", blobs.WEIGHTS["cuda"])
+        monkeypatch.setitem(blobs.STACKS, "cpu", blobs.STACKS["cuda"])
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Kernels:
+    made = Kernels()
+    made.install(monkeypatch)
+    return made
+
+
+def aligned(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
+    """As on a GPU: at a multiple of 64 bytes."""
+    stored = as_tensor(packed)
+    room = torch.empty(stored.numel() + 64, dtype=torch.uint8)
+    begin = -room.data_ptr() % 64
+    return room[begin : begin + stored.numel()].copy_(stored)
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+def test_linear(stand_in: Kernels, rank: int) -> None:
+    packed = random_codes(48, 40, [4, 2, 6], rank=rank)
+    y = ops.linear(X.to(torch.bfloat16), aligned(packed), 48)
+    assert y.dtype == torch.bfloat16 and relative_error(y, X @ dense(packed).T) < 1e-2
+    assert stand_in.calls == ["linear"]
+
+
+def test_embedding(stand_in: Kernels) -> None:
+    packed = random_codes(48, 40, [4, 2, 6])
+    ids = torch.tensor([[3, 47]], dtype=torch.int32)
+    assert torch.equal(ops.embedding(ids, aligned(packed), 40, torch.float32), dense(packed)[ids])
+    assert stand_in.calls == ["embedding"]
+
+
+def test_experts_of_one_kind_in_one_launch(stand_in: Kernels) -> None:
+    stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3)))
+    y = ops.routed_linear(X, aligned(stack), IDS, 24)
+    assert stand_in.calls == ["experts"]
+    assert torch.allclose(y[0, 1], X[0] @ dense(stack.experts[1]).T, atol=1e-5) and not y[1, 1].any()
+    assert gpu.stack(stack, aligned(stack)).expert(1).rows == 24
+
+
+@pytest.mark.parametrize("options", [{"rank": 3}, {"seed": 8}, {"window": 14}])
+def test_other_experts_one_by_one(stand_in: Kernels, options: dict[str, int]) -> None:
+    stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3, **options)))
+    assert isinstance(gpu.stack(stack, aligned(stack)), PlainStack)
+
+
+def test_without_usable_kernels_the_portable_way(stand_in: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "available", lambda device: (False, "no compiler"))
+    packed = random_codes(48, 40, [4, 2, 6], rank=4)
+    stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3)))
+    assert relative_error(ops.linear(X, aligned(packed), 48), X @ dense(packed).T) < 1e-5
+    y = ops.routed_linear(X, aligned(stack), IDS, 24)
+    assert torch.allclose(y[0, 1], X[0] @ dense(stack.experts[1]).T, atol=1e-5)
+    assert stand_in.calls == []

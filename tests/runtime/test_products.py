@@ -1,0 +1,84 @@
+"""Products against those of the decoded matrix, for both kinds of matrices and every way through the code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from packed_weights import as_tensor, dense, random_codes, relative_error
+
+from ciuic_cli.runtime import products
+from ciuic_cli.runtime.matrices import CpuMatrix, Matrix, TorchMatrix
+
+SHAPES = [(100, 70), (16, 16), (1, 3), (263, 576), (640, 1100)]
+
+
+def both(rows: int, cols: int, rank: int = 0) -> list[tuple[Matrix, torch.Tensor]]:
+    packed = random_codes(rows, cols, [4, 2, 0, 8, 5, 3, 6], rank=min(rank, rows, cols))
+    exact = dense(packed)
+    return [(CpuMatrix(packed), exact), (TorchMatrix.on_device(packed, as_tensor(packed)), exact)]
+
+
+def activations(batch: int, cols: int) -> torch.Tensor:
+    return torch.randn(batch, cols, generator=torch.Generator().manual_seed(batch))
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_by_panels(shape: tuple[int, int], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PANEL_BYTES", 4 * 16 * 80)  # several panels even for these
+    x = activations(9, shape[1])
+    for matrix, exact in both(*shape, rank):
+        assert relative_error(products.product(matrix, x), x @ exact.T) < 2e-6
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("batch", [1, 2, 8, 33])
+def test_products_from_codes(batch: int, rank: int) -> None:
+    x = activations(batch, 576)
+    matrix, exact = both(263, 576, rank)[0]
+    y = products.product(matrix, x, small_batch=40)
+    assert y.dtype == torch.float32 and relative_error(y, x @ exact.T) < 5e-4
+    assert not torch.equal(y, products.product(matrix, x, small_batch=0))  # it was the other way
+
+
+def test_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PANEL_BYTES", 4 * 16 * 80)
+    x = activations(3, 70)
+    for matrix, exact in both(100, 70, 5):
+        for begin, end in ((0, 20), (20, 40), (33, 100), (48, 64)):
+            y = products.product(matrix, x, begin, end, small_batch=0)
+            assert relative_error(y, x @ exact[begin:end].T) < 2e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_as_exact_as_a_dense_product(dtype: torch.dtype) -> None:
+    x = activations(64, 576).to(dtype)
+    matrix, exact = both(263, 576, 7)[0]
+    reference = x.double() @ exact.double().T
+    rounded = relative_error(x @ exact.to(dtype).T, reference)
+    # The transformed activations are rounded too, on top of the ones given.
+    assert relative_error(products.product(matrix, x), reference) < 1.5 * rounded
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_gradient(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "PANEL_BYTES", 4 * 16 * 80)
+    grad = activations(5, 100)
+    for matrix, exact in both(100, 70, rank):
+        assert relative_error(products.gradient(matrix, grad), grad @ exact) < 2e-6
+        part = products.gradient(matrix, grad[:, 20:61], 20, 61)
+        assert relative_error(part, grad[:, 20:61] @ exact[20:61]) < 2e-6
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_rows(rank: int) -> None:
+    rows = torch.tensor([0, 99, 32, 5, 32])
+    for matrix, exact in both(100, 70, rank):
+        assert torch.allclose(products.rows_of(matrix, rows), exact[rows], atol=1e-6)
+
+
+def test_nothing_to_multiply() -> None:
+    for matrix, _ in both(100, 70):
+        assert products.product(matrix, torch.empty(0, 70)).shape == (0, 100)
+    empty = CpuMatrix(random_codes(20, 40, 0))
+    assert not products.product(empty, activations(3, 40)).any()
