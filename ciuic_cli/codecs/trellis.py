@@ -6,6 +6,8 @@ Matrices here are in the transformed basis of `codecs.transform` unless a functi
 from __future__ import annotations
 
 import ctypes
+import threading
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -75,23 +77,47 @@ def round_matrix(
     offsets = group_offsets(bits, cols)
     codes = np.zeros(int(bits.astype(np.int64).sum()) * 2 * cols, dtype=np.uint8)
     decoded = torch.empty_like(weight)
-    status = native.library().ciuic_round(
-        weight.data_ptr(),
-        rows,
-        cols,
-        None if a is None else a.data_ptr(),
-        None if b is None else b.data_ptr(),
-        scales.ctypes.data,
-        bits.ctypes.data,
-        L,
-        threads or torch.get_num_threads(),
-        codes.ctypes.data,
-        offsets.ctypes.data,
-        decoded.data_ptr(),
-        None if progress is None else ctypes.addressof(progress),
+    done = ctypes.c_long(0) if progress is None else progress
+    status = _interruptible(
+        lambda: native.library().ciuic_round(
+            weight.data_ptr(),
+            rows,
+            cols,
+            None if a is None else a.data_ptr(),
+            None if b is None else b.data_ptr(),
+            scales.ctypes.data,
+            bits.ctypes.data,
+            L,
+            threads or torch.get_num_threads(),
+            codes.ctypes.data,
+            offsets.ctypes.data,
+            decoded.data_ptr(),
+            ctypes.addressof(done),
+        ),
+        done,
     )
     native.check(status, f"rounding a {rows} x {cols} matrix")
     return codes, decoded
+
+
+def _interruptible(call: Callable[[], int], progress: ctypes.c_long) -> int:
+    """The result of a native call that counts in `progress`; an exception from a signal (Ctrl-C) ends it early.
+
+    Signal handlers run in the main thread, and not before a native call there returns: so it runs in another.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return call()
+    result: list[int] = []
+    worker = threading.Thread(target=lambda: result.append(call()), name="ciuic-round")
+    worker.start()
+    try:
+        while worker.is_alive():
+            worker.join(0.2)  # with a limit: a signal that another thread receives does not wake this one
+    except BaseException:
+        progress.value = -(2 ** (8 * ctypes.sizeof(ctypes.c_long) - 2))
+        worker.join()
+        raise
+    return result[0]
 
 
 def decode(

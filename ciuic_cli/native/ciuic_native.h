@@ -13,6 +13,7 @@ enum CiuicStatus {
   CIUIC_BAD_BITS = -2,       // bits per weight outside {0, 2, 3, 4, 5, 6, 8} or window length outside 12..16
   CIUIC_NO_MEMORY = -3,
   CIUIC_NOT_FINITE = -4,     // NaN or infinity in the matrix to be rounded
+  CIUIC_CANCELLED = -5,      // the caller made *progress negative
 };
 
 CIUIC_EXPORT int ciuic_abi_version();
@@ -26,10 +27,11 @@ CIUIC_EXPORT const char* ciuic_cpu_kernels();
 //   T = W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} Bf_I'I^T P_I'J,   P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J
 // (YAQA's two-sided rounding; LDLQ when Bf is null). `scale` holds one value per row, `row_bits` one per 16 rows; a row
 // whose scale is 0 is padding: its weights cost nothing and What is 0 there. What (rows x cols) receives the decoded
-// matrix and must not overlap W. `progress`, if not null, counts finished tiles. The result does not depend on `threads`.
+// matrix and must not overlap W. `progress`, if not null, counts finished tiles; made very negative by another thread, it
+// stops the call within the time of a few tiles. The result does not depend on `threads`.
 CIUIC_EXPORT int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
                              const uint8_t* row_bits, int L, int threads, uint8_t* codes,
-                             const int64_t* group_offset, float* What, volatile long* progress);
+                             const int64_t* group_offset, float* What, long* progress);
 
 // Decodes rows [row_begin, row_end) (any range) into out ((row_end - row_begin) x cols).
 CIUIC_EXPORT int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,

@@ -14,7 +14,7 @@
 
 namespace ciuic {
 
-constexpr bool squared_form(int bits) { return bits >= 6; }
+static constexpr bool squared_form(int bits) { return bits >= 6; }
 
 static inline int32_t pair_of(int low, int high) {
   return static_cast<int32_t>(static_cast<uint32_t>(low & 0xFFFF) | static_cast<uint32_t>(high) << 16);

@@ -117,7 +117,10 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
     kernels().quantize_row(transformed.get(), cols, aligned + b * row_bytes);
   }
   const long groups = (rows_out + kTile - 1) / kTile;
-  parallel_for(groups, threads, [&](long group) {
+  // Waking a thread takes as long as one thread needs for about this many weights.
+  constexpr long kWeightsPerThread = 65536;
+  const long worthwhile = 1 + groups * kTile * cols / kWeightsPerThread;
+  parallel_for(groups, static_cast<int>(std::min<long>(threads, worthwhile)), [&](long group) {
     const int present = static_cast<int>(std::min<long>(kTile, rows_out - kTile * group));
     float* out = y + kTile * group;
     if (row_bits[group] == 0) {

@@ -174,7 +174,7 @@ void finish(const Matrix& m, Tile tile, const float* feedback, const uint16_t* w
 // Hands out tiles whose feedback is complete. Which thread takes a tile, and with which others in a batch, changes no result.
 class Schedule {
  public:
-  explicit Schedule(const Matrix& m, volatile long* progress)
+  Schedule(const Matrix& m, long* progress)
       : m_(m), groups_(m.rows / kTile), blocks_(m.cols / kTile), waiting_(groups_ * blocks_), progress_(progress) {
     remaining_ = groups_ * blocks_;
     for (long J = blocks_ - 1; J >= 0; --J)
@@ -189,7 +189,11 @@ class Schedule {
   int take(Tile* tiles) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      if (remaining_ == 0) return 0;
+      if (progress_ != nullptr && __atomic_load_n(progress_, __ATOMIC_RELAXED) < 0) cancelled_ = true;
+      if (remaining_ == 0 || cancelled_) {
+        changed_.notify_all();
+        return 0;
+      }
       int chosen = -1;
       for (int bits = 0; bits <= 8; ++bits)
         if (!ready_[bits].empty() && (chosen < 0 || ready_[bits].size() > ready_[chosen].size())) chosen = bits;
@@ -206,6 +210,7 @@ class Schedule {
     }
   }
 
+  bool cancelled() const { return cancelled_; }  // asked after all threads have left
   void fail() { failed_ = true; }
   bool failed() const { return failed_; }
 
@@ -216,7 +221,7 @@ class Schedule {
       if (m_.Bf.present() && tiles[i].I > 0) release({tiles[i].I - 1, tiles[i].J});
     }
     remaining_ -= count;
-    if (progress_ != nullptr) *progress_ = *progress_ + count;
+    if (progress_ != nullptr) __atomic_fetch_add(progress_, static_cast<long>(count), __ATOMIC_RELAXED);
     changed_.notify_all();
   }
 
@@ -232,7 +237,8 @@ class Schedule {
   std::deque<Tile> ready_[9];
   long remaining_ = 0;
   std::atomic<bool> failed_{false};
-  volatile long* progress_;
+  bool cancelled_ = false;
+  long* progress_;
   std::mutex mutex_;
   std::condition_variable changed_;
 };
@@ -262,7 +268,7 @@ void work(const Matrix& m, Schedule& schedule, Scratch& s) {
 
 int round_matrix(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
                  const uint8_t* row_bits, int window, int threads, uint8_t* codes, const int64_t* group_offset,
-                 float* What, volatile long* progress) {
+                 float* What, long* progress) {
   for (long i = 0; i < rows; ++i) {
     float sum = 0.0f;  // 0 unless a value is NaN or infinite
     for (long j = 0; j < cols; ++j) sum += W[i * cols + j] * 0.0f;
@@ -285,6 +291,7 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   }
   Schedule schedule(m, progress);
   parallel_for(threads, threads, [&](long i) { work(m, schedule, *scratch[i]); });
+  if (schedule.cancelled()) return CIUIC_CANCELLED;
   if (schedule.failed()) return CIUIC_NO_MEMORY;
   return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, window, 0, rows, What, threads);
 }
@@ -293,7 +300,7 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
 
 int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
                 const uint8_t* row_bits, int L, int threads, uint8_t* codes, const int64_t* group_offset, float* What,
-                volatile long* progress) {
+                long* progress) {
   using namespace ciuic;
   if (W == nullptr || scale == nullptr || row_bits == nullptr || group_offset == nullptr ||
       What == nullptr || rows <= 0 || cols <= 0 || rows % kTile != 0 || cols % kTile != 0 || threads < 1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import signal
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -190,6 +193,18 @@ def test_progress_counts_tiles() -> None:
     progress = ctypes.c_long(0)
     trellis.round_matrix(gaussian(48, 80), np.ones(48, np.float32), [4, 0, 2], L=12, progress=progress)
     assert progress.value == 3 * 5
+
+
+def test_an_interrupt_ends_the_call_early() -> None:
+    """Ctrl-C in the middle of a matrix that takes minutes: KeyboardInterrupt within a second or two."""
+    progress = ctypes.c_long(0)
+    begin = time.monotonic()
+    timer = threading.Timer(0.3, signal.raise_signal, (signal.SIGINT,))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        trellis.round_matrix(gaussian(2048, 2048), np.ones(2048, np.float32), [2] * 128, progress=progress)
+    assert time.monotonic() - begin < 5
+    assert progress.value < 0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
