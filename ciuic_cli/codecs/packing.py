@@ -18,7 +18,8 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,10 @@ class PackedMatrix:
     def __post_init__(self) -> None:
         _check_fields(self)
         object.__setattr__(self, "base", float(np.float32(self.base)))  # as it is stored
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what is cached: a copy in other memory has other addresses."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
     def rows_padded(self) -> int:

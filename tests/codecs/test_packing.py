@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import struct
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -63,6 +66,16 @@ def test_layout_of_the_header_and_of_the_parts() -> None:
 def test_reading_copies_nothing() -> None:
     buffer = np.frombuffer(random_matrix(64, 64, 4).to_bytes(), dtype=np.uint8)
     assert np.shares_memory(PackedMatrix.from_buffer(buffer, where="w").codes, buffer)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda matrix: pickle.loads(pickle.dumps(matrix))])
+def test_copies_have_memory_of_their_own(duplicate: Callable[[PackedMatrix], PackedMatrix]) -> None:
+    matrix = random_matrix(40, 48, [4, 3, 2], rank=2)
+    expected = trellis.decode(matrix)  # fills the cached addresses
+    twin = duplicate(matrix)
+    assert twin.native_arguments[0] != matrix.native_arguments[0]
+    assert twin.native_arguments[0] == twin.codes.ctypes.data
+    assert torch.equal(trellis.decode(twin), expected) and same(twin, matrix)
 
 
 def test_expert_stack_round_trip_and_alignment() -> None:
