@@ -73,6 +73,7 @@ def _without_codes(packed: PackedMatrix) -> PackedMatrix:
     memory."""
     lean = copy.copy(packed)
     # Not through the constructor: it wants codes that are contiguous, and these are one byte seen many times.
+    lean.__dict__.pop("native_arguments", None)  # addresses of the arrays that are replaced
     for name, value in (
         ("codes", np.broadcast_to(np.uint8(0), packed.codes.shape)),
         ("row_bits", packed.row_bits.copy()),

@@ -78,10 +78,7 @@ class CpuMatrix:
         return trellis.decode(self.packed, row_begin, row_end)
 
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        out = torch.empty((rows.numel(), self.cols_padded), dtype=torch.float32)
-        for position, row in enumerate(rows.tolist()):
-            out[position] = trellis.decode(self.packed, row, row + 1, threads=1)[0]
-        return out
+        return trellis.decode_rows(self.packed, rows)
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
         return trellis.matmul(self.packed, x)

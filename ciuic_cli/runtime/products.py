@@ -38,7 +38,7 @@ def product(
         small_batch: up to how many rows of x the kernel that multiplies from the codes is the faster way.
 
     Returns:
-        float32 [batch, row_end - row_begin].
+        [batch, row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
     """
     row_end = matrix.rows if row_end is None else row_end
     if matrix.is_zero or x.shape[0] == 0:
@@ -50,11 +50,11 @@ def product(
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
-        inner = product(right, x, small_batch=small_batch)
+        inner = product(right, x, small_batch=small_batch).to(torch.float32)
         # x (L R)^T = (x R^T) L^T, and a row of L^T is T^-1 of a stored row: one inverse transform of the
         # sum serves all.
         added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
-        y += added[:, row_begin:row_end]
+        y = y.to(torch.float32) + added[:, row_begin:row_end]
     return y
 
 
@@ -88,8 +88,11 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
 def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
     dtype = _multiply_dtype(x)
     in_basis = transform(x, matrix.seed).to(dtype)
-    y = torch.empty((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
-    for begin, end in _panels(matrix, row_begin, row_end):
+    panels = _panels(matrix, row_begin, row_end)
+    if len(panels) == 1:
+        return in_basis @ matrix.decode(row_begin, row_end).to(dtype).T
+    y = torch.empty((x.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
+    for begin, end in panels:
         y[:, begin - row_begin : end - row_begin] = in_basis @ matrix.decode(begin, end).to(dtype).T
     return y
 
