@@ -13,21 +13,21 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from html.parser import HTMLParser
 from pathlib import Path
-from xml.etree import ElementTree
+
+from text_markup import html_text, mallard_text, tidy
 
 Pages = Callable[[Path], Iterator[tuple[str, str]]]
 
 
-@lru_cache(maxsize=3)
+@lru_cache(maxsize=8)
 def _tar(path: Path) -> dict[str, bytes]:
     """Text-like regular files of a Debian package or npm tarball: name -> content."""
     stream: io.BytesIO | None = None
     if path.suffix == ".deb":
         command = ["dpkg-deb", "--fsys-tarfile", str(path)]
         stream = io.BytesIO(subprocess.run(command, check=True, capture_output=True).stdout)
-    picture = re.compile(r"\.(png|jpe?g|svg|gif|webm|woff2?|ttf)$")
+    picture = re.compile(r"\.(png|jpe?g|svg|gif|webm|woff2?|ttf|cat|qm|fab|obj|sif)$")
     with tarfile.open(None if stream else path, fileobj=stream) as archive:
         found = [m for m in archive.getmembers() if m.isfile() and not picture.search(m.name)]
         return {m.name: _bytes(archive.extractfile(m)) for m in found}
@@ -53,11 +53,6 @@ def members(path: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
                 yield name, data
 
 
-def tidy(text: str) -> str:
-    text = re.sub(r"[ \t]+\n", "\n", text.replace("\r\n", "\n"))
-    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
-
-
 def plain(pattern: str, suffix: str) -> Pages:
     """Files as they are."""
 
@@ -67,83 +62,6 @@ def plain(pattern: str, suffix: str) -> Pages:
                 yield name, tidy(data.decode("utf-8", "replace").expandtabs(4))
 
     return pages
-
-
-class _Html(HTMLParser):
-    """HTML to text: headings as markdown, lists as dashes, <pre> verbatim, navigation left out."""
-
-    BLOCKS = frozenset(
-        [
-            "p",
-            "div",
-            "section",
-            "table",
-            "tr",
-            "ul",
-            "ol",
-            "dl",
-            "dt",
-            "dd",
-            "blockquote",
-            "article",
-            "header",
-            "footer",
-            "h1",
-            "h2",
-            "h3",
-            "h4",
-            "h5",
-        ]
-    )
-    IGNORED = frozenset(["script", "style", "nav", "head", "button", "svg"])
-
-    def __init__(self) -> None:
-        super().__init__(convert_charrefs=True)
-        self.out: list[str] = []
-        self.ignored = 0
-        self.pre = 0
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        css = dict(attrs).get("class") or ""
-        if tag in self.IGNORED or (tag in {"ul", "p"} and "docnav" in css):
-            self.ignored += tag in self.IGNORED
-        if tag == "pre":
-            self.pre += 1
-            self.out.append("\n\n")
-        elif tag == "li":
-            self.out.append("\n- ")
-        elif tag == "br":
-            self.out.append("\n")
-        elif tag in {"td", "th"}:
-            self.out.append("  ")
-        elif tag in self.BLOCKS:
-            self.out.append("\n" if tag == "tr" else "\n\n")
-            if tag[0] == "h" and tag[1:].isdigit():
-                self.out.append("#" * int(tag[1]) + " ")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in self.IGNORED:
-            self.ignored = max(0, self.ignored - 1)
-        if tag == "pre":
-            self.pre = max(0, self.pre - 1)
-        if tag in self.BLOCKS or tag == "pre":
-            self.out.append("\n" if tag == "tr" else "\n\n")
-
-    def handle_data(self, data: str) -> None:
-        if not self.ignored:
-            self.out.append(data if self.pre else re.sub(r"\s+", " ", data))
-
-    def text(self) -> str:
-        lines = [re.sub(r"(?<=\S)  +", "  ", line).rstrip() for line in "".join(self.out).split("\n")]
-        joined = "\n".join(line[1:] if re.match(r" \S", line) else line for line in lines)
-        joined = re.sub(r"- \n+(?=\S)", "- ", joined)
-        return tidy(re.sub(r"\n{2,}(?=- )", "\n", joined))
-
-
-def _html_text(data: bytes) -> str:
-    parser = _Html()
-    parser.feed(data.decode("utf-8", "replace"))
-    return parser.text()
 
 
 def html(pattern: str, beside: tuple[str, str] | None = None) -> Pages:
@@ -157,7 +75,7 @@ def html(pattern: str, beside: tuple[str, str] | None = None) -> Pages:
         for name, data in members(path, pattern):
             if name.endswith("/index.html"):  # title pages: contents and legal notices
                 continue
-            text = _html_text(data)
+            text = html_text(data)
             # The book's navigation and SQLite's page header come before the first heading.
             text = text[max(0, text.find("# ")) :] if re.search(r"(?m)^#+ ", text) else text
             key = name
@@ -166,7 +84,7 @@ def html(pattern: str, beside: tuple[str, str] | None = None) -> Pages:
                 original = _tar(path).get(key)
                 if original is None:
                     continue
-                translated = _without(text, _html_text(original))
+                translated = _without(text, html_text(original))
                 if translated is None:
                     continue
                 text = translated
@@ -183,55 +101,15 @@ def _without(text: str, original: str) -> str | None:
     return result if len(result) > 0.7 * len(text) else None
 
 
-def _mallard_text(data: bytes) -> str:
-    """A page of GNOME's help (Mallard XML) as markdown-like text."""
-    out: list[str] = []
-
-    def inline(node: ElementTree.Element) -> str:
-        parts = [node.text or ""]
-        for child in node:
-            inner = inline(child)
-            if child.tag.endswith("}link") and not inner.strip():
-                inner = (child.get("xref") or child.get("href") or "").replace("#", " ").replace("-", " ")
-            parts += [inner, child.tail or ""]
-        return (
-            re.sub(r"\s+", " ", "".join(parts)).strip()
-            if node.tag.endswith(("}p", "}title"))
-            else "".join(parts)
-        )
-
-    def walk(node: ElementTree.Element, depth: int, bullet: str) -> None:
-        tag = node.tag.split("}")[-1] if isinstance(node.tag, str) else "comment"
-        if tag in {"info", "media", "comment", "links"}:
-            return
-        if tag == "title":
-            out.append("#" * depth + " " + inline(node))
-        elif tag in {"p", "code", "screen"}:
-            out.append(bullet + inline(node))
-        else:
-            if tag == "section":
-                depth += 1
-            for index, child in enumerate(node):
-                first = (
-                    "- " if tag == "item" and index == 0 else bullet if index == 0 and tag != "page" else ""
-                )
-                walk(child, depth, first)
-
-    walk(ElementTree.fromstring(data), 1, "")
-    # Variants for other desktops repeat a paragraph.
-    once = [block for index, block in enumerate(out) if index == 0 or block != out[index - 1]]
-    return tidy(re.sub(r"\n\n(?=- )", "\n", "\n\n".join(once)))
-
-
 def mallard(language: str) -> Pages:
     """GNOME's user help in one language ("C" is English), only pages that are translated."""
 
     def pages(path: Path) -> Iterator[tuple[str, str]]:
         for name, data in members(path, rf"/help/{language}/[a-z-]+/[^/]+\.page$"):
-            text = _mallard_text(data)
+            text = mallard_text(data)
             key = name.replace(f"/{language}/", "/C/")
             if language != "C":
-                translated = _without(text, _mallard_text(_tar(path)[key]))
+                translated = _without(text, mallard_text(_tar(path)[key]))
                 if translated is None:
                     continue
                 text = translated
@@ -300,7 +178,69 @@ def austen(path: Path) -> Iterator[tuple[str, str]]:
             at += 8 + length
         book = lines[0].title()
         for index, chapter in enumerate(re.split(r"(?mi)^(?=chapter [0-9ivxl]+)", "\n".join(lines))[1:]):
-            yield f"{book} {index}", f"{book}\n\n{tidy(chapter)}"
+            # The lines of a paragraph are joined: the books' line breaks carry no meaning.
+            prose = "\n\n".join(" ".join(block.split()) for block in tidy(chapter).split("\n\n"))
+            yield f"{book} {index}", f"{book}\n\n{prose}"
+
+
+def speeches(since: int) -> Pages:
+    """State of the Union addresses from the year `since` on, in paragraphs of about 600 characters."""
+
+    def pages(path: Path) -> Iterator[tuple[str, str]]:
+        for name, data in members(path, r"package/sotu/data/\d{4}_[a-z_]+\.txt$"):
+            year, *speaker = Path(name).stem.split("_")[:-1]
+            if int(year) < since:
+                continue
+            paragraphs = [""]
+            # The archive has each address on one line.
+            for sentence in re.split(r"(?<=[.!?]) (?=[A-Z\"])", data.decode("utf-8").strip()):
+                if len(paragraphs[-1]) > 600:
+                    paragraphs.append("")
+                paragraphs[-1] = f"{paragraphs[-1]} {sentence}".strip()
+            title = f"State of the Union Address, {' '.join(speaker).title()}, {year}"
+            yield name, title + "\n\n" + "\n\n".join(paragraphs)
+
+    return pages
+
+
+def sky_cultures(language: str) -> Pages:
+    """Stellarium's articles on the constellations of a culture, those alone that are under CC BY-SA.
+
+    A culture's info.ini names its licence; others of the package are under ND, NC or GPL and stay out.
+    """
+
+    def pages(path: Path) -> Iterator[tuple[str, str]]:
+        for name, data in members(path, r"/skycultures/[^/]+/info\.ini$"):
+            if not re.search(rb"(?mi)^license\s*=\s*CC BY-SA", data):
+                continue
+            folder = name.rsplit("/", 1)[0]
+            english = _tar(path).get(f"{folder}/description.en.utf8")
+            found = _tar(path).get(f"{folder}/description.{language}.utf8")
+            if found is None or english is None:
+                continue
+            text: str | None = html_text(found)
+            if language != "en":
+                text = _without(html_text(found), html_text(english))
+            if text is not None:
+                text = re.split(r"(?m)^#+ \d*\.?\s*(?:References|External links|Authors)", text)[0]
+                # Rows of tables (cells stand two blanks apart) are no prose.
+                rows = re.compile(r"\S  +\S.*\S  +\S|^ *\S+  +\S+$")
+                yield Path(folder).name, tidy("\n".join(li for li in text.split("\n") if not rows.search(li)))
+
+    return pages
+
+
+def translated_docs(language: str) -> Pages:
+    """FastAPI's documentation in one language, markdown as it is, named as the English page."""
+
+    def pages(path: Path) -> Iterator[tuple[str, str]]:
+        for name, data in members(path, rf"/docs/{language}/docs/(?!release-notes|external|newsl).*\.md$"):
+            # Examples that the site inserts from other files leave empty fences here.
+            text = re.sub(r"(?ms)^(=== \"[^\n]*\n+)?^ *```[^\n]*\n *\{!.*?^ *```\n", "", data.decode("utf-8"))
+            text = re.sub(r"(?m)^\{[%!].*\n", "", text)
+            yield name.replace(f"/docs/{language}/", "/docs/en/"), tidy(text)
+
+    return pages
 
 
 def jargon(path: Path) -> Iterator[tuple[str, str]]:
@@ -357,8 +297,19 @@ def declarations(codes: tuple[str, ...]) -> Pages:
     def pages(path: Path) -> Iterator[tuple[str, str]]:
         for index, code in enumerate(codes):
             for _, data in members(path, rf"/declaration/{code}\.html$"):
-                blocks = _html_text(data).split("\n\n")
+                blocks = html_text(data).split("\n\n")
                 begin = len(blocks) * (index % 4) // 5
                 yield code, "\n\n".join(blocks[begin : begin + len(blocks) // 4])
 
     return pages
+
+
+def sky_authors(path: Path) -> dict[str, str]:
+    """Author, where info.ini names one, and licence of each of Stellarium's sky cultures."""
+    found: dict[str, str] = {}
+    for name, data in members(path, r"/skycultures/[^/]+/info\.ini$"):
+        fields = dict(re.findall(r"(?m)^(author|license)\s*=\s*(.*?)\s*$", data.decode("utf-8")))
+        licence = fields.get("license", "").replace(" International Public License", "")
+        author = re.sub(r"\s*(email: )?<?\S+@\S+>?", "", fields.get("author", ""))
+        found[Path(name).parent.name] = ", ".join(filter(None, (author, licence)))
+    return found
