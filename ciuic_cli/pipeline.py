@@ -144,11 +144,18 @@ def compress(
         if resumed:
             hint(f"going on with the unfinished run in {journal.folder}")
         try:
+            _check_output(
+                out, checkpoint, force=force, dry_run=dry_run
+            )  # another run may have ended meanwhile
             run = _Run(model_map, journal, options, passes, batches, progress)
             plan = run.plan(budget)
             report = run.report(plan, started) if dry_run else run.finish(plan, out, started)
         except OSError as error:
             raise writer.environment_fault(error, journal.folder) from error
+        except KeyboardInterrupt:
+            if not dry_run:
+                hint(f"finished steps are kept in {journal.folder}; the same command goes on from there")
+            raise
         except (InputError, TargetError):
             journal.remove()  # to go on would end the same way
             raise
@@ -256,7 +263,7 @@ class _Run:
     def report(self, plan: Plan, started: float, measured_kl: float | None = None) -> dict[str, Any]:
         return build_report(
             self.map, plan, self.statistics, options=self.options.as_dict(), corrections=self.corrections,
-            measured_kl=measured_kl, started=started,
+            measured_kl=measured_kl, held_out_tokens=self.held_out.numel(), started=started,
         )  # fmt: skip
 
     def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:

@@ -352,7 +352,7 @@ class _Solution:
                 f"the target of {self.budget:,} bytes cannot be reached: the least is {int(least):,} bytes, "
                 f"a ratio of {original / float(least):.3f}",
                 remedy=f"ask for --ratio {np.floor(original / float(least) * 100) / 100:.2f} or less, "
-                "or allow fewer --bits or more --prune",
+                "or allow lower widths with --bits, or --prune",
             ) from error
 
     def row_bits(self, allocation: Allocation) -> dict[str, NDArray[np.uint8]]:

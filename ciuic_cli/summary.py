@@ -21,12 +21,13 @@ def build_report(
     options: dict[str, Any],
     corrections: dict[str, dict[str, float]],
     measured_kl: float | None,
+    held_out_tokens: int,
     started: float,
 ) -> dict[str, Any]:
     """The content of memory_report.json. Bytes are exact; KL is in nats per token.
 
-    corrections: measured against predicted KL by role; measured_kl: of the finished codes on held-out
-    calibration text; started: `time.monotonic()` at the beginning of the run.
+    corrections: measured against predicted KL by role; measured_kl: of the finished codes on
+    held_out_tokens of calibration text; started: `time.monotonic()` at the beginning of the run.
     """
     original = 2 * model_map.stored_numel
     rows = _components(model_map, plan, statistics)
@@ -45,6 +46,7 @@ def build_report(
         "passes": _passes(plan),
         "statistics": {
             "tokens": statistics.total_tokens,
+            "held_out_tokens": held_out_tokens,
             "experts_without_tokens": _untouched(plan, statistics),
             "roles": corrections,
         },

@@ -55,7 +55,10 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
         ],
     )  # fmt: skip
     measured = report["measured_kl"]
-    beside = "" if measured is None else f", measured on held-out calibration text {measured:.3g}"
+    tokens = report["statistics"].get("held_out_tokens", 0)
+    beside = (
+        "" if measured is None else f", measured on {tokens:,} held-out calibration tokens {measured:.3g}"
+    )
     console.data(f"\nKL divergence in nats per token: predicted {report['predicted_kl']:.3g}{beside}\n")
     console.table(
         "by component",

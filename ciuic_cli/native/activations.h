@@ -1,8 +1,9 @@
 // How a row of activations lies in memory once it is rounded.
 //
-// Per block of 256 columns, x = step * value with |value| <= 16383: the largest for which the sum of 256 products with
-// levels (|level| <= 510) fits an int32. The kernels multiply with byte sums, level + 510; `offset` is -510 times the sum of
-// the block's values and is where their sums begin.
+// Per block of 256 columns, x = step * value. Two precisions: int8 values for row groups of up to 4 bits per weight, whose own
+// error is ten times larger, and 15-bit values (|value| <= 16383: the largest for which the sum of 256 products with levels
+// fits an int32) for the others. The kernels multiply with byte sums, level + 510; `offset` is -510 times the sum of the
+// block's values and is where their sums begin.
 #ifndef CIUIC_ACTIVATIONS_H
 #define CIUIC_ACTIVATIONS_H
 
@@ -12,12 +13,16 @@
 namespace ciuic {
 
 constexpr long kActivationBlock = 256;
-constexpr float kLargestActivation = 16383.0f;
+
+enum Precision { kInt8 = 0, kInt15 = 1 };
+static constexpr float largest_activation(Precision precision) { return precision == kInt8 ? 127.0f : 16383.0f; }
+static constexpr Precision precision_for(int bits, bool precise) { return precise || bits > 4 ? kInt15 : kInt8; }
 
 struct QuantizedRow {
   float* step;
   int32_t* offset;
-  int16_t* value;
+  int16_t* value;  // one per column
+  int8_t* bytes;   // int8 precision only: per pair of columns the values (a, a, b, b), for dot products of four bytes
 };
 
 static inline size_t activation_blocks_padded(long cols) {
@@ -26,12 +31,15 @@ static inline size_t activation_blocks_padded(long cols) {
 }
 
 // `cols` is a multiple of 16; the size is one of 32.
-static inline size_t quantized_row_bytes(long cols) { return 8 * activation_blocks_padded(cols) + 2 * static_cast<size_t>(cols); }
+static inline size_t quantized_row_bytes(long cols, Precision precision) {
+  return 8 * activation_blocks_padded(cols) + (precision == kInt8 ? 4 : 2) * static_cast<size_t>(cols);
+}
 
 static inline QuantizedRow quantized_row(uint8_t* memory, long cols) {
   const size_t blocks = activation_blocks_padded(cols);
+  uint8_t* values = memory + 8 * blocks;
   return {reinterpret_cast<float*>(memory), reinterpret_cast<int32_t*>(memory + 4 * blocks),
-          reinterpret_cast<int16_t*>(memory + 8 * blocks)};
+          reinterpret_cast<int16_t*>(values), reinterpret_cast<int8_t*>(values + 2 * cols)};
 }
 
 }  // namespace ciuic

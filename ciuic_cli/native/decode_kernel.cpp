@@ -9,7 +9,7 @@ template <int Bits, bool Masked, int P>
 static inline __attribute__((always_inline)) void read_pairs(const Tile<Bits>& tile,
                                                              decltype(Tile<Bits>::mask_of(0)) mask, Pair* pairs) {
   if constexpr (P < kTile / 2) {
-    pairs[P] = tile.template byte_sums<P, Masked>(mask);
+    pairs[P] = byte_sums(hash_of(tile.template windows<P, Masked>(mask)));
     read_pairs<Bits, Masked, P + 1>(tile, mask, pairs);
   }
 }

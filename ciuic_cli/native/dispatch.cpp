@@ -36,6 +36,6 @@ const Kernels& kernels() {
 
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 2; }
+int ciuic_abi_version() { return 3; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

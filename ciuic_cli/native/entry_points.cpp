@@ -96,41 +96,51 @@ int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const u
 
 int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
                  long rows, long cols, int L, int log2_block, uint32_t seed, const float* x, long batch, long cols_in,
-                 float* y, long rows_out, int threads) {
+                 float* y, long rows_out, int precise, int threads) {
   using namespace ciuic;
   if (x == nullptr || y == nullptr || batch < 1 || cols_in < 1 || cols_in > cols || rows_out < 1 || rows_out > rows ||
       log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 || threads < 1)
     return CIUIC_BAD_ARGUMENT;
   const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
   if (status != CIUIC_OK) return status;
-  const size_t row_bytes = quantized_row_bytes(cols);
-  const std::unique_ptr<float[]> signs(new (std::nothrow) float[cols]);
-  const std::unique_ptr<float[]> transformed(new (std::nothrow) float[cols]);
-  const std::unique_ptr<uint8_t[]> activations(new (std::nothrow) uint8_t[row_bytes * batch + 64]);
-  if (!signs || !transformed || !activations) return CIUIC_NO_MEMORY;
-  kernels().fill_signs(signs.get(), cols, seed);
-  uint8_t* aligned = activations.get() + (64 - reinterpret_cast<uintptr_t>(activations.get()) % 64) % 64;
-  for (long b = 0; b < batch; ++b) {
-    std::memcpy(transformed.get(), x + b * cols_in, sizeof(float) * cols_in);
-    std::memset(transformed.get() + cols_in, 0, sizeof(float) * (cols - cols_in));
-    kernels().hadamard_row(transformed.get(), cols, log2_block, signs.get(), 0);
-    kernels().quantize_row(transformed.get(), cols, aligned + b * row_bytes);
-  }
   const long groups = (rows_out + kTile - 1) / kTile;
+  bool needed[2] = {false, false};
+  for (long g = 0; g < groups; ++g)
+    if (row_bits[g] != 0) needed[precision_for(row_bits[g], precise != 0)] = true;
+  const size_t row_bytes[2] = {quantized_row_bytes(cols, kInt8), quantized_row_bytes(cols, kInt15)};
+  const size_t bytes = (needed[0] ? row_bytes[0] * batch : 0) + (needed[1] ? row_bytes[1] * batch : 0);
+  const std::unique_ptr<float[]> floats(new (std::nothrow) float[2 * cols]);
+  const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[bytes + 64]);
+  if (!floats || !memory) return CIUIC_NO_MEMORY;
+  float *signs = floats.get(), *transformed = floats.get() + cols;
+  uint8_t* activations[2];
+  activations[0] = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
+  activations[1] = activations[0] + (needed[0] ? row_bytes[0] * batch : 0);
+  kernels().fill_signs(signs, cols, seed);
+  for (long b = 0; b < batch; ++b) {
+    std::memcpy(transformed, x + b * cols_in, sizeof(float) * cols_in);
+    std::memset(transformed + cols_in, 0, sizeof(float) * (cols - cols_in));
+    kernels().hadamard_row(transformed, cols, log2_block, signs, 0);
+    for (const Precision precision : {kInt8, kInt15})
+      if (needed[precision])
+        kernels().quantize_row(transformed, cols, precision, activations[precision] + b * row_bytes[precision]);
+  }
   // Waking a thread takes as long as one thread needs for about this many weights.
   constexpr long kWeightsPerThread = 65536;
   const long worthwhile = 1 + groups * kTile * cols / kWeightsPerThread;
   parallel_for(groups, static_cast<int>(std::min<long>(threads, worthwhile)), [&](long group) {
     const int present = static_cast<int>(std::min<long>(kTile, rows_out - kTile * group));
+    const int bits = row_bits[group];
     float* out = y + kTile * group;
-    if (row_bits[group] == 0) {
+    if (bits == 0) {
       for (long b = 0; b < batch; ++b) std::memset(out + b * rows_out, 0, sizeof(float) * present);
       return;
     }
+    const Precision precision = precision_for(bits, precise != 0);
     float factors[kTile];
     row_factors(scale + kTile * group, factors);
-    kernels().matmul_group(codes + group_offset[group], cols / kTile, row_bits[group], L, factors, aligned, batch,
-                           out, rows_out, present);
+    kernels().matmul_group(codes + group_offset[group], cols / kTile, bits, L, factors, precision,
+                           activations[precision], batch, out, rows_out, present);
   });
   return CIUIC_OK;
 }

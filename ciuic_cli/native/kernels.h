@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "activations.h"
+
 namespace ciuic {
 
 constexpr int kTile = 16;
@@ -38,11 +40,11 @@ struct Kernels {
   // In place on one row of `cols` values; `signs` holds +1 or -1 per column.
   void (*hadamard_row)(float* row, long cols, int log2_block, const float* signs, int inverse);
 
-  // y[b * y_stride + r] = row_factor[r] * (row group . activations of batch row b). Activations are laid out by
-  // quantize_row.
+  // y[b * y_stride + r] = row_factor[r] * (row group . activations of batch row b). The rows of activations, laid out by
+  // quantize_row, follow each other.
   void (*matmul_group)(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
-                       const uint8_t* activations, long batch, float* y, long y_stride, int rows);
-  void (*quantize_row)(const float* x, long cols, uint8_t* activations);
+                       Precision precision, const uint8_t* activations, long batch, float* y, long y_stride, int rows);
+  void (*quantize_row)(const float* x, long cols, Precision precision, uint8_t* activations);
 };
 
 const Kernels& kernels();  // the ones in use

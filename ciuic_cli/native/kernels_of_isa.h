@@ -17,9 +17,9 @@ void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const 
                   int row_end, float* out, size_t out_stride);
 void fill_signs(float* signs, long cols, uint32_t seed);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
-void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
+void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, Precision precision,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows);
-void quantize_row(const float* x, long cols, uint8_t* activations);
+void quantize_row(const float* x, long cols, Precision precision, uint8_t* activations);
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic

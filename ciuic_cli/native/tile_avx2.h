@@ -16,6 +16,34 @@ struct Pair {
   __m256i part[2];
 };
 
+struct Hash {
+  __m256i low[2], high[2];
+};
+
+static inline Hash hash_of(const Pair& windows) {
+  const __m256i low_factor = _mm256_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER & 0xFFFFu));
+  const __m256i high_factor = _mm256_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER >> 16));
+  Hash hash;
+  for (int i = 0; i < 2; ++i) {
+    hash.low[i] = _mm256_mullo_epi16(windows.part[i], low_factor);
+    hash.high[i] = _mm256_add_epi16(_mm256_mulhi_epu16(windows.part[i], low_factor),
+                                    _mm256_mullo_epi16(windows.part[i], high_factor));
+  }
+  return hash;
+}
+
+static inline Pair byte_sums(const Hash& hash) {
+  const __m256i ones = _mm256_set1_epi8(1);
+  Pair sums;
+  for (int i = 0; i < 2; ++i)
+    sums.part[i] = _mm256_add_epi16(_mm256_maddubs_epi16(hash.low[i], ones), _mm256_maddubs_epi16(hash.high[i], ones));
+  return sums;
+}
+
+constexpr bool kByteProducts = false;  // products of two bytes saturate here
+template <typename... Unused>
+static inline void add_byte_products(const Unused&...) {}
+
 typedef Pair Sums;
 
 static inline Sums sums_of(int32_t value) { return {{_mm256_set1_epi32(value), _mm256_set1_epi32(value)}}; }
@@ -85,23 +113,16 @@ struct Tile {
   }
 
   template <int P, bool Masked>
-  Pair byte_sums(__m256i mask) const {
+  Pair windows(__m256i mask) const {
     constexpr int u = ciuic_unit_of_column(2 * P, Bits), v = ciuic_unit_of_column(2 * P + 1, Bits);
     constexpr int first = ciuic_shift_of_column(2 * P, Bits), second = ciuic_shift_of_column(2 * P + 1, Bits);
-    const __m256i low_factor = _mm256_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER & 0xFFFFu));
-    const __m256i high_factor = _mm256_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER >> 16));
-    const __m256i ones = _mm256_set1_epi8(1);
-    Pair sums;
+    Pair both;
     for (int i = 0; i < 2; ++i) {
-      __m256i window = _mm256_blend_epi16(_mm256_srli_epi32(unit[u][i], first),
-                                          _mm256_slli_epi32(unit[v][i], 16 - second), 0xAA);
-      if (Masked) window = _mm256_and_si256(window, mask);
-      const __m256i low = _mm256_mullo_epi16(window, low_factor);
-      const __m256i high =
-          _mm256_add_epi16(_mm256_mulhi_epu16(window, low_factor), _mm256_mullo_epi16(window, high_factor));
-      sums.part[i] = _mm256_add_epi16(_mm256_maddubs_epi16(low, ones), _mm256_maddubs_epi16(high, ones));
+      both.part[i] = _mm256_blend_epi16(_mm256_srli_epi32(unit[u][i], first),
+                                        _mm256_slli_epi32(unit[v][i], 16 - second), 0xAA);
+      if (Masked) both.part[i] = _mm256_and_si256(both.part[i], mask);
     }
-    return sums;
+    return both;
   }
 
   static __m256i mask_of(int window) { return _mm256_set1_epi16(static_cast<short>((1u << window) - 1u)); }

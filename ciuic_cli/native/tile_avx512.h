@@ -16,21 +16,51 @@ struct Pair {
   __m512i words;
 };
 
-typedef Pair Sums;  // int32 per row
+// The four bytes of window * MULTIPLIER modulo 2^32, as its two 16-bit halves.
+struct Hash {
+  __m512i low, high;
+};
 
-static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value)}; }
+static inline Hash hash_of(__m512i windows) {
+  const __m512i low_factor = _mm512_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER & 0xFFFFu));
+  const __m512i high_factor = _mm512_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER >> 16));
+  return {_mm512_mullo_epi16(windows, low_factor),
+          _mm512_add_epi16(_mm512_mulhi_epu16(windows, low_factor), _mm512_mullo_epi16(windows, high_factor))};
+}
+
+// Levels plus 510.
+static inline Pair byte_sums(const Hash& hash) {
+  const __m512i ones = _mm512_set1_epi8(1);
+  return {_mm512_add_epi16(_mm512_maddubs_epi16(hash.low, ones), _mm512_maddubs_epi16(hash.high, ones))};
+}
+
+// int32 per row, in two parts so that two dot products need not wait for each other.
+struct Sums {
+  __m512i part, rest;
+};
+
+static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value), _mm512_setzero_si512()}; }
+
+// With four bytes per lane, (a, a, b, b) of a pair of columns: decoding and multiplying are the same instruction.
+constexpr bool kByteProducts = true;
+static inline void add_byte_products(Sums& sums, const Hash& hash, const int8_t* bytes) {
+  int32_t four;
+  __builtin_memcpy(&four, bytes, sizeof four);
+  sums.part = _mm512_dpbusd_epi32(sums.part, hash.low, _mm512_set1_epi32(four));
+  sums.rest = _mm512_dpbusd_epi32(sums.rest, hash.high, _mm512_set1_epi32(four));
+}
 
 // sums += levels . activations, for both columns; `pair` points to the two int16 activations.
 static inline void add_products(Sums& sums, const Pair& levels, const int16_t* pair) {
   int32_t both;
   __builtin_memcpy(&both, pair, sizeof both);
-  sums.words = _mm512_dpwssd_epi32(sums.words, levels.words, _mm512_set1_epi32(both));
+  sums.part = _mm512_dpwssd_epi32(sums.part, levels.words, _mm512_set1_epi32(both));
 }
 
 // total[row] += step * sums[row]
 static inline void add_scaled(float* total, const Sums& sums, float step) {
-  _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total),
-                                        _mm512_mul_ps(_mm512_set1_ps(step), _mm512_cvtepi32_ps(sums.words))));
+  const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sums.part, sums.rest));
+  _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), _mm512_mul_ps(_mm512_set1_ps(step), sum)));
 }
 
 // The 8 pairs of a tile as 16 rows of 16 values.
@@ -91,32 +121,18 @@ struct Tile {
     }
   }
 
-  template <int P>
-  __m512i windows() const {
+  // Windows of columns 2P and 2P + 1 as 16-bit words. `mask` holds the window length in every word; not needed for 16 bits.
+  template <int P, bool Masked>
+  __m512i windows(__m512i mask) const {
     constexpr int u = ciuic_unit_of_column(2 * P, Bits), v = ciuic_unit_of_column(2 * P + 1, Bits);
     constexpr unsigned first = ciuic_shift_of_column(2 * P, Bits), second = ciuic_shift_of_column(2 * P + 1, Bits);
     // vpmultishiftqb: for every byte of a lane the bit of its 64-bit word to begin at; odd lanes are 32 bits further on.
     constexpr unsigned bytes = first | (first + 8) << 8 | second << 16 | (second + 8) << 24;
     const __m512i positions =
         _mm512_set1_epi64(static_cast<long long>((bytes + 0x20202020ull) << 32 | bytes));
-    const __m512i both = _mm512_multishift_epi64_epi8(positions, unit[u]);
-    if (u == v) return both;
-    return _mm512_mask_multishift_epi64_epi8(both, 0xCCCCCCCCCCCCCCCCull, positions, unit[v]);
-  }
-
-  // Levels plus 510 of columns 2P and 2P + 1. `mask` holds the window length in every 16-bit word.
-  template <int P, bool Masked>
-  Pair byte_sums(__m512i mask) const {
-    __m512i window = windows<P>();
-    if (Masked) window = _mm512_and_si512(window, mask);
-    // The product of a 16-bit window and the multiplier modulo 2^32, in two halves.
-    const __m512i low_factor = _mm512_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER & 0xFFFFu));
-    const __m512i high_factor = _mm512_set1_epi16(static_cast<short>(CIUIC_MULTIPLIER >> 16));
-    const __m512i low = _mm512_mullo_epi16(window, low_factor);
-    const __m512i high =
-        _mm512_add_epi16(_mm512_mulhi_epu16(window, low_factor), _mm512_mullo_epi16(window, high_factor));
-    const __m512i ones = _mm512_set1_epi8(1);
-    return {_mm512_add_epi16(_mm512_maddubs_epi16(low, ones), _mm512_maddubs_epi16(high, ones))};
+    __m512i both = _mm512_multishift_epi64_epi8(positions, unit[u]);
+    if (u != v) both = _mm512_mask_multishift_epi64_epi8(both, 0xCCCCCCCCCCCCCCCCull, positions, unit[v]);
+    return Masked ? _mm512_and_si512(both, mask) : both;
   }
 
   static __m512i mask_of(int window) { return _mm512_set1_epi16(static_cast<short>((1u << window) - 1u)); }

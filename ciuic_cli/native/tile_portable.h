@@ -1,69 +1,157 @@
-// Reading a tile in plain C++: a lane is a row, a step is a pair of neighbouring columns.
+// Reading a tile in plain C++ with 128-bit vectors of 16-bit words, which every 64-bit processor has: a word is a row, a step is
+// a pair of neighbouring columns.
 #ifndef CIUIC_TILE_PORTABLE_H
 #define CIUIC_TILE_PORTABLE_H
 
 #include <cstdint>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
 
 #include "trellis_decode.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// Interleaved: [2 * row] column 2p, [2 * row + 1] column 2p + 1.
+typedef uint16_t Words __attribute__((vector_size(16)));
+typedef int32_t Quad __attribute__((vector_size(16)));
+
+// [column of the pair][upper or lower 8 rows]
 struct Pair {
-  int16_t level[2 * CIUIC_TILE];
+  Words part[2][2];
 };
 
-struct Sums {
-  int32_t row[CIUIC_TILE];
+struct Hash {
+  Words low[2][2], high[2][2];
 };
 
-static inline Sums sums_of(int32_t value) {
-  Sums sums;
-  for (int row = 0; row < CIUIC_TILE; ++row) sums.row[row] = value;
+static inline Words high_product(Words a, Words b) {
+#if defined(__SSE2__)
+  return reinterpret_cast<Words>(_mm_mulhi_epu16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
+#else
+  Words out;
+  for (int i = 0; i < 8; ++i) out[i] = static_cast<uint16_t>(static_cast<uint32_t>(a[i]) * b[i] >> 16);
+  return out;
+#endif
+}
+
+static inline Words all_words(unsigned value) {
+  const uint16_t v = static_cast<uint16_t>(value);
+  return Words{v, v, v, v, v, v, v, v};
+}
+
+static inline Hash hash_of(const Pair& windows) {
+  const Words low_factor = all_words(CIUIC_MULTIPLIER & 0xFFFFu), high_factor = all_words(CIUIC_MULTIPLIER >> 16);
+  Hash hash;
+  for (int c = 0; c < 2; ++c)
+    for (int i = 0; i < 2; ++i) {
+      const Words window = windows.part[c][i];
+      hash.low[c][i] = window * low_factor;
+      hash.high[c][i] = high_product(window, low_factor) + window * high_factor;
+    }
+  return hash;
+}
+
+static inline Pair byte_sums(const Hash& hash) {
+  const Words low_byte = all_words(0xFF);
+  Pair sums;
+  for (int c = 0; c < 2; ++c)
+    for (int i = 0; i < 2; ++i)
+      sums.part[c][i] = ((hash.low[c][i] & low_byte) + (hash.high[c][i] & low_byte)) +
+                        ((hash.low[c][i] >> 8) + (hash.high[c][i] >> 8));
   return sums;
 }
 
+constexpr bool kByteProducts = false;
+template <typename... Unused>
+static inline void add_byte_products(const Unused&...) {}
+
+struct Sums {
+  Quad part[4];  // rows 4 i .. 4 i + 3
+};
+
+static inline Sums sums_of(int32_t value) {
+  const Quad v = {value, value, value, value};
+  return {{v, v, v, v}};
+}
+
+// Words of both columns side by side: rows 8 half + 4 quarter .. + 3.
+static inline Words interleaved(const Pair& pair, int half, int quarter) {
+  const Words a = pair.part[0][half], b = pair.part[1][half];
+  return quarter == 0 ? __builtin_shuffle(a, b, Words{0, 8, 1, 9, 2, 10, 3, 11})
+                      : __builtin_shuffle(a, b, Words{4, 12, 5, 13, 6, 14, 7, 15});
+}
+
 static inline void add_products(Sums& sums, const Pair& levels, const int16_t* pair) {
-  for (int row = 0; row < CIUIC_TILE; ++row)
-    sums.row[row] += levels.level[2 * row] * pair[0] + levels.level[2 * row + 1] * pair[1];
+  int32_t both;
+  __builtin_memcpy(&both, pair, sizeof both);
+  for (int i = 0; i < 4; ++i) {
+    const Words words = interleaved(levels, i / 2, i % 2);
+#if defined(__SSE2__)
+    sums.part[i] += reinterpret_cast<Quad>(_mm_madd_epi16(reinterpret_cast<__m128i>(words), _mm_set1_epi32(both)));
+#else
+    const Quad quad = reinterpret_cast<Quad>(words);
+    sums.part[i] += (quad & 0xFFFF) * pair[0] + (quad >> 16) * pair[1];
+#endif
+  }
+}
+
+static inline void add_scaled(float* total, const Sums& sums, float step) {
+  for (int row = 0; row < CIUIC_TILE; ++row) total[row] += step * static_cast<float>(sums.part[row / 4][row % 4]);
 }
 
 // The 8 pairs of a tile as 16 rows of 16 values.
 static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
-  for (int row = 0; row < CIUIC_TILE; ++row)
-    for (int p = 0; p < CIUIC_TILE / 2; ++p) __builtin_memcpy(rows[row] + 2 * p, pairs[p].level + 2 * row, 4);
+  for (int p = 0; p < CIUIC_TILE / 2; ++p)
+    for (int i = 0; i < 4; ++i) {
+      const Quad quad = reinterpret_cast<Quad>(interleaved(pairs[p], i / 2, i % 2));
+      for (int row = 0; row < 4; ++row) {
+        const int32_t both = quad[row];
+        __builtin_memcpy(rows[4 * i + row] + 2 * p, &both, sizeof both);
+      }
+    }
 }
 
-static inline void add_scaled(float* total, const Sums& sums, float step) {
-  for (int row = 0; row < CIUIC_TILE; ++row) total[row] += step * static_cast<float>(sums.row[row]);
-}
-
-constexpr int kBatches[] = {1, 2, 4};
+constexpr int kBatches[] = {1, 2};
 
 template <int Bits>
 struct Tile {
-  uint32_t unit[Bits][CIUIC_TILE];
+  Words unit[Bits][2];
+  Words above[2];  // the last unit of the row before: what comes before unit 0
 
   explicit Tile(const uint8_t* codes) {
     for (int u = 0; u < Bits; ++u)
-      for (int row = 0; row < CIUIC_TILE; ++row)
-        unit[u][row] = ciuic_word(codes, row, u, Bits) | ciuic_word(codes, row, u - 1, Bits) << 16;
+      for (int i = 0; i < 2; ++i) {
+#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
+        __builtin_memcpy(&unit[u][i], codes + CIUIC_UNIT_BYTES * u + 16 * i, sizeof(Words));
+#else
+        for (int row = 0; row < 8; ++row)
+          unit[u][i][row] = static_cast<uint16_t>(ciuic_word(codes, 8 * i + row, u, Bits));
+#endif
+      }
+    const Words upper = unit[Bits - 1][0], lower = unit[Bits - 1][1];
+    above[0] = __builtin_shuffle(lower, upper, Words{7, 8, 9, 10, 11, 12, 13, 14});
+    above[1] = __builtin_shuffle(upper, lower, Words{7, 8, 9, 10, 11, 12, 13, 14});
+  }
+
+  template <int Column>
+  Words window(int half) const {
+    constexpr int u = ciuic_unit_of_column(Column, Bits), shift = ciuic_shift_of_column(Column, Bits);
+    const Words before = u == 0 ? above[half] : unit[u == 0 ? 0 : u - 1][half];
+    return shift == 0 ? unit[u][half] : before << (16 - shift) | unit[u][half] >> shift;
   }
 
   template <int P, bool Masked>
-  Pair byte_sums(uint32_t mask) const {
-    constexpr int u = ciuic_unit_of_column(2 * P, Bits), v = ciuic_unit_of_column(2 * P + 1, Bits);
-    constexpr int first = ciuic_shift_of_column(2 * P, Bits), second = ciuic_shift_of_column(2 * P + 1, Bits);
-    Pair pair;
-    for (int row = 0; row < CIUIC_TILE; ++row) {
-      pair.level[2 * row] = static_cast<int16_t>(ciuic_byte_sum(ciuic_hash(unit[u][row] >> first & mask)));
-      pair.level[2 * row + 1] = static_cast<int16_t>(ciuic_byte_sum(ciuic_hash(unit[v][row] >> second & mask)));
-    }
-    return pair;
+  Pair windows(Words mask) const {
+    Pair both = {{{window<2 * P>(0), window<2 * P>(1)}, {window<2 * P + 1>(0), window<2 * P + 1>(1)}}};
+    if (Masked)
+      for (int c = 0; c < 2; ++c)
+        for (int i = 0; i < 2; ++i) both.part[c][i] &= mask;
+    return both;
   }
 
-  static uint32_t mask_of(int window) { return (1u << window) - 1u; }
+  static Words mask_of(int window) { return all_words((1u << window) - 1u); }
 };
 
 }  // namespace CIUIC_ISA
