@@ -203,6 +203,7 @@ def run(console: Console, action: Callable[[], object]) -> int:
             remedy="check disk space and permissions",
         )
         console.error(fault)
+        _flush_or_silence_stdout()
         return fault.exit_code
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":
@@ -212,6 +213,13 @@ def run(console: Console, action: Callable[[], object]) -> int:
         console.bug(error)
         return _BUG
     return 0
+
+
+def _flush_or_silence_stdout() -> None:
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        _silence_stdout()
 
 
 def _silence_stdout() -> None:
