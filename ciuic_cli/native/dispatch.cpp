@@ -14,8 +14,7 @@ const Kernels* choose() {
 #ifdef CIUIC_X86_KERNELS
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
-      __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("bmi2"))
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2"))
     available[count++] = &avx512vnni::table;
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) available[count++] = &avx2::table;
 #endif

@@ -97,7 +97,7 @@ void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const 
     with_bits(bits, [&](auto constant) {
       constexpr int kBits = decltype(constant)::value;
       if constexpr (kByteProducts)
-        if (now == 1 && precision == kInt8) {
+        if (now == 1 && precision == kInt8) {  // from two rows on one product of 16-bit levels each is as fast
           if (window == 16)
             multiply<kBits, false, true, 1>(codes, tiles, window, x, total);
           else

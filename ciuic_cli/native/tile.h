@@ -2,7 +2,7 @@
 #ifndef CIUIC_TILE_H
 #define CIUIC_TILE_H
 
-#if defined(__AVX512VNNI__) && defined(__AVX512VBMI__)
+#if defined(__AVX512VNNI__)
 #include "tile_avx512.h"
 #elif defined(__AVX2__)
 #include "tile_avx2.h"

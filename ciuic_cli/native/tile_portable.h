@@ -22,10 +22,6 @@ struct Pair {
   Words part[2][2];
 };
 
-struct Hash {
-  Words low[2][2], high[2][2];
-};
-
 static inline Words high_product(Words a, Words b) {
 #if defined(__SSE2__)
   return reinterpret_cast<Words>(_mm_mulhi_epu16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
@@ -41,25 +37,20 @@ static inline Words all_words(unsigned value) {
   return Words{v, v, v, v, v, v, v, v};
 }
 
-static inline Hash hash_of(const Pair& windows) {
-  const Words low_factor = all_words(CIUIC_MULTIPLIER & 0xFFFFu), high_factor = all_words(CIUIC_MULTIPLIER >> 16);
-  Hash hash;
-  for (int c = 0; c < 2; ++c)
-    for (int i = 0; i < 2; ++i) {
-      const Words window = windows.part[c][i];
-      hash.low[c][i] = window * low_factor;
-      hash.high[c][i] = high_product(window, low_factor) + window * high_factor;
-    }
-  return hash;
-}
+// Hashing and summing are one step here, column by column: there are few registers.
+typedef Pair Hash;
+static inline const Hash& hash_of(const Pair& windows) { return windows; }
 
-static inline Pair byte_sums(const Hash& hash) {
+static inline Pair byte_sums(const Hash& windows) {
+  const Words low_factor = all_words(CIUIC_MULTIPLIER & 0xFFFFu), high_factor = all_words(CIUIC_MULTIPLIER >> 16);
   const Words low_byte = all_words(0xFF);
   Pair sums;
   for (int c = 0; c < 2; ++c)
-    for (int i = 0; i < 2; ++i)
-      sums.part[c][i] = ((hash.low[c][i] & low_byte) + (hash.high[c][i] & low_byte)) +
-                        ((hash.low[c][i] >> 8) + (hash.high[c][i] >> 8));
+    for (int i = 0; i < 2; ++i) {
+      const Words window = windows.part[c][i];
+      const Words low = window * low_factor, high = high_product(window, low_factor) + window * high_factor;
+      sums.part[c][i] = ((low & low_byte) + (high & low_byte)) + ((low >> 8) + (high >> 8));
+    }
   return sums;
 }
 
@@ -113,7 +104,7 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
     }
 }
 
-constexpr int kBatches[] = {1, 2};
+constexpr int kBatches[] = {1, 2, 4};
 
 template <int Bits>
 struct Tile {
@@ -122,17 +113,21 @@ struct Tile {
 
   explicit Tile(const uint8_t* codes) {
     for (int u = 0; u < Bits; ++u)
-      for (int i = 0; i < 2; ++i) {
-#if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-        __builtin_memcpy(&unit[u][i], codes + CIUIC_UNIT_BYTES * u + 16 * i, sizeof(Words));
-#else
-        for (int row = 0; row < 8; ++row)
-          unit[u][i][row] = static_cast<uint16_t>(ciuic_word(codes, 8 * i + row, u, Bits));
+      for (int i = 0; i < 2; ++i) unit[u][i] = words_at(codes + CIUIC_UNIT_BYTES * u + 16 * i);
+    // Rows -1 .. 14 of the last unit are contiguous but for the circle.
+    const uint8_t* last = codes + CIUIC_UNIT_BYTES * (Bits - 1);
+    above[0] = words_at(last - 2);
+    above[0][0] = static_cast<uint16_t>(last[30] | last[31] << 8);
+    above[1] = words_at(last + 14);
+  }
+
+  static Words words_at(const uint8_t* from) {
+    Words words;
+    __builtin_memcpy(&words, from, sizeof words);
+#if __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
+    words = words << 8 | words >> 8;
 #endif
-      }
-    const Words upper = unit[Bits - 1][0], lower = unit[Bits - 1][1];
-    above[0] = __builtin_shuffle(lower, upper, Words{7, 8, 9, 10, 11, 12, 13, 14});
-    above[1] = __builtin_shuffle(upper, lower, Words{7, 8, 9, 10, 11, 12, 13, 14});
+    return words;
   }
 
   template <int Column>

@@ -34,7 +34,9 @@ for window in (12, 13, 14, 16):
         matrix = random_matrix(50, 600, bits, L=window)
         digest.update(trellis.decode(matrix).numpy().tobytes())
         for batch in (1, 3, 5):
-            digest.update(trellis.matmul(matrix, gaussian(batch, 600, 3)).numpy().tobytes())
+            for precise in (False, True):
+                product = trellis.matmul(matrix, gaussian(batch, 600, 3), precise=precise)
+                digest.update(product.numpy().tobytes())
 for cols in (16, 48, 96, 4096):
     digest.update(transform.transform(gaussian(3, cols, 4)).numpy().tobytes())
 print(native.cpu_kernels(), digest.hexdigest())
