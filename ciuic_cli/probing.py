@@ -23,7 +23,7 @@ from ciuic_cli.planning import Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
 from ciuic_cli.statistics.measure import KLMeter
 
-LIMITS = (0.33, 3.0)
+LIMITS = (0.33, 10.0)
 """Corrections are kept between these: a handful of held-out sequences proves no more."""
 
 

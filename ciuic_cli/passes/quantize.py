@@ -114,7 +114,8 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     per_row = 0.5 * outputs.noise * deviation.square() * inputs.noise.sum()
     diagonal = importance.outputs if importance.outputs.dim() == 1 else importance.outputs.diagonal()
     diagonal = torch.nn.functional.pad(diagonal.float(), (0, w.shape[0] - rows))
-    gone = 0.5 * diagonal * ((w @ h) * w).sum(1)
+    # A removal is no small error: a row that looks free (saturated attention, say) counts as an average one.
+    gone = 0.5 * diagonal.clamp_min(float(diagonal[:rows].mean())) * ((w @ h) * w).sum(1)
     return Prepared(
         w, inputs, outputs, deviation, _per_group(per_row), _per_group(gone), rows, cols
     )  # fmt: skip
