@@ -141,12 +141,15 @@ def decode(
     row_end = packed.rows if row_end is None else row_end
     if not 0 <= row_begin <= row_end <= packed.rows:
         raise UsageError(f"rows {row_begin} to {row_end} are outside a matrix of {packed.rows} rows")
-    out = torch.empty((row_end - row_begin, packed.cols_padded), dtype=torch.float32)
+    half = out_dtype == torch.bfloat16 and not original_basis
+    dtype = torch.bfloat16 if half else torch.float32
+    out = torch.empty((row_end - row_begin, packed.cols_padded), dtype=dtype)
     status = native.library().ciuic_decode(
         *packed.native_arguments,
         row_begin,
         row_end,
         out.data_ptr(),
+        int(half),
         threads or torch.get_num_threads(),
     )
     native.check(status, "decoding")

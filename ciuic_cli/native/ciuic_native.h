@@ -33,10 +33,10 @@ CIUIC_EXPORT int ciuic_round(const float* W, long rows, long cols, const float* 
                              const uint8_t* row_bits, int L, int threads, uint8_t* codes,
                              const int64_t* group_offset, float* What, long* progress);
 
-// Decodes rows [row_begin, row_end) (any range) into out ((row_end - row_begin) x cols).
+// Decodes rows [row_begin, row_end) (any range) into out ((row_end - row_begin) x cols): float32, or bfloat16 if `half` is not 0.
 CIUIC_EXPORT int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,
-                              const float* scale, long rows, long cols, int L, long row_begin, long row_end, float* out,
-                              int threads);
+                              const float* scale, long rows, long cols, int L, long row_begin, long row_end, void* out,
+                              int half, int threads);
 
 // Decodes the `count` rows named by row_index, in any order, into out (count x cols). Negative status for a row outside.
 CIUIC_EXPORT int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,

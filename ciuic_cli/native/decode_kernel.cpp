@@ -1,4 +1,4 @@
-// Decodes tiles to float32.
+// Decodes tiles to float32 or bfloat16.
 #include "kernels_of_isa.h"
 #include "tile.h"
 
@@ -18,9 +18,18 @@ static inline __attribute__((always_inline)) void read_pairs(const Tile<Bits>& t
 // of this many tiles.
 constexpr long kRun = 16;
 
-template <int Bits, bool Masked>
+static inline void store_value(float* to, float value) { *to = value; }
+
+// bfloat16, rounded to nearest even as torch does; decoded weights are finite.
+static inline void store_value(uint16_t* to, float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof bits);
+  *to = static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+template <int Bits, bool Masked, typename Out>
 static void decode(const uint8_t* codes, long tiles, int window, const float* row_factor, int row_begin, int row_end,
-                   float* out, size_t out_stride) {
+                   Out* out, size_t out_stride) {
   const auto mask = Tile<Bits>::mask_of(window);
   alignas(64) int16_t sums[kRun][kTile][kTile];
   for (long first = 0; first < tiles; first += kRun) {
@@ -31,17 +40,19 @@ static void decode(const uint8_t* codes, long tiles, int window, const float* ro
       store_rows(pairs, sums[t]);
     }
     for (int row = row_begin; row < row_end; ++row) {
-      float* values = out + (row - row_begin) * out_stride + first * kTile;
+      Out* values = out + (row - row_begin) * out_stride + first * kTile;
       const float factor = row_factor[row];
       for (long t = 0; t < count; ++t)
         for (int column = 0; column < kTile; ++column)
-          values[t * kTile + column] = factor * static_cast<float>(sums[t][row][column] - CIUIC_LEVEL_CENTRE);
+          store_value(values + t * kTile + column,
+                      factor * static_cast<float>(sums[t][row][column] - CIUIC_LEVEL_CENTRE));
     }
   }
 }
 
-void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
-                  int row_end, float* out, size_t out_stride) {
+template <typename Out>
+static void decode_to(Out* out, const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
+                      int row_begin, int row_end, size_t out_stride) {
   with_bits(bits, [&](auto constant) {
     constexpr int kBits = decltype(constant)::value;
     if (window == 16)
@@ -49,6 +60,14 @@ void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const 
     else
       decode<kBits, true>(codes, tiles, window, row_factor, row_begin, row_end, out, out_stride);
   });
+}
+
+void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
+                  int row_end, void* out, size_t out_stride, bool half) {
+  if (half)
+    decode_to(static_cast<uint16_t*>(out), codes, tiles, bits, window, row_factor, row_begin, row_end, out_stride);
+  else
+    decode_to(static_cast<float*>(out), codes, tiles, bits, window, row_factor, row_begin, row_end, out_stride);
 }
 
 }  // namespace CIUIC_ISA

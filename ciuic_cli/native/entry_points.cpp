@@ -40,17 +40,19 @@ struct Packed {
   int window;
 };
 
-// Rows begin .. end - 1 of a row group, one after the other.
-void decode_group_rows(const Packed& packed, long group, int begin, int end, float* out) {
+// Rows begin .. end - 1 of a row group, written as rows `first`, first + 1, .. of out.
+void decode_group_rows(const Packed& packed, long group, int begin, int end, void* out, bool half, long first) {
   const int bits = packed.row_bits[group];
+  const size_t row_bytes = (half ? 2 : 4) * static_cast<size_t>(packed.cols);
+  uint8_t* to = static_cast<uint8_t*>(out) + row_bytes * first;
   if (bits == 0) {
-    std::memset(out, 0, sizeof(float) * static_cast<size_t>((end - begin) * packed.cols));
+    std::memset(to, 0, row_bytes * (end - begin));
     return;
   }
   float factors[kTile];
   row_factors(packed.scale + kTile * group, factors);
   kernels().decode_tiles(packed.codes + packed.group_offset[group], packed.cols / kTile, bits, packed.window, factors,
-                         begin, end, out, static_cast<size_t>(packed.cols));
+                         begin, end, to, static_cast<size_t>(packed.cols), half);
 }
 
 // Rows or row groups per work item: enough of them that a thread amortises fetching the next.
@@ -60,7 +62,7 @@ constexpr long kRowsPerItem = 4;
 }  // namespace ciuic
 
 int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
-                 long rows, long cols, int L, long row_begin, long row_end, float* out, int threads) {
+                 long rows, long cols, int L, long row_begin, long row_end, void* out, int half, int threads) {
   using namespace ciuic;
   if (row_begin < 0 || row_end < row_begin || row_end > rows || threads < 1) return CIUIC_BAD_ARGUMENT;
   const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
@@ -72,7 +74,7 @@ int ciuic_decode(const uint8_t* codes, const int64_t* group_offset, const uint8_
     const long group = first + item;
     const int begin = static_cast<int>(std::max<long>(row_begin - kTile * group, 0));
     const int end = static_cast<int>(std::min<long>(row_end - kTile * group, kTile));
-    decode_group_rows(packed, group, begin, end, out + (kTile * group + begin - row_begin) * cols);
+    decode_group_rows(packed, group, begin, end, out, half != 0, kTile * group + begin - row_begin);
   });
   return CIUIC_OK;
 }
@@ -89,7 +91,7 @@ int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const u
   const Packed packed = {codes, group_offset, row_bits, scale, cols, L};
   parallel_for(count, threads, [&](long i) {
     const int row = static_cast<int>(row_index[i] % kTile);
-    decode_group_rows(packed, row_index[i] / kTile, row, row + 1, out + i * cols);
+    decode_group_rows(packed, row_index[i] / kTile, row, row + 1, out, false, i);
   });
   return CIUIC_OK;
 }

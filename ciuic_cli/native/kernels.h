@@ -32,9 +32,10 @@ struct Kernels {
   void (*panel_product)(const float* left, size_t left_stride, const float* right, size_t right_stride, long count,
                         float out[kTileWeights]);
 
-  // Decodes `tiles` neighbouring tiles of one row group: rows row_begin..row_end-1 of the group, out[r - row_begin][column].
+  // Decodes `tiles` neighbouring tiles of one row group: rows row_begin..row_end-1 of the group, out[r - row_begin][column], float32
+  // or, if `half`, bfloat16.
   void (*decode_tiles)(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
-                       int row_end, float* out, size_t out_stride);
+                       int row_end, void* out, size_t out_stride, bool half);
 
   void (*fill_signs)(float* signs, long cols, uint32_t seed);
   // In place on one row of `cols` values; `signs` holds +1 or -1 per column.

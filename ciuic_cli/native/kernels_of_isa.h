@@ -14,7 +14,7 @@ int encode_tiles(const float* const* targets, int tiles, int bits, int window, v
 void panel_product(const float* left, size_t left_stride, const float* right, size_t right_stride, long count,
                    float out[kTileWeights]);
 void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
-                  int row_end, float* out, size_t out_stride);
+                  int row_end, void* out, size_t out_stride, bool half);
 void fill_signs(float* signs, long cols, uint32_t seed);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
 void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, Precision precision,

@@ -293,7 +293,7 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   parallel_for(threads, threads, [&](long i) { work(m, schedule, *scratch[i]); });
   if (schedule.cancelled()) return CIUIC_CANCELLED;
   if (schedule.failed()) return CIUIC_NO_MEMORY;
-  return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, window, 0, rows, What, threads);
+  return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, window, 0, rows, What, 0, threads);
 }
 
 }  // namespace ciuic

@@ -33,6 +33,7 @@ for window in (12, 13, 14, 16):
         digest.update(codes.tobytes() + decoded.numpy().tobytes())
         matrix = random_matrix(50, 600, bits, L=window)
         digest.update(trellis.decode(matrix).numpy().tobytes())
+        digest.update(trellis.decode(matrix, out_dtype=torch.bfloat16).view(torch.int16).numpy().tobytes())
         for batch in (1, 3, 5):
             for precise in (False, True):
                 product = trellis.matmul(matrix, gaussian(batch, 600, 3), precise=precise)
@@ -90,7 +91,7 @@ def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, t
 def test_the_native_functions_refuse_null_and_nonsense() -> None:
     lib = native.library()
     assert lib.ciuic_round(None, 16, 16, None, None, None, None, 16, 1, None, None, None, None) == -1
-    assert lib.ciuic_decode(None, None, None, None, 16, 16, 16, 0, 16, None, 1) == -1
+    assert lib.ciuic_decode(None, None, None, None, 16, 16, 16, 0, 16, None, 0, 1) == -1
     assert lib.ciuic_hadamard(None, 1, 16, 4, 0, 0, 1) == -1
     with pytest.raises(UsageError):
         native.check(-1, "x")

@@ -40,7 +40,10 @@ def test_row_ranges_and_chosen_rows() -> None:
     rows = torch.tensor([99, 0, 16, 16, 31, 50])
     assert torch.equal(trellis.decode_rows(matrix, rows, threads=2), whole[rows])
     assert trellis.decode_rows(matrix, rows[:0]).shape == (0, 48)
-    assert trellis.decode(matrix, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float16):
+        for basis in (False, True):
+            expected = trellis.decode(matrix, 3, 77, original_basis=basis).to(dtype)
+            assert torch.equal(trellis.decode(matrix, 3, 77, dtype, original_basis=basis), expected)
 
 
 def test_rows_outside_are_refused() -> None:
