@@ -125,7 +125,7 @@ def random_matrix(rows: int, cols: int, bits: int) -> PackedMatrix:
 
 def matmul(threads: int) -> None:
     torch.set_num_threads(threads)
-    print(f"kernels {native.cpu_kernels()}, {threads} threads")
+    print(f"kernels {native.cpu_kernels()}, {threads} threads, bf16 activations")
     print("| rows x cols | batch | torch bf16 ms |" + "".join(f" K={bits} ms (ratio) |" for bits in BITS))
     print("|---|---|---|" + "---|" * len(BITS))
     for rows, cols in ((4096, 4096), (14336, 4096), (1536, 576), (576, 1536)):
@@ -133,12 +133,11 @@ def matmul(threads: int) -> None:
         packed = [random_matrix(rows, cols, bits) for bits in BITS]
         repeats = max(5, 40_000_000 * 8 // (rows * cols))
         for batch in (1, 2, 4, 8):
-            x = torch.randn(batch, cols)
-            half = x.bfloat16()
+            half = torch.randn(batch, cols).bfloat16()
             peer = seconds(lambda: dense(half), threads, repeats)  # noqa: B023
             cells = []
             for matrix in packed:
-                ours = seconds(lambda: trellis.matmul(matrix, x), threads, repeats)  # noqa: B023
+                ours = seconds(lambda: trellis.matmul(matrix, half), threads, repeats)  # noqa: B023
                 cells.append(f"{ours * 1e3:.3f} ({peer / ours:.2f})")
             print(f"| {rows} x {cols} | {batch} | {peer * 1e3:.3f} | " + " | ".join(cells) + " |", flush=True)
     print("| K | decoding to float32, G weights/s |\n|---|---|")
