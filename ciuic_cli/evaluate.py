@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.estimates import Floats, mean_of
 from ciuic_cli.opening import expected_bytes, free_memory, open_model, open_tokenizer
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import beginning, read_text, tokenize
@@ -23,11 +22,8 @@ MINIMUM_TOKENS = 32
 """A last, partial window counts if it predicts at least so many tokens."""
 BLOCK_BYTES = 32 << 20
 """Bytes of one float64 block (positions x vocabulary); a few of them exist at a time."""
-MINIMUM_CLUSTERS = 8
-"""With fewer windows than this the standard error comes from single tokens."""
 
 Progress = Callable[[str, int, int], None]
-Floats = NDArray[np.float64]
 
 
 def default_text() -> str:
@@ -207,32 +203,6 @@ def _require_vocabulary(model: Any, windows: list[torch.Tensor], folder: Path) -
             file=folder,
             remedy="check that tokenizer and weights belong together",
         )
-
-
-@dataclass(frozen=True)
-class Mean:
-    """A mean over tokens and its standard error; `samples` says what counted as independent."""
-
-    value: float
-    stderr: float
-    samples: str
-
-
-def mean_of(windows: list[Floats]) -> Mean:
-    """Mean over all tokens; its standard error treats windows as the samples, or tokens if they are few.
-
-    Tokens of one window are correlated. The mean is a ratio of sums over windows, sum S_i / sum n_i, with the
-    variance W/(W-1) sum (S_i - mean n_i)^2 / (sum n_i)^2 (the ratio estimator's, by the delta method).
-    """
-    values = np.concatenate(windows)
-    mean = float(values.mean())
-    if len(windows) >= MINIMUM_CLUSTERS:
-        count = len(windows)
-        residual = np.array([part.sum() - mean * part.size for part in windows])
-        variance = count / (count - 1) * float(residual @ residual) / values.size**2
-        return Mean(mean, math.sqrt(variance), "windows")
-    spread = float(values.std(ddof=1)) if values.size > 1 else 0.0
-    return Mean(mean, spread / math.sqrt(values.size), "tokens")
 
 
 def _summary(sums: list[dict[str, Floats]]) -> dict[str, Any]:

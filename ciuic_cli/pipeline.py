@@ -25,6 +25,7 @@ from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
 from ciuic_cli.errors import InputError, TargetError
+from ciuic_cli.estimates import Mean
 from ciuic_cli.journal import Journal
 from ciuic_cli.opening import open_tokenizer
 from ciuic_cli.planning import (
@@ -243,7 +244,7 @@ class _Run:
             )  # fmt: skip
         return self._kl_meter
 
-    def _measured_kl(self) -> float:
+    def _measured_kl(self) -> Mean:
         """KL of the finished codes on the held-out sequences."""
         steps: dict[str, list[int]] = {}
         for number, unit in enumerate(self.units):
@@ -260,7 +261,7 @@ class _Run:
 
         return self._meter().measure(decoded)
 
-    def report(self, plan: Plan, started: float, measured_kl: float | None = None) -> dict[str, Any]:
+    def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
         return build_report(
             self.map, plan, self.statistics, options=self.options.as_dict(), corrections=self.corrections,
             measured_kl=measured_kl, held_out_tokens=self.held_out.numel(), started=started,

@@ -79,7 +79,7 @@ def role_corrections(
                 values.append(rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator))
             return values[0] if members[0].expert is None else torch.stack(values)
 
-        measured = meter.measure(changed)
+        measured = meter.measure(changed).value
         predicted = sum(plan.units[unit.key].predicted_kl for unit in units)
         ratio = measured / predicted if predicted > 0 else 1.0
         found[role] = {

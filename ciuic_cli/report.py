@@ -102,13 +102,12 @@ def _subtitle(report: Mapping[str, Any]) -> str:
 
 
 def _headline(report: Mapping[str, Any]) -> str:
-    measured = report.get("measured_kl")
     cards = [
         (f"{report['ratio']:.3f} : 1", "smaller than 2 bytes per weight"),
         (readable_bytes(report["artifact_bytes"]), f"from {readable_bytes(report['original_bytes'])}"),
         (f"{report['bits_per_weight']:.3f}", "bits per weight, everything counted"),
         (_kl(report["predicted_kl"]), "predicted KL, nats per token"),
-        ("not measured" if measured is None else _kl(measured), "measured KL, held-out calibration text"),
+        (_measured_kl(report), "measured KL, held-out calibration text"),
     ]
     figures = "".join(f'<div class="figure"><b>{_text(a)}</b><span>{_text(b)}</span></div>' for a, b in cards)
     return f'<div class="figures">{figures}</div>'
@@ -219,16 +218,20 @@ def _loss_by_layer(rows: Sequence[Row]) -> str:
     return _bars(bars, ("after",), "Predicted loss by layer")
 
 
+def _measured_kl(report: Mapping[str, Any]) -> str:
+    measured = report.get("measured_kl")
+    return "not measured" if measured is None else f"{_kl(measured)} ± {report['measured_kl_stderr']:.1g}"
+
+
 def _measured_text(report: Mapping[str, Any]) -> str:
     text = (
         "Each component alone, before the budget was spent: what the curvature predicts, "
         "and what noise like the code's really does."
     )
-    measured = report.get("measured_kl")
-    if measured is not None:
+    if report.get("measured_kl") is not None:
         text += (
             f" The finished codes together: predicted {_kl(report['predicted_kl'])}, "
-            f"measured {_kl(measured)} on held-out calibration text."
+            f"measured {_measured_kl(report)} on held-out calibration text."
         )
     return text
 

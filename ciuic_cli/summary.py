@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.estimates import Mean
 from ciuic_cli.memory import peak_resident_bytes
 from ciuic_cli.planning import Plan, UnitPlan, stored_dtype
 from ciuic_cli.statistics.collect import Statistics
@@ -20,7 +21,7 @@ def build_report(
     *,
     options: dict[str, Any],
     corrections: dict[str, dict[str, float]],
-    measured_kl: float | None,
+    measured_kl: Mean | None,
     held_out_tokens: int,
     started: float,
 ) -> dict[str, Any]:
@@ -41,7 +42,8 @@ def build_report(
         "ratio_to_source_files": model_map.checkpoint.source_bytes / plan.file_bytes,
         "bits_per_weight": 8 * plan.file_bytes / model_map.stored_numel,
         "predicted_kl": plan.predicted_kl,
-        "measured_kl": measured_kl,
+        "measured_kl": None if measured_kl is None else measured_kl.value,
+        "measured_kl_stderr": None if measured_kl is None else measured_kl.stderr,
         "components": rows,
         "passes": _passes(plan),
         "statistics": {

@@ -57,7 +57,10 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
     measured = report["measured_kl"]
     tokens = report["statistics"].get("held_out_tokens", 0)
     beside = (
-        "" if measured is None else f", measured on {tokens:,} held-out calibration tokens {measured:.3g}"
+        ""
+        if measured is None
+        else f", measured on {tokens:,} held-out calibration tokens {measured:.3g} "
+        f"± {report['measured_kl_stderr']:.2g}"
     )
     console.data(f"\nKL divergence in nats per token: predicted {report['predicted_kl']:.3g}{beside}\n")
     console.table(

@@ -25,6 +25,7 @@ REPORT: dict[str, Any] = {
     "bits_per_weight": 3.9852,
     "predicted_kl": 0.01234,
     "measured_kl": 0.02345,
+    "measured_kl_stderr": 0.00123,
     "components": [
         {"name": "model.embed_tokens.weight", "role": "embedding", "shape": [512, 64], "parameters": 32768,
          "bytes": 24576, "bits": 6.0, "widths": {"6": 32}, "rank": 0, "pruned": 0.0, "predicted_kl": 0.004},

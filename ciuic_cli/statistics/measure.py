@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.estimates import Floats, Mean, mean_of
 from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.statistics.streaming import LayerStream, Override, Progress
 
@@ -31,30 +32,30 @@ class KLMeter:
         # Float32 throughout: in bfloat16 the rounding differences alone would look like a loss.
         self._stream = LayerStream(model_map, batches, folder, device=device, dtype=torch.float32, chunk=2)
         self._original = TensorFolder(folder / "original")
-        self._tokens = batches.numel()
         self._progress = progress
         self._run(None)
 
-    def measure(self, override: Override) -> float:
+    def measure(self, override: Override) -> Mean:
         """Nats per token lost by the changed weights."""
-        return self._run(override)
+        return mean_of(self._run(override))
 
     @torch.no_grad()
-    def _run(self, override: Override | None) -> float:
+    def _run(self, override: Override | None) -> list[Floats]:
+        """KL of every token, one array per sequence; nothing while the original itself runs."""
         self._stream.override = override
         self._stream.forward(self._progress, keep=False)
-        total = 0.0
+        found: list[Floats] = []
         row = 0
 
         def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
-            nonlocal total, row
+            nonlocal row
             log_q = logits[0].float().log_softmax(-1)
             if override is None:
                 self._original.put(str(row), log_q)
             else:
                 log_p = self._original.get(str(row), log_q.device)
-                total += float((log_p.exp() * (log_p - log_q)).sum(dtype=torch.float64))
+                found.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64).cpu().numpy())
             row += 1
 
         self._stream.tail(visit)
-        return total / self._tokens
+        return found
