@@ -18,11 +18,14 @@ enum Precision { kInt8 = 0, kInt15 = 1 };
 static constexpr float largest_activation(Precision precision) { return precision == kInt8 ? 127.0f : 16383.0f; }
 static constexpr Precision precision_for(int bits, bool precise) { return precise || bits > 4 ? kInt15 : kInt8; }
 
+// A value is the sum of its planes, signed bytes: low + 256 high.
+static constexpr int byte_planes(Precision precision) { return precision == kInt8 ? 1 : 2; }
+
 struct QuantizedRow {
   float* step;
   int32_t* offset;
   int16_t* value;  // one per column
-  int8_t* bytes;   // int8 precision only: per pair of columns the values (a, a, b, b), for dot products of four bytes
+  int8_t* bytes;   // per column, for dot products of four bytes: four times each of the value's byte_planes()
 };
 
 static inline size_t activation_blocks_padded(long cols) {
@@ -32,7 +35,7 @@ static inline size_t activation_blocks_padded(long cols) {
 
 // `cols` is a multiple of 16; the size is one of 32.
 static inline size_t quantized_row_bytes(long cols, Precision precision) {
-  return 8 * activation_blocks_padded(cols) + (precision == kInt8 ? 4 : 2) * static_cast<size_t>(cols);
+  return 8 * activation_blocks_padded(cols) + (2 + 4 * byte_planes(precision)) * static_cast<size_t>(cols);
 }
 
 static inline QuantizedRow quantized_row(uint8_t* memory, long cols) {

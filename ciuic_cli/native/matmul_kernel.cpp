@@ -9,6 +9,19 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
+static void fill_bytes(const QuantizedRow& row, long begin, long end, Precision precision) {
+  int32_t* four = reinterpret_cast<int32_t*>(row.bytes);
+  for (long j = begin; j < end; ++j) {
+    const int32_t low = static_cast<int8_t>(row.value[j]), high = (row.value[j] - low) >> 8;
+    if (precision == kInt8) {
+      four[j] = (low & 0xFF) * 0x01010101;
+    } else {
+      four[2 * j] = (low & 0xFF) * 0x01010101;
+      four[2 * j + 1] = (high & 0xFF) * 0x01010101;
+    }
+  }
+}
+
 void quantize_row(const float* x, long cols, Precision precision, uint8_t* activations) {
   const float bound = largest_activation(precision);
   const QuantizedRow row = quantized_row(activations, cols);
@@ -32,56 +45,87 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
     }
     row.step[block] = step;
     row.offset[block] = -CIUIC_LEVEL_CENTRE * sum;
-    if (precision == kInt8)
-      for (long j = begin; j < end; ++j)
-        row.bytes[2 * j] = row.bytes[2 * j + 1] = static_cast<int8_t>(row.value[j]);
+    if constexpr (kByteProducts) fill_bytes(row, begin, end, precision);
   }
 }
+
+constexpr long kTilesPerBlock = kActivationBlock / kTile;
 
 template <int Bits>
 using Mask = decltype(Tile<Bits>::mask_of(0));
 
 // Adds the products of pair P and those after it.
-template <int Bits, bool Masked, bool Bytes, int Batch, int P>
+template <int Bits, bool Masked, int Batch, int P>
 static inline __attribute__((always_inline)) void add_pairs(Sums* sums, const Tile<Bits>& tile, const QuantizedRow* x,
                                                             Mask<Bits> mask, long column) {
-  if constexpr (P < CIUIC_TILE / 2) {
-    const Hash hash = hash_of(tile.template windows<P, Masked>(mask));
-    if constexpr (Bytes) {
-      for (int b = 0; b < Batch; ++b) add_byte_products(sums[b], hash, x[b].bytes + 2 * column + 4 * P);
-    } else {
-      const Pair levels = byte_sums(hash);
-      for (int b = 0; b < Batch; ++b) add_products(sums[b], levels, x[b].value + column + 2 * P);
-    }
-    add_pairs<Bits, Masked, Bytes, Batch, P + 1>(sums, tile, x, mask, column);
+  if constexpr (P < kTile / 2) {
+    const Pair levels = byte_sums(hash_of(tile.template windows<P, Masked>(mask)));
+    for (int b = 0; b < Batch; ++b) add_products(sums[b], levels, x[b].value + column + 2 * P);
+    add_pairs<Bits, Masked, Batch, P + 1>(sums, tile, x, mask, column);
   }
 }
 
-// total[b][row], b < Batch.
-template <int Bits, bool Masked, bool Bytes, int Batch>
-static void multiply(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
-  constexpr long kTilesPerBlock = kActivationBlock / kTile;
+// total[b][row], b < Batch, from the levels of pairs of columns.
+template <int Bits, bool Masked, int Batch>
+static void multiply_levels(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
   const auto mask = Tile<Bits>::mask_of(window);
-  for (int b = 0; b < Batch; ++b)
-    for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
     Sums sums[Batch];
     for (int b = 0; b < Batch; ++b) sums[b] = sums_of(x[b].offset[block]);
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t)
-      add_pairs<Bits, Masked, Bytes, Batch, 0>(sums, Tile<Bits>(codes + t * CIUIC_UNIT_BYTES * Bits), x, mask, t * kTile);
+      add_pairs<Bits, Masked, Batch, 0>(sums, Tile<Bits>(codes + t * CIUIC_UNIT_BYTES * Bits), x, mask, t * kTile);
     for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], x[b].step[block]);
   }
 }
 
+// Adds the products of column C and those after it; neighbouring columns have sums of their own, so that no product waits for
+// the one before.
+template <int Bits, bool Masked, int Batch, int Planes, int C>
+static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][2], const Tile<Bits>& tile,
+                                                              const QuantizedRow* x, Mask<Bits> mask, long column) {
+  if constexpr (C < kTile) {
+    const auto hash = hash_of_column(tile.template column<C, Masked>(mask));
+    for (int b = 0; b < Batch; ++b)
+      for (int plane = 0; plane < Planes; ++plane)
+        add_byte_products(sums[b][plane][C % 2], hash, x[b].bytes + 4 * (Planes * (column + C) + plane));
+    add_columns<Bits, Masked, Batch, Planes, C + 1>(sums, tile, x, mask, column);
+  }
+}
+
+// The same from the bytes of the hashes: fewer instructions per weight, more per product.
+template <int Bits, bool Masked, int Batch, int Planes>
+static void multiply_bytes(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
+  const auto mask = Tile<Bits>::mask_of(window);
+  for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
+    Sums sums[Batch][Planes][2];
+    for (int b = 0; b < Batch; ++b)
+      for (int i = 0; i < 2 * Planes; ++i) sums[b][i / 2][i % 2] = sums_of(i == 0 ? x[b].offset[block] : 0);
+    const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
+    for (long t = first; t < last; ++t)
+      add_columns<Bits, Masked, Batch, Planes, 0>(sums, Tile<Bits>(codes + t * CIUIC_UNIT_BYTES * Bits), x, mask, t * kTile);
+    for (int b = 0; b < Batch; ++b) {
+      Sums sum = combined(sums[b][0][0], sums[b][0][1], 0);
+      if constexpr (Planes == 2) sum = combined(sum, combined(sums[b][1][0], sums[b][1][1], 0), 8);
+      add_scaled(total[b], sum, x[b].step[block]);
+    }
+  }
+}
+
+// With the code for the smallest number of rows that holds `batch`. Byte products pay while they are no more than the 16-bit
+// products and sums of bytes that they replace.
 template <int Bits, bool Masked, int Choice>
 static void multiply_some(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile],
-                          int batch) {
-  constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]);
+                          int batch, Precision precision) {
+  constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]), kBatch = kBatches[Choice];
   if constexpr (Choice + 1 < kChoices) {
-    if (batch > kBatches[Choice]) return multiply_some<Bits, Masked, Choice + 1>(codes, tiles, window, x, total, batch);
+    if (batch > kBatch) return multiply_some<Bits, Masked, Choice + 1>(codes, tiles, window, x, total, batch, precision);
   }
-  multiply<Bits, Masked, false, kBatches[Choice]>(codes, tiles, window, x, total);
+  if constexpr (kByteProducts && kBatch <= 2) {
+    if (precision == kInt8) return multiply_bytes<Bits, Masked, kBatch, 1>(codes, tiles, window, x, total);
+  }
+  if constexpr (kByteProducts && kBatch == 1) return multiply_bytes<Bits, Masked, 1, 2>(codes, tiles, window, x, total);
+  multiply_levels<Bits, Masked, kBatch>(codes, tiles, window, x, total);
 }
 
 void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, Precision precision,
@@ -93,21 +137,13 @@ void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const 
     QuantizedRow x[kLargestBatch];
     for (int b = 0; b < kLargestBatch; ++b)  // a batch size without code of its own repeats the last row
       x[b] = quantized_row(const_cast<uint8_t*>(activations) + (done + (b < now ? b : now - 1)) * row_bytes, tiles * kTile);
-    float total[kLargestBatch][kTile];
+    float total[kLargestBatch][kTile] = {};
     with_bits(bits, [&](auto constant) {
       constexpr int kBits = decltype(constant)::value;
-      if constexpr (kByteProducts)
-        if (now == 1 && precision == kInt8) {  // from two rows on one product of 16-bit levels each is as fast
-          if (window == 16)
-            multiply<kBits, false, true, 1>(codes, tiles, window, x, total);
-          else
-            multiply<kBits, true, true, 1>(codes, tiles, window, x, total);
-          return;
-        }
       if (window == 16)
-        multiply_some<kBits, false, 0>(codes, tiles, window, x, total, now);
+        multiply_some<kBits, false, 0>(codes, tiles, window, x, total, now, precision);
       else
-        multiply_some<kBits, true, 0>(codes, tiles, window, x, total, now);
+        multiply_some<kBits, true, 0>(codes, tiles, window, x, total, now, precision);
     });
     for (int b = 0; b < now; ++b)
       for (int r = 0; r < rows; ++r) y[(done + b) * y_stride + r] = row_factor[r] * total[b][r];

@@ -41,8 +41,6 @@ static inline Pair byte_sums(const Hash& hash) {
 }
 
 constexpr bool kByteProducts = false;  // products of two bytes saturate here
-template <typename... Unused>
-static inline void add_byte_products(const Unused&...) {}
 
 typedef Pair Sums;
 

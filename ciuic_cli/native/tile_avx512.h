@@ -34,20 +34,26 @@ static inline Pair byte_sums(const Hash& hash) {
   return {_mm512_add_epi16(_mm512_maddubs_epi16(hash.low, ones), _mm512_maddubs_epi16(hash.high, ones))};
 }
 
-// int32 per row, in two parts so that two dot products need not wait for each other.
+// int32 per row.
 struct Sums {
-  __m512i part, rest;
+  __m512i part;
 };
 
-static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value), _mm512_setzero_si512()}; }
+static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value)}; }
 
-// With four bytes per lane, (a, a, b, b) of a pair of columns: decoding and multiplying are the same instruction.
+// Decoding and multiplying in one instruction: the four bytes of a window's hash times four times the same byte.
 constexpr bool kByteProducts = true;
-static inline void add_byte_products(Sums& sums, const Hash& hash, const int8_t* bytes) {
-  int32_t four;
-  __builtin_memcpy(&four, bytes, sizeof four);
-  sums.part = _mm512_dpbusd_epi32(sums.part, hash.low, _mm512_set1_epi32(four));
-  sums.rest = _mm512_dpbusd_epi32(sums.rest, hash.high, _mm512_set1_epi32(four));
+static inline __m512i hash_of_column(__m512i windows) {
+  return _mm512_mullo_epi32(windows, _mm512_set1_epi32(static_cast<int>(CIUIC_MULTIPLIER)));
+}
+static inline void add_byte_products(Sums& sums, __m512i hash, const int8_t* four) {
+  int32_t bytes;
+  __builtin_memcpy(&bytes, four, sizeof bytes);
+  sums.part = _mm512_dpbusd_epi32(sums.part, hash, _mm512_set1_epi32(bytes));
+}
+// a + (b << shift)
+static inline Sums combined(const Sums& a, const Sums& b, int shift) {
+  return {_mm512_add_epi32(a.part, _mm512_slli_epi32(b.part, shift))};
 }
 
 // sums += levels . activations, for both columns; `pair` points to the two int16 activations.
@@ -59,7 +65,7 @@ static inline void add_products(Sums& sums, const Pair& levels, const int16_t* p
 
 // total[row] += step * sums[row]
 static inline void add_scaled(float* total, const Sums& sums, float step) {
-  const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(sums.part, sums.rest));
+  const __m512 sum = _mm512_cvtepi32_ps(sums.part);
   _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), _mm512_mul_ps(_mm512_set1_ps(step), sum)));
 }
 
@@ -133,6 +139,21 @@ struct Tile {
   }
 
   static __m512i mask_of(int window) { return _mm512_set1_epi16(static_cast<short>((1u << window) - 1u)); }
+
+  // Windows of one column in 32-bit lanes. The multiplications and dot products that follow keep two of the four vector pipes of
+  // Zen 4 busy; shifts, masks and byte shuffles run on the other two, at most two of them per column.
+  template <int Column, bool Masked>
+  __m512i column(__m512i mask) const {
+    constexpr int u = ciuic_unit_of_column(Column, Bits), shift = ciuic_shift_of_column(Column, Bits);
+    if constexpr (shift >= 8 && 16 % Bits == 0 && !Masked) {  // the compiler shares the shift with the column of shift - 8
+      const int zeros = static_cast<int>(0x80800000u);
+      const __m512i middle = _mm512_set4_epi32(zeros | 0x0E0D, zeros | 0x0A09, zeros | 0x0605, zeros | 0x0201);
+      return _mm512_shuffle_epi8(_mm512_srli_epi32(unit[u], shift - 8), middle);
+    } else {
+      const __m512i low = Masked ? _mm512_srli_epi32(mask, 16) : _mm512_set1_epi32(0xFFFF);
+      return _mm512_and_si512(_mm512_srli_epi32(unit[u], shift), low);
+    }
+  }
 };
 
 }  // namespace CIUIC_ISA

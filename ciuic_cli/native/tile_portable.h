@@ -55,8 +55,6 @@ static inline Pair byte_sums(const Hash& windows) {
 }
 
 constexpr bool kByteProducts = false;
-template <typename... Unused>
-static inline void add_byte_products(const Unused&...) {}
 
 struct Sums {
   Quad part[4];  // rows 4 i .. 4 i + 3
