@@ -34,6 +34,7 @@ from ciuic_cli.planning import (
     Plan,
     Unit,
     check_reachable,
+    level_uncovered,
     make_plan,
     stored_dtype,
     stored_tensors,
@@ -204,6 +205,7 @@ class _Run:
         for number, unit in enumerate(self.units):
             arms.append(self._arms(number, unit))
             self.progress("arms", number + 1, len(self.units))
+        level_uncovered(arms, self.statistics)
         first = make_plan(self.map, arms, budget, self.passes)
         self.corrections = self._corrections(first)
         for arm in arms:

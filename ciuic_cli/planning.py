@@ -93,11 +93,9 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
             both = g.sum() + as_input.sum()
             h = (g.sum() * h + as_input.sum() * use.moment / trace) / both
             g = g + as_input
-    if (
-        h is None or g is None
-    ):  # never reached by the calibration text and without a pool: count it as average
+    if h is None or g is None:  # not covered by the statistics; `level_uncovered` sets the scale
         h = torch.eye(unit.cols) / unit.cols
-        g = torch.full((unit.rows,), 1e-6)
+        g = torch.ones(unit.rows)
     return Importance(h, g)
 
 
@@ -136,6 +134,20 @@ class Arms:
     @property
     def lowrank_bytes(self) -> int:
         return next((arm.nbytes for arm in self.lowrank if arm.rank == self.rank), 0)
+
+
+def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
+    """Let every matrix without statistics count, weight for weight, as the median matrix that has them.
+
+    Its own scale is arbitrary, and its loss is linear in it. In place; before any plan is made.
+    """
+    covered = [arm for arm in arms if statistics.covers(arm.unit.name)]
+    typical = float(np.median([arm.removal.sum() / arm.unit.weights for arm in covered])) if covered else 1.0
+    for arm in arms:
+        own = float(arm.removal.sum()) / arm.unit.weights
+        if own > 0 and not statistics.covers(arm.unit.name):
+            arm.sensitivity = arm.sensitivity * (typical / own)
+            arm.removal = arm.removal * (typical / own)
 
 
 @dataclass(frozen=True)

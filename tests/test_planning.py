@@ -31,6 +31,7 @@ from ciuic_cli.planning import (
     Unit,
     check_reachable,
     importance_of,
+    level_uncovered,
     make_plan,
     stored_dtype,
     stored_tensors,
@@ -339,3 +340,16 @@ def test_a_matrix_that_was_never_reached_counts_as_average() -> None:
     found = importance_of(Unit("x", 3, "expert_down", 32, 16), _statistics())
     assert torch.allclose(found.inputs, torch.eye(16) / 16)
     assert (found.outputs > 0).all()
+
+
+def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: Callable[..., Path]) -> None:
+    arms = _arms(_map(tiny_checkpoint("llama")), PassOptions(ALL_WIDTHS))
+    lost = arms[3].unit.name
+    covered = [arm for arm in arms if arm.unit.name != lost]
+    before = {arm.unit.key: arm.removal.copy() for arm in arms}
+    shares = arms[3].sensitivity / arms[3].sensitivity.sum()
+    level_uncovered(arms, cast(Statistics, SimpleNamespace(covers=lambda name: name != lost)))
+    typical = np.median([arm.removal.sum() / arm.unit.weights for arm in covered])
+    assert arms[3].removal.sum() / arms[3].unit.weights == pytest.approx(typical)
+    np.testing.assert_allclose(arms[3].sensitivity / arms[3].sensitivity.sum(), shares)
+    assert all((arm.removal == before[arm.unit.key]).all() for arm in covered)

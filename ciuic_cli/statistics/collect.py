@@ -49,6 +49,13 @@ class Statistics:
         with safe_open(self.folder / self._file[name], framework="pt") as file:
             return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
 
+    def covers(self, name: str) -> bool:
+        """Whether anything was recorded for the matrix or its layer's pool of experts.
+
+        Nothing is where no gradient passes: an indexer's choice of tokens has none.
+        """
+        return name in self._file
+
     def tokens(self, name: str, expert: int | None = None) -> int:
         """Calibration tokens that reached the matrix."""
         if expert is None:

@@ -67,7 +67,7 @@ class Watched:
 
 @dataclass
 class MomentRecorder(TorchFunctionMode):
-    """While active, every `F.linear` on a watched weight records x and the gradient of its output.
+    """While active, every `F.linear` or grouped product on a watched weight records x and its output's gradient.
 
     Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with.
     """
@@ -95,6 +95,8 @@ class MomentRecorder(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
+        if func is torch.bmm and output.requires_grad:
+            self._watch_groups(*args, output)
         if func is not torch.nn.functional.linear:
             return output
         weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
@@ -103,6 +105,26 @@ class MomentRecorder(TorchFunctionMode):
             x = (args[0] if args else (kwargs or {})["input"]).detach()
             output.register_hook(lambda gradient: self._record(key, weight.shape, x, gradient))
         return output
+
+    def _watch_groups(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """A grouped linear (DeepSeek-V4's o_a_proj): x (G, t, n) times a view (G, n, m / G) of the weight (m, n).
+
+        Each group is a matrix product of its own whose outputs are some of the rows: their gradients stand in
+        their place among zeros.
+        """
+        key = self._address.get(weight.data_ptr())
+        if key is None:
+            return
+        groups, cols, share = weight.shape
+        inputs = x.detach()
+
+        def record(gradient: torch.Tensor) -> None:
+            for group in range(groups):
+                rows = torch.zeros(gradient.shape[1], groups * share, device=gradient.device)
+                rows[:, group * share : (group + 1) * share] = gradient[group]
+                self._record(key, torch.Size((groups * share, cols)), inputs[group], rows)
+
+        output.register_hook(record)
 
     def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
         rows, cols = shape

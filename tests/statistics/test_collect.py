@@ -75,6 +75,45 @@ def test_moments_equal_a_full_backward_pass(
     torch.testing.assert_close(found_g, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
 
 
+def test_a_grouped_linear_has_the_moments_of_its_groups(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """DeepSeek-V4's o_a_proj: H over all groups' inputs, G block diagonal, one block per group of outputs."""
+    checkpoint, name = tiny_checkpoint("deepseek_v4"), "model.layers.1.self_attn.o_a_proj.weight"
+    statistics = _collect(checkpoint, tmp_path / "s", _batches())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    module = model.get_submodule(name.removesuffix(".weight"))
+    x_parts, g_parts = [], []
+    module.register_forward_hook(lambda m, args, out: x_parts.append(args[0].detach().flatten(0, -3)))
+    module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach().flatten(0, -3)))
+    generator = torch.Generator().manual_seed(0)
+    for row in _batches():
+        logits = model(input_ids=row[None]).logits[0]
+        labels = collect._sample(logits.detach().softmax(-1), generator)
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    x, g = torch.cat(x_parts), torch.cat(g_parts)  # (tokens, groups, n), (tokens, groups, m / groups)
+    x2, g2 = x.square().sum(-1, keepdim=True), g.square().sum(-1, keepdim=True)
+    h = torch.einsum("tgi,tgj->ij", x * g2, x) / (x2 * g2).sum()
+    blocks = [(g[:, i] * x2[:, i]).T @ g[:, i] / len(x) for i in range(x.shape[1])]
+    found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
+    assert found_h is not None and found_g is not None
+    torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-4 * float(h.abs().max()))
+    expected = torch.block_diag(*blocks)
+    torch.testing.assert_close(found_g, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_what_no_gradient_reaches_is_not_covered(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint("deepseek_v32")
+    statistics = _collect(checkpoint, tmp_path / "s", _batches())
+    model_map = map_model(open_checkpoint(checkpoint))
+    uncovered = {
+        p.role for p in model_map.parameters.values() if p.compress and not statistics.covers(p.name)
+    }
+    assert uncovered == {"indexer"}
+
+
 def test_chunks_do_not_matter(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("llama")
     one = _collect(checkpoint, tmp_path / "one", _batches(5), chunk=1)

@@ -1,0 +1,103 @@
+"""Tiny checkpoints in every released number format, and text to calibrate them with."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+Make = Callable[..., Path]
+Edit = Callable[[dict[str, torch.Tensor]], None]
+BLOCK = 24
+"""Edge of an FP8 scale block here: it divides no dimension of the tiny models, so every last block is partial."""
+_TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(_TEXT * 60)
+    return path
+
+
+@pytest.fixture(scope="session")
+def released(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`released(form)`: a family of TINY_CONFIGS, or one of them in DeepSeek's own FP8 or FP4."""
+    made: dict[str, Path] = {}
+
+    def make(form: str) -> Path:
+        if form in made:
+            return made[form]
+        family = form.removesuffix("_fp8").removesuffix("_fp4")
+        # Enough heads in the indexer that its projection is a matrix, not a few rows, and a choice of tokens that
+        # is as wide as the texts here: the releases choose 2048 of them.
+        changes = {"index_n_heads": 16, "index_topk": 64} if family in ("deepseek_v32", "deepseek_v4") else {}
+        source = tiny_checkpoint(family, **changes)
+        if form == family:
+            made[form] = source
+        elif family == "deepseek_v4":
+            section = {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [BLOCK, BLOCK]}
+            made[form] = _copy(source, tmp_path_factory.mktemp(form) / "model", _to_v4_formats, section)
+        else:
+            section = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+            made[form] = _copy(source, tmp_path_factory.mktemp(form) / "model", _to_fp8, section)
+        return made[form]
+
+    return make
+
+
+def _copy(source: Path, target: Path, edit: Edit, section: dict[str, object]) -> Path:
+    shutil.copytree(source, target)
+    tensors = load_file(target / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    return target
+
+
+def _to_fp8(tensors: dict[str, torch.Tensor]) -> None:
+    """Every projection as V3 and R1 store it: e4m3 with one float32 `weight_scale_inv` per block."""
+    for name in [name for name in tensors if re.search(r"(_proj|with_mqa|wq_b|wk)\.weight$", name)]:
+        if "weights_proj" in name:
+            continue
+        tensors[name], tensors[f"{name}_scale_inv"] = _blocks(tensors[name].float())
+
+
+def _blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, cols = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -cols % BLOCK, 0, -rows % BLOCK))
+    grid = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    scale = grid.abs().amax((1, 3)) / 448.0
+    stored = (grid / scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :cols]
+    return stored.contiguous().to(torch.float8_e4m3fn), scale
+
+
+def _to_v4_formats(tensors: dict[str, torch.Tensor]) -> None:
+    """Attention in FP8 with powers of two as scales, routed experts in FP4 with one scale per 32 values."""
+    for name in [name for name in tensors if re.search(r"attn\.w(q_a|q_b|kv|o_a|o_b)\.weight$", name)]:
+        stored, scale = _blocks(tensors[name].float())
+        exponent = scale.log2().ceil().clamp(-127, 127)
+        ratio = (scale / exponent.exp2()).repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+        ratio = ratio[: stored.shape[0], : stored.shape[1]]
+        tensors[name] = (stored.float() * ratio).to(torch.float8_e4m3fn)
+        tensors[name.removesuffix("weight") + "scale"] = _e8m0(exponent)
+    for name in [name for name in tensors if re.search(r"experts\.\d+\.w\d\.weight$", name)]:
+        groups = tensors[name].float().unflatten(1, (-1, 32))
+        exponent = (groups.abs().amax(2) / 6.0).log2().ceil()
+        values = groups / exponent.exp2()[:, :, None]
+        levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+        code = (values.abs()[..., None] - levels).abs().argmin(-1) + 8 * (values < 0)
+        code = code.flatten(1).to(torch.uint8)
+        tensors[name] = (code[:, 0::2] | code[:, 1::2] << 4).view(torch.int8)
+        tensors[name.removesuffix("weight") + "scale"] = _e8m0(exponent)
+
+
+def _e8m0(exponent: torch.Tensor) -> torch.Tensor:
+    return (exponent + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
