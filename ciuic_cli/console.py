@@ -25,12 +25,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ciuic_cli.errors import CiuicError, EnvironmentFault
+from ciuic_cli.interruption import Interruption, ends_tidily
 
 MAX_NAME = 160
 """Characters of a name that are shown; the middle of a longer one is left out."""
 
 INTERRUPTED = 130
 _BUG = 1
+_TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 _PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
 _PIPE_WIDTH = 160  # table width where stdout is no terminal
 _HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -149,7 +151,7 @@ class Console:
                 text.append(f"\n  {label}: {printable(value, limit)}")
         self._err.print(text, soft_wrap=True)
 
-    def bug(self, error: Exception) -> None:
+    def bug(self, error: BaseException) -> None:
         """The traceback of an unexpected exception on stderr, and that it should be reported."""
         for line in "".join(traceback.format_exception(error)).splitlines():
             self._err.print(Text(printable(line, limit=1024)), soft_wrap=True)
@@ -175,44 +177,54 @@ def run(console: Console, action: Callable[[], object]) -> int:
     """Run a command and turn its errors into a message and an exit code (0, 1 to 5, 130).
 
     A reader that closes stdout early (`| head`) is no error: the rest is not printed, and the code is 0.
-    An unexpected exception is a bug of ours: its traceback is printed, and the code is 1.
+    SIGTERM and SIGHUP end it as Ctrl-C does. An unexpected exception is a bug of ours: its traceback is
+    printed, and the code is 1.
     """
-    try:
-        action()
-        console.close()
-    except CiuicError as error:
-        console.error(error)
-        return error.exit_code
-    except BrokenPipeError:
-        _silence_stdout()
-        console.hint("stdout was closed early; the rest is not printed")
-        return 0
-    except KeyboardInterrupt:
+    with ends_tidily() as interruption:
+        try:
+            action()
+            console.close()
+            return 0
+        except BrokenPipeError:
+            _silence_stdout()
+            console.hint("stdout was closed early; the rest is not printed")
+            return 0
+        except (Exception, KeyboardInterrupt) as error:
+            code = _report(console, error, interruption)
+            _flush_or_silence_stdout()
+            return code
+
+
+def _report(console: Console, error: BaseException, interruption: Interruption) -> int:
+    # An interrupt inside a library's C code can come out as any other error.
+    if isinstance(error, KeyboardInterrupt) or interruption.signal is not None:
         console.hint("interrupted")
         return INTERRUPTED
-    except MemoryError:
-        fault = EnvironmentFault(
-            "memory is exhausted", remedy="free memory, or use a smaller --seqlen or --nsamples"
-        )
-        console.error(fault)
-        return fault.exit_code
-    except OSError as error:
-        fault = EnvironmentFault(
+    fault = error if isinstance(error, CiuicError) else _as_fault(error)
+    if fault is None:
+        console.bug(error)
+        return _BUG
+    console.error(fault)
+    return fault.exit_code
+
+
+def _as_fault(error: BaseException) -> EnvironmentFault | None:
+    """What the machine refuses, however a library says it; None for what is a bug of ours."""
+    if isinstance(error, OSError):
+        return EnvironmentFault(
             f"the system refuses: {error.strerror or error}",
             file=None if error.filename is None else str(error.filename),
             remedy="check disk space and permissions",
         )
-        console.error(fault)
-        _flush_or_silence_stdout()
-        return fault.exit_code
-    except Exception as error:
-        if type(error).__name__ == "OutOfMemoryError":
-            fault = EnvironmentFault("device memory is exhausted", remedy="free the GPU, or use --device cpu")
-            console.error(fault)
-            return fault.exit_code
-        console.bug(error)
-        return _BUG
-    return 0
+    if type(error).__name__ == "OutOfMemoryError":
+        return EnvironmentFault("device memory is exhausted", remedy="free the GPU, or use --device cpu")
+    if isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY in str(error)
+    ):
+        return EnvironmentFault(
+            "memory is exhausted", remedy="free memory, or use a smaller --seqlen or --nsamples"
+        )
+    return None
 
 
 def _flush_or_silence_stdout() -> None:

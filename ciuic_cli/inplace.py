@@ -10,6 +10,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ciuic_cli.errors import UsageError
+from ciuic_cli.interruption import ends_tidily
 from ciuic_cli.pipeline import compress
 from ciuic_cli.runtime.loading import pack_module_inplace
 
@@ -37,7 +38,7 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         )
     if tokenizer is None:
         tokenizer = _own_tokenizer(model)
-    with tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
+    with ends_tidily(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
         source, out = Path(folder) / "source", Path(folder) / "out"
         cast(Any, model).save_pretrained(source)
         tokenizer.save_pretrained(source)

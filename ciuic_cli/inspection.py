@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ciuic_cli.artifact.reader import QUANT_METHOD, Artifact, Blob, open_artifact
-from ciuic_cli.checkpoint.architecture import build_config, build_meta_model
+from ciuic_cli.artifact.reader import QUANT_METHOD, Artifact, Blob, open_artifact, require_dense
+from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, require_plausible
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.checkpoint.header import DTYPE_BITS
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
@@ -153,6 +153,7 @@ def _describe_checkpoint(checkpoint: Checkpoint, model_map: ModelMap) -> Descrip
 
 def _describe_artifact(artifact: Artifact) -> Description:
     config = build_config(artifact.config, artifact.folder / "config.json")
+    require_plausible(config, artifact.shapes, artifact.folder / "config.json")
     model: Any = build_meta_model(config, torch.bfloat16, artifact.folder / "config.json")
     classified = classify(model)
     ties = {
@@ -168,6 +169,7 @@ def _describe_artifact(artifact: Artifact) -> Description:
             tensor=missing[0],
             remedy="the artifact is damaged; fetch or compress it again",
         )
+    require_dense(artifact, {name: tensor for name, (_, tensor) in classified.items()})
     maps: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
     rows = []
     for name, (found, tensor) in classified.items():

@@ -11,10 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ciuic_cli.artifact.writer import write_atomically
+from ciuic_cli.artifact.writer import CHECKSUMS, environment_fault, write_atomically
 from ciuic_cli.errors import EnvironmentFault, InputError
 
 _FINGERPRINT = "fingerprint.json"
+_PUBLISHED = "published"
 
 
 class Journal:
@@ -36,8 +37,12 @@ class Journal:
                 self._lock = handle
             else:  # another run ended and removed the folder in between
                 os.close(handle)
-        os.truncate(self._lock, 0)
-        os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        try:
+            os.truncate(self._lock, 0)
+            os.pwrite(self._lock, f"{os.getpid()}\n".encode(), 0)
+        except OSError as error:
+            self.__exit__(None, None, None)
+            raise environment_fault(error, self.folder) from error
         return self
 
     def _open_lock(self) -> int:
@@ -90,10 +95,12 @@ class Journal:
                     "an unfinished run with other inputs or options lies beside this output: "
                     + "; ".join(_differences(found, fingerprint)),
                     file=self.folder,
-                    remedy="repeat the earlier command to finish it, or add --force to start afresh",
+                    remedy="repeat the earlier command to finish it, or start afresh with --force "
+                    "(in Python: force=True)",
                 )
-            self.clear()
             found = None
+        if found is None:
+            self.clear()  # whatever lies here is of another run, or of one that cannot be told
         write_atomically(path, json.dumps(fingerprint, indent=2, sort_keys=True).encode())
         return found is not None
 
@@ -115,11 +122,32 @@ class Journal:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, hashlib.sha256(data).digest() + data)
 
+    def publishing(self, folder: Path) -> None:
+        """Note that the finished `folder` is about to take the output's name."""
+        self.save(_PUBLISHED, (folder / CHECKSUMS).read_bytes())
+
+    def published(self) -> bool:
+        """Whether the output is what `publishing` announced: only this journal's removal was left to do."""
+        announced = self.load(_PUBLISHED)
+        try:
+            return announced is not None and announced == (self.out / CHECKSUMS).read_bytes()
+        except OSError:
+            return False
+
+    def seal(self, name: str, folder: Path) -> None:
+        """Finish the step `name` whose result are the files of `folder`, a folder inside this one."""
+        self.save(name, _digests(folder))
+
+    def sealed(self, name: str, folder: Path) -> bool:
+        """Whether the step `name` was finished and its files still have the bytes that they had then."""
+        stored = self.load(name)
+        return stored is not None and stored == _digests(folder)
+
     def load(self, name: str) -> bytes | None:
         """The result of a finished step; None if it is not there or torn."""
         try:
             stored = (self.folder / name).read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         digest, data = stored[:32], stored[32:]
         return data if hashlib.sha256(data).digest() == digest else None
@@ -127,9 +155,19 @@ class Journal:
     @staticmethod
     def _json(path: Path) -> dict[str, Any] | None:
         try:
-            return dict(json.loads(path.read_text()))
+            found = json.loads(path.read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
             return None
+        return found if isinstance(found, dict) else None
+
+
+def _digests(folder: Path) -> bytes:
+    found = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        if path.is_file():
+            with path.open("rb") as file:
+                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return json.dumps(found).encode()
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:

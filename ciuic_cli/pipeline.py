@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from ciuic_cli import __version__
 from ciuic_cli.artifact import writer
@@ -123,7 +124,7 @@ def compress(
         CiuicError: see errors.py; the output is as it was before.
     """
     started = time.monotonic()
-    out = Path(out)
+    out = Path(os.path.realpath(out))  # a link keeps pointing where it does; what it points to is written
     checkpoint = open_checkpoint(model)
     _check_output(out, checkpoint, force=force, dry_run=dry_run)
     model_map = map_model(checkpoint)
@@ -138,6 +139,8 @@ def compress(
     )  # fmt: skip
     passes = PassOptions(options.bits, options.window, prune, rank)
     check_reachable(model_map, budget, passes)
+    if not dry_run:
+        writer.require_space(out, 2 * budget)  # the codes, in the journal and in the artifact
     batches = _calibration(checkpoint, model_map, calibration, options)
     with ExitStack() as stack:
         place = Path(stack.enter_context(TemporaryDirectory(prefix="ciuic-"))) / "plan" if dry_run else out
@@ -146,13 +149,20 @@ def compress(
         if resumed:
             hint(f"going on with the unfinished run in {journal.folder}")
         try:
+            if not dry_run:
+                writer.recover(out)
             _check_output(
                 out, checkpoint, force=force, dry_run=dry_run
             )  # another run may have ended meanwhile
+            if resumed and journal.published():
+                hint("the earlier run had written the output already")
+                finished: dict[str, Any] = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
+                journal.remove()
+                return finished
             run = _Run(model_map, journal, options, passes, batches, progress)
             plan = run.plan(budget)
             report = run.report(plan, started) if dry_run else run.finish(plan, out, started)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise writer.environment_fault(error, journal.folder) from error
         except KeyboardInterrupt:
             if not dry_run:
@@ -190,13 +200,13 @@ class _Run:
 
     def _statistics(self, batches: torch.Tensor) -> Statistics:
         folder = self.journal.folder / "statistics"
-        if self.journal.load("statistics.done") is None:
+        if not self.journal.sealed("statistics.done", folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
             collect_statistics(
                 self.map, batches, folder, device=self.device, seed=self.options.seed, progress=self.progress
             )
-            self.journal.save("statistics.done", b"")
+            self.journal.seal("statistics.done", folder)
         return Statistics(folder)
 
     def plan(self, budget: int) -> Plan:
@@ -271,11 +281,12 @@ class _Run:
 
     def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:
         self._encode(plan)
-        partial = out.with_name(f".{out.name}.partial")
+        partial = writer.partial_of(out)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             report = self._write(plan, partial, started)
+            self.journal.publishing(partial)
             writer.publish(partial, out)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
@@ -323,7 +334,7 @@ class _Run:
         report = self.report(plan, started, self._measured_kl())
         writer.write_config(folder, self.map.source_config, quantization_config(report))
         text = json.dumps(report, indent=2)
-        (folder / "memory_report.json").write_text(text + "\n", encoding="utf-8")
+        (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")
         (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
         writer.write_checksums(folder)
         return report
@@ -341,21 +352,26 @@ def _step(number: int) -> str:
 
 def _check_output(out: Path, checkpoint: Checkpoint, *, force: bool, dry_run: bool) -> None:
     """Refuse an output that exists, is the input, or cannot be written, before any work."""
-    if out.resolve() == checkpoint.folder.resolve() or checkpoint.folder.resolve() in out.resolve().parents:
+    source = checkpoint.folder.resolve()
+    if out == source or source in out.parents:
         raise InputError("the output is the input", file=out, remedy="choose another output folder")
+    if out in source.parents:
+        raise InputError("the input lies inside the output", file=out, remedy="choose another output folder")
     if dry_run:
         return
-    if out.exists() and not force:
-        raise InputError(
-            "the output exists already", file=out, remedy="choose another folder, or add --force"
-        )
     if out.exists() and not out.is_dir():
         raise InputError("the output is a file", file=out, remedy="choose a folder")
-    parent = next(path for path in out.absolute().parents if path.exists())
-    if not os.access(parent, os.W_OK | os.X_OK):
+    if out.exists() and not force and not Journal(out).published():
         raise InputError(
-            "the output's folder is read-only", file=parent, remedy="choose a folder you can write to"
+            "the output exists already",
+            file=out,
+            remedy="choose another folder, or replace it with --force (in Python: force=True)",
         )
+    for place in (out, next(path for path in out.parents if path.exists())):
+        if place.exists() and not writer.is_writable(place):
+            raise InputError(
+                "the output's folder is read-only", file=place, remedy="choose a folder you can write to"
+            )
 
 
 def _budget(original: int, ratio: float, target_bpw: float | None, target_size: int | None) -> int:
@@ -384,7 +400,7 @@ def _fingerprint(
     files = {}
     for path in checkpoint.files():
         status = path.stat()
-        files[path.name] = [status.st_size, status.st_mtime_ns]
+        files[os.path.relpath(path, checkpoint.folder.resolve())] = [status.st_size, status.st_mtime_ns]
     config = json.dumps(checkpoint.config, sort_keys=True, default=str).encode()
     return {
         "version": __version__,

@@ -21,7 +21,7 @@ ROOT = Path(ciuic_cli.__file__).parent
 PACKAGE = "ciuic_cli"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "memory", "console", "estimates"),
+    ("errors", "memory", "interruption", "console", "estimates"),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
     ("planning", "encoding", "probing", "journal", "runtime"),

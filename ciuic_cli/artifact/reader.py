@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
-from ciuic_cli.checkpoint.folder import checked_file, locate, read_config, shard_names
+from ciuic_cli.checkpoint.folder import check_links, checked_file, locate, read_config, shard_names
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.errors import InputError
 
@@ -50,6 +52,14 @@ class Artifact(ArtifactFiles):
     config: dict[str, Any]
     quantization: dict[str, Any]
 
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of every tensor, as the model has it: compressed ones decoded."""
+        return [
+            self.blobs[name].shape if name in self.blobs else entry.shape
+            for name, entry in self.tensors.items()
+        ]
+
 
 def open_artifact(path: str | Path) -> Artifact:
     """Open a folder (or hub id) and check its headers and those of its blobs.
@@ -58,6 +68,7 @@ def open_artifact(path: str | Path) -> Artifact:
     inconsistent files, a tensor in two of them, blobs whose fields are impossible.
     """
     folder = locate(path)
+    check_links(folder)
     config = read_config(folder)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
@@ -93,6 +104,26 @@ def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> N
             file=file,
             remedy="update ciuic: pip install --upgrade ciuic-cli",
         )
+
+
+def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:
+    """Refuse an uncompressed tensor that is not of the shape and kind (float or integer) that the model has.
+
+    `expected` are the model's own tensors (on the meta device) by the artifact's names; a compressed tensor is
+    none of these. Raises InputError naming file and tensor.
+    """
+    for name, entry in artifact.tensors.items():
+        wanted = expected.get(name)
+        if name in artifact.blobs or wanted is None:
+            continue
+        stored = TORCH_DTYPES.get(entry.dtype)
+        if entry.shape != tuple(wanted.shape):
+            fault = f"the tensor has shape {entry.shape}, the config makes it {tuple(wanted.shape)}"
+        elif stored is None or stored.is_floating_point != wanted.is_floating_point():
+            fault = f"the tensor is stored as {entry.dtype}, the model has {wanted.dtype}"
+        else:
+            continue
+        raise InputError(fault, file=entry.file, tensor=name, remedy=_DAMAGED)
 
 
 def read_blobs(files: Iterable[Path]) -> ArtifactFiles:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import glob
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from ciuic_cli.artifact.layout import Shard, index_json
 from ciuic_cli.checkpoint.folder import checked_file
 from ciuic_cli.errors import EnvironmentFault
 
 CHECKSUMS = "ciuic_checksums.json"
+REPORT = "memory_report.json"
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
@@ -51,19 +56,56 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise environment_fault(error, path) from error
 
 
-def environment_fault(error: OSError, path: Path) -> EnvironmentFault:
-    """An `OSError` in the words of the user: full disk, no permission, and what to do about it."""
+def environment_fault(error: OSError | SafetensorError, path: Path) -> EnvironmentFault:
+    """A failed write in the words of the user: full disk, no permission, and what to do about it."""
     remedies = {
         errno.ENOSPC: "free disk space and run the same command again: it goes on where it stopped",
         errno.EDQUOT: "your disk quota is used up; free some and run the same command again",
+        errno.EFBIG: "raise the limit on the size of files (ulimit -f) and run the same command again",
         errno.EACCES: "check the permissions of the folder",
+        errno.EPERM: "check the permissions of the folder",
         errno.EROFS: "the file system is read-only; choose another output folder",
     }
+    code = _number(error)
+    reason = os.strerror(code) if code else str(error)
     return EnvironmentFault(
-        f"cannot write: {error.strerror or error}",
+        f"cannot write: {reason}",
         file=path,
-        remedy=remedies.get(error.errno or 0, "check the disk and run the same command again"),
+        remedy=remedies.get(code, "check the disk and run the same command again"),
     )
+
+
+def _number(error: OSError | SafetensorError) -> int:
+    """The system's error number; 0 if there is none. safetensors only has it in its text: "(os error 28)"."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else 0
+
+
+def is_writable(folder: Path) -> bool:
+    """Whether files may be made in the folder. A mode without any write bit counts for the superuser too."""
+    return os.access(folder, os.W_OK | os.X_OK) and bool(folder.stat().st_mode & 0o222)
+
+
+def require_space(destination: Path, nbytes: int) -> None:
+    """Raise EnvironmentFault if the disk has not even `nbytes` free for what will be written beside `destination`.
+
+    What an unfinished run has written there already counts as free: it need not be written again.
+    """
+    parent = next(path for path in destination.parents if path.exists())
+    begun = sum(
+        path.stat().st_size
+        for path in destination.parent.glob(f".{glob.escape(destination.name)}.*/**/*")
+        if path.is_file()
+    )
+    free = shutil.disk_usage(parent).free
+    if free + begun < nbytes:
+        raise EnvironmentFault(
+            f"the disk is full: about {nbytes:,} bytes are needed, {free:,} are free",
+            file=parent,
+            remedy="free disk space, or choose an output folder on another disk",
+        )
 
 
 def write_shards(
@@ -115,6 +157,27 @@ def write_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
+def partial_of(destination: Path) -> Path:
+    """The name under which the folder is written before it gets its own."""
+    return destination.with_name(f".{destination.name}.partial")
+
+
+def _aside_of(destination: Path) -> Path:
+    return destination.with_name(f".{destination.name}.replaced")
+
+
+def recover(destination: Path) -> None:
+    """Put right what a killed run left: half a folder goes, an old folder that was put aside comes back."""
+    try:
+        shutil.rmtree(partial_of(destination), ignore_errors=True)
+        aside = _aside_of(destination)
+        if aside.exists() and not destination.exists():
+            aside.rename(destination)
+        shutil.rmtree(aside, ignore_errors=True)
+    except OSError as error:
+        raise environment_fault(error, destination) from error
+
+
 def publish(folder: Path, destination: Path) -> None:
     """Give the finished `folder` its name; an existing destination is exchanged in one step, then removed."""
     for path in folder.iterdir():
@@ -134,7 +197,7 @@ def publish(folder: Path, destination: Path) -> None:
 
 def _replace_in_two_steps(folder: Path, destination: Path) -> None:
     """Where the system cannot exchange: the old one is put aside, and back if the new one cannot take its place."""
-    aside = destination.with_name(f".{destination.name}.replaced")
+    aside = _aside_of(destination)
     shutil.rmtree(aside, ignore_errors=True)
     destination.rename(aside)
     try:

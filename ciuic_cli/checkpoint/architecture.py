@@ -8,6 +8,7 @@ weights have shapes and no memory.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ _LAYER_KEYS = (
     "num_nextn_predict_layers",
     "first_k_dense_replace",
 )
+_LABEL_KEYS = ("num_labels", "n_labels")
 _EXPERT_KEYS = (
     "n_routed_experts",
     "num_experts",
@@ -37,6 +39,8 @@ _EXPERT_KEYS = (
     "num_experts_per_tok",
 )
 _WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "groups", "mult")
+_FEW = 64
+"""So many layers or experts are believed without asking the files."""
 _IGNORED = ("auto_map", "quantization_config", "transformers_version", "_name_or_path")
 
 
@@ -67,6 +71,29 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             remedy="only decoder-only language models can be compressed",
         )
     return config
+
+
+def require_plausible(
+    config: PretrainedConfig, shapes: Sequence[tuple[int, ...]], file: Path | None = None
+) -> None:
+    """Refuse more layers or experts than tensors of these shapes can hold, before modules are built for them.
+
+    Every layer has a tensor of its own; experts have one each, or are rows of one.
+    Raises InputError naming the key in config.json.
+    """
+    text = config.get_text_config()
+    possible = {
+        "num_hidden_layers": len(shapes),
+        **dict.fromkeys(_EXPERT_KEYS, max([len(shapes), *(shape[0] for shape in shapes if shape)])),
+    }
+    for key, limit in possible.items():
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value > max(limit, _FEW):
+            raise InputError(
+                f"config.json has {key} = {value}, but the files hold only {len(shapes)} tensors",
+                file=file,
+                remedy="the weights and config.json do not belong together; download the checkpoint again",
+            )
 
 
 def build_meta_model(
@@ -137,7 +164,7 @@ def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
                 continue
             if key in _LAYER_KEYS:
                 limit = _MAX_LAYERS
-            elif key in _EXPERT_KEYS:
+            elif key in _EXPERT_KEYS or key in _LABEL_KEYS:
                 limit = _MAX_EXPERTS
             elif any(word in key for word in _WIDTH_WORDS) and "token" not in key:
                 limit = _MAX_WIDTH

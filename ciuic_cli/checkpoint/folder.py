@@ -22,6 +22,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 _MAX_INDEX_BYTES = 256 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
+_OPENED = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DOWNLOAD_AGAIN = "download the checkpoint again"
 
@@ -81,7 +82,14 @@ def checked_file(folder: Path, name: str) -> Path:
         )
     root = folder.resolve()
     link = folder / name
-    real = link.resolve()
+    try:
+        real = link.resolve()
+    except (OSError, RuntimeError) as error:  # a circle of links: RuntimeError before Python 3.13
+        raise InputError(
+            "the path cannot be followed: a circle of symbolic links, or too long a name",
+            file=link,
+            remedy=_DOWNLOAD_AGAIN,
+        ) from error
     allowed = [root]
     if root.parent.name == "snapshots":
         allowed.append(root.parent.parent / "blobs")
@@ -100,6 +108,16 @@ def checked_file(folder: Path, name: str) -> Path:
     if not stat.S_ISREG(mode):
         raise InputError("not a regular file", file=link, remedy=_DOWNLOAD_AGAIN)
     return real
+
+
+def check_links(folder: Path) -> None:
+    """Refuse symbolic links that leave the folder, for every file that we or a tokenizer's loader might open.
+
+    Raises InputError as `checked_file` does.
+    """
+    for entry in folder.iterdir():
+        if entry.is_symlink() and entry.name.endswith(_OPENED):
+            checked_file(folder, entry.name)
 
 
 def read_json(folder: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:

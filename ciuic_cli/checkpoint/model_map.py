@@ -22,6 +22,7 @@ from ciuic_cli.checkpoint.architecture import (
     build_meta_model,
     initialise_buffers,
     layer_prefixes,
+    require_plausible,
 )
 from ciuic_cli.checkpoint.naming import Assembly, plan_names
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint
@@ -130,8 +131,8 @@ class ModelMap:
             count = self.parameters[name].shape[0]
             return torch.stack([self.read_expert(name, expert) for expert in range(count)])
         if assembly.converter is None:
-            return self.checkpoint.read_dense(assembly.source_names[0])
-        return assembly.build(self.checkpoint.read_dense, self._conversion_model)[name]
+            return self.checkpoint.read_finite(assembly.source_names[0])
+        return assembly.build(self.checkpoint.read_finite, self._conversion_model)[name]
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert of a fused stack: (out, in), other experts are not read."""
@@ -141,17 +142,17 @@ class ModelMap:
             raise ValueError(f"{name} of shape {shape} has no expert {expert}")
         if assembly.stacks_experts:
             return torch.cat(
-                [self.checkpoint.read_dense(source) for source in assembly.expert_sources(expert)]
+                [self.checkpoint.read_finite(source) for source in assembly.expert_sources(expert)]
             )
         if assembly.converter is None:
-            return self.checkpoint.read_dense(assembly.source_names[0], (expert, expert + 1))[0]
+            return self.checkpoint.read_finite(assembly.source_names[0], (expert, expert + 1))[0]
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Rows [begin, end) of a matrix, for embeddings that are too large to read at once."""
         assembly = self._assembly(name)
         if assembly.converter is None:
-            return self.checkpoint.read_dense(assembly.source_names[0], (begin, end))
+            return self.checkpoint.read_finite(assembly.source_names[0], (begin, end))
         return self.read(name)[begin:end].clone()
 
     def materialise(
@@ -214,11 +215,17 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
     """
     file = checkpoint.folder / "config.json"
     config = build_config(checkpoint.config, file)
+    require_plausible(config, [entry.shape for entry in checkpoint.tensors.values()], file)
     dtype = _model_dtype(config, checkpoint)
     model = build_meta_model(config, dtype, file)
     scales = set(checkpoint.scales.values())
     shapes = {name: checkpoint.dense_shape(name) for name in checkpoint.tensors if name not in scales}
-    plan = plan_names(model, shapes)
+    try:
+        plan = plan_names(model, shapes)
+    except InputError as error:
+        raise InputError(
+            error.message, file=checkpoint.folder, tensor=error.tensor, remedy=error.remedy
+        ) from error
     ties, assemblies, warnings = resolve_ties(model, plan.assemblies, checkpoint)
     if ties.broken:
         config.tie_word_embeddings = False
@@ -334,6 +341,9 @@ def _require_shapes(
             )
         if parameter.compress:
             _require_floats(parameter, checkpoint)
+        for source in parameter.sources:
+            if checkpoint.is_fp8(source) and source not in checkpoint.scales:
+                checkpoint.read_dense(source, (0, 0))  # refuses, naming the scales that it looked for
 
 
 def _require_floats(parameter: Parameter, checkpoint: Checkpoint) -> None:

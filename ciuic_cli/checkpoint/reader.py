@@ -14,7 +14,14 @@ from typing import Any
 import torch
 
 from ciuic_cli.checkpoint import formats
-from ciuic_cli.checkpoint.folder import INDEX_NAME, checked_file, locate, read_config, shard_names
+from ciuic_cli.checkpoint.folder import (
+    INDEX_NAME,
+    check_links,
+    checked_file,
+    locate,
+    read_config,
+    shard_names,
+)
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.errors import InputError
 
@@ -79,7 +86,10 @@ class Checkpoint:
         if entry.dtype == "F4":
             if not shape or shape[-1] % 2:
                 raise InputError(
-                    f"FP4 needs an even last dimension, not {shape}", file=entry.file, tensor=name
+                    f"FP4 needs an even last dimension, not {shape}",
+                    file=entry.file,
+                    tensor=name,
+                    remedy="download the checkpoint again, or use its bf16 version",
                 )
             shape[-1] //= 2
         begin = entry.begin
@@ -133,6 +143,12 @@ class Checkpoint:
         values = formats.unpack_fp4(stored) if fp4 else formats.decode_fp8(stored)
         return formats.apply_scales(values, self.read(scale_name), block, 0 if rows is None else rows[0])
 
+    def read_finite(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """As `read_dense`; raises InputError if any number read is NaN or infinite."""
+        values = self.read_dense(name, rows)
+        formats.require_finite(values, name, file=self.entry(name).file)
+        return values
+
     def check_scales(self) -> None:
         """Require from headers alone that every FP8 and FP4 weight has a scale of the right shape."""
         for name, entry in self.tensors.items():
@@ -147,7 +163,7 @@ class Checkpoint:
         return formats.scale_block(
             self.dense_shape(name),
             scale.shape,
-            _weight_block(self.config),
+            _weight_block(self.config, self.folder / "config.json"),
             fp4=fp4,
             file=entry.file,
             tensor=name,
@@ -166,6 +182,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     they are not, quantization formats other than FP8, and scales that are absent or of the wrong shape.
     """
     folder = locate(path)
+    check_links(folder)
     config = read_config(folder)
     names, weight_map = shard_names(folder)
     method = _quantization_method(config)
@@ -215,6 +232,15 @@ def _compare_index(
             tensor=lost[0],
             remedy="download the checkpoint again; do not mix the files of two versions",
         )
+    files = {name: checked_file(folder, name) for name in set(weight_map.values())}
+    for name, file in weight_map.items():
+        if tensors[name].file != files[file]:
+            raise InputError(
+                f"the index places the tensor in {file}; it is in {tensors[name].file.name}",
+                file=folder / INDEX_NAME,
+                tensor=name,
+                remedy="download the checkpoint again; do not mix the files of two versions",
+            )
     warnings = []
     extra = [name for name in tensors if name not in weight_map]
     if extra:
@@ -233,7 +259,7 @@ def _quantization_method(config: dict[str, Any]) -> str | None:
     return str(section.get("quant_method")) if isinstance(section, dict) else str(section)
 
 
-def _weight_block(config: dict[str, Any]) -> tuple[int, int]:
+def _weight_block(config: dict[str, Any], file: Path) -> tuple[int, int]:
     section = config.get("quantization_config")
     block = section.get("weight_block_size") if isinstance(section, dict) else None
     if block is None:
@@ -245,6 +271,7 @@ def _weight_block(config: dict[str, Any]) -> tuple[int, int]:
     ):
         raise InputError(
             f"weight_block_size {block!r:.60} in config.json is not two positive sizes",
+            file=file,
             remedy="download config.json again",
         )
     return block[0], block[1]
@@ -274,7 +301,10 @@ def _read_into(tensor: torch.Tensor, entry: TensorEntry, begin: int) -> None:
         descriptor = os.open(entry.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
         raise InputError(
-            f"cannot open the file: {error.strerror}", file=entry.file, tensor=entry.name
+            f"cannot open the file: {error.strerror}",
+            file=entry.file,
+            tensor=entry.name,
+            remedy="leave the checkpoint alone while it is read, and start again",
         ) from error
     try:
         done = 0

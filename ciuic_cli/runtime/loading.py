@@ -12,7 +12,7 @@ from torch import nn
 
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
-from ciuic_cli.errors import EnvironmentFault, UsageError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
 Blob = torch.Tensor | np.ndarray | bytes
@@ -40,18 +40,34 @@ def load(
     artifact = open_artifact(path)
     from transformers import AutoModelForCausalLM
 
-    from ciuic_cli.checkpoint.architecture import build_config
-    from ciuic_cli.checkpoint.folder import read_config
+    from ciuic_cli.checkpoint.architecture import build_config, require_plausible
     from ciuic_cli.runtime.registration import register
 
     register()
-    build_config(read_config(artifact.folder), artifact.folder / "config.json")  # refuses what we do not know
-    model = AutoModelForCausalLM.from_pretrained(
-        artifact.folder,
-        dtype="auto" if dtype is None else dtype,
-        trust_remote_code=False,
-        use_safetensors=True,
-    )
+    config_file = artifact.folder / "config.json"
+    require_plausible(build_config(artifact.config, config_file), artifact.shapes, config_file)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            artifact.folder,
+            dtype="auto" if dtype is None else dtype,
+            trust_remote_code=False,
+            use_safetensors=True,
+        )
+    except InputError as error:
+        raise InputError(
+            error.message, file=error.file or artifact.folder, tensor=error.tensor, remedy=error.remedy
+        ) from error
+    except (CiuicError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except (
+        Exception
+    ) as error:  # transformers raises whatever a damaged config or generation_config leads it to
+        reason = " ".join(str(error).split())
+        raise InputError(
+            f"transformers cannot load the artifact: {type(error).__name__}: {reason:.300}",
+            file=artifact.folder,
+            remedy="check it with `ciuic inspect --verify`; fetch or compress it again",
+        ) from error
     return model if place.type == "cpu" else model.to(place)  # type: ignore[arg-type]
 
 

@@ -20,7 +20,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ciuic_cli.artifact.reader import check_format, read_blobs
+from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.modules import CompressedLinear
@@ -76,6 +76,8 @@ class CiuicQuantizer(HfQuantizer):
         prefix = getattr(model, "base_model_prefix", "")
         in_model = {name: _name_in_model(name, expected, prefix) for name in artifact.tensors}
         _refuse_missing(model, expected, in_model.values(), Path(checkpoint_files[0]).parent)
+        stored = {name: expected[mine] for name, mine in in_model.items() if mine in expected}
+        require_dense(artifact, stored)
         slots = {
             in_model[name]: BlobSlot(
                 blob.shape, torch.empty(blob.entry.nbytes, dtype=torch.uint8, device="meta")
