@@ -37,8 +37,14 @@ _UNITS = {
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:[0-9]+")
 
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; "
+    "5 the machine refuses (disk, device, memory, lock); 130 interrupted."
+)
+
 app = typer.Typer(
     name="ciuic",
+    epilog=EXIT_CODES,
     help="Compress a causal language model into a byte budget, and look at what it cost.",
     no_args_is_help=True,
     add_completion=False,
@@ -146,6 +152,14 @@ def _execute(console: Console, action: Callable[[], None]) -> NoReturn:
     raise typer.Exit(run(console, guarded))
 
 
+def _announce_device(console: Console, device: str) -> None:
+    """Refuse a GPU that is not there, before any work; say that "auto" found none."""
+    from ciuic_cli.runtime.loading import choose_device
+
+    if choose_device(device).type == "cpu" and device == "auto":
+        console.hint("torch sees no GPU here: the work is done on the CPU")
+
+
 def _show_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"ciuic {__version__}")
@@ -219,9 +233,8 @@ def compress(
             "device": parse_device(device),
         }
         from ciuic_cli.pipeline import compress as run_compress
-        from ciuic_cli.runtime.loading import choose_device
 
-        choose_device(device)  # a GPU that is not there is refused before any work
+        _announce_device(console, device)
         with console.progress() as progress:
             report = run_compress(
                 model,
@@ -316,6 +329,7 @@ def evaluate(
         disable_progress_bar()  # transformers' own, of loading; ours shows the windows
         folder = locate(path)
         original = None if base is None else locate(base)
+        _announce_device(console, device)
         with console.progress() as progress:
             found = run_evaluate(
                 folder, base=original, text=text, seqlen=seqlen, limit=limit, device=device, progress=progress
@@ -354,6 +368,7 @@ def bench(
 
         folder = locate(path)
         original = None if base is None else locate(base)
+        _announce_device(console, device)
         with console.progress() as progress:
             found = run_bench(
                 folder,

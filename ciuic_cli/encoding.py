@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import logging
+import math
 
 import numpy as np
 import torch
@@ -15,6 +17,10 @@ from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import prepare, round_prepared
 from ciuic_cli.planning import CHANNEL_ROLES, EMBEDDING_ROLES, Arms, PassOptions, Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
+
+_LOG = logging.getLogger(__name__)
+_DAMPED = "%s: a singular Hessian, damped by %.3g of its mean diagonal more than usual"
+_FALLBACK = "%s: a Hessian that no damping (%s) makes regular: rounded without error feedback"
 
 
 def read_unit(model_map: ModelMap, unit: Unit) -> torch.Tensor:
@@ -31,6 +37,12 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     importance = importance_of(unit, statistics)
     prepared = prepare(weight, importance)
     arms = Arms.of(unit, prepared, options.widths_for(unit), options.window)
+    damping = max(prepared.inputs.damping, prepared.outputs.damping)
+    if damping:
+        _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, unit.key, damping)
+    seen = statistics.tokens(unit.name, unit.expert)
+    dead = bool((importance.inputs.diagonal() <= 0).any())
+    arms.singular = bool(damping) or dead or seen < unit.cols
     if options.rank != "off" and unit.role not in EMBEDDING_ROLES:
         ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
         arms.lowrank = lowrank.arms(weight, prepared.outputs.noise[: unit.rows], ranks)
@@ -73,7 +85,7 @@ def arms_to_bytes(arms: Arms) -> bytes:
     remaining = np.array([arm.remaining for arm in arms.lowrank]).reshape(-1, len(arms.sensitivity))
     np.savez(
         buffer, sensitivity=arms.sensitivity, removal=arms.removal, channels=arms.channels, ranks=ranks,
-        remaining=remaining,
+        remaining=remaining, singular=arms.singular,
     )  # fmt: skip
     return buffer.getvalue()
 
@@ -86,5 +98,5 @@ def arms_from_bytes(data: bytes, unit: Unit, options: PassOptions) -> Arms:
     ]
     return Arms(
         unit, options.widths_for(unit), options.window, stored["sensitivity"], stored["removal"], candidates,
-        channels=stored["channels"],
+        channels=stored["channels"], singular=bool(stored["singular"]),
     )  # fmt: skip

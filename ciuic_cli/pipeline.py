@@ -191,6 +191,7 @@ class _Run:
         self.progress = progress
         self._kl_meter: KLMeter | None = None
         self.corrections: dict[str, dict[str, float]] = {}
+        self.singular = 0
         self.device = choose_device(options.device)
         self.units = units_of(model_map.parameters.values())
         every = HELD_OUT_EVERY if len(batches) >= HELD_OUT_EVERY else len(batches)
@@ -216,6 +217,7 @@ class _Run:
             arms.append(self._arms(number, unit))
             self.progress("arms", number + 1, len(self.units))
         level_uncovered(arms, self.statistics)
+        self.singular = sum(arm.singular for arm in arms)
         first = make_plan(self.map, arms, budget, self.passes)
         self.corrections = self._corrections(first)
         for arm in arms:
@@ -276,7 +278,7 @@ class _Run:
     def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
         return build_report(
             self.map, plan, self.statistics, options=self.options.as_dict(), corrections=self.corrections,
-            measured_kl=measured_kl, held_out_tokens=self.held_out.numel(), started=started,
+            singular=self.singular, measured_kl=measured_kl, held_out_tokens=self.held_out.numel(), started=started,
         )  # fmt: skip
 
     def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:

@@ -104,6 +104,7 @@ class Arms:
     """All arms of one matrix: predicted KL (groups, widths), corrected by `correction`, and exact bytes.
 
     channels: for a down projection, KL of losing each block of 16 of its inputs; else empty.
+    singular: whether its Hessian had less than full rank before damping (few tokens, or inputs that are always 0).
     """
 
     unit: Unit
@@ -115,6 +116,7 @@ class Arms:
     rank: int = 0
     correction: float = 1.0
     channels: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    singular: bool = False
 
     @classmethod
     def of(cls, unit: Unit, prepared: Prepared, widths: tuple[int, ...], window: int) -> Arms:
@@ -285,7 +287,11 @@ def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
     """Solve, then let low-rank parts and structures in at the price found, and solve again."""
     allocation = solution.solve()
     if options.rank == "auto" and _choose_ranks(arms, allocation.price):
-        allocation = solution.solve()
+        try:
+            allocation = solution.solve()
+        except TargetError:  # the codes alone take (nearly) all bytes, so their price says nothing
+            for arm in arms:
+                arm.rank = 0
     if options.prune == "auto":
         taken = [s for s in structures_of(arms) if s.loss < solution.worth(allocation, s)]
         solution.forced = prune.masks(taken, {arm.unit.key: arm.unit.groups for arm in arms})

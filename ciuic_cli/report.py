@@ -94,6 +94,16 @@ def pass_sentence(step: Mapping[str, Any]) -> str:
     return f"{readable_bytes(step['bytes'])} of codes"
 
 
+def padding_sentence(padding: Mapping[str, int]) -> str:
+    """The report's `padding` in words."""
+    if not padding["matrices"]:
+        return "none is needed"
+    return (
+        f"{padding['matrices']:,} matrices end inside a 16 x 16 tile; the rest of these tiles is "
+        f"{readable_bytes(padding['bytes'])} of the codes"
+    )
+
+
 def _subtitle(report: Mapping[str, Any]) -> str:
     return (
         f"{report['parameters']:,} parameters: {readable_bytes(report['original_bytes'])} at 2 bytes each, "

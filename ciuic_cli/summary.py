@@ -21,13 +21,15 @@ def build_report(
     *,
     options: dict[str, Any],
     corrections: dict[str, dict[str, float]],
+    singular: int,
     measured_kl: Mean | None,
     held_out_tokens: int,
     started: float,
 ) -> dict[str, Any]:
     """The content of memory_report.json. Bytes are exact; KL is in nats per token.
 
-    corrections: measured against predicted KL by role; measured_kl: of the finished codes on
+    singular: how many matrices had a Hessian without full rank, which was damped; corrections: measured
+    against predicted KL by role; measured_kl: of the finished codes on
     held_out_tokens of calibration text; started: `time.monotonic()` at the beginning of the run.
     """
     original = 2 * model_map.stored_numel
@@ -46,10 +48,12 @@ def build_report(
         "measured_kl_stderr": None if measured_kl is None else measured_kl.stderr,
         "components": rows,
         "passes": _passes(plan),
+        "padding": _padding(plan),
         "statistics": {
             "tokens": statistics.total_tokens,
             "held_out_tokens": held_out_tokens,
             "experts_without_tokens": _untouched(plan, statistics),
+            "singular_hessians": singular,
             "roles": corrections,
         },
         "warnings": list(model_map.warnings),
@@ -110,6 +114,20 @@ def _passes(plan: Plan) -> list[dict[str, Any]]:
         {"name": "lowrank", "matrices": len(ranked), "bytes": sum(u.lowrank_bytes for u in units)},
         {"name": "bits", "bytes": coded, "predicted_kl": plan.predicted_kl},
     ]
+
+
+def _padding(plan: Plan) -> dict[str, int]:
+    """Matrices that end inside a tile, their weights that are only padding, and the bytes of the codes of those."""
+    matrices = weights = bits = 0
+    for chosen in plan.units.values():
+        unit = chosen.unit
+        rows = np.full(unit.groups, 16)
+        rows[-1] -= 16 * unit.groups - unit.rows
+        extra = 16 * unit.padded_cols - rows * unit.cols
+        matrices += bool(extra.any())
+        weights += int(extra.sum())
+        bits += int((extra * chosen.row_bits.astype(np.int64)).sum())
+    return {"matrices": matrices, "weights": weights, "bytes": bits // 8}
 
 
 def _untouched(plan: Plan, statistics: Statistics) -> int:

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ciuic_cli.console import Console, readable_bytes
-from ciuic_cli.report import pass_sentence
+from ciuic_cli.console import Console, printable, readable_bytes
+from ciuic_cli.report import padding_sentence, pass_sentence
 
 if TYPE_CHECKING:
     from ciuic_cli.inspection import Description
@@ -41,6 +41,12 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
         console.warning(
             f"{unseen} expert matrices saw no calibration token; they count as their layer's average"
         )
+    singular = report["statistics"]["singular_hessians"]
+    if singular:
+        console.hint(
+            f"{singular} matrices have a singular Hessian (fewer calibration tokens than inputs, or inputs that are "
+            "always 0); it was damped"
+        )
     source = report["source_file_bytes"]
     after = _bytes(report["artifact_bytes"])
     console.table(
@@ -71,6 +77,7 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
     console.data("")
     for step in report["passes"]:
         console.data(f"{step['name']}: {pass_sentence(step)}")
+    console.data(f"padding: {padding_sentence(report['padding'])}")
     console.data(
         f"{report['seconds']:.0f} s, {readable_bytes(report['peak_rss_bytes'])} of memory at the peak"
     )
@@ -105,7 +112,7 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
         f"{name} {100 * count / max(1, found.parameters):.3g} %" for name, count in found.formats.items()
     )
     console.data(
-        f"{found.path}: {found.kind}, {found.architecture or found.model_type}\n"
+        f"{found.path}: {found.kind}, {printable(found.architecture or found.model_type)}\n"
         f"{found.parameters:,} parameters, {readable_bytes(found.file_bytes)} in {found.files} file(s)\n"
         f"{found.bits_per_weight:.3f} bits per weight, ratio {found.ratio:.3f} to 2 bytes each\n"
         f"weights stored as {formats}\n"

@@ -23,6 +23,8 @@ _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65_536
 _MAX_WIDTH = 1 << 26
 _POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_POSITION_KEYS = ("max_position_embeddings", "n_positions")
+_MAX_POSITIONS = 1 << 32
 _LAYER_KEYS = (
     "num_hidden_layers",
     "n_layer",
@@ -38,7 +40,8 @@ _EXPERT_KEYS = (
     "n_shared_experts",
     "num_experts_per_tok",
 )
-_WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "groups", "mult")
+_EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "mult")
 _FEW = 64
 """So many layers or experts are believed without asking the files."""
 _IGNORED = ("auto_map", "quantization_config", "transformers_version", "_name_or_path")
@@ -70,6 +73,7 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             file=file,
             remedy="only decoder-only language models can be compressed",
         )
+    _check_routing(config, file)
     return config
 
 
@@ -166,13 +170,33 @@ def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
                 limit = _MAX_LAYERS
             elif key in _EXPERT_KEYS or key in _LABEL_KEYS:
                 limit = _MAX_EXPERTS
-            elif any(word in key for word in _WIDTH_WORDS) and "token" not in key:
+            elif key in _POSITION_KEYS:
+                limit = _MAX_POSITIONS
+            elif any(word in key for word in (*_WIDTH_WORDS, "group")) and "token" not in key:
                 limit = _MAX_WIDTH
             else:
                 continue
-            least = 1 if key in _POSITIVE else 0
+            least = 1 if key in _POSITIVE or key in _POSITION_KEYS else 0
             if not least <= value <= limit:
                 _absurd(key, value, f"between {least} and {limit}", file)
+
+
+def _check_routing(config: PretrainedConfig, file: Path | None) -> None:
+    """Experts per token and groups of experts that fit the experts; transformers finds out while it runs."""
+    text = config.get_text_config()
+    experts = next(
+        (getattr(text, key) for key in _EXPERT_COUNTS if isinstance(getattr(text, key, None), int)), None
+    )
+    chosen, groups = getattr(text, "num_experts_per_tok", None), getattr(text, "n_group", None)
+    best = getattr(text, "topk_group", None)
+    if not experts:
+        return
+    if isinstance(chosen, int) and chosen > experts:
+        _absurd("num_experts_per_tok", chosen, f"at most the number of experts, {experts}", file)
+    if isinstance(groups, int) and (groups < 1 or experts % groups):
+        _absurd("n_group", groups, f"a divisor of the number of experts, {experts}", file)
+    if isinstance(groups, int) and isinstance(best, int) and not 1 <= best <= groups:
+        _absurd("topk_group", best, f"between 1 and n_group, {groups}", file)
 
 
 def _absurd(key: str, value: object, expected: str, file: Path | None) -> None:

@@ -9,6 +9,7 @@ row's, times the code's normalised error at K bits. (LDLQ: QuIP#, Tseng et al. 2
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +40,12 @@ class Importance:
 @dataclass(frozen=True)
 class Feedback:
     """One side's error feedback. factor: (n, n) unit block lower triangular, None when there is none to
-    feed back; noise: (n,) diagonal of D, the weight that the code's noise keeps."""
+    feed back; noise: (n,) diagonal of D, the weight that the code's noise keeps; damping: what had to be added to
+    the diagonal until the moment factored, as a share of its mean; infinite where it never did."""
 
     factor: torch.Tensor | None
     noise: torch.Tensor
+    damping: float = 0.0
 
 
 def block_ldl(moment: torch.Tensor) -> Feedback:
@@ -60,7 +63,7 @@ def block_ldl(moment: torch.Tensor) -> Feedback:
             break
         damping = max(10 * damping, 1e-5 * mean)
     else:
-        return Feedback(None, moment.diagonal().float())
+        return Feedback(None, moment.diagonal().float(), math.inf)
     count = len(moment) // BLOCK
     blocks = torch.stack(
         [lower[i * BLOCK : (i + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
@@ -69,7 +72,7 @@ def block_ldl(moment: torch.Tensor) -> Feedback:
     columns = lower.reshape(len(moment), count, BLOCK).permute(1, 0, 2)  # (count, n, 16): block columns
     factor = torch.bmm(columns, inverse).permute(1, 0, 2).reshape(len(moment), len(moment))
     noise = blocks.square().sum(2).reshape(-1)  # diagonal of C_jj C_jjᵀ
-    return Feedback(factor.float().contiguous(), noise.float())
+    return Feedback(factor.float().contiguous(), noise.float(), damping / mean if damping else 0.0)
 
 
 def pad_square(moment: torch.Tensor) -> torch.Tensor:

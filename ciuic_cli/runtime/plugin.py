@@ -76,8 +76,8 @@ class CiuicQuantizer(HfQuantizer):
         prefix = getattr(model, "base_model_prefix", "")
         in_model = {name: _name_in_model(name, expected, prefix) for name in artifact.tensors}
         _refuse_missing(model, expected, in_model.values(), Path(checkpoint_files[0]).parent)
-        stored = {name: expected[mine] for name, mine in in_model.items() if mine in expected}
-        require_dense(artifact, stored)
+        present = {name: expected[mine] for name, mine in in_model.items() if mine in expected}
+        require_dense(artifact, present)
         slots = {
             in_model[name]: BlobSlot(
                 blob.shape, torch.empty(blob.entry.nbytes, dtype=torch.uint8, device="meta")

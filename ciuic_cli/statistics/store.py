@@ -17,7 +17,8 @@ class TensorFolder:
         self._shapes: dict[str, torch.Size] = {}
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        tensor.detach().float().contiguous().cpu().numpy().tofile(self.folder / name)
+        array = tensor.detach().float().contiguous().cpu().numpy()
+        (self.folder / name).write_bytes(array.data)  # numpy's tofile does not say why it failed
         self._shapes[name] = tensor.shape
 
     def get(self, name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:

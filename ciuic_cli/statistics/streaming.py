@@ -17,6 +17,7 @@ from torch import nn
 
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.errors import InputError
 from ciuic_cli.statistics.store import TensorFolder
 
 Progress = Callable[[str, int, int], None]
@@ -159,12 +160,22 @@ class LayerStream:
                 for index in range(len(self.chunks)):
                     hidden = self.hidden.get(f"{number}.{index}", self.device)
                     output = layer(hidden, **self.arguments(prefix, index))
-                    self.hidden.put(
-                        f"{number + 1}.{index}", output[0] if isinstance(output, tuple) else output
-                    )
+                    output = output[0] if isinstance(output, tuple) else output
+                    self._require_finite(output, prefix)
+                    self.hidden.put(f"{number + 1}.{index}", output)
                     if not keep:
                         self.hidden.drop(f"{number}.{index}")
             progress("forward", number + 1, len(self.prefixes))
+
+    def _require_finite(self, output: torch.Tensor, prefix: str) -> None:
+        """The original's activations; what changed weights lead to is for the measurement to show."""
+        if self.override is None and not bool(torch.isfinite(output).all()):
+            raise InputError(
+                "the calibration text drives this layer's output to NaN or infinity",
+                file=self.map.checkpoint.folder,
+                tensor=prefix.rstrip("."),
+                remedy="its weights are finite but too large, or config.json is damaged: download both again",
+            )
 
     def tail(self, visit: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
         """Run what follows the last layer; `visit(hidden, logits)` for every sequence of every chunk.

@@ -1,0 +1,74 @@
+"""Victims of the campaign: copies of tiny checkpoints, and one finished artifact."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attacks import FAMILIES, QUICK, Victim, invoke
+
+WORDS = "river mill evening lamps banks ninety tables under market grain walks cold paper"
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """About a thousand bytes, so as many tokens, of words in random order."""
+    generator = random.Random(0)
+    words = WORDS.split()
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(" ".join(generator.choice(words) for _ in range(200)) + ".\n", encoding="utf-8")
+    return file
+
+
+@pytest.fixture(autouse=True)
+def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the program leaves in the folder for temporary files shows, and nobody else writes there."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+@pytest.fixture
+def victim(tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[..., Victim]:
+    """`victim(seed)`: any family, in one shard or several; `victim(seed, family, **options)`: this one."""
+
+    def make(seed: int, family: str | None = None, **options: Any) -> Victim:
+        generator = random.Random(seed)
+        if family is None:
+            family, options = FAMILIES[(seed + generator.randrange(2)) % len(FAMILIES)]
+        folder = tmp_path / f"attack-{seed}"
+        folder.mkdir()
+        made = Victim(folder, text, generator)
+        shutil.copytree(tiny_checkpoint(family, **options), made.model)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def artifact(
+    tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """A finished artifact with experts and low-rank parts: copy it before you alter it."""
+    out = tmp_path_factory.mktemp("artifact") / "out"
+    done = invoke(
+        "compress",
+        tiny_checkpoint("deepseek_v3"),
+        out,
+        "--calibration",
+        text,
+        "--ratio",
+        2,
+        "--rank",
+        16,
+        *QUICK,
+    )
+    assert done.code == 0, done.stderr
+    return out
