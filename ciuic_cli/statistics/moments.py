@@ -96,7 +96,7 @@ class MomentRecorder(TorchFunctionMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if func is torch.bmm and output.requires_grad:
-            self._watch_groups(*args, output)
+            self._watch_groups(args[0], args[1], output)
         if func is not torch.nn.functional.linear:
             return output
         weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]

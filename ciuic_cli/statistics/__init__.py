@@ -1,0 +1,1 @@
+"""What the calibration text says about every matrix, gathered layer by layer."""
