@@ -332,8 +332,9 @@ def evaluate(
         _announce_device(console, device)
         with console.progress() as progress:
             found = run_evaluate(
-                folder, base=original, text=text, seqlen=seqlen, limit=limit, device=device, progress=progress
-            )
+                folder, base=original, text=text, seqlen=seqlen, limit=limit, device=device,
+                progress=progress, hint=console.hint,
+            )  # fmt: skip
         if prompt is not None:
             found["prompt"] = prompt
             if original is not None:

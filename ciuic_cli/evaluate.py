@@ -94,6 +94,7 @@ def evaluate(
     limit: int | None = None,
     device: str = "auto",
     progress: Progress = lambda what, done, total: None,
+    hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Perplexity of a model on a text; with `base`, also the KL divergence from it.
 
@@ -120,7 +121,10 @@ def evaluate(
     """
     folders = [locate(folder) for folder in (path, base) if folder is not None]
     content = read_text(Path(text)) if text is not None else default_text()
-    seqlen = min([seqlen, *(_positions(folder) for folder in folders)])
+    positions = min(_positions(folder) for folder in folders)
+    if positions < seqlen:
+        hint(f"windows of {positions:,} tokens instead of {seqlen:,}: the model has no more positions")
+        seqlen = positions
     windows = windows_of(content, open_tokenizer(folders[0]), seqlen, limit)
     dtype = _dtype(folders, choose_device(device))
     model = open_model(folders[0], device, dtype)

@@ -21,7 +21,8 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
     """Compress a loaded transformers model in place and return it.
 
     Its dense weights are exchanged for compressed ones, module by module; what else refers to the model keeps
-    working. The weights pass through a temporary folder (twice the size of the result, plus the original).
+    working. The weights pass through a temporary folder (twice the size of the result, plus the original). It takes
+    as long as `ciuic compress`: pass progress=lambda what, done, total: ... to see how far it is.
 
     Args:
         model: a transformers causal language model with its weights on the CPU or a GPU.

@@ -18,7 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import ciuic_cli
 from ciuic_cli import evaluate as module
 from ciuic_cli.errors import InputError, UsageError
-from ciuic_cli.evaluate import evaluate, generate_text, mean_of, token_figures, windows_of
+from ciuic_cli.estimates import mean_of
+from ciuic_cli.evaluate import evaluate, generate_text, token_figures, windows_of
 from ciuic_cli.pipeline import compress
 
 SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
@@ -244,7 +245,13 @@ def test_windows_begin_as_the_tokenizer_begins(tiny_checkpoint: Callable[..., Pa
 
 
 def test_windows_are_no_longer_than_the_positions(tiny_checkpoint: Callable[..., Path], text: Path) -> None:
-    assert evaluate(tiny_checkpoint("llama"), text=text, seqlen=1024, limit=1, device="cpu")["seqlen"] == 256
+    said: list[str] = []
+    folder = tiny_checkpoint("llama")
+    found = evaluate(folder, text=text, seqlen=1024, limit=1, device="cpu", hint=said.append)
+    assert found["seqlen"] == 256
+    assert said == ["windows of 256 tokens instead of 1,024: the model has no more positions"]
+    evaluate(folder, text=text, seqlen=256, limit=1, device="cpu", hint=said.append)
+    assert len(said) == 1
 
 
 def test_a_window_without_room_is_refused(tiny_checkpoint: Callable[..., Path], text: Path) -> None:
