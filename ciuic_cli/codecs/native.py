@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
 _STATUS = {
@@ -36,7 +36,10 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_round": (_int, (_pointer, _long, _long, *[_pointer] * 4, _int, _int, *[_pointer] * 4)),
     "ciuic_decode": (_int, (*_MATRIX, _long, _long, _pointer, _int, _int)),
     "ciuic_decode_rows": (_int, (*_MATRIX, _pointer, _long, _pointer, _int)),
-    "ciuic_matmul": (_int, (*_MATRIX, _int, _uint32, _pointer, _long, _long, _pointer, _long, _int, _int)),
+    "ciuic_matmul": (
+        _int,
+        (*_MATRIX, _int, _uint32, _pointer, _int, _long, _long, _pointer, _int, _long, _int, _int),
+    ),
     "ciuic_hadamard": (_int, (_pointer, _long, _long, _int, _uint32, _int, _int)),
 }
 

@@ -84,7 +84,7 @@ class PackedMatrix:
     def cols_padded(self) -> int:
         return padded(self.cols)
 
-    @property
+    @functools.cached_property
     def log2_block(self) -> int:
         """log2 of the Hadamard block size."""
         return log2_block(self.cols_padded)

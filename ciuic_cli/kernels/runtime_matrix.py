@@ -36,10 +36,10 @@ class KernelMatrix:
                 KernelMatrix(left.packed, left.blob, left),
             )
 
-    def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
-        """Rows in the transformed basis, float32 [rows asked for, cols_padded], without the low-rank part."""
+    def decode(self, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows in the transformed basis, [rows asked for, cols_padded] of `dtype`, without the low-rank part."""
         first = row_begin // TILE * TILE
-        return decode(self.view, first, row_end)[row_begin - first :]
+        return decode(self.view, first, row_end, dtype)[row_begin - first :]
 
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows named by `rows` (int64 [n], in any order), transformed basis, float32 [n, cols_padded]."""

@@ -43,13 +43,15 @@ CIUIC_EXPORT int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_of
                                    const float* scale, long rows, long cols, int L, const int64_t* row_index, long count,
                                    float* out, int threads);
 
-// y (batch x rows_out, rows_out <= rows) = W T(x): x is batch x cols_in, untransformed; the call pads it to `cols`, applies the
+// y (batch x rows_out, rows_out <= rows) = W T(x): x is batch x cols_in, untransformed; each is float32, or bfloat16 if its
+// `half` is not 0. The call pads x to `cols`, applies the
 // signs and the block Hadamard transform of size 2^log2_block, rounds it per block of 256 columns - to int8 for row groups of up
 // to 4 bits unless `precise`, to 15 bits for the others - and multiplies straight from the codes. Meant for small batches: every
 // 4 to 8 rows of x the codes are decoded anew.
 CIUIC_EXPORT int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,
                               const float* scale, long rows, long cols, int L, int log2_block, uint32_t seed,
-                              const float* x, long batch, long cols_in, float* y, long rows_out, int precise, int threads);
+                              const void* x, int x_half, long batch, long cols_in, void* y, int y_half, long rows_out,
+                              int precise, int threads);
 
 // In place, per row of x (n_rows x cols): signs then block Hadamard (orthonormal), or the inverse.
 CIUIC_EXPORT int ciuic_hadamard(float* x, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads);

@@ -1,4 +1,5 @@
 // Decodes tiles to float32 or bfloat16.
+#include "bfloat16.h"
 #include "kernels_of_isa.h"
 #include "tile.h"
 
@@ -20,12 +21,7 @@ constexpr long kRun = 16;
 
 static inline void store_value(float* to, float value) { *to = value; }
 
-// bfloat16, rounded to nearest even as torch does; decoded weights are finite.
-static inline void store_value(uint16_t* to, float value) {
-  uint32_t bits;
-  __builtin_memcpy(&bits, &value, sizeof bits);
-  *to = static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
-}
+static inline void store_value(uint16_t* to, float value) { *to = to_bfloat16(value); }
 
 template <int Bits, bool Masked, typename Out>
 static void decode(const uint8_t* codes, long tiles, int window, const float* row_factor, int row_begin, int row_end,

@@ -5,6 +5,7 @@
 #include <new>
 
 #include "activations.h"
+#include "bfloat16.h"
 #include "ciuic_native.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -55,6 +56,13 @@ void decode_group_rows(const Packed& packed, long group, int begin, int end, voi
                          begin, end, to, static_cast<size_t>(packed.cols), half);
 }
 
+void load_row(const void* x, bool half, long first, long count, float* row) {
+  if (half)
+    for (long j = 0; j < count; ++j) row[j] = from_bfloat16(static_cast<const uint16_t*>(x)[first + j]);
+  else
+    std::memcpy(row, static_cast<const float*>(x) + first, sizeof(float) * count);
+}
+
 // Rows or row groups per work item: enough of them that a thread amortises fetching the next.
 constexpr long kRowsPerItem = 4;
 
@@ -97,8 +105,8 @@ int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const u
 }
 
 int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
-                 long rows, long cols, int L, int log2_block, uint32_t seed, const float* x, long batch, long cols_in,
-                 float* y, long rows_out, int precise, int threads) {
+                 long rows, long cols, int L, int log2_block, uint32_t seed, const void* x, int x_half, long batch,
+                 long cols_in, void* y, int y_half, long rows_out, int precise, int threads) {
   using namespace ciuic;
   if (x == nullptr || y == nullptr || batch < 1 || cols_in < 1 || cols_in > cols || rows_out < 1 || rows_out > rows ||
       log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 || threads < 1)
@@ -111,16 +119,18 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
     if (row_bits[g] != 0) needed[precision_for(row_bits[g], precise != 0)] = true;
   const size_t row_bytes[2] = {quantized_row_bytes(cols, kInt8), quantized_row_bytes(cols, kInt15)};
   const size_t bytes = (needed[0] ? row_bytes[0] * batch : 0) + (needed[1] ? row_bytes[1] * batch : 0);
-  const std::unique_ptr<float[]> floats(new (std::nothrow) float[2 * cols]);
+  // signs, a row of x, and y where it is to be rounded
+  const std::unique_ptr<float[]> floats(new (std::nothrow) float[2 * cols + (y_half != 0 ? batch * rows_out : 0)]);
   const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[bytes + 64]);
   if (!floats || !memory) return CIUIC_NO_MEMORY;
-  float *signs = floats.get(), *transformed = floats.get() + cols;
+  float *signs = floats.get(), *transformed = signs + cols;
+  float* sums = y_half != 0 ? transformed + cols : static_cast<float*>(y);
   uint8_t* activations[2];
   activations[0] = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
   activations[1] = activations[0] + (needed[0] ? row_bytes[0] * batch : 0);
   kernels().fill_signs(signs, cols, seed);
   for (long b = 0; b < batch; ++b) {
-    std::memcpy(transformed, x + b * cols_in, sizeof(float) * cols_in);
+    load_row(x, x_half != 0, b * cols_in, cols_in, transformed);
     std::memset(transformed + cols_in, 0, sizeof(float) * (cols - cols_in));
     kernels().hadamard_row(transformed, cols, log2_block, signs, 0);
     for (const Precision precision : {kInt8, kInt15})
@@ -133,16 +143,20 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
   parallel_for(groups, static_cast<int>(std::min<long>(threads, worthwhile)), [&](long group) {
     const int present = static_cast<int>(std::min<long>(kTile, rows_out - kTile * group));
     const int bits = row_bits[group];
-    float* out = y + kTile * group;
+    float* out = sums + kTile * group;
     if (bits == 0) {
       for (long b = 0; b < batch; ++b) std::memset(out + b * rows_out, 0, sizeof(float) * present);
-      return;
+    } else {
+      const Precision precision = precision_for(bits, precise != 0);
+      float factors[kTile];
+      row_factors(scale + kTile * group, factors);
+      kernels().matmul_group(codes + group_offset[group], cols / kTile, bits, L, factors, precision,
+                             activations[precision], batch, out, rows_out, present);
     }
-    const Precision precision = precision_for(bits, precise != 0);
-    float factors[kTile];
-    row_factors(scale + kTile * group, factors);
-    kernels().matmul_group(codes + group_offset[group], cols / kTile, bits, L, factors, precision,
-                           activations[precision], batch, out, rows_out, present);
+    if (y_half != 0)
+      for (long b = 0; b < batch; ++b)
+        for (long r = b * rows_out + kTile * group; r < b * rows_out + kTile * group + present; ++r)
+          static_cast<uint16_t*>(y)[r] = to_bfloat16(sums[r]);
   });
   return CIUIC_OK;
 }

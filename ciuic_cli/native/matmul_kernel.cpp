@@ -27,12 +27,17 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
   const QuantizedRow row = quantized_row(activations, cols);
   for (long block = 0, begin = 0; begin < cols; ++block, begin += kActivationBlock) {
     const long end = begin + kActivationBlock < cols ? begin + kActivationBlock : cols;
-    float largest = 0.0f;
+    // Magnitudes order like their bits, and a NaN exceeds them all.
+    int32_t largest_bits = 0;
     for (long j = begin; j < end; ++j) {
-      const float size = std::fabs(x[j]);
-      largest = size > largest ? size : largest;
+      int32_t bits;
+      __builtin_memcpy(&bits, x + j, sizeof bits);
+      bits &= 0x7FFFFFFF;
+      largest_bits = bits > largest_bits ? bits : largest_bits;
     }
-    const float step = largest / bound;
+    float largest;
+    __builtin_memcpy(&largest, &largest_bits, sizeof largest);
+    const float step = largest / bound;  // an infinity or NaN spreads to all of the row's products
     const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
     int32_t sum = 0;
     for (long j = begin; j < end; ++j) {
@@ -79,16 +84,18 @@ static void multiply_levels(const uint8_t* codes, long tiles, int window, const 
   }
 }
 
-// Adds the products of column C and those after it; neighbouring columns have sums of their own, so that no product waits for
-// the one before.
+// Neighbouring columns have sums of their own, so that no product waits for the one before.
+constexpr int kChains = 4;
+
+// Adds the products of column C and those after it.
 template <int Bits, bool Masked, int Batch, int Planes, int C>
-static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][2], const Tile<Bits>& tile,
+static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][kChains], const Tile<Bits>& tile,
                                                               const QuantizedRow* x, Mask<Bits> mask, long column) {
   if constexpr (C < kTile) {
     const auto hash = hash_of_column(tile.template column<C, Masked>(mask));
     for (int b = 0; b < Batch; ++b)
       for (int plane = 0; plane < Planes; ++plane)
-        add_byte_products(sums[b][plane][C % 2], hash, x[b].bytes + 4 * (Planes * (column + C) + plane));
+        add_byte_products(sums[b][plane][C % kChains], hash, x[b].bytes + 4 * (Planes * (column + C) + plane));
     add_columns<Bits, Masked, Batch, Planes, C + 1>(sums, tile, x, mask, column);
   }
 }
@@ -98,15 +105,17 @@ template <int Bits, bool Masked, int Batch, int Planes>
 static void multiply_bytes(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
   const auto mask = Tile<Bits>::mask_of(window);
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
-    Sums sums[Batch][Planes][2];
+    Sums sums[Batch][Planes][kChains];
     for (int b = 0; b < Batch; ++b)
-      for (int i = 0; i < 2 * Planes; ++i) sums[b][i / 2][i % 2] = sums_of(i == 0 ? x[b].offset[block] : 0);
+      for (int plane = 0; plane < Planes; ++plane)
+        for (int chain = 0; chain < kChains; ++chain) sums[b][plane][chain] = sums_of(0);
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t)
       add_columns<Bits, Masked, Batch, Planes, 0>(sums, Tile<Bits>(codes + t * CIUIC_UNIT_BYTES * Bits), x, mask, t * kTile);
     for (int b = 0; b < Batch; ++b) {
-      Sums sum = combined(sums[b][0][0], sums[b][0][1], 0);
-      if constexpr (Planes == 2) sum = combined(sum, combined(sums[b][1][0], sums[b][1][1], 0), 8);
+      Sums sum = sums_of(x[b].offset[block]);
+      for (int plane = 0; plane < Planes; ++plane)
+        for (int chain = 0; chain < kChains; ++chain) sum = combined(sum, sums[b][plane][chain], 8 * plane);
       add_scaled(total[b], sum, x[b].step[block]);
     }
   }
@@ -115,12 +124,15 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int window, const Q
 // With the code for the smallest number of rows that holds `batch`. Byte products pay while they are no more than the 16-bit
 // products and sums of bytes that they replace.
 template <int Bits, bool Masked, int Choice>
-static void multiply_some(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile],
-                          int batch, Precision precision) {
+static void multiply_some(const uint8_t* codes, long tiles, int window, QuantizedRow* x, float (*total)[kTile], int batch,
+                          Precision precision) {
   constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]), kBatch = kBatches[Choice];
   if constexpr (Choice + 1 < kChoices) {
     if (batch > kBatch) return multiply_some<Bits, Masked, Choice + 1>(codes, tiles, window, x, total, batch, precision);
   }
+  for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // a batch size without code of its own repeats the last row
+  for (int b = 0; b < kBatch; ++b)
+    for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
   if constexpr (kByteProducts && kBatch <= 2) {
     if (precision == kInt8) return multiply_bytes<Bits, Masked, kBatch, 1>(codes, tiles, window, x, total);
   }
@@ -135,9 +147,9 @@ void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const 
   for (long done = 0; done < batch; done += kLargestBatch) {
     const int now = static_cast<int>(batch - done < kLargestBatch ? batch - done : kLargestBatch);
     QuantizedRow x[kLargestBatch];
-    for (int b = 0; b < kLargestBatch; ++b)  // a batch size without code of its own repeats the last row
-      x[b] = quantized_row(const_cast<uint8_t*>(activations) + (done + (b < now ? b : now - 1)) * row_bytes, tiles * kTile);
-    float total[kLargestBatch][kTile] = {};
+    for (int b = 0; b < now; ++b)
+      x[b] = quantized_row(const_cast<uint8_t*>(activations) + (done + b) * row_bytes, tiles * kTile);
+    float total[kLargestBatch][kTile];
     with_bits(bits, [&](auto constant) {
       constexpr int kBits = decltype(constant)::value;
       if (window == 16)

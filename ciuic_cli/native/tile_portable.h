@@ -5,7 +5,9 @@
 
 #include <cstdint>
 
-#if defined(__SSE2__)
+#if defined(__SSSE3__)
+#include <tmmintrin.h>
+#elif defined(__SSE2__)
 #include <emmintrin.h>
 #endif
 
@@ -41,15 +43,26 @@ static inline Words all_words(unsigned value) {
 typedef Pair Hash;
 static inline const Hash& hash_of(const Pair& windows) { return windows; }
 
+// Per word, the sum of the two bytes of `a` and the two of `b`.
+static inline Words byte_sum(Words a, Words b) {
+#if defined(__SSSE3__)
+  const __m128i ones = _mm_set1_epi8(1);
+  return reinterpret_cast<Words>(_mm_maddubs_epi16(reinterpret_cast<__m128i>(a), ones)) +
+         reinterpret_cast<Words>(_mm_maddubs_epi16(reinterpret_cast<__m128i>(b), ones));
+#else
+  const Words low_byte = all_words(0xFF);
+  return ((a & low_byte) + (b & low_byte)) + ((a >> 8) + (b >> 8));
+#endif
+}
+
 static inline Pair byte_sums(const Hash& windows) {
   const Words low_factor = all_words(CIUIC_MULTIPLIER & 0xFFFFu), high_factor = all_words(CIUIC_MULTIPLIER >> 16);
-  const Words low_byte = all_words(0xFF);
   Pair sums;
   for (int c = 0; c < 2; ++c)
     for (int i = 0; i < 2; ++i) {
       const Words window = windows.part[c][i];
       const Words low = window * low_factor, high = high_product(window, low_factor) + window * high_factor;
-      sums.part[c][i] = ((low & low_byte) + (high & low_byte)) + ((low >> 8) + (high >> 8));
+      sums.part[c][i] = byte_sum(low, high);
     }
   return sums;
 }

@@ -18,7 +18,7 @@ from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
 from ciuic_cli.runtime.weights import PlainStack, PlainWeight, Stack, Weight, expert_blobs
 
-CPU_SMALL_BATCH = {"avx512vnni": 48, "avx2": 24, "portable": 2}
+CPU_SMALL_BATCH = {"avx512vnni": 48, "avx2": 24, "portable": 12}
 """By native kernels: the batch up to which multiplying from the codes beat panels (one thread, 4096x4096, 4 bits)."""
 
 

@@ -39,8 +39,8 @@ class Matrix(Protocol):
         """(R, L transposed), or None."""
         ...
 
-    def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
-        """Rows in the transformed basis, float32 [rows asked for, cols_padded], without the low-rank part."""
+    def decode(self, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Rows in the transformed basis, [rows asked for, cols_padded] of `dtype`, without the low-rank part."""
         ...
 
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
@@ -48,9 +48,9 @@ class Matrix(Protocol):
         ...
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x W^T straight from the codes for x [batch, cols]: float32 [batch, rows] without the low-rank part.
+        """x W^T straight from the codes for x [batch, cols]: [batch, rows] without the low-rank part.
 
-        None where there is no kernel for it.
+        float32, or x's dtype where no low-rank part is to be added. None where there is no kernel for it.
         """
         ...
 
@@ -74,14 +74,14 @@ class CpuMatrix:
             right, left = packed.lowrank
             self.lowrank = (CpuMatrix(right), CpuMatrix(left))
 
-    def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
-        return trellis.decode(self.packed, row_begin, row_end)
+    def decode(self, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return trellis.decode(self.packed, row_begin, row_end, dtype)
 
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return trellis.decode_rows(self.packed, rows)
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        return trellis.matmul(self.packed, x)
+        return trellis.matmul(self.packed, x, x.dtype if self.lowrank is None else torch.float32)
 
 
 class TorchMatrix:
@@ -126,10 +126,10 @@ class TorchMatrix:
             )
         return cls(packed, blob[codes_begin:], lowrank)
 
-    def decode(self, row_begin: int, row_end: int) -> torch.Tensor:
+    def decode(self, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         first, last = row_begin // TILE, -(-row_end // TILE)
         out = self._groups(np.arange(first, last)).reshape(-1, self.cols_padded)
-        return out[row_begin - first * TILE : row_end - first * TILE]
+        return out[row_begin - first * TILE : row_end - first * TILE].to(dtype)
 
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         wanted, inverse = torch.unique(rows // TILE, return_inverse=True)

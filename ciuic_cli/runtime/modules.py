@@ -41,8 +41,11 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) floating -> (..., out_features) in the dtype of x."""
+        bias = self._parameters[
+            "bias"
+        ]  # the lookup by name that nn.Module does costs a tenth of a small product
         y = ops.linear(x, self.blob, self.out_features)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y if bias is None else y + bias.to(y.dtype)
 
     def present_dtype(self, dtype: torch.dtype) -> None:
         """Let `self.weight` be seen as a meta tensor of the dense shape and of `dtype`.

@@ -18,7 +18,7 @@ SMALL_BATCH = 8
 """Up to this many rows of x are multiplied straight from the codes, unless the caller has measured better."""
 
 PANEL_BYTES = 4 << 20
-"""Scratch for decoded weights (float32). Measured: 1 MB panels cost 10 % more, 64 MB ones twice as much
+"""Scratch for decoded weights. Measured: 1 MB panels cost 10 % more, 64 MB ones twice as much
 (page faults)."""
 
 
@@ -88,12 +88,12 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
 def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
     dtype = _multiply_dtype(x)
     in_basis = transform(x, matrix.seed).to(dtype)
-    panels = _panels(matrix, row_begin, row_end)
+    panels = _panels(matrix, row_begin, row_end, dtype)
     if len(panels) == 1:
-        return in_basis @ matrix.decode(row_begin, row_end).to(dtype).T
+        return in_basis @ matrix.decode(row_begin, row_end, dtype).T
     y = torch.empty((x.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
     for begin, end in panels:
-        y[:, begin - row_begin : end - row_begin] = in_basis @ matrix.decode(begin, end).to(dtype).T
+        y[:, begin - row_begin : end - row_begin] = in_basis @ matrix.decode(begin, end, dtype).T
     return y
 
 
@@ -114,9 +114,11 @@ def _cpu_multiplies_bfloat16() -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in asked)
 
 
-def _panels(matrix: Matrix, row_begin: int, row_end: int) -> list[tuple[int, int]]:
+def _panels(
+    matrix: Matrix, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32
+) -> list[tuple[int, int]]:
     """Row ranges whose decoded weights fit the scratch memory; they begin at row groups where they can."""
-    step = max(TILE, PANEL_BYTES // (4 * matrix.cols_padded) // TILE * TILE)
+    step = max(TILE, PANEL_BYTES // (dtype.itemsize * matrix.cols_padded) // TILE * TILE)
     inner = range((row_begin // TILE + 1) * TILE, row_end, TILE)
     starts = [row_begin, *inner[step // TILE - 1 :: step // TILE]]
     return list(zip(starts, [*starts[1:], row_end], strict=True))

@@ -46,7 +46,8 @@ class PlainWeight:
         self.small_batch = small_batch
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return products.product(self.matrix, x, small_batch=self.small_batch).to(x.dtype)
+        y = products.product(self.matrix, x, small_batch=self.small_batch)
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Raises IndexError for an id that the table has no row for."""

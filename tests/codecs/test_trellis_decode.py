@@ -78,6 +78,27 @@ def test_product_error(bits: int, window: int, batch: int) -> None:
         assert torch.equal(trellis.matmul(matrix, half), trellis.matmul(matrix, half.float(), precise=chosen))
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_that_are_no_numbers_show(value: float, dtype: torch.dtype) -> None:
+    """One NaN or infinity makes every product of its row useless, as with a dense matrix, and of no other row."""
+    matrix = random_matrix(48, 1024, [4, 6, 2])
+    x = torch.randn(3, 1024, dtype=dtype)
+    x[1, 700] = value
+    y = trellis.matmul(matrix, x, dtype)
+    assert not torch.isfinite(y[1]).any()
+    assert torch.isfinite(y[[0, 2]]).all()
+
+
+def test_products_in_bfloat16_are_the_rounded_sums() -> None:
+    matrix = random_matrix(75, 530, [4, 0, 3, 8, 2])
+    x = torch.randn(5, 530, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    for batch in (x, x[:1], x[:0], x.T.contiguous().T):
+        expected = trellis.matmul(matrix, batch).to(torch.bfloat16)
+        assert torch.equal(trellis.matmul(matrix, batch, torch.bfloat16), expected)
+    assert trellis.matmul(matrix, x, torch.float16).dtype == torch.float16
+
+
 @pytest.mark.parametrize("batch", range(1, 10))
 @pytest.mark.parametrize("precise", [False, True])
 def test_product_of_every_batch_size(batch: int, precise: bool) -> None:

@@ -28,6 +28,8 @@ def test_ranges_and_single_rows(kind: str, rank: int) -> None:
     assert torch.equal(matrix.decode(0, 100), expected)
     for begin, end in ((0, 1), (15, 17), (16, 48), (31, 100), (99, 100)):
         assert torch.equal(matrix.decode(begin, end), expected[begin:end])
+        half = matrix.decode(begin, end, torch.bfloat16)
+        assert torch.equal(half, expected[begin:end].to(torch.bfloat16)) and half.dtype == torch.bfloat16
     rows = torch.tensor([99, 0, 17, 98, 17, 40])
     assert torch.equal(matrix.decode_rows(rows), expected[rows])
     assert not expected[16:32].any() and not matrix.is_zero
