@@ -44,6 +44,7 @@ from ciuic_cli.planning import (
 from ciuic_cli.probing import role_corrections
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device
+from ciuic_cli.runtime.routing import is_zero, masking
 from ciuic_cli.statistics.calibration import calibration_batch
 from ciuic_cli.statistics.collect import Statistics, collect_statistics
 from ciuic_cli.statistics.measure import KLMeter
@@ -273,7 +274,14 @@ class _Run:
             ]
             return torch.stack(parts) if len(self.map.parameters[name].shape) == 3 else parts[0]
 
-        return self._meter().measure(decoded)
+        pruned = {
+            name.removesuffix(".down_proj"): torch.tensor(
+                [is_zero(PackedMatrix.from_buffer(self._blob(number), where=name)) for number in numbers]
+            )
+            for name, numbers in steps.items()
+            if name.endswith(".down_proj")
+        }
+        return self._meter().measure(decoded, masking(pruned))
 
     def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
         return build_report(

@@ -293,7 +293,8 @@ def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
             for arm in arms:
                 arm.rank = 0
     if options.prune == "auto":
-        taken = [s for s in structures_of(arms) if s.loss < solution.worth(allocation, s)]
+        structures = [s for s in structures_of(arms) if s.block is not None or solution.maskable(s.down)]
+        taken = [s for s in structures if s.loss < solution.worth(allocation, s)]
         solution.forced = prune.masks(taken, {arm.unit.key: arm.unit.groups for arm in arms})
         solution.taken = taken
         allocation = solution.solve()
@@ -379,6 +380,10 @@ class _Solution:
             arm.unit.key: widths[start : start + arm.unit.groups]
             for arm, start in zip(self.arms, self.starts, strict=False)
         }
+
+    def maskable(self, down: str) -> bool:
+        """Whether the router of an expert's layer chooses: a table from tokens to experts (V4) does not."""
+        return f"{down.partition('.experts.')[0]}.gate.tid2eid" not in self.map.parameters
 
     def worth(self, allocation: Allocation, structure: prune.Structure) -> float:
         """What the members of a structure cost now: their loss, and their bytes at the margin's price."""

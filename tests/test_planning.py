@@ -353,3 +353,15 @@ def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: C
     assert arms[3].removal.sum() / arms[3].unit.weights == pytest.approx(typical)
     np.testing.assert_allclose(arms[3].sensitivity / arms[3].sensitivity.sum(), shares)
     assert all((arm.removal == before[arm.unit.key]).all() for arm in covered)
+
+
+def test_experts_chosen_by_a_table_are_not_removed(tiny_checkpoint: Callable[..., Path]) -> None:
+    model_map = _map(tiny_checkpoint("deepseek_v4"))  # layer 0 has a hash router
+    arms = _arms(model_map, PassOptions(ALL_WIDTHS))
+    for arm in arms:
+        if arm.unit.expert == 1:
+            arm.removal = arm.removal * 1e-9
+    plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(ALL_WIDTHS))
+    removed = {structure.down for structure in plan.removed if structure.block is None}
+    assert removed >= {f"model.layers.{layer}.mlp.experts.down_proj[1]" for layer in (1, 2, 3)}
+    assert not any("layers.0." in down for down in removed)

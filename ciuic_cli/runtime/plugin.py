@@ -22,8 +22,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
+from ciuic_cli.codecs.packing import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedLinear
+from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
 _FOLDER_FIELDS = ("checksums",)
@@ -121,7 +124,10 @@ class CiuicQuantizer(HfQuantizer):
 
 def finish_modules(model: Any) -> None:
     """Settle what needs the parameters in place (after loading, or after an exchange in place)."""
+    pruned: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
+        if isinstance(module, CompressedExperts):
+            pruned[name] = pruned_experts(ExpertStack.from_buffer(module.down_proj.data.cpu(), where=name))
         if not isinstance(module, CompressedLinear):
             continue
         if name.endswith("indexer.weights_proj"):
@@ -130,6 +136,8 @@ def finish_modules(model: Any) -> None:
         if module.bias is not None and module.bias.numel() > module.out_features:
             # Tying pads a head's bias to the length of the weight's first dimension, which is bytes here.
             module.bias.data = module.bias.data[: module.out_features].clone()
+    for router, mask in routers(model, pruned):
+        mask_router(router, mask)
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:

@@ -9,7 +9,7 @@ import torch
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.estimates import Floats, Mean, mean_of
 from ciuic_cli.statistics.store import TensorFolder
-from ciuic_cli.statistics.streaming import LayerStream, Override, Progress
+from ciuic_cli.statistics.streaming import Adjust, LayerStream, Override, Progress
 
 
 class KLMeter:
@@ -35,8 +35,9 @@ class KLMeter:
         self._progress = progress
         self._run(None)
 
-    def measure(self, override: Override) -> Mean:
-        """Nats per token lost by the changed weights."""
+    def measure(self, override: Override, adjust: Adjust | None = None) -> Mean:
+        """Nats per token lost by the changed weights, and by what `adjust` does to the layers."""
+        self._stream.adjust = adjust
         return mean_of(self._run(override))
 
     @torch.no_grad()

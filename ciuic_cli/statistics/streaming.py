@@ -8,7 +8,7 @@ with, so no family needs code of its own here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ Progress = Callable[[str, int, int], None]
 """Called with (what, steps done, steps in all)."""
 Override = Callable[[str], torch.Tensor | None]
 """Other values for a parameter, by its name; None leaves it as it is."""
+Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
+"""Called with a decoder layer's prefix and the layer, filled; active while the layer runs."""
 
 
 class _StandIn(nn.Module):
@@ -83,6 +85,7 @@ class LayerStream:
         self.device = device
         self.dtype = dtype
         self.override: Override | None = None
+        self.adjust: Adjust | None = None
         self.model = (
             model_map.skeleton(dtype=torch.float32, experts_implementation="eager")
             .eval()
@@ -103,7 +106,8 @@ class LayerStream:
         module = self.layer(prefix)
         self._fill(module, prefix)
         try:
-            yield module
+            with self.adjust(prefix, module) if self.adjust is not None else nullcontext():
+                yield module
         finally:
             self.map.release(module)
 

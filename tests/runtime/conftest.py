@@ -18,6 +18,7 @@ import ciuic_cli
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.runtime.routing import mask_router, routers
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -38,7 +39,7 @@ class Made:
         return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
     def dense_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        """The original's architecture with the decoded weights."""
+        """The original's architecture with the decoded weights, pruned experts masked."""
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=dtype, **options)
@@ -46,6 +47,13 @@ class Made:
         with torch.no_grad():
             for name, value in self.decoded.items():
                 state[name].copy_(value)
+        pruned = {
+            name.removesuffix(".down_proj"): (value == 0).flatten(1).all(1)
+            for name, value in self.decoded.items()
+            if name.endswith(".down_proj")
+        }
+        for router, mask in routers(model, pruned):
+            mask_router(router, mask)
         return model.eval()
 
 

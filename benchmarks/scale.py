@@ -1,0 +1,172 @@
+"""Does peak memory depend on the model's size? Compresses synthetic MoE checkpoints that differ only in layers.
+
+    python benchmarks/scale.py --layers 3 12            # about 0.3 and 1.2 GB
+    python benchmarks/scale.py --layers 20 80           # about 2 and 8 GB
+    python benchmarks/scale.py --layers 3 --forecast    # a dry run's predictions against the run itself
+
+Each checkpoint has DeepSeek-V3's shape and on-disk names, random weights, and 100 MB a layer. Every compression runs
+in a process of its own; the table gives its peak resident bytes, the most bytes its output folder and journal took
+on disk, and seconds. Exits with 1 where peaks differ by 10 % or more, or one reaches 4 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, EXPERT, EXPERTS, HEADS, VOCABULARY = 1024, 512, 32, 8, 4096
+Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 384, 256, 64, 32, 64
+SPREAD = 0.10
+LIMIT = 4 * 10**9
+TOKENIZER = Path(__file__).parent.parent / "samples" / "deepseek-v3-tiny"
+
+
+def config(layers: int) -> dict[str, Any]:
+    """DeepSeek-V3's config at the sizes above."""
+    return {
+        "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": HIDDEN,
+        "intermediate_size": 4 * EXPERT, "moe_intermediate_size": EXPERT, "num_hidden_layers": layers,
+        "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "q_lora_rank": Q_RANK, "kv_lora_rank": KV_RANK,
+        "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE, "n_routed_experts": EXPERTS,
+        "n_shared_experts": 1, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 0,
+        "vocab_size": VOCABULARY, "max_position_embeddings": 2048, "dtype": "bfloat16", "bos_token_id": 0,
+        "eos_token_id": 1, "tie_word_embeddings": False,
+    }  # fmt: skip
+
+
+def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
+    """On-disk names and shapes of one decoder layer."""
+    base, attention, mlp = f"model.layers.{layer}.", "self_attn.", "mlp."
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{attention}q_a_proj.weight": (Q_RANK, HIDDEN),
+        f"{attention}q_a_layernorm.weight": (Q_RANK,),
+        f"{attention}q_b_proj.weight": (HEADS * (NOPE + ROPE), Q_RANK),
+        f"{attention}kv_a_proj_with_mqa.weight": (KV_RANK + ROPE, HIDDEN),
+        f"{attention}kv_a_layernorm.weight": (KV_RANK,),
+        f"{attention}kv_b_proj.weight": (HEADS * (NOPE + VALUE), KV_RANK),
+        f"{attention}o_proj.weight": (HIDDEN, HEADS * VALUE),
+        "input_layernorm.weight": (HIDDEN,),
+        "post_attention_layernorm.weight": (HIDDEN,),
+        f"{mlp}gate.weight": (EXPERTS, HIDDEN),
+        f"{mlp}gate.e_score_correction_bias": (EXPERTS,),
+    }
+    for owner in ["shared_experts", *(f"experts.{expert}" for expert in range(EXPERTS))]:
+        shapes |= {f"{mlp}{owner}.{part}_proj.weight": (EXPERT, HIDDEN) for part in ("gate", "up")}
+        shapes[f"{mlp}{owner}.down_proj.weight"] = (HIDDEN, EXPERT)
+    return {base + name: shape for name, shape in shapes.items()}
+
+
+def make(folder: Path, layers: int) -> int:
+    """Write the checkpoint, one shard per layer; returns its bytes."""
+    folder.mkdir(parents=True)
+    generator = torch.Generator().manual_seed(layers)
+    ends = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
+    shards = [layer_shapes(layer) for layer in range(layers)] + [{**ends, "model.norm.weight": (HIDDEN,)}]
+    weight_map, total = {}, 0
+    for number, shapes in enumerate(shards):
+        tensors = {}
+        for name, shape in shapes.items():
+            if len(shape) == 1:
+                dtype = torch.float32 if "bias" in name else torch.bfloat16
+                tensors[name] = torch.full(shape, 0.0 if "bias" in name else 1.0, dtype=dtype)
+            else:
+                value = torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+                tensors[name] = value.to(torch.bfloat16)
+        file = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        total += (folder / file).stat().st_size
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text(json.dumps(config(layers)))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TOKENIZER / name, folder / name)
+    return total
+
+
+class DiskWatch(threading.Thread):
+    """The most bytes that a folder took, looked at twice a second."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(daemon=True)
+        self.folder, self.peak, self.over = folder, 0, threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.5):
+            self.peak = max(self.peak, _bytes_in(self.folder))
+
+
+def _bytes_in(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size if path.is_file() else 0
+        except FileNotFoundError:  # renamed or dropped meanwhile
+            continue
+    return total
+
+
+def compress(source: Path, out: Path, arguments: list[str]) -> dict[str, Any]:
+    """One run in its own process: the report, with the most bytes on disk and the seconds from outside."""
+    out.mkdir(parents=True)
+    watch = DiskWatch(out)
+    watch.start()
+    started = time.monotonic()
+    command = [
+        sys.executable,
+        "-m",
+        "ciuic_cli.cli",
+        "compress",
+        str(source),
+        str(out / "artifact"),
+        *arguments,
+    ]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    seconds = time.monotonic() - started
+    watch.over.set()
+    watch.join()
+    return {**json.loads(done.stdout), "disk": watch.peak, "wall": seconds}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, nargs="+", default=[3, 12])
+    parser.add_argument("--folder", type=Path, default=Path("build/scale"))
+    parser.add_argument("--nsamples", default="2", help="calibration sequences")
+    parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
+    options = parser.parse_args()
+    print(f"{'layers':>6} {'checkpoint':>11} {'peak RSS':>9} {'disk':>9} {'seconds':>8}")
+    peaks = []
+    for layers in options.layers:
+        source, out = options.folder / f"layers{layers}", options.folder / f"out{layers}"
+        size = make(source, layers) if not source.exists() else _bytes_in(source)
+        shutil.rmtree(out, ignore_errors=True)
+        report = compress(source, out, ["--effort", "fast", "--nsamples", options.nsamples, "--json"])
+        peaks.append(report["peak_rss_bytes"])
+        print(
+            f"{layers:6d} {size / 1e9:8.2f} GB {peaks[-1] / 1e9:6.2f} GB {report['disk'] / 1e9:6.2f} GB "
+            f"{report['wall']:8.0f}",
+            flush=True,
+        )
+        shutil.rmtree(out)
+        if not options.keep:
+            shutil.rmtree(source)
+    spread = max(peaks) / min(peaks) - 1
+    print(
+        f"peaks differ by {100 * spread:.1f} % (bar: {100 * SPREAD:.0f} %), the highest is {max(peaks) / 1e9:.2f} GB"
+    )
+    return int(spread >= SPREAD or max(peaks) >= LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

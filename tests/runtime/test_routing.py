@@ -1,0 +1,113 @@
+"""Routers never choose a pruned expert, in every family that has routed experts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from packed_weights import as_tensor, random_codes
+from transformers import AutoModelForCausalLM
+
+from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.runtime import routing
+from ciuic_cli.runtime.loading import pack_module_inplace
+
+FAMILIES = ["deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "mixtral", "qwen2_moe"]
+PRUNED = 1
+LIMITED = {"topk_method": "group_limited_greedy", "n_routed_experts": 6, "n_group": 2, "topk_group": 1}
+
+
+def _model(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def _chosen(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Experts chosen in each layer, by the name of its experts module."""
+    found: dict[str, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(
+                lambda _m, args, kwargs, name=name: found.update({name: [*args, *kwargs.values()][1]}),
+                with_kwargs=True,
+            )
+    with torch.no_grad():
+        model(ids)
+    return found
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(3, 263, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"), [*((family, {}) for family in FAMILIES), ("deepseek_v2", LIMITED)]
+)
+def test_a_pruned_expert_is_never_chosen(
+    tiny_checkpoint: Callable[..., Path], family: str, changes: dict[str, Any]
+) -> None:
+    model = _model(tiny_checkpoint(family, **changes))
+    before = _chosen(copy.deepcopy(model), _ids())
+    blobs = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            count, rows, cols = parameter.shape
+            experts = [random_codes(rows, cols, 0 if e == PRUNED else 4, seed=e) for e in range(count)]
+            blobs[name] = as_tensor(ExpertStack(tuple(experts)))
+    after = _chosen(pack_module_inplace(model, blobs), _ids())
+    choosing = [name for name in after if not hasattr(model.get_submodule(name[:-7] + "gate"), "tid2eid")]
+    assert choosing and before.keys() == after.keys()
+    assert any((before[name] == PRUNED).any() for name in choosing)
+    for name in choosing:
+        assert not (after[name] == PRUNED).any()
+        assert after[name].shape == before[name].shape
+        assert all(len(row.unique()) == len(row) for row in after[name])
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "mixtral", "qwen2_moe"])
+def test_a_softmax_runs_over_the_experts_that_are_left(
+    tiny_checkpoint: Callable[..., Path], family: str
+) -> None:
+    model = _model(tiny_checkpoint(family))
+    router = next(m for n, m in model.named_modules() if n.endswith("mlp.gate") and hasattr(m, "top_k"))
+    x = torch.randn(50, router.hidden_dim, generator=torch.Generator().manual_seed(1))
+    mask = torch.arange(router.num_experts) == PRUNED
+    logits = x @ router.weight.T
+    logits[:, mask] = -torch.inf
+    weights = logits.softmax(-1).topk(router.top_k).values
+    if family == "mixtral":
+        weights = weights / weights.sum(-1, keepdim=True)
+    own = type(router)
+    routing.mask_router(router, mask)
+    routing.mask_router(router, mask)
+    _, found, chosen = router(x)
+    scale = getattr(router, "routed_scaling_factor", 1.0)
+    order = found.sort(descending=True).values
+    torch.testing.assert_close(order, weights * scale)
+    assert not (chosen == PRUNED).any()
+    routing.unmask_router(router)
+    assert type(router) is own and "masked_logits" not in dict(router.named_buffers())
+    assert (router(x)[2] == PRUNED).any()
+
+
+def test_as_many_stay_as_must_be_chosen() -> None:
+    pruned = torch.tensor([1, 1, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
+    assert routing.mask_for(pruned, top_k=3).tolist() == pruned.tolist()
+    assert not routing.mask_for(pruned, top_k=4).any()
+    grouped = routing.mask_for(pruned, top_k=2, groups=2, chosen_groups=1)
+    assert grouped.tolist() == [True, True, False, False, False, False, False, False]
+
+
+def test_a_mask_for_the_time_of_a_layer(tiny_checkpoint: Callable[..., Path]) -> None:
+    model = _model(tiny_checkpoint("mixtral"))
+    layer = model.model.layers[1]
+    context = routing.masking({"model.layers.1.mlp.experts": torch.tensor([False, True, False])})
+    x = torch.randn(30, 48, generator=torch.Generator().manual_seed(1))
+    with context("model.layers.1.", layer):
+        assert not (layer.mlp.gate(x)[2] == PRUNED).any()
+    assert (layer.mlp.gate(x)[2] == PRUNED).any()
+    with context("model.layers.0.", model.model.layers[0]):
+        assert not isinstance(model.model.layers[0].mlp.gate, routing._MaskedLogits)
