@@ -2,7 +2,6 @@
 
     python benchmarks/scale.py --layers 3 12            # about 0.3 and 1.2 GB
     python benchmarks/scale.py --layers 20 80           # about 2 and 8 GB
-    python benchmarks/scale.py --layers 3 --forecast    # a dry run's predictions against the run itself
 
 Each checkpoint has DeepSeek-V3's shape and on-disk names, random weights, and 100 MB a layer. Every compression runs
 in a process of its own; the table gives its peak resident bytes, the most bytes its output folder and journal took

@@ -1,7 +1,9 @@
-"""Memory of this process."""
+"""Memory of this process: how much there is of it, and that what was freed goes back to the system."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import resource
 import sys
 from pathlib import Path
@@ -26,3 +28,32 @@ def peak_resident_bytes() -> int:
                 return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+_M_MMAP_THRESHOLD = -3  # of mallopt, <malloc.h>
+_MMAP_FROM = 1 << 20
+_PRIMITIVES = "64"
+
+
+def return_freed_memory() -> None:
+    """Give the allocator's free pages back to the system; does nothing where the C library is not glibc."""
+    trim = getattr(_c_library(), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def steady_memory() -> None:
+    """Keep resident memory near what is in use, for a process that works through layers of many sizes.
+
+    glibc raises the size from which blocks are mapped singly each time that such a block is freed, so that
+    after some layers matrices lie scattered in a heap that never shrinks; here the size is fixed. oneDNN keeps
+    the compiled code of its last 1024 products, one per number of tokens: with experts, hundreds of MB.
+    """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
+    option = getattr(_c_library(), "mallopt", None)
+    if option is not None:
+        option(_M_MMAP_THRESHOLD, _MMAP_FROM)
+
+
+def _c_library() -> ctypes.CDLL:
+    return ctypes.CDLL(None)

@@ -28,6 +28,7 @@ from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, enc
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.estimates import Mean
 from ciuic_cli.journal import Journal
+from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_tokenizer
 from ciuic_cli.planning import (
     Arms,
@@ -125,6 +126,7 @@ def compress(
         CiuicError: see errors.py; the output is as it was before.
     """
     started = time.monotonic()
+    steady_memory()
     out = Path(os.path.realpath(out))  # a link keeps pointing where it does; what it points to is written
     checkpoint = open_checkpoint(model)
     _check_output(out, checkpoint, force=force, dry_run=dry_run)

@@ -32,6 +32,7 @@ FP4_BLOCK = 32
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), dtype=torch.float32)
+_FINITE_PART = 1 << 22
 _SCALE_REMEDY = "download the checkpoint again, or use its bf16 version"
 
 
@@ -150,7 +151,9 @@ def count_nonfinite(tensor: torch.Tensor) -> int:
         return 0
     if tensor.dtype in FP8_DTYPES:
         tensor = tensor.to(torch.float32)
-    return int(tensor.numel() - torch.isfinite(tensor).sum().item())
+    # In parts: the intermediate results of one call take more than the tensor itself.
+    parts = tensor.reshape(-1).split(_FINITE_PART)
+    return tensor.numel() - sum(int(torch.isfinite(part).sum()) for part in parts)
 
 
 def require_finite(tensor: torch.Tensor, name: str, *, file: Path | None = None) -> None:

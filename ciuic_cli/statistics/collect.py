@@ -1,9 +1,9 @@
-"""Statistics of a whole model: two sweeps over its layers, the results on disk, one file per layer."""
+"""Statistics of a whole model: two sweeps over its layers, the results on disk, one file per matrix or stack."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.statistics.moments import MomentRecorder, Moments, Watched
+from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, Diagonals, with_diagonal
+from ciuic_cli.statistics.moments import Key, MomentRecorder, Moments, Watched
 from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
 
 INDEX = "statistics.json"
@@ -78,8 +79,9 @@ class Statistics:
     def _shrunk(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
         """One matrix's moment; an expert's is shrunk towards the pool of its layer by token count.
 
-        The weight of the pool is that of as many tokens as the moment has dimensions, so that an expert
-        without tokens has the pool's (scaled to one token in the text, hence nearly free to change).
+        The weight of the pool is that of as many tokens as the moment has dimensions (a diagonal: of
+        DIAGONAL_TOKENS), so that an expert without tokens has the pool's (scaled to one token in the text, hence
+        nearly free to change).
         """
         own = self._read(name, part, expert)
         if expert is None:
@@ -88,7 +90,15 @@ class Statistics:
         if pool is None:
             return own
         tokens = self.tokens(name, expert)
-        strength = pool.shape[0]
+        if own is not None and own.dim() < pool.dim():
+            mixed = self._mixed(name, part, tokens, own, pool.diagonal(), DIAGONAL_TOKENS)
+            return with_diagonal(pool, mixed)
+        return self._mixed(name, part, tokens, own, pool, pool.shape[0])
+
+    def _mixed(
+        self, name: str, part: str, tokens: int, own: torch.Tensor | None, pool: torch.Tensor, strength: int
+    ) -> torch.Tensor:
+        """An expert's own moment (or its diagonal) and its layer's, which counts for `strength` tokens."""
         if part == "inputs":
             return pool if own is None else (tokens * own + strength * pool) / (tokens + strength)
         everyone = max(1, sum(self._tokens[name].values()))
@@ -99,42 +109,58 @@ class Statistics:
 
 
 class _Writer:
+    """Writes each matrix's moments, normalised, to a file of its own; nothing is held twice in memory."""
+
     def __init__(self, folder: Path, tokens: int) -> None:
         self.folder, self.tokens = folder, tokens
         self.files: dict[str, str] = {}
         self.expert_tokens: dict[str, dict[str, int]] = {}
 
-    def write(
-        self, file: str, moments: Mapping[tuple[str, int | None], Moments], extra: dict[str, torch.Tensor]
-    ) -> None:
-        tensors = dict(extra)
-        pools: dict[str, list[Moments]] = {}
-        for (name, expert), m in moments.items():
+    def write(self, moments: Mapping[Key, Moments | Diagonals]) -> None:
+        by_name: dict[str, dict[int | None, Moments | Diagonals]] = {}
+        for (name, expert), found in moments.items():
+            by_name.setdefault(name, {})[expert] = found
+        for name, members in by_name.items():
+            self._write_one(name, members)
+
+    def _write_one(self, name: str, members: dict[int | None, Moments | Diagonals]) -> None:
+        experts = [
+            (e, found) for e, found in sorted(members.items(), key=lambda m: m[0] or 0) if e is not None
+        ]
+        if experts:
+            self.expert_tokens[name] = {str(expert): found.tokens for expert, found in experts}
+        if None not in members:
+            members[None] = _pool([found for _, found in experts])
+        tensors = {}
+        for expert, found in members.items():
             label = name if expert is None else f"{name}|{expert}"
-            tensors[f"{label}|inputs"] = m.inputs / max(m.energy, 1e-30)
-            tensors[f"{label}|outputs"] = m.outputs / self.tokens
-            self.files[name] = file
-            if expert is not None:
-                pools.setdefault(name, []).append(m)
-                self.expert_tokens.setdefault(name, {})[str(expert)] = m.tokens
-        for name, members in pools.items():
-            energy = sum(m.energy for m in members)
-            tensors[f"{name}|inputs"] = sum_of([m.inputs for m in members]) / max(energy, 1e-30)
-            tensors[f"{name}|outputs"] = sum_of([m.outputs for m in members]) / self.tokens
-        for key in extra:
-            self.files[key.split("|")[0]] = file
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, self.folder / file)
+            tensors[f"{label}|inputs"] = found.inputs.div_(max(found.energy, 1e-30))
+            tensors[f"{label}|outputs"] = found.outputs.div_(self.tokens)
+        self.add(name, tensors)
+
+    def add(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write tensors of one matrix, beside those that its file has already."""
+        path = self.folder / self.files.setdefault(name, f"{name}.safetensors")
+        if path.exists():
+            with safe_open(path, framework="pt") as file:
+                tensors = tensors | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, path)
 
     def finish(self) -> None:
         index = {"tokens": self.tokens, "files": self.files, "expert_tokens": self.expert_tokens}
         (self.folder / INDEX).write_text(json.dumps(index))
 
 
-def sum_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    total = torch.zeros_like(tensors[0])
-    for tensor in tensors:
-        total += tensor
-    return total
+def _pool(experts: Sequence[Moments | Diagonals]) -> Moments:
+    """The sums over all experts of a layer."""
+    first = experts[0]
+    pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs))
+    for found in experts:
+        pool.inputs += found.inputs
+        pool.outputs += found.outputs
+        pool.energy += found.energy
+        pool.tokens += found.tokens
+    return pool
 
 
 def collect_statistics(
@@ -155,7 +181,7 @@ def collect_statistics(
 
     Args:
         batches: LongTensor (sequences, length).
-        folder: receives one safetensors file per layer and `statistics.json`.
+        folder: receives one safetensors file per parameter and `statistics.json`.
     """
     stream = LayerStream(model_map, batches, folder, device=device, dtype=compute_dtype(device), chunk=chunk)
     writer = _Writer(folder, batches.numel())
@@ -168,7 +194,7 @@ def collect_statistics(
         recorder = MomentRecorder(_watched(model_map, prefix, layer), stream.dtype)
         with recorder:
             yield
-        writer.write(f"{prefix.rstrip('.')}.safetensors", recorder.moments, {})
+        writer.write(recorder.moments)
 
     stream.backward(visit, progress)
     _collect_embedding(stream, writer, model_map, frequency)
@@ -218,7 +244,7 @@ def _collect_head(
 
     stream.tail(visit)
     handle.remove()
-    writer.write("head.safetensors", {(name, None): moments}, {})
+    writer.write({(name, None): moments})
     return mean / mean.sum()
 
 
@@ -243,10 +269,4 @@ def _collect_embedding(
         moment.addmm_(g.T, g)
         stream.gradient.drop(str(index))
     extra = {f"{name}|embedding_moment": moment / writer.tokens, f"{name}|embedding_frequency": frequency}
-    head_file = writer.files.get(name)
-    if head_file is None:
-        writer.write("embedding.safetensors", {}, extra)
-        return
-    with safe_open(writer.folder / head_file, framework="pt") as file:  # tied: both uses in one file
-        extra |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-    writer.write(head_file, {}, extra)
+    writer.add(name, extra)  # tied: both uses in one file

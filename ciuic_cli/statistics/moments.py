@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ciuic_cli.statistics.experts import Diagonals, full_moments_fit
+
 FULL_FISHER_LIMIT = 16384
 """Outputs above which only the diagonal of G is kept (in practice: the head)."""
 
@@ -69,19 +71,23 @@ class Watched:
 class MomentRecorder(TorchFunctionMode):
     """While active, every `F.linear` or grouped product on a watched weight records x and its output's gradient.
 
-    Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with.
+    Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with. Where their full
+    moments would take too much (`experts.py`), the stack's pool (name, None) is recorded, and each expert's diagonals.
     """
 
     watched: list[Watched]
     dtype: torch.dtype
-    moments: dict[Key, Moments] = field(default_factory=dict)
+    moments: dict[Key, Moments | Diagonals] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
         self._address: dict[int, Key] = {}
+        self._pooled: set[str] = set()
         for item in self.watched:
             weight = item.tensor
             if weight.dim() == 3:
+                if not full_moments_fit(*weight.shape):
+                    self._pooled.add(item.name)
                 for expert in range(weight.shape[0]):
                     self._address[weight[expert].data_ptr()] = (item.name, expert)
             else:
@@ -128,9 +134,25 @@ class MomentRecorder(TorchFunctionMode):
 
     def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
         rows, cols = shape
-        moments = self.moments.get(key)
-        if moments is None:
-            moments = Moments.zeros(rows, cols, x.device, self.dtype, full=rows <= FULL_FISHER_LIMIT)
-            self.moments[key] = moments
+        name, expert = key
+        x, gradient = x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float()
         with torch.autocast(x.device.type, enabled=False):
-            moments.add(x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float())
+            if expert is not None and name in self._pooled:
+                self._diagonals(key, shape, x.device).add(x, gradient)
+                key = (name, None)
+            self._full(key, shape, x.device).add(x, gradient)
+
+    def _full(self, key: Key, shape: torch.Size, device: torch.device) -> Moments:
+        found = self.moments.get(key)
+        if not isinstance(found, Moments):
+            rows, cols = shape
+            found = Moments.zeros(rows, cols, device, self.dtype, full=rows <= FULL_FISHER_LIMIT)
+            self.moments[key] = found
+        return found
+
+    def _diagonals(self, key: Key, shape: torch.Size, device: torch.device) -> Diagonals:
+        found = self.moments.get(key)
+        if not isinstance(found, Diagonals):
+            found = Diagonals.zeros(shape[0], shape[1], device)
+            self.moments[key] = found
+        return found

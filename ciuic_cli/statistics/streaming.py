@@ -18,6 +18,7 @@ from torch import nn
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
+from ciuic_cli.memory import return_freed_memory
 from ciuic_cli.statistics.store import TensorFolder
 
 Progress = Callable[[str, int, int], None]
@@ -110,6 +111,7 @@ class LayerStream:
                 yield module
         finally:
             self.map.release(module)
+            return_freed_memory()
 
     @contextmanager
     def surroundings(self) -> Iterator[list[_StandIn]]:
@@ -223,4 +225,5 @@ class LayerStream:
                     assert hidden.grad is not None
                     self.gradient.put(str(index), hidden.grad)
                     self.hidden.drop(f"{number}.{index}")
+                    del output, hidden  # their graph holds the recorder, and it the layer's weights
             progress("backward", len(self.prefixes) - number, len(self.prefixes))

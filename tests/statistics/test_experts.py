@@ -1,0 +1,87 @@
+"""Experts whose full moments would not fit: the pool in full, each expert by its diagonals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ciuic_cli.checkpoint.model_map import map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.statistics import experts
+from ciuic_cli.statistics.collect import Statistics, collect_statistics
+from ciuic_cli.statistics.moments import Moments
+
+NAME = "model.layers.1.mlp.experts.down_proj"
+
+
+def test_the_limit_is_on_all_experts_of_a_stack() -> None:
+    assert experts.full_moments_fit(16, 512, 512)
+    assert not experts.full_moments_fit(256, 7168, 2048)  # DeepSeek-V3
+
+
+def test_diagonals_are_those_of_the_moments() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, g = torch.randn(40, 24, generator=generator), torch.randn(40, 16, generator=generator)
+    full = Moments.zeros(16, 24, torch.device("cpu"), torch.float32, full=True)
+    own = experts.Diagonals.zeros(16, 24, torch.device("cpu"))
+    for part in (slice(0, 11), slice(11, 40)):
+        full.add(x[part], g[part])
+        own.add(x[part], g[part])
+    torch.testing.assert_close(own.inputs, full.inputs.diagonal())
+    torch.testing.assert_close(own.outputs, full.outputs.diagonal())
+    assert own.energy == pytest.approx(full.energy) and own.tokens == full.tokens == 40
+
+
+def test_the_pools_correlations_with_the_experts_variances() -> None:
+    a = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
+    pool = a.T @ a
+    pool[3], pool[:, 3] = 0, 0  # an input that is always zero
+    wanted = torch.arange(1.0, 9.0)
+    found = experts.with_diagonal(pool, wanted)
+    keep = [0, 1, 2, 4, 5, 6, 7]
+    torch.testing.assert_close(found.diagonal()[keep], wanted[keep])
+    assert found[3].abs().sum() == 0
+    scale = found.diagonal()[keep].sqrt()
+    pool_scale = pool.diagonal()[keep].sqrt()
+    torch.testing.assert_close(
+        found[keep][:, keep] / scale / scale[:, None], pool[keep][:, keep] / pool_scale / pool_scale[:, None]
+    )
+
+
+def _collect(checkpoint: Path, folder: Path) -> Statistics:
+    folder.mkdir()
+    batches = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(1))
+    return collect_statistics(
+        map_model(open_checkpoint(checkpoint)), batches, folder, device=torch.device("cpu"), seed=0,
+        progress=lambda what, done, total: None,
+    )  # fmt: skip
+
+
+def test_a_stack_over_the_limit_keeps_pool_and_diagonals(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny_checkpoint("deepseek_v3")
+    full = _collect(checkpoint, tmp_path / "full")
+    monkeypatch.setattr(experts, "FULL_LIMIT", 1000)
+    pooled = _collect(checkpoint, tmp_path / "pooled")
+    other = "model.layers.1.self_attn.o_proj.weight"
+    assert torch.equal(full.input_moment(other), pooled.input_moment(other))  # type: ignore[arg-type]
+    for part in ("inputs", "outputs"):
+        torch.testing.assert_close(
+            pooled._read(NAME, part, None), full._read(NAME, part, None), rtol=2e-2, atol=1e-7
+        )
+    size = {
+        folder: (tmp_path / folder / f"{NAME}.safetensors").stat().st_size for folder in ("full", "pooled")
+    }
+    assert size["pooled"] < 0.4 * size["full"]
+    for expert in range(6):
+        assert pooled.tokens(NAME, expert) == full.tokens(NAME, expert) > 20
+        for read in ("input_moment", "output_fisher"):
+            mine, theirs = getattr(pooled, read)(NAME, expert), getattr(full, read)(NAME, expert)
+            assert mine.shape == theirs.shape
+            assert bool((torch.linalg.eigvalsh(mine.double()) > -1e-9).all())
+            # The trace is the expert's whole importance: what decides its bits.
+            assert float(mine.trace()) == pytest.approx(float(theirs.trace()), rel=0.35)
