@@ -27,6 +27,7 @@ from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.estimates import Mean
+from ciuic_cli.forecast import Forecast, Text, forecast
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_tokenizer
@@ -119,7 +120,7 @@ def compress(
         effort: "fast", "default" or "best".
         prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
         bits: the widths that may be used, of 2, 3, 4, 5, 6, 8.
-        dry_run: stop at the plan, write nothing.
+        dry_run: stop at the plan, write nothing; the report has a "forecast" of the whole run (forecast.py).
         force: replace an existing output; discard an unfinished run with other options.
 
     Raises:
@@ -145,6 +146,9 @@ def compress(
     if not dry_run:
         writer.require_space(out, 2 * budget)  # the codes, in the journal and in the artifact
     batches = _calibration(checkpoint, model_map, calibration, options)
+    expected = _forecast(model_map, batches, options, budget) if dry_run else None
+    if expected is not None:
+        hint(expected.sentence())
     with ExitStack() as stack:
         place = Path(stack.enter_context(TemporaryDirectory(prefix="ciuic-"))) / "plan" if dry_run else out
         journal = stack.enter_context(Journal(place))
@@ -165,6 +169,8 @@ def compress(
             run = _Run(model_map, journal, options, passes, batches, progress)
             plan = run.plan(budget)
             report = run.report(plan, started) if dry_run else run.finish(plan, out, started)
+            if expected is not None:
+                report["forecast"] = expected.as_dict()
         except (OSError, SafetensorError) as error:
             raise writer.environment_fault(error, journal.folder) from error
         except KeyboardInterrupt:
@@ -197,8 +203,7 @@ class _Run:
         self.singular = 0
         self.device = choose_device(options.device)
         self.units = units_of(model_map.parameters.values())
-        every = HELD_OUT_EVERY if len(batches) >= HELD_OUT_EVERY else len(batches)
-        mask = torch.arange(len(batches)) % every == every - 1
+        mask = _held_out(len(batches))
         self.held_out = batches[mask]
         self.statistics = self._statistics(batches[~mask] if len(batches) > 1 else batches)
 
@@ -403,6 +408,21 @@ def _calibration(
     return calibration_batch(
         tokenizer, files, nsamples=options.nsamples, seqlen=options.seqlen, vocab_size=vocabulary
     )
+
+
+def _held_out(count: int) -> torch.Tensor:
+    """Mask (count,) of the sequences that the statistics do not see."""
+    every = min(HELD_OUT_EVERY, count)
+    return torch.arange(count) % every == every - 1
+
+
+def _forecast(model_map: ModelMap, batches: torch.Tensor, options: Options, budget: int) -> Forecast:
+    held_out = int(_held_out(len(batches)).sum())
+    text = Text(max(1, len(batches) - held_out), held_out, batches.shape[1])
+    return forecast(
+        model_map, text, window=options.window, ranks=options.rank != "off", budget=budget,
+        device=choose_device(options.device),
+    )  # fmt: skip
 
 
 def _fingerprint(

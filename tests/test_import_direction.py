@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "memory", "interruption", "console", "estimates"),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
-    ("planning", "encoding", "probing", "journal", "runtime"),
+    ("planning", "encoding", "probing", "journal", "runtime", "forecast"),
     (
         *("pipeline", "evaluate", "bench", "benching", "report", "summary", "tables"),
         *("inspection", "opening", "verification", "inplace"),

@@ -1,0 +1,259 @@
+"""What a run will take on this machine: seconds, disk and peak memory, before it begins.
+
+Bytes follow from the headers. Times are measured here, on random matrices of the model's own shapes (cut to a
+thousand rows and columns), and scaled to the whole: factorisations by their operations, coding by weights, sweeps
+by the operations of their products, all by what else the machine is doing at that moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.memory import resident_bytes
+from ciuic_cli.passes import lowrank
+from ciuic_cli.passes.quantize import Importance, prepare, round_prepared
+from ciuic_cli.planning import EMBEDDING_ROLES, Unit, units_of
+from ciuic_cli.statistics.experts import full_moments_fit
+from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
+
+CUT = 1024
+"""Rows and columns of the matrices that are timed."""
+CODED_ROWS = 64
+"""Rows of the part that is coded for its time."""
+CHUNK = 4
+"""Sequences that run through a layer at a time, as in `collect_statistics`."""
+UNIT_COPIES = 7
+"""Float32 copies of a matrix that preparing, probing or rounding it holds at its peak."""
+MOMENT_COPIES = 8
+"""The same of each of its moments: in double precision, its factor, and their temporaries."""
+LOGIT_COPIES = 6
+PLAN_BYTES = 700
+"""Of arms and plan in memory, per group of 16 rows."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Predicted seconds of a whole run, by phase, and the most bytes on disk and in memory."""
+
+    seconds: dict[str, float]
+    disk_bytes: int
+    peak_rss_bytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "total_seconds": self.total_seconds}
+
+    @property
+    def total_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    def sentence(self) -> str:
+        """For people."""
+        hours, minutes = divmod(round(self.total_seconds / 60), 60)
+        spent = f"{hours} h {minutes:02d} min" if hours else f"{max(1, minutes)} min"
+        return (
+            f"a whole run is expected to take {spent}, {self.peak_rss_bytes / 1e9:.1f} GB of memory at its peak, "
+            f"and {self.disk_bytes / 1e9:.1f} GB of disk"
+        )
+
+
+@dataclass(frozen=True)
+class Text:
+    """Sequences that are calibrated on, those held out of them, and the length of each."""
+
+    sequences: int
+    held_out: int
+    length: int
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.length
+
+
+def forecast(
+    model_map: ModelMap, text: Text, *, window: int, ranks: bool, budget: int, device: torch.device
+) -> Forecast:
+    """Predict a run of `compress` with these sequences, window, byte budget, and with or without low-rank arms."""
+    units = units_of(model_map.parameters.values())
+    return Forecast(
+        _seconds(model_map, units, text, window, ranks, device),
+        disk_bytes(model_map, units, text, budget),
+        peak_bytes(model_map, units, text, resident_bytes()),
+    )
+
+
+def _full_outputs(role: str, rows: int) -> bool:
+    """Whether G is kept in full: not for head and embedding, nor for very many outputs."""
+    return role not in EMBEDDING_ROLES and rows <= FULL_FISHER_LIMIT
+
+
+def moment_bytes(parameter: Parameter) -> int:
+    """Bytes of the statistics of one parameter, as `collect_statistics` keeps them."""
+    rows, cols = parameter.shape[-2:]
+    one = 4 * (cols * cols + (rows * rows if _full_outputs(parameter.role, rows) else rows))
+    if len(parameter.shape) < 3:
+        return one
+    experts = parameter.shape[0]
+    return one + experts * (one if full_moments_fit(experts, rows, cols) else 4 * (rows + cols))
+
+
+def _compressed(model_map: ModelMap, prefix: str = "") -> list[Parameter]:
+    return [p for p in model_map.parameters.values() if p.compress and p.name.startswith(prefix)]
+
+
+def _width(model_map: ModelMap) -> tuple[int, int]:
+    """Size of the hidden state and of the vocabulary."""
+    config = model_map.config.get_text_config()
+    streams = int(getattr(config, "hc_mult", 1) or 1)  # DeepSeek-V4 carries several residual streams
+    return streams * int(config.hidden_size), int(config.vocab_size)
+
+
+def disk_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, budget: int) -> int:
+    """The most bytes that journal and output take at any time."""
+    hidden, vocabulary = _width(model_map)
+    state = 4 * text.tokens * hidden
+    sweeps = state * (len(model_map.layer_prefixes) + 2)
+    moments = sum(moment_bytes(parameter) for parameter in _compressed(model_map))
+    embedding = 4 * hidden * hidden
+    predictions = 4 * text.held_out * text.length * vocabulary
+    arms = sum(5 * 8 * unit.groups + 1500 for unit in units)
+    return max(sweeps, moments + embedding + predictions + arms + 2 * budget)
+
+
+def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int) -> int:
+    """The most resident bytes: `base` now, and the largest of the phases on top of it."""
+    hidden, vocabulary = _width(model_map)
+    layers = []
+    for prefix in model_map.layer_prefixes:
+        parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
+        moments = [moment_bytes(p) for p in parameters if p.compress]
+        widest = max((sum(p.shape[-2:]) for p in parameters if p.compress), default=0)
+        activations = 4 * min(CHUNK, text.sequences) * text.length * (12 * hidden + 8 * widest)
+        # In float32, and in bfloat16 as its products keep them for the backward pass.
+        weights = (4 + 2) * sum(p.numel for p in parameters)
+        # One matrix's moments are held twice while they are written.
+        layers.append(weights + sum(moments) + max(moments, default=0) + activations)
+    ends = 4 * sum(
+        p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
+    )
+    surroundings = ends + LOGIT_COPIES * 4 * text.length * vocabulary
+    single = max(_unit_bytes(unit) for unit in units)
+    plan = PLAN_BYTES * sum(unit.groups for unit in units)
+    return base + max([*layers, surroundings, single]) + plan
+
+
+def _unit_bytes(unit: Unit) -> int:
+    rows = unit.rows if _full_outputs(unit.role, unit.rows) else 0
+    return 4 * (UNIT_COPIES * unit.weights + MOMENT_COPIES * (unit.cols**2 + rows**2))
+
+
+def _seconds(
+    model_map: ModelMap, units: Sequence[Unit], text: Text, window: int, ranks: bool, device: torch.device
+) -> dict[str, float]:
+    total = dict.fromkeys(("statistics", "arms", "probe", "encode", "measure"), 0.0)
+    shapes = Counter((unit.rows, unit.cols, unit.role in EMBEDDING_ROLES) for unit in units)
+    for (rows, cols, ends), count in shapes.items():
+        full = not ends and rows <= FULL_FISHER_LIMIT
+        for phase, seconds in _time_matrix(rows, cols, window, ranks and not ends, full).items():
+            total[phase] += count * seconds
+    product = _time_products(device)
+    routed = _active_weights(model_map)
+    read = _time_reading(model_map, units)
+    weights = sum(parameter.numel for parameter in model_map.parameters.values())
+    roles = len({unit.role for unit in units})
+    moments = sum(
+        _moment_work(p) * (_share(model_map) if len(p.shape) == 3 else 1) for p in _compressed(model_map)
+    )
+    # Forward, again before the backward pass, and as much for the gradients there; then both moments of every token.
+    total["statistics"] += text.tokens * (3 * routed + moments) * product + 2 * weights * read
+    total["probe"] += (roles + 1) * (text.held_out * text.length * routed * product + weights * read)
+    total["measure"] += text.held_out * text.length * routed * product + weights * read
+    return total
+
+
+def _moment_work(parameter: Parameter) -> float:
+    """Multiplications that one token adds to a parameter's moments."""
+    rows, cols = parameter.shape[-2:]
+    return float(cols * cols + (rows * rows if _full_outputs(parameter.role, rows) else rows))
+
+
+def _experts(parameter: Parameter) -> int:
+    return parameter.shape[0] if len(parameter.shape) == 3 else 1
+
+
+def _share(model_map: ModelMap) -> float:
+    """Experts that a token is sent to, at least one."""
+    return float(getattr(model_map.config.get_text_config(), "num_experts_per_tok", None) or 1)
+
+
+def _active_weights(model_map: ModelMap) -> float:
+    """Weights that one token is multiplied with."""
+    return sum(
+        p.numel * (min(1.0, _share(model_map) / _experts(p)) if len(p.shape) == 3 else 1.0)
+        for p in model_map.parameters.values()
+        if len(p.shape) > 1 and p.role != "embedding"
+    )
+
+
+def _clock(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _time_matrix(rows: int, cols: int, window: int, ranks: bool, full: bool) -> dict[str, float]:
+    """Seconds of arms, probe and encoding of one matrix (rows, cols); `full`: its G is."""
+    r, c = min(rows, CUT), min(cols, CUT)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(r, c, generator=generator)
+    g = torch.eye(r) if full else torch.ones(r)
+    importance = Importance(torch.eye(c) / c, g)
+    prepare(weight[:16, :], Importance(importance.inputs, torch.ones(16)))  # loads what is loaded once
+    preparing = (
+        _clock(lambda: prepare(weight, importance))
+        * _factor_work(rows, cols, full)
+        / _factor_work(r, c, full)
+    )
+    area = rows * cols / (r * c)
+    factors = _clock(lambda: lowrank.arms(weight, torch.ones(r), lowrank.RANKS)) * area if ranks else 0.0
+    part = prepare(weight[:CODED_ROWS], Importance(importance.inputs, torch.ones(min(CODED_ROWS, r))))
+    bits = np.full(len(part.weight) // 16, 4, np.uint8)
+    threads = torch.get_num_threads()
+    coding = _clock(lambda: round_prepared(part, bits, window=window, threads=threads))
+    coding *= rows / min(CODED_ROWS, r) * cols / c
+    return {"arms": preparing + factors, "probe": 1.3 * preparing, "encode": preparing + coding}
+
+
+def _factor_work(rows: int, cols: int, full: bool) -> float:
+    """Operations of the two factorisations and of the transforms, up to a factor."""
+    return float(cols**3 + (rows**3 if full else 0) + rows * cols * 64)
+
+
+def _time_products(device: torch.device) -> float:
+    """Seconds per weight and token of a float32 product of 512 tokens (the slower of the two in use)."""
+    x, w = torch.randn(512, CUT, device=device), torch.randn(CUT, CUT, device=device)
+    torch.nn.functional.linear(x, w)
+    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(3))
+    return best / (512 * CUT * CUT)
+
+
+def _time_reading(model_map: ModelMap, units: Iterable[Unit]) -> float:
+    """Seconds per weight to read, decode and copy."""
+    unit = min(units, key=lambda unit: abs(unit.weights - (1 << 22)))
+
+    def read() -> int:
+        value = (
+            model_map.read(unit.name)
+            if unit.expert is None
+            else model_map.read_expert(unit.name, unit.expert)
+        )
+        return int(torch.isfinite(value.float()).sum())
+
+    return min(_clock(read), _clock(read)) / unit.weights
