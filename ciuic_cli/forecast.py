@@ -23,6 +23,7 @@ from ciuic_cli.passes.quantize import Importance, prepare, round_prepared
 from ciuic_cli.planning import EMBEDDING_ROLES, Unit, units_of
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
+from ciuic_cli.statistics.streaming import compute_dtype
 
 CUT = 1024
 """Rows and columns of the matrices that are timed."""
@@ -85,7 +86,7 @@ def forecast(
     return Forecast(
         _seconds(model_map, units, text, window, ranks, device),
         disk_bytes(model_map, units, text, budget),
-        peak_bytes(model_map, units, text, resident_bytes()),
+        peak_bytes(model_map, units, text, resident_bytes(), halved=compute_dtype(device) == torch.bfloat16),
     )
 
 
@@ -127,8 +128,11 @@ def disk_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, budget: i
     return max(sweeps, moments + embedding + predictions + arms + 2 * budget)
 
 
-def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int) -> int:
-    """The most resident bytes: `base` now, and the largest of the phases on top of it."""
+def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int, *, halved: bool) -> int:
+    """The most resident bytes: `base` now, and the largest of the phases on top of it.
+
+    halved: whether the statistics' products are in bfloat16 here.
+    """
     hidden, vocabulary = _width(model_map)
     layers = []
     for prefix in model_map.layer_prefixes:
@@ -136,10 +140,13 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
         moments = [moment_bytes(p) for p in parameters if p.compress]
         widest = max((sum(p.shape[-2:]) for p in parameters if p.compress), default=0)
         activations = 4 * min(CHUNK, text.sequences) * text.length * (12 * hidden + 8 * widest)
-        # In float32, and in bfloat16 as its products keep them for the backward pass.
-        weights = (4 + 2) * sum(p.numel for p in parameters)
-        # One matrix's moments are held twice while they are written.
+        stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
+        others = sum(p.numel for p in parameters) - stacked
+        # Products in bfloat16: the stacks are, and of all else a copy is kept for the backward pass. One matrix's
+        # moments are held twice while they are written. Measuring KL is in float32 throughout.
+        weights = 2 * stacked + 6 * others if halved else 4 * (stacked + others)
         layers.append(weights + sum(moments) + max(moments, default=0) + activations)
+        layers.append(4 * (stacked + others) + activations)
     ends = 4 * sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
