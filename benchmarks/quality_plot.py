@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 620, 420
+WIDTH, HEIGHT = 700, 440
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 40, 48
 COLOURS = ("#c1440e", "#3f7d20", "#7a4fa3", "#0f7c8a", "#8a6d0f", "#5c5c5c")
 OWN_COLOUR = "#1f4fa0"
-LABEL_HEIGHT, LETTER_WIDTH = 11, 5.4
+LABEL_HEIGHT, LETTER_WIDTH, RADIUS = 11, 5.4, 4
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,12 @@ def decades(low: float, high: float) -> list[float]:
     return [mark for mark in marks if low <= mark <= high]
 
 
-def label_places(wanted: Sequence[tuple[float, float, int]]) -> list[float]:
-    """Baselines for labels at (x, y) with a number of letters: pushed down until none covers another."""
-    placed: list[tuple[float, float, float]] = []
+def label_places(
+    wanted: Sequence[tuple[float, float, int]], obstacles: Sequence[tuple[float, float]] = ()
+) -> list[float]:
+    """Baselines for labels at (x, y) with a number of letters: pushed down until none covers another, nor an
+    obstacle (a point's x and the baseline of a label at its height)."""
+    placed = [(x - RADIUS, x + RADIUS, y) for x, y in obstacles]
     found = [0.0] * len(wanted)
     for index in sorted(range(len(wanted)), key=lambda i: wanted[i][1]):
         x, y, letters = wanted[index]
@@ -95,24 +98,33 @@ def panel(title: str, points: Sequence[Point], top: float) -> list[str]:
         line = " ".join(f"{x(point.bits):.1f},{y(point.divergence):.1f}" for point in own)
         drawn.append(f'<polyline points="{line}" fill="none" stroke="{OWN_COLOUR}" stroke-width="2"/>')
     families = sorted({point.family for point in points if not point.ours})
-    places = label_places([(x(p.bits) + 7, y(p.divergence) + 3.5, len(p.label)) for p in points])
-    for point, baseline in zip(points, places, strict=True):
+    spots = [(x(point.bits), y(point.divergence) + 3.5) for point in points]
+    wanted = [(at + 7, low, len(point.label)) for point, (at, low) in zip(points, spots, strict=True)]
+    places = label_places(wanted, spots)
+    for point, (at, low), baseline in zip(points, spots, places, strict=True):
         colour = OWN_COLOUR if point.ours else COLOURS[families.index(point.family) % len(COLOURS)]
         drawn.append(
-            f'<circle cx="{x(point.bits):.1f}" cy="{y(point.divergence):.1f}" r="4" fill="{colour}"/>'
+            f'<circle cx="{x(point.bits):.1f}" cy="{y(point.divergence):.1f}" r="{RADIUS}" fill="{colour}"/>'
         )
-        drawn.append(_text(x(point.bits) + 7, baseline, point.label, f'class="label" fill="{colour}"'))
+        if baseline > low:
+            drawn.append(
+                f'<path d="M{at:.1f} {low - 3.5:.1f} L{at + 6:.1f} {baseline - 3.5:.1f}" class="leader"/>'
+            )
+        drawn.append(_text(at + 7, baseline, point.label, f'class="label" style="fill:{colour}"'))
     return drawn
 
 
+def label_of(name: str) -> str:
+    """A contestant's name as short as the drawing has room for: "Q4_K_M + Q4_0" with the embedding's type."""
+    return name.removeprefix("ciuic ").removeprefix("llama.cpp ").replace(", embedding ", " + ")
+
+
 def points(rows: Sequence[dict[str, Any]], text: str) -> list[Point]:
-    """The measured contestants of one text, labelled without their tool's name."""
+    """The measured contestants of one text."""
+    measured = [row for row in rows if text in row["texts"]]
     return [
-        Point(
-            row["tool"], row["name"].partition(" ")[2], row["bpw"], row["texts"][text]["kl_mean"], row["ours"]
-        )
-        for row in rows
-        if text in row["texts"]
+        Point(row["tool"], label_of(row["name"]), row["bpw"], row["texts"][text]["kl_mean"], row["ours"])
+        for row in measured
     ]
 
 
@@ -126,7 +138,7 @@ def drawing(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
     ]
     style = (
         "text{font:11px sans-serif;fill:#222}.title{font-size:13px;font-weight:bold}.label{font-size:10px}"
-        ".grid{stroke:#ddd;stroke-width:1}"
+        ".grid{stroke:#ddd}.leader{stroke:#888;stroke-width:.6}"
     )
     return "\n".join(
         [

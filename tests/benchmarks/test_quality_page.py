@@ -95,7 +95,7 @@ def test_the_plot_places_points_by_logarithm_and_escapes_names() -> None:
     heights = [float(circle.attrib["cy"]) for circle in drawing.iter(f"{space}circle")]
     assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.2)
     texts = [element.text for element in drawing.iter(f"{space}text")]
-    assert {"<3>", "A&B", "KL divergence (nats per token), a & b"} <= set(texts)
+    assert {"<3>", "peer A&B", "KL divergence (nats per token), a & b"} <= set(texts)
 
 
 def test_labels_do_not_cover_each_other() -> None:
@@ -105,6 +105,7 @@ def test_labels_do_not_cover_each_other() -> None:
     crowd = sorted(found[:3])
     assert min(b - a for a, b in itertools.pairwise(crowd)) >= plot.LABEL_HEIGHT
     assert found[3] == 50.0
+    assert plot.label_places(wanted[:1], [(20.0, 52.0)]) == [52.0 + plot.LABEL_HEIGHT]
 
 
 def test_marks_of_the_axis() -> None:
