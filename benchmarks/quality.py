@@ -108,6 +108,7 @@ def shown(chosen: argparse.Namespace) -> str:
     parts += [f"--text={name}={Path(file).name}" for name, file in chosen.text or ()]
     parts += [f"--limit={chosen.limit}"] if chosen.limit else []
     parts += ["--ablation"] if chosen.ablation else []
+    parts += ["--only", *chosen.only] if chosen.only != ["*"] else []
     return shlex.join(parts)
 
 
