@@ -95,7 +95,7 @@ def compress(
     ratio: float = 4.0,
     target_bpw: float | None = None,
     target_size: int | None = None,
-    calibration: Sequence[Path] = (),
+    calibration: Sequence[str | Path] = (),
     nsamples: int | None = None,
     seqlen: int | None = None,
     seed: int = 0,
@@ -145,7 +145,8 @@ def compress(
     check_reachable(model_map, budget, passes)
     if not dry_run:
         writer.require_space(out, 2 * budget)  # the codes, in the journal and in the artifact
-    batches = _calibration(checkpoint, model_map, calibration, options)
+    texts = [Path(file) for file in calibration]
+    batches = _calibration(checkpoint, model_map, texts, options)
     expected = _forecast(model_map, batches, options, budget) if dry_run else None
     if expected is not None:
         hint(expected.sentence())

@@ -51,9 +51,11 @@ def write_atomically(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-    except OSError as error:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
-        raise environment_fault(error, path) from error
+        if isinstance(error, OSError):
+            raise environment_fault(error, path) from error
+        raise
 
 
 def environment_fault(error: OSError | SafetensorError, path: Path) -> EnvironmentFault:

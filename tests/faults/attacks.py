@@ -34,9 +34,11 @@ BASE_SEED = int(os.environ.get("CIUIC_FAULTS_SEED", "0"))
 """Another number gives the campaign other shards, tensors and bytes."""
 
 
-def seeded(count: int) -> pytest.MarkDecorator:
-    """Run the test with `count` seeds, argument `seed`."""
-    return pytest.mark.parametrize("seed", [1000 * BASE_SEED + number for number in range(count)])
+def seeded(count: int, campaign: int = 0) -> pytest.MarkDecorator:
+    """Run the test with `count` seeds, argument `seed`; `make faults` runs it with `campaign` more."""
+    seeds = [1000 * BASE_SEED + number for number in range(count + campaign)]
+    more = [pytest.param(seed, marks=pytest.mark.campaign) for seed in seeds[count:]]
+    return pytest.mark.parametrize("seed", [*seeds[:count], *more])
 
 
 _heard: list[list[str]] = []

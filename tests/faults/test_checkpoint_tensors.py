@@ -30,7 +30,7 @@ def finite_predictions(folder: Path) -> None:
         assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()
 
 
-@seeded(5)
+@seeded(2, campaign=10)
 def test_fault_19_missing_tensors_are_counted_and_never_initialised(victim: Make, seed: int) -> None:
     v = victim(seed, "llama", **({"max_shard_size": "30KB"} if seed % 2 else {}))
     lost = set(v.random.sample(names_of(v), v.random.randrange(1, 8)))
@@ -43,7 +43,7 @@ def test_fault_19_missing_tensors_are_counted_and_never_initialised(victim: Make
     assert sum(name in done.stderr.splitlines()[0] for name in lost) >= min(3, len(lost))
 
 
-@seeded(2)
+@seeded(2, campaign=4)
 def test_fault_19_the_index_names_tensors_that_no_shard_has(victim: Make, seed: int) -> None:
     v = victim(seed, "llama", max_shard_size="30KB")
     shard = v.shard()
@@ -52,7 +52,7 @@ def test_fault_19_the_index_names_tensors_that_no_shard_has(victim: Make, seed: 
     v.refused("no shard has", lost, file=INDEX, tensor=lost)
 
 
-@seeded(2)
+@seeded(2, campaign=4)
 def test_fault_20_unexpected_tensors_are_a_warning(victim: Make, seed: int) -> None:
     v = victim(seed, "llama")
     extra = [f"model.layers.0.side{v.random.randrange(99)}.weight", "unheard.of"]
@@ -65,7 +65,7 @@ def test_fault_20_unexpected_tensors_are_a_warning(victim: Make, seed: int) -> N
     assert any(extra[0] in warning for warning in report["warnings"])
 
 
-@seeded(2)
+@seeded(2, campaign=4)
 def test_fault_20_a_multi_token_prediction_layer_is_said_to_be_dropped(victim: Make, seed: int) -> None:
     v = victim(seed, "deepseek_v3")
     v.edit_config(num_nextn_predict_layers=1)
@@ -81,7 +81,7 @@ def test_fault_20_a_multi_token_prediction_layer_is_said_to_be_dropped(victim: M
     assert report["dropped"]
 
 
-@seeded(2)
+@seeded(2, campaign=4)
 def test_fault_21_an_absent_tied_head_is_counted_once(victim: Make, seed: int) -> None:
     v = victim(seed, "qwen2")
     assert "lm_head.weight" not in names_of(v)
@@ -90,7 +90,7 @@ def test_fault_21_an_absent_tied_head_is_counted_once(victim: Make, seed: int) -
     finite_predictions(v.out)
 
 
-@seeded(2)
+@seeded(2, campaign=4)
 def test_fault_21_a_tied_head_with_other_values_is_kept_with_a_warning(victim: Make, seed: int) -> None:
     v = victim(seed, "llama_tied")
 
@@ -107,7 +107,7 @@ def test_fault_21_a_tied_head_with_other_values_is_kept_with_a_warning(victim: M
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(load_file(v.out / "model.safetensors"))
 
 
-@seeded(6)
+@seeded(2, campaign=12)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_fault_22_nan_or_inf_in_a_weight(victim: Make, seed: int, value: float) -> None:
     v = victim(seed, "llama" if seed % 2 else "deepseek_v3")
@@ -125,7 +125,7 @@ def test_fault_22_nan_or_inf_in_a_weight(victim: Make, seed: int, value: float) 
     v.refused(f"{count} of ", "NaN or infinite", tensor=name, file="model.safetensors", commands=["compress"])
 
 
-@seeded(2)
+@seeded(2, campaign=4)
 @pytest.mark.parametrize("value", [3e38, -1e38])
 def test_fault_22_weights_that_drive_the_activations_to_infinity(
     victim: Make, seed: int, value: float
@@ -146,7 +146,7 @@ def test_fault_27_numbers_that_make_the_activations_nan(victim: Make, values: di
     v.refused(commands=["compress"])
 
 
-@seeded(4)
+@seeded(2, campaign=8)
 @pytest.mark.parametrize("value", [0.0, 0.25, -3.0])
 def test_fault_23_a_zero_or_constant_weight(victim: Make, seed: int, value: float) -> None:
     v = victim(seed, "llama" if seed % 2 else "deepseek_v3")
@@ -182,7 +182,7 @@ def to_fp8(v: Victim, spoil: Callable[[dict[str, torch.Tensor], str], object]) -
     return chosen
 
 
-@seeded(3)
+@seeded(2, campaign=6)
 def test_fault_24_fp8_with_its_scales_works(victim: Make, seed: int) -> None:
     v = victim(seed, "deepseek_v3")
     to_fp8(v, lambda tensors, name: None)
@@ -190,14 +190,14 @@ def test_fault_24_fp8_with_its_scales_works(victim: Make, seed: int) -> None:
     finite_predictions(v.out)
 
 
-@seeded(4)
+@seeded(2, campaign=8)
 def test_fault_24_fp8_without_its_scale(victim: Make, seed: int) -> None:
     v = victim(seed, "deepseek_v3")
     name = to_fp8(v, lambda tensors, name: tensors.pop(f"{name}_scale_inv"))
     v.refused("without its scale", f"{name}_scale_inv", file="model.safetensors", tensor=name, remedy="bf16")
 
 
-@seeded(4)
+@seeded(2, campaign=8)
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (3, 3), (7,), (1, 1, 2), (0,)])
 def test_fault_24_a_scale_of_the_wrong_shape(victim: Make, seed: int, shape: tuple[int, ...]) -> None:
     v = victim(seed, "deepseek_v3")
@@ -205,7 +205,7 @@ def test_fault_24_a_scale_of_the_wrong_shape(victim: Make, seed: int, shape: tup
     v.refused("scale has shape", file="model.safetensors", tensor=name, remedy="bf16")
 
 
-@seeded(2)
+@seeded(2, campaign=4)
 def test_fault_27_unknown_architecture(victim: Make, seed: int) -> None:
     v = victim(seed)
     v.edit_config(model_type=f"perceptron{seed}", architectures=["Perceptron"])

@@ -1,0 +1,205 @@
+"""Kills `ciuic compress` and looks at what is left: `python tests/faults/killing.py --kills 200`.
+
+Every run is a fork of one process that has imported everything, so that a run takes about a second. It is killed
+at a random moment, or at the n-th time that it touches the file system beside its output. Afterwards the old
+artifact must be there unharmed (or the new one whole), and the same command must end in the bytes of an
+undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ciuic_cli import cli
+from ciuic_cli.checkpoint.model_map import map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.pipeline import compress
+from ciuic_cli.verification import verify
+
+TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(TESTS))  # for the checkpoints that all tests share
+
+SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
+OPTIONS = ("--ratio", "3", "--nsamples", "2", "--seqlen", "128", "--effort", "fast", "--device", "cpu")
+INTERRUPTED = 130
+DIFFERS = ("memory_report.json", "memory_report.html", "ciuic_checksums.json")
+"""Files that say how long a run took, and their checksums."""
+_TOUCHES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+
+
+@dataclass
+class Harness:
+    """One model, the bytes that it ends in, and the counts of what happened."""
+
+    folder: Path
+    seed: int = 0
+    model: Path = field(init=False)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        assert compress is not None  # imported here, once, for all the runs
+        torch.set_num_threads(1)
+        self.random = random.Random(self.seed)
+        from conftest import make_checkpoint
+
+        self.model = make_checkpoint("llama_tied", self.folder / "model", num_hidden_layers=1)
+        self.text = self.folder / "text.txt"
+        self.text.write_text("the quick brown fox jumps over the lazy dog; " * 20)
+        self.temporary = self.folder / "temporary"
+        self.temporary.mkdir()
+        map_model(open_checkpoint(self.model))
+        started = time.monotonic()
+        self.place = self.folder / "place"
+        self.place.mkdir()
+        self.out = self.place / "out"
+        log = self.folder / "touches"
+        assert self.wait(self.start(count_in=log)) == 0, self.said()
+        self.seconds = time.monotonic() - started
+        self.touches = int(log.read_text())
+        self.expected = self.bytes_of(self.out)
+        shutil.rmtree(self.place)
+
+    # --- one run
+
+    def start(self, *options: str, kill_at: int = 0, count_in: Path | None = None) -> int:
+        """Fork a run; it kills itself at its `kill_at`-th touch of the file system beside the output."""
+        pid = os.fork()
+        if pid:
+            return pid
+        code = 99
+        try:
+            self._prepare(kill_at, count_in)
+            sys.argv = ["ciuic", "compress", str(self.model), str(self.out), "--calibration", str(self.text)]
+            sys.argv += [*OPTIONS, *options]
+            cli.main()
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else 98
+        except KeyboardInterrupt:  # before the command began, or after it ended
+            code = INTERRUPTED
+        finally:
+            sys.stderr.flush()
+            if count_in is not None:
+                count_in.write_text(str(self.touched))
+            os._exit(code)
+
+    def _prepare(self, kill_at: int, count_in: Path | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        said = os.open(self.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(said, 1)
+        os.dup2(said, 2)
+        tempfile.tempdir = str(self.temporary)
+        self.touched = 0
+        place = str(self.place)
+
+        def hear(event: str, arguments: tuple[Any, ...]) -> None:
+            writes = (
+                event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+            )
+            if (writes or event in _TOUCHES) and str(arguments[0]).startswith(place):
+                self.touched += 1
+                if self.touched == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        if kill_at or count_in is not None:
+            sys.addaudithook(hear)
+
+    @staticmethod
+    def wait(pid: int) -> int:
+        """Exit code of a run; negative: the signal that ended it."""
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def said(self) -> str:
+        return (self.folder / "said").read_text()
+
+    @staticmethod
+    def bytes_of(out: Path) -> dict[str, bytes]:
+        verify(out).require_intact(out)
+        return {path.name: path.read_bytes() for path in out.iterdir() if path.name not in DIFFERS}
+
+    # --- one attack
+
+    def attack(self, *, kill_at: int = 0) -> None:
+        """Kill a run, at a random moment or at a touch; check what is left, run again, check the result."""
+        self.place.mkdir()
+        old = bool(self.random.randrange(2))
+        options = ["--force"] if old else []
+        if old:
+            self.out.mkdir()
+            (self.out / "old.txt").write_text("old")
+        number = signal.SIGKILL if kill_at else self.random.choice(SIGNALS)
+        pid = self.start(*options, kill_at=kill_at)
+        if not kill_at:
+            time.sleep(self.random.random() * self.seconds)
+            os.kill(pid, number)
+        code = self.wait(pid)
+        self.counts[f"{signal.Signals(number).name}, exit {code}"] += 1
+        self._check_remains(old, number, code)
+        again = self.wait(self.start(*options))
+        if again == 3 and code == 0 and not old:
+            self.counts["had ended before"] += 1
+        else:
+            assert again == 0, f"the rerun ended with {again}: {self.said()}"
+            self.counts["resumed" if "going on" in self.said() else "from the start"] += 1
+        assert self.bytes_of(self.out) == self.expected, "other bytes"
+        left = [path.name for path in self.place.iterdir() if path != self.out]
+        assert not left, f"left behind: {left}"
+        assert number == signal.SIGKILL or not list(self.temporary.iterdir()), "temporary files"
+        shutil.rmtree(self.place)
+
+    def _check_remains(self, old: bool, number: int, code: int) -> None:
+        if number != signal.SIGKILL:
+            assert code in (0, INTERRUPTED, -number), f"exit {code}: {self.said()}"
+            assert "Traceback" not in self.said(), self.said()
+            pieces = [p.name for p in self.place.rglob("*") if p.name.endswith((".part", ".partial"))]
+            assert not pieces, f"not tidied up after {number}: {pieces}"
+        if not self.out.exists():
+            assert not old or self.out.with_name(".out.replaced").exists(), "the old artifact is gone"
+            self.counts["no output yet"] += 1
+        elif (self.out / "old.txt").exists():
+            assert (self.out / "old.txt").read_text() == "old" and len(list(self.out.iterdir())) == 1
+            self.counts["old output intact"] += 1
+        else:
+            assert self.bytes_of(self.out) == self.expected
+            self.counts["new output complete"] += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        harness = Harness(Path(folder), options.seed)
+        print(
+            f"an undisturbed run: {harness.seconds:.1f} s, {harness.touches} touches of the file system",
+            flush=True,
+        )
+        for number in range(options.kills):
+            kill_at = harness.random.randrange(1, harness.touches + 1) if number % 2 else 0
+            try:
+                harness.attack(kill_at=kill_at)
+            except AssertionError:
+                print(f"kill {number} (seed {options.seed}, touch {kill_at}) lost something", file=sys.stderr)
+                raise
+        seconds = time.monotonic() - started
+        print(f"{options.kills} kills in {seconds:.0f} s: nothing lost, every rerun ended in the same bytes")
+        for what, count in sorted(harness.counts.items()):
+            print(f"  {what}: {count}")
+
+
+if __name__ == "__main__":
+    main()

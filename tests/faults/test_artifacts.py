@@ -1,0 +1,282 @@
+"""Faults 39 and 40: damaged, newer and spliced artifacts, and a stdout that is closed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from attacks import (
+    BASE_SEED,
+    QUICK,
+    Victim,
+    command,
+    harmless,
+    invoke,
+    put_together,
+    seeded,
+    snapshot,
+    take_apart,
+)
+
+import ciuic_cli
+from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.console import Console, run
+from ciuic_cli.errors import CiuicError, InputError
+
+Make = Callable[..., Victim]
+
+
+@pytest.fixture
+def copy(artifact: Path, tmp_path: Path) -> Path:
+    """The artifact, to be spoilt."""
+    return Path(shutil.copytree(artifact, tmp_path / "copy"))
+
+
+def flip(file: Path, generator: random.Random, begin: int = 0, end: int | None = None) -> int:
+    raw = bytearray(file.read_bytes())
+    place = generator.randrange(begin, len(raw) if end is None else end)
+    raw[place] ^= 1 << generator.randrange(8)
+    file.write_bytes(raw)
+    return place
+
+
+@seeded(5, campaign=20)
+@pytest.mark.parametrize("where", ["header", "blob", "payload"])
+def test_fault_39_a_flipped_bit_is_found_by_verify(copy: Path, seed: int, where: str) -> None:
+    generator = random.Random(seed)
+    file = copy / "model.safetensors"
+    header, _ = take_apart(file)
+    begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+    blobs = [entry["data_offsets"][0] for name, entry in header.items() if entry.get("dtype") == "U8"]
+    blob = begin + generator.choice(blobs)
+    span = {"header": (0, begin), "blob": (blob, blob + 80), "payload": (begin, None)}[where]
+    flip(file, generator, *span)
+    before = snapshot(copy)
+    done = invoke("inspect", copy, "--verify")
+    assert done.code == 3 and "model.safetensors" in done.field("file") and done.field("try"), done.stderr
+    harmless(done)
+    assert snapshot(copy) == before
+
+
+@seeded(2, campaign=6)
+@pytest.mark.parametrize("name", ["config.json", "memory_report.json", "tokenizer.json", CHECKSUMS])
+def test_fault_39_every_other_file_is_verified_too(copy: Path, seed: int, name: str) -> None:
+    flip(copy / name, random.Random(seed))
+    done = invoke("inspect", copy, "--verify")
+    assert done.code == 3 and (name == CHECKSUMS or name in done.field("file")), done.stderr
+    harmless(done)
+
+
+IMPOSSIBLE = {
+    "magic": (0, [0, 255]),
+    "window": (4, [0, 11, 17, 255]),
+    "flags": (5, [1, 2, 128]),
+    "block": (6, [0, 40, 255]),
+    "rows": (8, [0, 1, 255]),
+    "rows high": (11, [1, 127, 255]),
+    "columns": (12, [0, 1, 255]),
+    "columns high": (15, [1, 255]),
+    "scale base": (23, [0xFF, 0x80, 0x7F]),
+    "rank": (24, [1, 255]),
+    "low-rank bytes": (28, [1, 16]),
+    "bits": (32, [1, 7, 9, 255]),
+}
+
+
+@pytest.mark.parametrize("field", IMPOSSIBLE)
+def test_fault_39_impossible_fields_are_refused_before_a_kernel_sees_them(
+    copy: Path, field: str, monkeypatch: pytest.MonkeyPatch, text: Path
+) -> None:
+    def seen(*arguments: object, **options: object) -> None:
+        raise AssertionError("a kernel saw it")
+
+    for function in ("decode", "decode_rows", "matmul"):
+        monkeypatch.setattr(f"ciuic_cli.codecs.trellis.{function}", seen)
+    file = copy / "model.safetensors"
+    good = file.read_bytes()
+    begin = 8 + int.from_bytes(good[:8], "little")
+    header, _ = take_apart(file)
+    plain = next(name for name, e in header.items() if name.endswith("lm_head.weight") and e["dtype"] == "U8")
+    start = begin + header[plain]["data_offsets"][0]
+    place, values = IMPOSSIBLE[field]
+    for value in values:
+        if good[start + place] == value:
+            continue
+        file.write_bytes(good[: start + place] + bytes([value]) + good[start + place + 1 :])
+        for words in (["inspect", copy], ["eval", copy, "--text", text, "--seqlen", 64, "--limit", 1]):
+            done = invoke(*words)
+            assert done.code == 3, (field, value, done.stderr)
+            assert plain in done.field("tensor") and done.field("file") and done.field("try"), done.stderr
+            harmless(done)
+
+
+@seeded(2, campaign=6)
+def test_fault_39_a_dense_tensor_of_another_shape(copy: Path, seed: int, text: Path) -> None:
+    generator = random.Random(seed)
+    file = copy / "model.safetensors"
+    header, data = take_apart(file)
+    name = generator.choice([n for n, e in header.items() if e.get("dtype") == "BF16"])
+    if seed % 2:
+        header[name]["shape"] = [*header[name]["shape"], 1]
+    else:
+        header[name]["dtype"] = "I16"
+    put_together(file, header, data)
+    for words in (["inspect", copy], ["eval", copy, "--text", text, "--seqlen", 64, "--limit", 1]):
+        done = invoke(*words)
+        assert done.code == 3 and name in done.field("tensor") and done.field("try"), done.stderr
+        harmless(done)
+
+
+class Damage:
+    """Single bytes changed anywhere in an artifact; each is found by --verify, and loading refuses or works."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = sorted(path for path in folder.iterdir() if path.stat().st_size)
+        self.weights = [path.stat().st_size for path in self.files]
+        self.refused = self.loaded = 0
+
+    def once(self, generator: random.Random, *, load: bool) -> None:
+        # Half of them anywhere in the bytes, half in any file: else the small ones would never be hit.
+        (file,) = generator.choices(self.files, self.weights if generator.randrange(2) else None)
+        good = file.read_bytes()
+        place = generator.randrange(len(good))
+        if file.suffix == ".safetensors" and generator.randrange(2):
+            place = generator.randrange(8 + int.from_bytes(good[:8], "little"))
+        other = generator.choice([value for value in range(256) if value != good[place]])
+        file.write_bytes(good[:place] + bytes([other]) + good[place + 1 :])
+        try:
+            found = invoke("inspect", self.folder, "--verify")
+            assert found.code == 3, f"{file.name}, byte {place}: {found.code} {found.stderr}"
+            harmless(found)
+            if load:
+                self.load(f"{file.name}, byte {place}, {other}")
+        finally:
+            file.write_bytes(good)
+
+    def load(self, what: str) -> None:
+        try:
+            model = ciuic_cli.load(self.folder)
+            with torch.no_grad():
+                assert model(torch.arange(3, 11)[None]).logits.shape[1] == 8, what
+            self.loaded += 1
+        except CiuicError as error:
+            assert isinstance(error, InputError) and error.remedy, what
+            self.refused += 1
+
+
+@seeded(1)
+def test_fault_39_forty_changed_bytes(copy: Path, seed: int) -> None:
+    damage = Damage(copy)
+    generator = random.Random(seed)
+    for number in range(40):
+        damage.once(generator, load=number < 12)
+    assert damage.refused + damage.loaded == 12
+
+
+@pytest.mark.campaign
+def test_fault_39_a_thousand_changed_bytes(copy: Path) -> None:
+    damage = Damage(copy)
+    generator = random.Random(1 + BASE_SEED)
+    for _ in range(1000):
+        damage.once(generator, load=True)
+    print(
+        f"1000 changed bytes: all found by --verify; loading refused {damage.refused}, read {damage.loaded}"
+    )
+    assert damage.refused + damage.loaded == 1000 and damage.refused > 100
+
+
+# --- 40
+
+
+@pytest.mark.parametrize("version", [2, 7, 10**9])
+def test_fault_40_a_newer_schema_version(copy: Path, version: int, text: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    config["quantization_config"]["format_version"] = version
+    (copy / "config.json").write_text(json.dumps(config))
+    for words in (
+        ["inspect", copy],
+        ["eval", copy, "--text", text],
+        ["bench", copy, "-p", 4, "-n", 1, "-r", 1],
+    ):
+        done = invoke(*words)
+        assert done.code == 3 and f"version {version}" in done.stderr, done.stderr
+        assert "config.json" in done.field("file") and "update ciuic" in done.field("try")
+        harmless(done)
+
+
+@seeded(1, campaign=4)
+@pytest.mark.parametrize("other", ["llama", "deepseek_v3"])
+def test_fault_40_two_artifacts_spliced(
+    copy: Path, tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path, seed: int, other: str
+) -> None:
+    second = tmp_path / "second"
+    made = invoke(
+        "compress",
+        tiny_checkpoint(other),
+        second,
+        "--calibration",
+        text,
+        "--ratio",
+        1.9,
+        "--seed",
+        seed,
+        *QUICK,
+    )
+    assert made.code == 0, made.stderr
+    shutil.copy(second / "model.safetensors", copy / "model.safetensors")
+    verified = invoke("inspect", copy, "--verify")
+    assert verified.code == 3 and "model.safetensors" in verified.field("file"), verified.stderr
+    if other == "llama":
+        for words in (["inspect", copy], ["eval", copy, "--text", text, "--seqlen", 64, "--limit", 1]):
+            done = invoke(*words)
+            assert done.code == 3 and done.field("file") and done.field("try"), done.stderr
+            harmless(done)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--tensors"], *(pytest.param(more, marks=pytest.mark.campaign) for more in (["--json"], []))],
+)
+def test_fault_40_stdout_closed_early(artifact: Path, options: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        command("inspect", artifact, *options), stdout=writing, stderr=subprocess.PIPE, text=True, check=False
+    )
+    os.close(writing)
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.campaign
+def test_fault_40_stdout_on_a_full_disk_and_no_stdout(artifact: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            command("inspect", artifact), stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert done.returncode == 5 and "Traceback" not in done.stderr and "Exception" not in done.stderr, (
+        done.stderr
+    )
+    words = " ".join(command("inspect", artifact))
+    for closed in (">&-", "2>&-", ">&- 2>&-"):
+        done = subprocess.run(["sh", "-c", f"{words} {closed}"], capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+def test_an_interrupt_that_comes_out_as_another_error_is_still_an_interrupt() -> None:
+    def swallow() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise SystemError("initialization failed") from None
+
+    assert run(Console(stdout=sys.stderr), swallow) == 130

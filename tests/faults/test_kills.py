@@ -1,0 +1,248 @@
+"""Faults 35 and 43: runs that are killed, at every step and at random moments; and what signals leave behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attacks import BASE_SEED, QUICK, Victim, command, harmless, invoke, seeded, snapshot
+
+from ciuic_cli.artifact import writer
+
+Make = Callable[..., Victim]
+HARNESS = Path(__file__).with_name("killing.py")
+
+
+def kills(count: int, seed: int) -> str:
+    done = subprocess.run(
+        [sys.executable, str(HARNESS), "--kills", str(count), "--seed", str(seed)],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_fault_43_interrupted_runs_lose_nothing() -> None:
+    assert "12 kills" in kills(12, BASE_SEED)
+
+
+@pytest.mark.campaign
+def test_fault_43_two_hundred_interrupted_runs_lose_nothing() -> None:
+    said = kills(200, 7 + BASE_SEED)
+    resumed = re.search(r"resumed: (\d+)", said)
+    assert resumed is not None and int(resumed[1]) > 20, said
+
+
+KILL_AT_STEP = """
+import os, signal, sys
+from ciuic_cli import cli, journal
+
+real, count = journal.write_atomically, 0
+step, how = int(sys.argv[1]), sys.argv[2]
+
+def counted(path, data):
+    global count
+    count += 1
+    if count == step and how == "torn":
+        path.with_name(f".{path.name}.part").write_bytes(data[: len(data) // 2])
+        os.kill(os.getpid(), signal.SIGKILL)
+    real(path, data)
+    if count == step:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+journal.write_atomically = counted
+sys.argv[1:3] = []
+cli.main()
+"""
+
+
+def steps(count: int, chosen: int) -> list[int]:
+    return sorted({1 + number * (count - 1) // (chosen - 1) for number in range(chosen)})
+
+
+@pytest.mark.parametrize("how", ["torn", "done"])
+@pytest.mark.parametrize(
+    "step",
+    [
+        *steps(32, 2),
+        *(pytest.param(n, marks=pytest.mark.campaign) for n in range(1, 33) if n not in steps(32, 2)),
+    ],
+)
+def test_fault_35_killed_at_a_step_of_the_journal(victim: Make, step: int, how: str) -> None:
+    v = victim(step, "llama_tied")
+    options = ["--calibration", v.text, "--ratio", 2.5, *QUICK]
+    words = [str(word) for word in ("compress", v.model, v.out, *options)]
+    done = subprocess.run(
+        [sys.executable, "-c", KILL_AT_STEP, str(step), how, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    finished = v.out.exists()  # the last step announces the output, the one before it made the last matrix
+    again = v.compress()
+    assert again.code == 0, again.stderr
+    assert not finished or "written the output already" in again.stderr
+    whole = v.folder / "whole"
+    assert v.compress(out=whole).code == 0
+    for file in whole.glob("*.safetensors"):
+        assert (v.out / file.name).read_bytes() == file.read_bytes()
+    assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out", "whole"]
+
+
+def test_fault_35_killed_after_the_output_took_its_name(
+    victim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = victim(0, "llama")
+    monkeypatch.setattr("ciuic_cli.journal.Journal.remove", lambda journal: None)
+    assert v.compress().code == 0
+    monkeypatch.undo()
+    before = snapshot(v.out)
+    again = v.compress()
+    assert again.code == 0 and "written the output already" in again.stderr, again.stderr
+    assert snapshot(v.out) == before
+    assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
+    assert v.compress().code == 3  # and from now on it is an output like any other
+
+
+def test_fault_35_killed_between_the_two_steps_of_a_replacement(
+    victim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the system cannot exchange two folders, the old one is put aside first."""
+    v = victim(0, "llama")
+    v.out.mkdir()
+    (v.out / "old.txt").write_text("old")
+    v.out.rename(v.folder / ".out.replaced")
+    writer.partial_of(v.out).mkdir()
+    refused = v.compress()
+    assert refused.code == 3 and "exists already" in refused.stderr
+    assert (v.out / "old.txt").read_text() == "old"
+    assert v.compress("--force").code == 0
+    assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
+
+
+@seeded(1)
+def test_fault_34_permissions_that_are_revoked_during_the_run(
+    victim: Make, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = victim(seed, "llama")
+    real: Callable[..., None] = writer.write_atomically
+
+    def revoked(path: Path, data: bytes) -> None:
+        if "matrices" in str(path):
+            raise PermissionError(13, os.strerror(13), str(path))
+        real(path, data)
+
+    monkeypatch.setattr("ciuic_cli.journal.write_atomically", revoked)
+    done = v.compress()
+    assert done.code == 5 and "Permission denied" in done.stderr and "permissions" in done.field("try")
+    harmless(done)
+    monkeypatch.undo()
+    again = v.compress()
+    assert again.code == 0 and "going on" in again.stderr
+
+
+def wait_for(process: subprocess.Popen[str], word: str) -> None:
+    assert process.stderr is not None
+    for line in process.stderr:
+        if line.startswith(word):
+            return
+    raise AssertionError(f"the run ended before it said {word!r}")
+
+
+@pytest.mark.parametrize(
+    ("number", "dry_run"),
+    [
+        (signal.SIGTERM, True),
+        *(
+            pytest.param(number, dry_run, marks=pytest.mark.campaign)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+            for dry_run in (False, True)
+            if (number, dry_run) != (signal.SIGTERM, True)
+        ),
+    ],
+)
+def test_fault_35_signals_leave_no_temporary_files(
+    victim: Make, own_temporary_folder: Path, number: signal.Signals, dry_run: bool
+) -> None:
+    v = victim(0, "llama")
+    options: list[Any] = [
+        "--calibration",
+        v.text,
+        "--ratio",
+        2.5,
+        *QUICK,
+        *(["--dry-run"] if dry_run else []),
+    ]
+    run = subprocess.Popen(
+        command("compress", v.model, v.out, *options),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    wait_for(run, "forward" if dry_run else "arms")
+    run.send_signal(number)
+    _, said = run.communicate()
+    assert run.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
+    assert not list(own_temporary_folder.glob("ciuic-*"))
+    assert sorted(path.name for path in v.folder.iterdir()) == (
+        ["model"] if dry_run else [".out.ciuic", "model"]
+    )
+
+
+IN_PLACE = """
+import sys, torch, ciuic_cli
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+say = lambda what, done, total: print(what, file=sys.stderr, flush=True)
+ciuic_cli.apply_ciuic_compression(model, calibration=[sys.argv[2]], effort="fast", ratio=2.5, progress=say)
+"""
+
+
+def test_fault_35_a_model_compressed_in_place_leaves_no_temporary_files(
+    victim: Make, own_temporary_folder: Path
+) -> None:
+    v = victim(0, "llama")
+    run = subprocess.Popen(
+        [sys.executable, "-c", IN_PLACE, str(v.model), str(v.text)], stderr=subprocess.PIPE, text=True
+    )
+    wait_for(run, "forward")
+    run.terminate()
+    run.communicate()
+    assert run.returncode == -signal.SIGTERM
+    assert not list(own_temporary_folder.glob("ciuic-*"))
+
+
+@pytest.mark.campaign
+def test_fault_35_an_ignored_signal_stays_ignored(victim: Make) -> None:
+    v = victim(0, "llama")
+    words = command("compress", v.model, v.out, "--calibration", v.text, "--ratio", 2.5, *QUICK)
+    run = subprocess.Popen(["nohup", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_for(run, "forward")
+    run.send_signal(signal.SIGHUP)
+    run.communicate()
+    assert run.returncode == 0 and v.out.is_dir()
+
+
+@pytest.mark.campaign
+@seeded(2)
+def test_fault_43_two_runs_at_once_on_one_output(victim: Make, seed: int) -> None:
+    v = victim(seed, "llama")
+    words = command("compress", v.model, v.out, "--calibration", v.text, "--ratio", 2.5, *QUICK)
+    runs = [
+        subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    said = [run.communicate()[1] for run in runs]
+    codes = sorted(run.returncode for run in runs)
+    assert codes[0] == 0 and codes[1] in (3, 5), said  # the second comes while the first works, or after it
+    assert all("Traceback" not in text for text in said)
+    assert invoke("inspect", v.out, "--verify").code == 0
+    assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]

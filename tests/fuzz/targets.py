@@ -1,0 +1,191 @@
+"""What is fuzzed: bytes in, and nothing out but a refusal. Used by run.py (atheris) and by the tests of the corpus.
+
+The first byte of an input chooses a way in, so that one corpus reaches raw files as well as well-framed ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ciuic_cli.artifact.reader import open_artifact, read_blobs
+from ciuic_cli.checkpoint.architecture import build_config
+from ciuic_cli.checkpoint.folder import INDEX_NAME
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.codecs import native
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.transform import log2_block, padded
+from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.errors import InputError
+
+CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2})
+ARTIFACT_CONFIG = json.dumps({"quantization_config": {"quant_method": "ciuic", "format_version": 1}})
+MOST_WEIGHTS = 1 << 15
+"""Larger matrices are opened but not decoded: an input of a few bytes may stand for many weights."""
+
+
+def framed(header: bytes, data: bytes) -> bytes:
+    """A safetensors file."""
+    return len(header).to_bytes(8, "little") + header + data
+
+
+def small_shard(name: str) -> bytes:
+    header = {name: {"dtype": "BF16", "shape": [2, 2], "data_offsets": [0, 8]}}
+    return framed(json.dumps(header).encode(), bytes(8))
+
+
+class Folder:
+    """One folder that is filled anew for every input."""
+
+    def __init__(self) -> None:
+        shared = Path("/dev/shm")
+        self.path = Path(tempfile.mkdtemp(prefix="fuzz-", dir=shared if shared.is_dir() else None))
+
+    def fill(self, **files: bytes) -> Path:
+        for old in self.path.iterdir():
+            old.unlink()
+        for name, content in files.items():
+            (self.path / name).write_bytes(content)
+        return self.path
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path)
+
+
+def checkpoint(data: bytes, folder: Folder) -> None:
+    """The checkpoint's reader: shards (0 raw, 1 framed), the index (2), the config (3)."""
+    way, rest = data[:1], data[1:]
+    files = {"config.json": CONFIG.encode(), "model.safetensors": small_shard("w")}
+    if way == b"\0":
+        files["model.safetensors"] = rest
+    elif way == b"\1":
+        files["model.safetensors"] = framed(rest[2:], bytes(int.from_bytes(rest[:2], "little")))
+    elif way == b"\2":
+        files |= {INDEX_NAME: rest, "a.safetensors": small_shard("u"), "b.safetensors": small_shard("v")}
+    else:
+        files["config.json"] = rest
+    place = folder.fill(**files)
+    try:
+        found = open_checkpoint(place)
+        for name in itertools.islice(found.tensors, 8):
+            found.read_dense(name)
+        build_config(found.config, place / "config.json")
+    except InputError as error:
+        assert error.remedy, error
+
+
+def artifact(data: bytes, folder: Folder) -> None:
+    """The artifact's reader: a matrix (0 raw, 4 of the right length), a stack (1), a file (2), a config (3)."""
+    way, rest = data[:1], data[1:]
+    try:
+        if way == b"\0":
+            _decode(PackedMatrix.from_buffer(rest, where="w"))
+        elif way == b"\1":
+            for expert in ExpertStack.from_buffer(rest, where="w").experts[:4]:
+                _decode(expert)
+        elif way == b"\2":
+            read_blobs([folder.fill(**{"model.safetensors": rest}) / "model.safetensors"])
+        elif way == b"\3":
+            open_artifact(folder.fill(**{"config.json": rest, "model.safetensors": small_shard("w")}))
+        else:
+            _decode(PackedMatrix.from_buffer(_of_right_length(rest), where="w"))
+    except InputError as error:
+        assert error.remedy, error
+
+
+def _decode(matrix: PackedMatrix) -> None:
+    if matrix.rows_padded * matrix.cols_padded > MOST_WEIGHTS:
+        return
+    decoded = decode(matrix)
+    assert decoded.shape == (matrix.rows, matrix.cols_padded), decoded.shape
+    for part in matrix.lowrank or ():
+        _decode(part)
+
+
+def _of_right_length(data: bytes) -> bytes:
+    """A matrix blob with the header's numbers as they are, small sizes, and exactly the bytes that it needs."""
+    head = bytearray(data[:32].ljust(32, b"\0"))
+    rows, cols = 1 + head[8] % 80, 1 + head[12] % 80
+    head[:4], head[5] = b"CIU1", 0
+    head[6] = log2_block(padded(cols))
+    head[8:12], head[12:16], head[24:32] = rows.to_bytes(4, "little"), cols.to_bytes(4, "little"), bytes(8)
+    bits = bytes((0, 2, 3, 4, 5, 6, 8, value)[value % 8] for value in _endless(data[32:], padded(rows) // 16))
+    scales = _endless(data[40:], rows)
+    blob = bytes(head) + bits + scales
+    blob += bytes(-len(blob) % 16)
+    return blob + _endless(data, packed_nbytes(rows, cols, np.frombuffer(bits, np.uint8)) - len(blob))
+
+
+def _endless(data: bytes, length: int) -> bytes:
+    """`data` over and over."""
+    return (data * (1 + length // max(1, len(data))) if data else bytes(length))[:length]
+
+
+def native_functions(data: bytes, folder: Folder) -> None:
+    """The native entry points, with arrays of exactly the promised sizes and arguments of any value."""
+    take = iter(data)
+
+    def byte() -> int:
+        return next(take, 0)
+
+    which, groups, tiles, window = byte() % 5, 1 + byte() % 4, 1 + byte() % 9, 10 + byte() % 9
+    valid = byte() % 4 != 0
+    widths = [(0, 2, 3, 4, 5, 6, 8)[byte() % 7] if valid else byte() for _ in range(groups)]
+    rows, cols = 16 * groups, 16 * tiles
+    body = bytes(take)
+    bits = np.array(widths, dtype=np.uint8)
+    sizes = [32 * width * tiles if width <= 8 else 0 for width in widths]
+    codes = np.array(np.frombuffer(_endless(body, sum(sizes)), np.uint8))
+    offsets = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
+    scale = np.array(np.frombuffer(_endless(body[3:], 4 * rows), np.float32))
+    signed = [int.from_bytes(_endless(body[at:], 1), "little", signed=True) for at in range(6)]
+    library = native.library()
+    pointers = [array.ctypes.data for array in (codes, offsets, bits, scale)]
+    if which == 0:
+        begin, end = signed[0] % (rows + 3) - 1, signed[1] % (rows + 3) - 1
+        half = signed[2] & 1
+        out = np.empty((max(0, end - begin), cols), np.uint16 if half else np.float32)
+        library.ciuic_decode(
+            *pointers, rows, cols, window, begin, end, out.ctypes.data, half, 1 + (signed[3] & 1)
+        )
+    elif which == 1:
+        index = np.array([number % (rows + 4) - 2 for number in signed], np.int64)
+        out = np.empty((len(index), cols), np.float32)
+        library.ciuic_decode_rows(
+            *pointers, rows, cols, window, index.ctypes.data, len(index), out.ctypes.data, 1 + (signed[0] & 1)
+        )
+    elif which == 2:
+        batch, given, wanted = signed[0] % 10, cols - signed[1] % 17, rows - signed[2] % 17
+        x = np.array(np.frombuffer(_endless(body, 4 * batch * max(0, given)), np.float32))
+        y = np.empty((batch, max(0, wanted)), np.float32)
+        block = signed[3] % 12 if signed[3] & 1 else log2_block(cols)
+        library.ciuic_matmul(
+            *pointers, rows, cols, window, block, signed[4] & 0xFFFF, x.ctypes.data, batch, given,
+            y.ctypes.data, wanted, signed[5] & 1, 1 + (signed[5] >> 1 & 1),
+        )  # fmt: skip
+    elif which == 3:
+        x = np.array(np.frombuffer(_endless(body, 4 * rows * cols), np.float32))
+        block = signed[0] % 40 - 2
+        library.ciuic_hadamard(x.ctypes.data, rows, cols, block, 7, signed[1] & 1, 1 + (signed[2] & 1))
+    else:
+        weight = np.array(np.frombuffer(_endless(body, 4 * rows * cols), np.float32)).reshape(rows, cols)
+        decoded = np.empty_like(weight)
+        library.ciuic_round(
+            weight.ctypes.data, rows, cols, None, None, scale.ctypes.data, bits.ctypes.data, min(window, 12), 1,
+            codes.ctypes.data, offsets.ctypes.data, decoded.ctypes.data, None,
+        )  # fmt: skip
+
+
+TARGETS: dict[str, Callable[[bytes, Folder], None]] = {
+    "checkpoint": checkpoint,
+    "artifact": artifact,
+    "native": native_functions,
+}
+torch.set_num_threads(1)
