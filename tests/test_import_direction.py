@@ -24,10 +24,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "memory", "interruption", "console", "estimates"),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
-    ("planning", "encoding", "probing", "journal", "runtime", "forecast"),
+    ("planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
     (
         *("pipeline", "evaluate", "bench", "benching", "report", "summary", "tables"),
-        *("inspection", "opening", "verification", "inplace"),
+        *("inspection", "opening", "inplace"),
     ),
     ("cli",),
 )

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.artifact.reader import open_artifact
+from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
@@ -19,7 +20,11 @@ Blob = torch.Tensor | np.ndarray | bytes
 
 
 def load(
-    path: str | Path, device: str | torch.device = "auto", dtype: torch.dtype | str | None = None
+    path: str | Path,
+    device: str | torch.device = "auto",
+    dtype: torch.dtype | str | None = None,
+    *,
+    verify: bool = False,
 ) -> Any:
     """Load an artifact of `ciuic compress`; its weights stay compressed in memory.
 
@@ -27,6 +32,7 @@ def load(
         path: the artifact's folder, or a hub id.
         device: "auto" (a GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
         dtype: of activations and uncompressed tensors; default: as the artifact's config says.
+        verify: compare every file with its checksum first, as `ciuic inspect --verify` does.
 
     Returns:
         The transformers model (a PreTrainedModel with a language-model head), in evaluation mode.
@@ -37,6 +43,10 @@ def load(
         UsageError: the device's name is none.
     """
     place = choose_device(device)
+    if verify:
+        from ciuic_cli.verification import verify as compare
+
+        compare(path).require_intact(locate(path))
     artifact = open_artifact(path)
     from transformers import AutoModelForCausalLM
 

@@ -76,6 +76,16 @@ def test_fault_39_every_other_file_is_verified_too(copy: Path, seed: int, name: 
     harmless(done)
 
 
+@seeded(1, campaign=6)
+def test_fault_39_loading_compares_checksums_on_request(copy: Path, seed: int) -> None:
+    assert ciuic_cli.load(copy, verify=True) is not None
+    file = copy / "model.safetensors"
+    flip(file, random.Random(seed), 8 + int.from_bytes(file.read_bytes()[:8], "little") + 5000)
+    with pytest.raises(InputError, match="checksum") as caught:
+        ciuic_cli.load(copy, verify=True)
+    assert caught.value.file == str(file)
+
+
 IMPOSSIBLE = {
     "magic": (0, [0, 255]),
     "window": (4, [0, 11, 17, 255]),
