@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,8 @@ from typer.testing import CliRunner
 
 import ciuic_cli.pipeline
 from ciuic_cli import __version__, cli
-from ciuic_cli.errors import UsageError
+from ciuic_cli.console import INTERRUPTED
+from ciuic_cli.errors import CiuicError, UsageError
 
 QUICK = ["--nsamples", "4", "--seqlen", "64", "--effort", "fast"]
 SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
@@ -148,6 +150,20 @@ def test_wrong_options_are_usage_errors(tmp_path: Path, options: list[str], mess
 )
 def test_incomplete_calls_are_usage_errors(arguments: list[str]) -> None:
     assert invoke(*arguments).exit_code == 2
+
+
+def test_the_exit_codes_are_documented() -> None:
+    words = " ".join(invoke("--help").stdout.split())
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    codes = {error.exit_code for error in CiuicError.__subclasses__()} | {
+        0,
+        CiuicError.exit_code,
+        INTERRUPTED,
+    }
+    assert codes == {0, 1, 2, 3, 4, 5, 130}
+    for code in codes:
+        assert re.search(rf"[:;] {code} [a-z]", words), code
+        assert f"\n| {code} | " in readme, code
 
 
 def test_empty_prompt(made: tuple[Path, Path, Any]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
@@ -203,3 +203,21 @@ def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
     with pytest.raises(EnvironmentFault):
         writer.publish(new, out)
     assert _content(out) == {"weights": "old"}
+
+
+def test_34_an_interrupted_write_leaves_no_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(os, "fsync", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        writer.write_atomically(tmp_path / "file", b"new")
+    assert _content(tmp_path) == {"file": "old"}
+
+
+def test_34_the_system_error_behind_one_of_safetensors() -> None:
+    error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    fault = writer.environment_fault(error, Path("x"))
+    assert "No space left" in fault.message and "free disk space" in (fault.remedy or "")
+    assert "odd" in writer.environment_fault(SafetensorError("odd"), Path("x")).message
