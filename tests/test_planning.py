@@ -182,6 +182,9 @@ class _PlainStatistics:
     def __init__(self, model_map: ModelMap) -> None:
         self.shapes = {name: p.shape for name, p in model_map.parameters.items()}
 
+    def tokens(self, name: str, expert: int | None = None) -> int:
+        return 1 << 20
+
     def input_moment(self, name: str, expert: int | None) -> torch.Tensor:
         return torch.eye(self.shapes[name][-1]) / self.shapes[name][-1]
 
