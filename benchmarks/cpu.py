@@ -1,18 +1,30 @@
-"""Speed of the CPU kernels against torch's bfloat16 linear, in one run.
+"""Speed of the CPU kernels against torch's bfloat16 linear and against the machine's limits, in one run.
 
     python benchmarks/cpu.py [--threads 1] [--repetitions 30]
 
-Products with 4-bit codes at batch 1, decoding of whole matrices, and the encoder. Each row alternates the two
-contestants, so that a drift of the machine hits both; the ratio of the medians is what counts.
+Products at batch 1 with the kernels at hand and with the portable ones (in a process of their own), a prompt of
+512 tokens, decoding of whole matrices, and the encoder. Activations are bfloat16 on both sides. Each row
+alternates the two contestants, so that a drift of the machine hits both. Times are lower quartiles, with one
+thread of the processor time, which other work on the machine disturbs least; their ratio is what counts.
+
+A limit is the smaller of two rates: the clock times the weights per cycle that the vector pipes of the kernel's
+instructions allow (docs/PERFORMANCE.md derives them), and the speed of reading the codes from memory. Clock and
+speed of reading are measured at the start; both limits hold per thread.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,8 +32,18 @@ import torch
 from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import CODE_SCALE, decode, matmul, round_matrix
+from ciuic_cli.runtime.matrices import CpuMatrix
+from ciuic_cli.runtime.products import product
 
 WINDOW = 16
+SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
+PROMPT = 512
+WEIGHTS_PER_CYCLE = {
+    "avx512vnni": {"int8": 16 / 2, "int15": 16 / 3},
+    "avx2": {"int8": 16 / 3, "int15": 16 / 3},
+    "portable": {"int8": 8 / 3.06, "int15": 8 / 3.06},
+}
+"""By kernels and precision of the activations, for one thread of a processor with the pipes of Zen 4."""
 
 
 def random_matrix(rows: int, cols: int, bits: int) -> PackedMatrix:
@@ -37,15 +59,89 @@ def random_matrix(rows: int, cols: int, bits: int) -> PackedMatrix:
 def alternate(
     ours: Callable[[], object], theirs: Callable[[], object], repetitions: int
 ) -> tuple[float, float]:
-    """Median seconds of each, measured in turn after a warm-up."""
+    """Lower quartile of the seconds of each, measured in turn after a warm-up."""
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: tuple[list[float], list[float]] = ([], [])
     for repetition in range(repetitions + 3):
         for action, kept in zip((ours, theirs), times, strict=True):
-            started = time.perf_counter()
+            started = clock()
             action()
             if repetition >= 3:
-                kept.append(time.perf_counter() - started)
-    return statistics.median(times[0]), statistics.median(times[1])
+                kept.append(clock() - started)
+    return statistics.quantiles(times[0], n=4)[0], statistics.quantiles(times[1], n=4)[0]
+
+
+def measured_limits() -> tuple[float, float]:
+    """(clock in Hz, bytes per second that one thread reads from memory)."""
+    memory = np.ones(1 << 25, np.uint64)  # 256 MB, far more than the caches hold
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "limits.so"
+        source = Path(__file__).with_name("cpu_limits.cpp")
+        subprocess.run(["g++", "-O2", "-march=native", "-shared", "-fPIC", "-o", library, source], check=True)
+        loaded = ctypes.CDLL(str(library))
+        loaded.clock_hz.restype = loaded.read_bytes_per_second.restype = ctypes.c_double
+        loaded.read_bytes_per_second.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        return loaded.clock_hz(), loaded.read_bytes_per_second(memory.ctypes.data, memory.nbytes)
+
+
+def print_products(threads: int, repetitions: int, all_bits: tuple[int, ...]) -> None:
+    clock, reading = measured_limits()
+    kernels = native.cpu_kernels()
+    print(f"\nkernels {kernels}; clock {clock / 1e9:.2f} GHz, reading {reading / 1e9:.0f} GB/s per thread\n")
+    print(
+        "| product, batch 1 | activations | ours ms | torch bf16 ms | speed-up | G weights/s | of its limit |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for rows, cols in SHAPES:
+        dense = torch.randn(rows, cols).to(torch.bfloat16)
+        x = torch.randn(1, cols).to(torch.bfloat16)
+        for bits in all_bits:
+            packed = random_matrix(rows, cols, bits)
+            ours, theirs = alternate(
+                partial(matmul, packed, x, torch.bfloat16, threads=threads),
+                partial(torch.nn.functional.linear, x, dense),
+                repetitions,
+            )
+            precision = "int8" if bits <= 4 else "int15"
+            limit = threads * min(clock * WEIGHTS_PER_CYCLE[kernels][precision], reading * 8 / bits)
+            rate = rows * cols / ours
+            print(
+                f"| {rows} x {cols}, {bits} bits | {precision} | {ours * 1e3:.2f} | {theirs * 1e3:.2f} "
+                f"| {theirs / ours:.2f} | {rate / 1e9:.1f} | {rate / limit:.0%} |"
+            )
+
+
+def print_prefill(repetitions: int) -> None:
+    print(f"\n| product, {PROMPT} tokens, 4 bits | ours ms | torch bf16 ms | of torch's speed |")
+    print("|---|---|---|---|")
+    for rows, cols in SHAPES:
+        dense = torch.randn(rows, cols).to(torch.bfloat16)
+        x = torch.randn(PROMPT, cols).to(torch.bfloat16)
+        matrix = CpuMatrix(random_matrix(rows, cols, 4))
+        ours, theirs = alternate(
+            partial(product, matrix, x), partial(torch.nn.functional.linear, x, dense), repetitions // 5 + 2
+        )
+        print(f"| {rows} x {cols} | {ours * 1e3:.0f} | {theirs * 1e3:.0f} | {theirs / ours:.2f} |")
+
+
+def print_encoder(threads: int) -> None:
+    print("\n| encoder, L = 16 | M weights/s |\n|---|---|")
+    for bits in (2, 3, 4, 5, 6):
+        w = torch.randn(512, 256)
+        row_bits = np.full(32, bits, np.uint8)
+        scale = np.full(512, CODE_SCALE[bits], np.float32)
+        started = time.perf_counter()
+        round_matrix(w, scale, row_bits, L=WINDOW, threads=threads)
+        print(f"| {bits} bits | {w.numel() / (time.perf_counter() - started) / 1e6:.3f} |")
+
+
+def print_decoding(threads: int, repetitions: int) -> None:
+    packed = random_matrix(1024, 1024, 4)  # one panel
+    to = [
+        partial(decode, packed, out_dtype=dtype, threads=threads) for dtype in (torch.float32, torch.bfloat16)
+    ]
+    rates = [packed.rows * packed.cols / seconds / 1e9 for seconds in alternate(to[0], to[1], repetitions)]
+    print(f"\ndecoding, G weights/s: {rates[0]:.2f} to float32, {rates[1]:.2f} to bfloat16")
 
 
 def main() -> None:
@@ -54,38 +150,23 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repetitions", type=int, default=30)
+    parser.add_argument("--portable-products", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    kernels = native.library().ciuic_cpu_kernels().decode()
-    print(f"kernels {kernels}, threads {options.threads}, torch {torch.__version__}")
-    print("| product, batch 1 | ours ms | torch bf16 ms | speed-up | G weights/s |\n|---|---|---|---|---|")
-    for rows, cols in ((4096, 4096), (14336, 4096), (4096, 14336)):
-        dense = torch.randn(rows, cols).to(torch.bfloat16)
-        x = torch.randn(1, cols)
-        x16 = x.to(torch.bfloat16)
-        for bits in (3, 4, 6):
-            packed = random_matrix(rows, cols, bits)
-            ours, theirs = alternate(
-                partial(matmul, packed, x, threads=options.threads),
-                partial(torch.nn.functional.linear, x16, dense),
-                options.repetitions,
-            )
-            rate = rows * cols / ours / 1e9
-            label = f"{rows} x {cols}, {bits} bits"
-            print(f"| {label} | {ours * 1e3:.2f} | {theirs * 1e3:.2f} | {theirs / ours:.2f} | {rate:.1f} |")
-    print("\n| encoder, L = 16 | M weights/s |\n|---|---|")
-    for bits in (2, 3, 4, 5, 6):
-        w = torch.randn(512, 256)
-        row_bits = np.full(32, bits, np.uint8)
-        started = time.perf_counter()
-        round_matrix(
-            w, np.full(512, CODE_SCALE[bits], np.float32), row_bits, L=WINDOW, threads=options.threads
-        )
-        print(f"| {bits} bits | {w.numel() / (time.perf_counter() - started) / 1e6:.3f} |")
-    packed = random_matrix(4096, 4096, 4)
-    started = time.perf_counter()
-    decode(packed, threads=options.threads)
-    print(f"\ndecoding to float32: {4096 * 4096 / (time.perf_counter() - started) / 1e9:.2f} G weights/s")
+    if options.portable_products:
+        print_products(options.threads, options.repetitions, (4,))
+        return
+    print(f"threads {options.threads}, torch {torch.__version__}", flush=True)
+    print_products(options.threads, options.repetitions, (2, 3, 4, 6))
+    sys.stdout.flush()
+    subprocess.run(
+        [sys.executable, __file__, *sys.argv[1:], "--portable-products"],
+        env={**os.environ, "CIUIC_CPU_KERNELS": "portable"},
+        check=True,
+    )
+    print_prefill(options.repetitions)
+    print_encoder(options.threads)
+    print_decoding(options.threads, options.repetitions)
 
 
 if __name__ == "__main__":
