@@ -41,9 +41,8 @@ class CompressedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) floating -> (..., out_features) in the dtype of x."""
-        bias = self._parameters[
-            "bias"
-        ]  # the lookup by name that nn.Module does costs a tenth of a small product
+        # nn.Module's own lookup by name would take a tenth of the time of a small product.
+        bias = self._parameters["bias"]
         y = ops.linear(x, self.blob, self.out_features)
         return y if bias is None else y + bias.to(y.dtype)
 
