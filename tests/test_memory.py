@@ -1,0 +1,48 @@
+"""Freed memory goes back to the system, and what oneDNN keeps is bounded unless the user said otherwise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+FREED = """
+import numpy as np
+from ciuic_cli.memory import resident_bytes, return_freed_memory, steady_memory
+{prepare}
+kept = []
+def layer():
+    blocks = []
+    for _ in range(400):
+        blocks.append(np.ones(1 << 16))  # half a megabyte: below the size that is mapped singly
+        kept.append(np.ones(16))  # in between, what stays
+    return blocks
+held = layer()
+full = resident_bytes()
+del held
+return_freed_memory()
+print(full - resident_bytes())
+"""
+
+
+def test_what_a_layer_held_goes_back() -> None:
+    script = FREED.format(prepare="steady_memory()")
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert int(done.stdout) > 0.9 * 400 * 8 * (1 << 16)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "64"), ("1024", "1024")])
+def test_a_limit_of_the_users_own_is_kept(before: str | None, after: str) -> None:
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    if before is not None:
+        environment[name] = before
+    script = (
+        f"import os; from ciuic_cli.memory import steady_memory; steady_memory(); print(os.environ[{name!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment
+    )
+    assert done.stdout.strip() == after
