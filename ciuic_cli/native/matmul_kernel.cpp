@@ -9,15 +9,18 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
+// One byte in all four places.
+static int32_t fourfold(int32_t value) { return static_cast<int32_t>((value & 0xFFu) * 0x01010101u); }
+
 static void fill_bytes(const QuantizedRow& row, long begin, long end, Precision precision) {
   int32_t* four = reinterpret_cast<int32_t*>(row.bytes);
   for (long j = begin; j < end; ++j) {
     const int32_t low = static_cast<int8_t>(row.value[j]), high = (row.value[j] - low) >> 8;
     if (precision == kInt8) {
-      four[j] = (low & 0xFF) * 0x01010101;
+      four[j] = fourfold(low);
     } else {
-      four[2 * j] = (low & 0xFF) * 0x01010101;
-      four[2 * j + 1] = (high & 0xFF) * 0x01010101;
+      four[2 * j] = fourfold(low);
+      four[2 * j + 1] = fourfold(high);
     }
   }
 }
