@@ -42,6 +42,6 @@ def test_fault_41_random_changes_of_the_corpus(target: str, folder: Folder) -> N
     for _ in range(300):
         data = bytearray(generator.choice(inputs))
         for _ in range(generator.randrange(1, 5)):
-            place = generator.randrange(1, len(data))
+            place = generator.randrange(1, max(2, len(data)))
             data[place : place + generator.randrange(3)] = generator.randbytes(generator.randrange(3))
         TARGETS[target](bytes(data), folder)
