@@ -10,13 +10,15 @@ OUT ?= build/demo
 # What `fuzz` spends on each target, and how many kills `kills` makes.
 FUZZ_SECONDS ?= 120
 KILLS ?= 200
+# Layers of the models that `scale` makes: 0.1 GB each.
+LAYERS ?= 20 80
 SANITIZED = build/sanitized
 FUZZED = build/fuzzed
 # Python itself is built without the sanitizers: they are loaded before it, and its own leaks do not count.
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test check faults kills fuzz sanitize format cuda-check gpu quality clean
+.PHONY: demo test check faults kills fuzz sanitize format cuda-check gpu quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -70,35 +72,7 @@ check: $(VENV)/.installed
 	$(BIN)/mypy
 
 # Every CUDA kernel assembled for every supported GPU (needs no GPU): fails where registers spill.
-cuda-# The campaign against every fault of the list, slow attacks included.
-faults: $(VENV)/.installed
-	$(BIN)/python -m pytest tests/faults tests/fuzz -m ""
-
-# Kills at random moments: nothing may be lost, and the rerun must end in the same bytes.
-kills: $(VENV)/.installed
-	$(BIN)/python tests/faults/killing.py --kills $(KILLS)
-
-fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
-	$(BIN)/python -m pip install --quiet "atheris>=3.0"
-	$(BIN)/python tests/fuzz/run.py checkpoint $(FUZZ_SECONDS)
-	$(BIN)/python tests/fuzz/run.py artifact $(FUZZ_SECONDS)
-	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(FUZZED)/libciuic_native.so \
-		$(BIN)/python tests/fuzz/run.py native $(FUZZ_SECONDS)
-
-# The native library under the address and undefined-behaviour sanitizers, over all tests of the codecs.
-sanitize: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
-	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
-		$(BIN)/python -m pytest -p no:cacheprovider tests/codecs tests/fuzz
-
-$(SANITIZED)/libciuic_native.so: CMakeLists.txt $(wildcard ciuic_cli/native/*)
-	$(BIN)/cmake -S . -B $(SANITIZED) -DCIUIC_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
-	$(BIN)/cmake --build $(SANITIZED) --target ciuic_native
-
-$(FUZZED)/libciuic_native.so: CMakeLists.txt tests/fuzz/coverage.c $(wildcard ciuic_cli/native/*)
-	$(BIN)/cmake -S . -B $(FUZZED) -DCIUIC_SANITIZE=ON -DCIUIC_FUZZ=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
-	$(BIN)/cmake --build $(FUZZED) --target ciuic_native
-
-check: $(VENV)/.installed
+cuda-check: $(VENV)/.installed
 	$(BIN)/python cuda/check.py
 
 # On a machine with a GPU: builds, checks and times the kernels, and writes build/gpu.json.
@@ -113,7 +87,6 @@ quality: $(VENV)/.installed
 	$(BIN)/python benchmarks/quality.py build/smollm2 --ablation --page docs/QUALITY.md
 
 # Peak memory of compressing 2 GB and 8 GB: hours. LAYERS="1 6" shows the same in minutes.
-LAYERS ?= 20 80
 scale: $(VENV)/.installed
 	$(BIN)/python benchmarks/scale.py --layers $(LAYERS)
 
