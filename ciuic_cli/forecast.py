@@ -180,7 +180,7 @@ def _seconds(
     )
     # Forward, again before the backward pass, and as much for the gradients there; then both moments of every token.
     total["statistics"] += text.tokens * (3 * routed + moments) * product + 2 * weights * read
-    total["probe"] += (roles + 1) * (text.held_out * text.length * routed * product + weights * read)
+    total["probe"] += (roles + 2) * (text.held_out * text.length * routed * product + weights * read)
     total["measure"] += text.held_out * text.length * routed * product + weights * read
     return total
 
@@ -235,7 +235,7 @@ def _time_matrix(rows: int, cols: int, window: int, ranks: bool, full: bool) -> 
     threads = torch.get_num_threads()
     coding = _clock(lambda: round_prepared(part, bits, window=window, threads=threads))
     coding *= rows / min(CODED_ROWS, r) * cols / c
-    return {"arms": preparing + factors, "probe": 1.3 * preparing, "encode": preparing + coding}
+    return {"arms": preparing + factors, "probe": 2.6 * preparing, "encode": preparing + coding}
 
 
 def _factor_work(rows: int, cols: int, full: bool) -> float:

@@ -3,7 +3,7 @@
 Curvature from a few thousand tokens can be off by a factor for a whole kind of matrix (attention sinks inflate
 down projections, saturated predictions deflate others). Before the budget is spent, every role is perturbed with
 noise shaped as rounding would shape it, at the widths of a first plan; the measured KL over the predicted one
-corrects that role's sensitivity.
+corrects that role's sensitivity. Then all roles are perturbed at once, for what their losses have in common.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ from ciuic_cli.passes.quantize import BLOCK, Prepared, prepare
 from ciuic_cli.planning import Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
 from ciuic_cli.statistics.measure import KLMeter
+from ciuic_cli.statistics.streaming import Override
 
 LIMITS = (0.33, 10.0)
 """Corrections are kept between these: a handful of held-out sequences proves no more."""
+TOGETHER = "together"
 
 
 def rounding_noise(
@@ -56,20 +58,22 @@ def role_corrections(
     window: int,
     progress: Callable[[str, int, int], None],
 ) -> dict[str, dict[str, float]]:
-    """For each role: predicted and measured KL of its matrices alone at the plan's widths, and the correction."""
+    """For each role: predicted and measured KL of its matrices alone at the plan's widths, and the correction.
+
+    The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
+    their losses overlap, as where any disturbance at all tips the same close calls of a router.
+    """
     roles: dict[str, list[Unit]] = {}
     for unit_plan in plan.units.values():
         roles.setdefault(unit_plan.unit.role, []).append(unit_plan.unit)
-    found = {}
-    for number, (role, units) in enumerate(roles.items()):
+
+    def disturbed(units: list[Unit]) -> Override:
         by_name: dict[str, list[Unit]] = {}
         for unit in units:
             by_name.setdefault(unit.name, []).append(unit)
         generator = torch.Generator().manual_seed(0)
 
-        def changed(
-            name: str, by_name: dict[str, list[Unit]] = by_name, generator: torch.Generator = generator
-        ) -> torch.Tensor | None:
+        def override(name: str) -> torch.Tensor | None:
             members = by_name.get(name)
             if members is None:
                 return None
@@ -79,11 +83,23 @@ def role_corrections(
                 values.append(rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator))
             return values[0] if members[0].expert is None else torch.stack(values)
 
-        measured = meter.measure(changed).value
+        return override
+
+    found = {}
+    for number, (role, units) in enumerate(roles.items()):
         predicted = sum(plan.units[unit.key].predicted_kl for unit in units)
-        ratio = measured / predicted if predicted > 0 else 1.0
-        found[role] = {
-            "predicted_kl": predicted, "measured_kl": measured, "correction": min(max(ratio, LIMITS[0]), LIMITS[1])
-        }  # fmt: skip
-        progress("probe", number + 1, len(roles))
-    return found
+        found[role] = _compared(predicted, meter.measure(disturbed(units)).value)
+        progress("probe", number + 1, len(roles) + 1)
+    everything = [unit for units in roles.values() for unit in units]
+    corrected = sum(entry["predicted_kl"] * entry["correction"] for entry in found.values())
+    together = _compared(corrected, meter.measure(disturbed(everything)).value)
+    for entry in found.values():
+        entry["correction"] *= together["correction"]
+    progress("probe", len(roles) + 1, len(roles) + 1)
+    return {**found, TOGETHER: together}
+
+
+def _compared(predicted: float, measured: float) -> dict[str, float]:
+    ratio = measured / predicted if predicted > 0 else 1.0
+    correction = min(max(ratio, LIMITS[0]), LIMITS[1])
+    return {"predicted_kl": predicted, "measured_kl": measured, "correction": correction}

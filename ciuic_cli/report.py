@@ -235,7 +235,7 @@ def _measured_kl(report: Mapping[str, Any]) -> str:
 
 def _measured_text(report: Mapping[str, Any]) -> str:
     text = (
-        "Each component alone, before the budget was spent: what the curvature predicts, "
+        "Each component alone and all together, before the budget was spent: what the curvature predicts, "
         "and what noise like the code's really does."
     )
     if report.get("measured_kl") is not None:

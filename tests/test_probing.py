@@ -1,0 +1,55 @@
+"""Corrections of the prediction by measured noise, with a meter whose answers are known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from ciuic_cli.estimates import Mean
+from ciuic_cli.planning import Plan, Unit, UnitPlan
+from ciuic_cli.probing import LIMITS, TOGETHER, role_corrections
+
+BITS = np.full(2, 4, np.uint8)
+
+
+def _plan(predicted: dict[str, float]) -> Plan:
+    units = {
+        f"{role}.weight": UnitPlan(Unit(f"{role}.weight", None, role, 32, 32), BITS, 0, 0, loss)
+        for role, loss in predicted.items()
+    }
+    return Plan(units, {}, 0, 0, 0.0)
+
+
+def _corrections(predicted: dict[str, float], answers: list[float]) -> dict[str, dict[str, float]]:
+    left = iter(answers)
+    meter = SimpleNamespace(measure=lambda override: Mean(next(left), 0.0, "tokens"))
+    unused = cast(Any, None)
+    return role_corrections(
+        unused, unused, _plan(predicted), cast(Any, meter), window=12, progress=lambda what, done, total: None
+    )
+
+
+def test_each_role_is_corrected_by_its_own_measurement_and_by_the_whole() -> None:
+    found = _corrections({"up": 0.01, "down": 0.02}, [0.02, 0.01, 0.015])
+    assert found["up"]["correction"] == pytest.approx(2.0 * 0.5)
+    assert found["down"]["correction"] == pytest.approx(0.5 * 0.5)
+    assert found[TOGETHER] == pytest.approx({"predicted_kl": 0.03, "measured_kl": 0.015, "correction": 0.5})
+
+
+def test_the_corrected_prediction_of_the_plan_is_what_was_measured() -> None:
+    predicted = {"q": 0.003, "k": 0.004, "v": 0.005}
+    found = _corrections(predicted, [0.004, 0.002, 0.009, 0.0111])
+    assert sum(predicted[role] * found[role]["correction"] for role in predicted) == pytest.approx(0.0111)
+
+
+def test_corrections_keep_their_limits() -> None:
+    found = _corrections({"up": 0.01, "down": 0.01}, [1.0, 1e-6, 0.1033])
+    assert found["up"]["correction"] == pytest.approx(LIMITS[1])
+    assert found["down"]["correction"] == pytest.approx(LIMITS[0])
+
+
+def test_a_role_that_is_predicted_to_lose_nothing_stays_as_it_is() -> None:
+    assert _corrections({"up": 0.0, "down": 0.01}, [0.0, 0.01, 0.01])["up"]["correction"] == 1.0
