@@ -6,7 +6,6 @@ while it works, then the figures or the error.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import os
@@ -22,7 +21,7 @@ import torch
 from ciuic_cli.checkpoint.architecture import build_config, build_meta_model
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
-from ciuic_cli.memory import peak_resident_bytes, resident_bytes
+from ciuic_cli.memory import peak_resident_bytes, resident_bytes, return_freed_memory
 from ciuic_cli.opening import file_bytes, open_model
 from ciuic_cli.runtime.loading import choose_device
 
@@ -125,10 +124,7 @@ def _synchronize(place: torch.device) -> None:
 def _settle() -> None:
     """Give freed memory back to the system, so that what is resident is what is in use."""
     gc.collect()
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl has not
-        if trim is not None:
-            trim(0)
+    return_freed_memory()
 
 
 def _require_positions(config: Any, needed: int, folder: Path) -> None:

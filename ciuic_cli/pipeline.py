@@ -46,7 +46,7 @@ from ciuic_cli.planning import (
 from ciuic_cli.probing import role_corrections
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device
-from ciuic_cli.runtime.routing import is_zero, masking
+from ciuic_cli.runtime.routing import masking
 from ciuic_cli.statistics.calibration import calibration_batch
 from ciuic_cli.statistics.collect import Statistics, collect_statistics
 from ciuic_cli.statistics.measure import KLMeter
@@ -267,8 +267,8 @@ class _Run:
             )  # fmt: skip
         return self._kl_meter
 
-    def _measured_kl(self) -> Mean:
-        """KL of the finished codes on the held-out sequences."""
+    def _measured_kl(self, plan: Plan) -> Mean:
+        """KL of the finished codes on the held-out sequences, routers masked as they will be at loading."""
         steps: dict[str, list[int]] = {}
         for number, unit in enumerate(self.units):
             steps.setdefault(unit.name, []).append(number)
@@ -284,7 +284,7 @@ class _Run:
 
         pruned = {
             name.removesuffix(".down_proj"): torch.tensor(
-                [is_zero(PackedMatrix.from_buffer(self._blob(number), where=name)) for number in numbers]
+                [plan.units[self.units[number].key].is_zero for number in numbers]
             )
             for name, numbers in steps.items()
             if name.endswith(".down_proj")
@@ -349,7 +349,7 @@ class _Run:
         writer.write_shards(shards, folder, payload, count)
         writer.write_index(shards, folder)
         writer.copy_companions(self.map.checkpoint.folder, folder)
-        report = self.report(plan, started, self._measured_kl())
+        report = self.report(plan, started, self._measured_kl(plan))
         writer.write_config(folder, self.map.source_config, quantization_config(report))
         text = json.dumps(report, indent=2)
         (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")

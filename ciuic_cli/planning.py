@@ -162,6 +162,11 @@ class UnitPlan:
     lowrank_bytes: int
     predicted_kl: float
 
+    @property
+    def is_zero(self) -> bool:
+        """Whether nothing is left of the matrix."""
+        return not self.row_bits.any() and not self.rank
+
 
 @dataclass(frozen=True)
 class Plan:

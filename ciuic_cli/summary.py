@@ -96,7 +96,7 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
         }  # fmt: skip
         if len(parameter.shape) == 3:
             row["experts"] = [
-                {"bits": float(member.row_bits.mean()), "pruned": bool((member.row_bits == 0).all()),
+                {"bits": float(member.row_bits.mean()), "pruned": member.is_zero,
                  "tokens": statistics.tokens(parameter.name, member.unit.expert), "predicted_kl": member.predicted_kl}
                 for member in members
             ]  # fmt: skip

@@ -61,7 +61,7 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
         ],
     )  # fmt: skip
     measured = report["measured_kl"]
-    tokens = report["statistics"].get("held_out_tokens", 0)
+    tokens = report["statistics"]["held_out_tokens"]
     beside = (
         ""
         if measured is None

@@ -77,6 +77,11 @@ class PackedMatrix:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property
+    def is_zero(self) -> bool:
+        """Neither codes nor a low-rank part: nothing but zeros, as a pruned expert is."""
+        return self.codes.size == 0 and self.lowrank is None
+
+    @property
     def rows_padded(self) -> int:
         return padded(self.rows)
 

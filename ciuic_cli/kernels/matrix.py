@@ -86,7 +86,7 @@ class DeviceMatrix:
 
     @cached_property
     def is_zero(self) -> bool:
-        return self.max_bits == 0 and self.lowrank is None
+        return self.packed.is_zero
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """From a parameter's bytes to matrices on its device: parsed and checked once per tensor, then remembered.
 
 This is also where a device gets its kernels: `WEIGHTS` and `STACKS` say by device type what stands for a
-    blob there.
+blob there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import TypeVar, cast
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -17,6 +18,9 @@ from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
 from ciuic_cli.runtime.weights import PlainStack, PlainWeight, Stack, Weight, expert_blobs
+
+Value = TypeVar("Value", Weight, Stack)
+Maker = TypeVar("Maker", bound=Callable[..., Weight | Stack])
 
 CPU_SMALL_BATCH = {"avx512vnni": 48, "avx2": 24, "portable": 12}
 """By native kernels: the batch up to which multiplying from the codes beat panels (one thread, 4096x4096, 4 bits)."""
@@ -100,25 +104,34 @@ def weight_of(blob: torch.Tensor) -> Weight:
 
     Raises InputError if the blob is damaged.
     """
-    known = _parsed.get(blob)
-    if known is None or not known.fits(blob):
-        device = blob.device.type
-        if device not in WEIGHTS:
-            _notice(device)
-        packed = PackedMatrix.from_buffer(blob, where="weight")
-        known = _Parsed(blob, WEIGHTS.get(device, portable_weight)(packed, blob.detach()))
-        _parsed[blob] = known
-    return known.value
+    return _parsed_once(
+        blob,
+        lambda: _for_device(WEIGHTS, portable_weight, blob)(
+            PackedMatrix.from_buffer(blob, where="weight"), blob.detach()
+        ),
+    )
 
 
 def stack_of(blob: torch.Tensor) -> Stack:
     """The experts in a stack's blob; as `weight_of`."""
+    return _parsed_once(
+        blob,
+        lambda: _for_device(STACKS, portable_stack, blob)(
+            ExpertStack.from_buffer(blob, where="experts"), blob.detach()
+        ),
+    )
+
+
+def _parsed_once(blob: torch.Tensor, parse: Callable[[], Value]) -> Value:
     known = _parsed.get(blob)
     if known is None or not known.fits(blob):
-        device = blob.device.type
-        if device not in STACKS:
-            _notice(device)
-        stack = ExpertStack.from_buffer(blob, where="experts")
-        known = _Parsed(blob, STACKS.get(device, portable_stack)(stack, blob.detach()))
+        known = _Parsed(blob, parse())
         _parsed[blob] = known
-    return known.value
+    return cast(Value, known.value)
+
+
+def _for_device(makers: dict[str, Maker], portable: Maker, blob: torch.Tensor) -> Maker:
+    device = blob.device.type
+    if device not in makers:
+        _notice(device)
+    return makers.get(device, portable)

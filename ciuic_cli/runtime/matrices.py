@@ -68,7 +68,7 @@ class CpuMatrix:
             packed.cols_padded,
             packed.seed,
         )
-        self.is_zero = packed.lowrank is None and packed.codes.size == 0
+        self.is_zero = packed.is_zero
         self.lowrank: tuple[CpuMatrix, CpuMatrix] | None = None
         if packed.lowrank is not None:
             right, left = packed.lowrank
@@ -105,7 +105,7 @@ class TorchMatrix:
             packed.seed,
         )
         self.window = packed.L
-        self.is_zero = packed.lowrank is None and packed.codes.size == 0
+        self.is_zero = packed.is_zero
         self.row_bits = packed.row_bits.copy()
         self.group_offset = packed.group_offset.copy()
         self.factors = torch.from_numpy(packed.scales / CODE_SIGMA).to(codes.device)

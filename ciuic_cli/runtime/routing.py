@@ -22,20 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import ExpertStack
 
 NEVER = -1e4
 """Far below every score and logit, and exact in half precision."""
 
 
-def is_zero(matrix: PackedMatrix) -> bool:
-    """Whether the matrix stands for zeros only."""
-    return not matrix.row_bits.any() and matrix.lowrank is None
-
-
 def pruned_experts(down: ExpertStack) -> torch.Tensor:
     """Mask (E,) of the experts whose down projection is all zeros, low-rank part included."""
-    return torch.tensor([is_zero(expert) for expert in down.experts])
+    return torch.tensor([expert.is_zero for expert in down.experts])
 
 
 def mask_for(pruned: torch.Tensor, *, top_k: int, groups: int = 1, chosen_groups: int = 1) -> torch.Tensor:

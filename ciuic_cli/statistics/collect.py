@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, Diagonals, with_diagonal
+from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
 from ciuic_cli.statistics.moments import Key, MomentRecorder, Moments, Watched
 from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
 
@@ -116,14 +116,14 @@ class _Writer:
         self.files: dict[str, str] = {}
         self.expert_tokens: dict[str, dict[str, int]] = {}
 
-    def write(self, moments: Mapping[Key, Moments | Diagonals]) -> None:
-        by_name: dict[str, dict[int | None, Moments | Diagonals]] = {}
+    def write(self, moments: Mapping[Key, Moments]) -> None:
+        by_name: dict[str, dict[int | None, Moments]] = {}
         for (name, expert), found in moments.items():
             by_name.setdefault(name, {})[expert] = found
         for name, members in by_name.items():
             self._write_one(name, members)
 
-    def _write_one(self, name: str, members: dict[int | None, Moments | Diagonals]) -> None:
+    def _write_one(self, name: str, members: dict[int | None, Moments]) -> None:
         experts = [
             (e, found) for e, found in sorted(members.items(), key=lambda m: m[0] or 0) if e is not None
         ]
@@ -151,7 +151,7 @@ class _Writer:
         (self.folder / INDEX).write_text(json.dumps(index))
 
 
-def _pool(experts: Sequence[Moments | Diagonals]) -> Moments:
+def _pool(experts: Sequence[Moments]) -> Moments:
     """The sums over all experts of a layer."""
     first = experts[0]
     pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs))
@@ -225,7 +225,7 @@ def _collect_head(
     inputs: list[torch.Tensor] = []
     handle = head.register_forward_pre_hook(lambda _module, args: inputs.append(args[0].detach()))
     vocabulary, width = head.weight.shape
-    moments = Moments.zeros(vocabulary, width, stream.device, torch.float32, full=False)
+    moments = Moments.zeros(vocabulary, width, stream.device, torch.float32, full_outputs=False)
     mean = torch.zeros(vocabulary, device=stream.device)
 
     def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:

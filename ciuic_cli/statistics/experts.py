@@ -10,8 +10,6 @@ is settled by a few dozen.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 FULL_LIMIT = 1 << 27
@@ -23,28 +21,6 @@ DIAGONAL_TOKENS = 64
 def full_moments_fit(experts: int, rows: int, cols: int) -> bool:
     """Whether every expert (rows, cols) of a stack may have its full H and G."""
     return 4 * experts * (rows * rows + cols * cols) <= FULL_LIMIT
-
-
-@dataclass
-class Diagonals:
-    """Running sums of one expert: diagonals of its input moment (n,) and output moment (m,), float32."""
-
-    inputs: torch.Tensor
-    outputs: torch.Tensor
-    energy: float = 0.0
-    tokens: int = 0
-
-    @classmethod
-    def zeros(cls, rows: int, cols: int, device: torch.device) -> Diagonals:
-        return cls(torch.zeros(cols, device=device), torch.zeros(rows, device=device))
-
-    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add tokens, as `Moments.add`: x (t, n) inputs and g (t, m) gradients, float32."""
-        x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
-        self.inputs += (x * g_norm).square().sum(0)
-        self.outputs += (g * x_norm).square().sum(0)
-        self.energy += float((x_norm * g_norm).square().sum())
-        self.tokens += x.shape[0]
 
 
 def with_diagonal(pool: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ciuic_cli.statistics.experts import Diagonals, full_moments_fit
+from ciuic_cli.statistics.experts import full_moments_fit
 
 FULL_FISHER_LIMIT = 16384
 """Outputs above which only the diagonal of G is kept (in practice: the head)."""
@@ -30,7 +30,7 @@ Key = tuple[str, int | None]
 
 @dataclass
 class Moments:
-    """Running sums of one matrix: input moment (n, n), output moment (m, m) or its diagonal (m,)."""
+    """Running sums of one matrix: input moment (n, n) and output moment (m, m), or of either the diagonal alone."""
 
     inputs: torch.Tensor
     outputs: torch.Tensor
@@ -39,24 +39,36 @@ class Moments:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def zeros(cls, rows: int, cols: int, device: torch.device, dtype: torch.dtype, *, full: bool) -> Moments:
-        """dtype: of the products; the sums are float32."""
-        outputs = torch.zeros((rows, rows) if full else (rows,), device=device)
-        return cls(torch.zeros((cols, cols), device=device), outputs, dtype=dtype)
+    def zeros(
+        cls,
+        rows: int,
+        cols: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        full_inputs: bool = True,
+        full_outputs: bool,
+    ) -> Moments:
+        """dtype: of the products; the sums are float32. Without full_inputs or full_outputs: diagonals."""
+        inputs = torch.zeros((cols, cols) if full_inputs else (cols,), device=device)
+        outputs = torch.zeros((rows, rows) if full_outputs else (rows,), device=device)
+        return cls(inputs, outputs, dtype=dtype)
 
     def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Add tokens: x (t, n) inputs and g (t, m) gradients, float32."""
         x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
-        weighted_x = (x * g_norm).to(self.dtype)
-        self.inputs += weighted_x.T @ weighted_x
-        weighted_g = g * x_norm
-        if self.outputs.dim() == 2:
-            weighted_g = weighted_g.to(self.dtype)
-            self.outputs += weighted_g.T @ weighted_g
-        else:
-            self.outputs += weighted_g.square().sum(0)
+        self._sum(self.inputs, x * g_norm)
+        self._sum(self.outputs, g * x_norm)
         self.energy += float((x_norm * g_norm).square().sum())
         self.tokens += x.shape[0]
+
+    def _sum(self, moment: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Add the second moment of vectors (t, k), or its diagonal, in place."""
+        if moment.dim() == 1:
+            moment += vectors.square().sum(0)
+        else:
+            vectors = vectors.to(self.dtype)
+            moment += vectors.T @ vectors
 
 
 @dataclass(frozen=True)
@@ -77,7 +89,7 @@ class MomentRecorder(TorchFunctionMode):
 
     watched: list[Watched]
     dtype: torch.dtype
-    moments: dict[Key, Moments | Diagonals] = field(default_factory=dict)
+    moments: dict[Key, Moments] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -138,21 +150,15 @@ class MomentRecorder(TorchFunctionMode):
         x, gradient = x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float()
         with torch.autocast(x.device.type, enabled=False):
             if expert is not None and name in self._pooled:
-                self._diagonals(key, shape, x.device).add(x, gradient)
+                self._sums(key, shape, x.device, diagonals=True).add(x, gradient)
                 key = (name, None)
-            self._full(key, shape, x.device).add(x, gradient)
+            self._sums(key, shape, x.device).add(x, gradient)
 
-    def _full(self, key: Key, shape: torch.Size, device: torch.device) -> Moments:
-        found = self.moments.get(key)
-        if not isinstance(found, Moments):
+    def _sums(self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False) -> Moments:
+        if key not in self.moments:
             rows, cols = shape
-            found = Moments.zeros(rows, cols, device, self.dtype, full=rows <= FULL_FISHER_LIMIT)
-            self.moments[key] = found
-        return found
-
-    def _diagonals(self, key: Key, shape: torch.Size, device: torch.device) -> Diagonals:
-        found = self.moments.get(key)
-        if not isinstance(found, Diagonals):
-            found = Diagonals.zeros(shape[0], shape[1], device)
-            self.moments[key] = found
-        return found
+            self.moments[key] = Moments.zeros(
+                rows, cols, device, self.dtype,
+                full_inputs=not diagonals, full_outputs=not diagonals and rows <= FULL_FISHER_LIMIT,
+            )  # fmt: skip
+        return self.moments[key]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_checkpoints import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from ciuic_cli.checkpoint.model_map import ModelMap
@@ -16,20 +17,6 @@ from ciuic_cli.errors import InputError
 
 Make = Callable[..., Path]
 Mapped = Callable[[Path], ModelMap]
-FAMILIES = [
-    "llama",
-    "llama_tied",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma3",
-    "mixtral",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-]
 STREAMED = ["llama", "qwen2", "deepseek_v2", "deepseek_v3"]
 
 

@@ -157,17 +157,12 @@ class Victim:
     # --- attacks
 
     def compress(self, *options: object, out: Path | None = None) -> Outcome:
-        return invoke(
-            "compress",
-            self.model,
-            out or self.out,
-            "--calibration",
-            self.text,
-            "--ratio",
-            2.5,
-            *QUICK,
-            *options,
-        )
+        return invoke(*self.arguments(out), *options)
+
+    def arguments(self, out: Path | None = None) -> list[object]:
+        """Of a quick `ciuic compress` of it."""
+        out = out or self.out
+        return ["compress", self.model, out, "--calibration", self.text, "--ratio", 2.5, *QUICK]
 
     def succeeds(self, *options: object) -> tuple[Outcome, dict[str, Any]]:
         """Compress; returns what was said and the report."""
@@ -221,6 +216,18 @@ def harmless(done: Outcome) -> None:
     assert "Traceback" not in done.stderr, done.stderr
     for text in (done.stdout, done.stderr):
         assert not any(ord(character) < 32 and character not in "\n\t\r" for character in text), repr(text)
+
+
+# --- what a run left
+
+
+def weights(out: Path) -> bytes:
+    return b"".join(file.read_bytes() for file in sorted(out.glob("*.safetensors")))
+
+
+def unfinished(folder: Path) -> list[str]:
+    """Files that a finished write would have renamed or removed."""
+    return [p.name for p in folder.rglob("*") if p.name.endswith((".part", ".partial")) or ".tmp" in p.name]
 
 
 # --- the bytes of a shard

@@ -53,7 +53,7 @@ class Harness:
         assert compress is not None  # imported here, once, for all the runs
         torch.set_num_threads(1)
         self.random = random.Random(self.seed)
-        from conftest import make_checkpoint
+        from tiny_checkpoints import make_checkpoint
 
         self.model = make_checkpoint("llama_tied", self.folder / "model", num_hidden_layers=1)
         self.text = self.folder / "text.txt"

@@ -13,6 +13,7 @@ import torch
 from packed_weights import relative_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_checkpoints import FAMILIES
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
@@ -22,21 +23,6 @@ from ciuic_cli.runtime import blobs
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 from ciuic_cli.runtime.routing import NEVER
-
-FAMILIES = (
-    "llama",
-    "llama_tied",
-    "qwen2",
-    "qwen3",
-    "mistral",
-    "gemma3",
-    "mixtral",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "deepseek_v32",
-    "deepseek_v4",
-)
 
 
 def resident_bytes(model: nn.Module) -> int:

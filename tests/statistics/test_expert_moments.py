@@ -25,8 +25,8 @@ def test_the_limit_is_on_all_experts_of_a_stack() -> None:
 def test_diagonals_are_those_of_the_moments() -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(40, 24, generator=generator), torch.randn(40, 16, generator=generator)
-    full = Moments.zeros(16, 24, torch.device("cpu"), torch.float32, full=True)
-    own = experts.Diagonals.zeros(16, 24, torch.device("cpu"))
+    full = Moments.zeros(16, 24, torch.device("cpu"), torch.float32, full_outputs=True)
+    own = Moments.zeros(16, 24, torch.device("cpu"), torch.float32, full_inputs=False, full_outputs=False)
     for part in (slice(0, 11), slice(11, 40)):
         full.add(x[part], g[part])
         own.add(x[part], g[part])
