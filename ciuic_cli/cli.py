@@ -233,8 +233,10 @@ def compress(
             "device": parse_device(device),
         }
         from ciuic_cli.pipeline import compress as run_compress
+        from ciuic_cli.workers import leads
 
-        _announce_device(console, device)
+        if leads():
+            _announce_device(console, device)
         with console.progress() as progress:
             report = run_compress(
                 model,
@@ -250,6 +252,8 @@ def compress(
                 progress=progress,
                 hint=console.hint,
             )
+        if not leads():
+            return
         console.json(report)
         show_compressed(console, report, "the plan" if dry_run else str(out))
         if dry_run:

@@ -21,6 +21,7 @@ from ciuic_cli.memory import resident_bytes
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.quantize import Importance, prepare, round_prepared
 from ciuic_cli.planning import EMBEDDING_ROLES, Unit, units_of
+from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
 from ciuic_cli.statistics.streaming import compute_dtype
@@ -29,8 +30,6 @@ CUT = 1024
 """Rows and columns of the matrices that are timed."""
 CODED_ROWS = 64
 """Rows of the part that is coded for its time."""
-CHUNK = 4
-"""Sequences that run through a layer at a time, as in `collect_statistics`."""
 UNIT_COPIES = 7
 """Float32 copies of a matrix that preparing, probing or rounding it holds at its peak."""
 MOMENT_COPIES = 8
@@ -142,10 +141,10 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
         activations = 4 * min(CHUNK, text.sequences) * text.length * (12 * hidden + 8 * widest)
         stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
         others = sum(p.numel for p in parameters) - stacked
-        # Products in bfloat16: the stacks are, and of all else a copy is kept for the backward pass. One matrix's
-        # moments are held twice while they are written. Measuring KL is in float32 throughout.
+        # Products in bfloat16: the stacks are, and of all else a copy is kept for the backward pass. Moments are held
+        # twice: of one segment of the text, and their sums. Measuring KL is in float32 throughout.
         weights = 2 * stacked + 6 * others if halved else 4 * (stacked + others)
-        layers.append(weights + sum(moments) + max(moments, default=0) + activations)
+        layers.append(weights + 2 * sum(moments) + activations)
         layers.append(4 * (stacked + others) + activations)
     ends = 4 * sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to

@@ -18,6 +18,7 @@ from ciuic_cli.errors import TargetError
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import BLOCK, Importance, Prepared, predicted_loss
 from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.threads import one_thread
 
 UNIFORM_SHARE = 0.02
 """Share of the text that counts as tokens drawn uniformly from the vocabulary: the floor under rare tokens."""
@@ -72,6 +73,7 @@ def units_of(parameters: Iterable[Parameter]) -> list[Unit]:
     return units
 
 
+@one_thread()
 def importance_of(unit: Unit, statistics: Statistics) -> Importance:
     """G and H of one matrix.
 

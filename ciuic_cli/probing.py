@@ -8,7 +8,7 @@ corrects that role's sensitivity. Then all roles are perturbed at once, for what
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +18,10 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
 from ciuic_cli.encoding import read_unit
+from ciuic_cli.passes.linear_algebra import solve_transposed
 from ciuic_cli.passes.quantize import BLOCK, Prepared, prepare
 from ciuic_cli.planning import Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
-from ciuic_cli.statistics.measure import KLMeter
 from ciuic_cli.statistics.streaming import Override
 
 LIMITS = (0.33, 10.0)
@@ -41,62 +41,67 @@ def rounding_noise(
     noise = torch.randn(prepared.weight.shape, generator=generator)
     noise *= (variance.sqrt() * prepared.deviation)[:, None]
     if prepared.outputs.factor is not None:
-        noise = torch.linalg.solve_triangular(prepared.outputs.factor.T, noise, upper=True)
+        noise = solve_transposed(prepared.outputs.factor, noise)
     if prepared.inputs.factor is not None:
-        noise = torch.linalg.solve_triangular(prepared.inputs.factor, noise, upper=False, left=False)
+        noise = solve_transposed(prepared.inputs.factor, noise.T).T
     rounded = prepared.weight - noise
     rounded[torch.from_numpy(row_bits == 0).repeat_interleave(BLOCK)] = 0.0
     return inverse_transform(rounded[: prepared.rows], prepared.cols)
 
 
-def role_corrections(
-    model_map: ModelMap,
-    statistics: Statistics,
-    plan: Plan,
-    meter: KLMeter,
-    *,
-    window: int,
-    progress: Callable[[str, int, int], None],
-) -> dict[str, dict[str, float]]:
+def probes_of(plan: Plan) -> list[list[Unit]]:
+    """The matrices that each probe disturbs: one role after the other, and at last all together."""
+    roles = _by_role(plan)
+    return [*roles.values(), [unit for units in roles.values() for unit in units]]
+
+
+def disturbance(
+    model_map: ModelMap, statistics: Statistics, plan: Plan, units: Iterable[Unit], *, window: int
+) -> Override:
+    """The weights of these matrices with noise like the code's at the plan's widths."""
+    by_name: dict[str, list[Unit]] = {}
+    for unit in units:
+        by_name.setdefault(unit.name, []).append(unit)
+    generator = torch.Generator().manual_seed(0)
+
+    def override(name: str) -> torch.Tensor | None:
+        members = by_name.get(name)
+        if members is None:
+            return None
+        values = []
+        for unit in members:
+            prepared = prepare(read_unit(model_map, unit), importance_of(unit, statistics))
+            values.append(rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator))
+        return values[0] if members[0].expert is None else torch.stack(values)
+
+    return override
+
+
+def corrections_of(plan: Plan, measured: Sequence[float]) -> dict[str, dict[str, float]]:
     """For each role: predicted and measured KL of its matrices alone at the plan's widths, and the correction.
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
+
+    Args:
+        measured: KL of each of `probes_of(plan)`.
     """
+    *single, whole = measured
+    found = {}
+    for (role, units), value in zip(_by_role(plan).items(), single, strict=True):
+        found[role] = _compared(sum(plan.units[unit.key].predicted_kl for unit in units), value)
+    corrected = sum(entry["predicted_kl"] * entry["correction"] for entry in found.values())
+    together = _compared(corrected, whole)
+    for entry in found.values():
+        entry["correction"] *= together["correction"]
+    return {**found, TOGETHER: together}
+
+
+def _by_role(plan: Plan) -> dict[str, list[Unit]]:
     roles: dict[str, list[Unit]] = {}
     for unit_plan in plan.units.values():
         roles.setdefault(unit_plan.unit.role, []).append(unit_plan.unit)
-
-    def disturbed(units: list[Unit]) -> Override:
-        by_name: dict[str, list[Unit]] = {}
-        for unit in units:
-            by_name.setdefault(unit.name, []).append(unit)
-        generator = torch.Generator().manual_seed(0)
-
-        def override(name: str) -> torch.Tensor | None:
-            members = by_name.get(name)
-            if members is None:
-                return None
-            values = []
-            for unit in members:
-                prepared = prepare(read_unit(model_map, unit), importance_of(unit, statistics))
-                values.append(rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator))
-            return values[0] if members[0].expert is None else torch.stack(values)
-
-        return override
-
-    found = {}
-    for number, (role, units) in enumerate(roles.items()):
-        predicted = sum(plan.units[unit.key].predicted_kl for unit in units)
-        found[role] = _compared(predicted, meter.measure(disturbed(units)).value)
-        progress("probe", number + 1, len(roles) + 1)
-    everything = [unit for units in roles.values() for unit in units]
-    corrected = sum(entry["predicted_kl"] * entry["correction"] for entry in found.values())
-    together = _compared(corrected, meter.measure(disturbed(everything)).value)
-    for entry in found.values():
-        entry["correction"] *= together["correction"]
-    progress("probe", len(roles) + 1, len(roles) + 1)
-    return {**found, TOGETHER: together}
+    return roles
 
 
 def _compared(predicted: float, measured: float) -> dict[str, float]:

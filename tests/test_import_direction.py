@@ -21,12 +21,12 @@ ROOT = Path(ciuic_cli.__file__).parent
 PACKAGE = "ciuic_cli"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "memory", "interruption", "console", "estimates"),
+    ("errors", "memory", "interruption", "console", "estimates", "workers", "threads"),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
     ("planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
     (
-        *("pipeline", "evaluate", "bench", "benching", "report", "summary", "tables"),
+        *("pipeline", "run", "task", "evaluate", "bench", "benching", "report", "summary", "tables"),
         *("inspection", "opening", "inplace"),
     ),
     ("cli",),

@@ -64,13 +64,13 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 300])
 def test_steps_come_back_as_they_were_saved(tmp_path: Path, data: bytes) -> None:
     with Journal(tmp_path / "out") as journal:
-        assert journal.load("matrices/0000001") is None
-        journal.save("matrices/0000001", data)
+        assert journal.load("encode/0000001") is None
+        journal.save("encode/0000001", data)
     with Journal(tmp_path / "out") as journal:
-        assert journal.load("matrices/0000001") == data
-        journal.save("matrices/0000001", b"again")
-        assert journal.load("matrices/0000001") == b"again"
-        assert [path.name for path in (journal.folder / "matrices").iterdir()] == ["0000001"]
+        assert journal.load("encode/0000001") == data
+        journal.save("encode/0000001", b"again")
+        assert journal.load("encode/0000001") == b"again"
+        assert [path.name for path in (journal.folder / "encode").iterdir()] == ["0000001"]
 
 
 def test_36_a_torn_or_damaged_step_counts_as_not_done(tmp_path: Path) -> None:
@@ -122,11 +122,11 @@ def test_36_the_differences_are_listed(tmp_path: Path) -> None:
 def test_starting_afresh_forgets_every_step_but_not_the_lock(tmp_path: Path) -> None:
     with Journal(tmp_path / "out") as journal:
         journal.begin({"seed": 0}, restart=False)
-        journal.save("corrections", b"1")
-        journal.save("matrices/0000000", b"2")
+        journal.save("probe", b"1")
+        journal.save("encode/0000000", b"2")
         assert journal.begin({"seed": 1}, restart=True) is False
-        assert journal.load("corrections") is None
-        assert journal.load("matrices/0000000") is None
+        assert journal.load("probe") is None
+        assert journal.load("encode/0000000") is None
         assert sorted(path.name for path in journal.folder.iterdir()) == ["fingerprint.json", "lock"]
         journal.clear()
         assert [path.name for path in journal.folder.iterdir()] == ["lock"]

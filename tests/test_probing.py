@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import numpy as np
 import pytest
 
-from ciuic_cli.estimates import Mean
 from ciuic_cli.planning import Plan, Unit, UnitPlan
-from ciuic_cli.probing import LIMITS, TOGETHER, role_corrections
+from ciuic_cli.probing import LIMITS, TOGETHER, corrections_of
 
 BITS = np.full(2, 4, np.uint8)
 
@@ -24,12 +20,7 @@ def _plan(predicted: dict[str, float]) -> Plan:
 
 
 def _corrections(predicted: dict[str, float], answers: list[float]) -> dict[str, dict[str, float]]:
-    left = iter(answers)
-    meter = SimpleNamespace(measure=lambda override: Mean(next(left), 0.0, "tokens"))
-    unused = cast(Any, None)
-    return role_corrections(
-        unused, unused, _plan(predicted), cast(Any, meter), window=12, progress=lambda what, done, total: None
-    )
+    return corrections_of(_plan(predicted), answers)
 
 
 def test_each_role_is_corrected_by_its_own_measurement_and_by_the_whole() -> None:

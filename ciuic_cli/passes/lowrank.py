@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
 from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.passes.linear_algebra import orthonormal, singular_values
 from ciuic_cli.passes.quantize import BLOCK, round_plain
 
 FACTOR_BITS = 6
@@ -40,10 +41,10 @@ def factor(weight: torch.Tensor, row_weight: torch.Tensor, rank: int) -> tuple[t
     generator = torch.Generator().manual_seed(0)
     width = min(rank + 16, *weight.shape)
     probe = torch.randn(weight.shape[1], width, generator=generator)
-    basis = torch.linalg.qr(scaled @ probe).Q
+    basis = orthonormal(scaled @ probe)
     for _ in range(4):
-        basis = torch.linalg.qr(scaled @ (scaled.T @ basis)).Q
-    u, s, vh = torch.linalg.svd(basis.T @ scaled, full_matrices=False)
+        basis = orthonormal(scaled @ (scaled.T @ basis))
+    u, s, vh = singular_values(basis.T @ scaled)
     split = s[:rank].sqrt()
     return (basis @ u[:, :rank]) * split / root, split[:, None] * vh[:rank]
 

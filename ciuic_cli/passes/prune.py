@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower, solve_transposed
 from ciuic_cli.passes.quantize import BLOCK, Importance
 
 
@@ -96,6 +97,8 @@ def correct_rest(down: torch.Tensor, h: torch.Tensor, removed: torch.Tensor) -> 
     corrected[:, removed] = 0
     block = h[kept][:, kept].double()
     block.diagonal().add_(1e-2 * block.diagonal().mean())
-    transfer = torch.linalg.solve(block, h[kept][:, removed].double()).float()  # H_kk⁻¹ H_kr
-    corrected[:, kept] += down[:, removed] @ transfer.T
+    lower, _ = damped_cholesky(block)
+    if lower is not None:
+        transfer = solve_transposed(lower, solve_lower(lower, h[kept][:, removed].double()))  # H_kk⁻¹ H_kr
+        corrected[:, kept] += down[:, removed] @ transfer.float().T
     return corrected

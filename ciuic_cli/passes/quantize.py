@@ -9,7 +9,6 @@ row's, times the code's normalised error at K bits. (LDLQ: QuIP#, Tseng et al. 2
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +18,8 @@ from numpy.typing import NDArray
 from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales
 from ciuic_cli.codecs.transform import transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
+from ciuic_cli.passes.linear_algebra import damped_cholesky
+from ciuic_cli.threads import one_thread
 
 BLOCK = 16
 INPUT_DAMPING = 0.01
@@ -55,15 +56,9 @@ def block_ldl(moment: torch.Tensor) -> Feedback:
     mean diagonal); then only its diagonal is used.
     """
     moment = moment.double()
-    mean = float(moment.diagonal().mean())
-    damping = 0.0
-    for _ in range(6):
-        lower, info = torch.linalg.cholesky_ex(moment + damping * torch.eye(len(moment), dtype=torch.float64))
-        if int(info) == 0 and bool(torch.isfinite(lower).all()):
-            break
-        damping = max(10 * damping, 1e-5 * mean)
-    else:
-        return Feedback(None, moment.diagonal().float(), math.inf)
+    lower, damping = damped_cholesky(moment)
+    if lower is None:
+        return Feedback(None, moment.diagonal().float(), damping)
     count = len(moment) // BLOCK
     blocks = torch.stack(
         [lower[i * BLOCK : (i + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
@@ -72,7 +67,7 @@ def block_ldl(moment: torch.Tensor) -> Feedback:
     columns = lower.reshape(len(moment), count, BLOCK).permute(1, 0, 2)  # (count, n, 16): block columns
     factor = torch.bmm(columns, inverse).permute(1, 0, 2).reshape(len(moment), len(moment))
     noise = blocks.square().sum(2).reshape(-1)  # diagonal of C_jj C_jjᵀ
-    return Feedback(factor.float().contiguous(), noise.float(), damping / mean if damping else 0.0)
+    return Feedback(factor.float().contiguous(), noise.float(), damping)
 
 
 def pad_square(moment: torch.Tensor) -> torch.Tensor:
@@ -117,8 +112,10 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     per_row = 0.5 * outputs.noise * deviation.square() * inputs.noise.sum()
     diagonal = importance.outputs if importance.outputs.dim() == 1 else importance.outputs.diagonal()
     diagonal = torch.nn.functional.pad(diagonal.float(), (0, w.shape[0] - rows))
+    with one_thread():
+        average = float(diagonal[:rows].mean())
     # A removal is no small error: a row that looks free (saturated attention, say) counts as an average one.
-    gone = 0.5 * diagonal.clamp_min(float(diagonal[:rows].mean())) * ((w @ h) * w).sum(1)
+    gone = 0.5 * diagonal.clamp_min(average) * ((w @ h) * w).sum(1)
     return Prepared(
         w, inputs, outputs, deviation, _per_group(per_row), _per_group(gone), rows, cols
     )  # fmt: skip

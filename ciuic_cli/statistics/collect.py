@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,10 @@ from torch import nn
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
 from ciuic_cli.statistics.moments import Key, MomentRecorder, Moments, Watched
-from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
+from ciuic_cli.statistics.streaming import Carry, LayerStream, Progress, compute_dtype
+from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
+from ciuic_cli.threads import one_thread
+from ciuic_cli.workers import Workers
 
 INDEX = "statistics.json"
 
@@ -146,9 +149,16 @@ class _Writer:
                 tensors = tensors | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, path)
 
-    def finish(self) -> None:
-        index = {"tokens": self.tokens, "files": self.files, "expert_tokens": self.expert_tokens}
-        (self.folder / INDEX).write_text(json.dumps(index))
+    def finish(self, workers: Workers) -> None:
+        """The first worker writes down who wrote what."""
+        files, expert_tokens = dict[str, str](), dict[str, dict[str, int]]()
+        for their_files, their_tokens in workers.gather((self.files, self.expert_tokens)):
+            files |= their_files
+            expert_tokens |= their_tokens
+        if workers.leads:
+            index = {"tokens": self.tokens, "files": files, "expert_tokens": expert_tokens}
+            (self.folder / INDEX).write_text(json.dumps(index))
+        workers.wait()
 
 
 def _pool(experts: Sequence[Moments]) -> Moments:
@@ -156,11 +166,12 @@ def _pool(experts: Sequence[Moments]) -> Moments:
     first = experts[0]
     pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs))
     for found in experts:
-        pool.inputs += found.inputs
-        pool.outputs += found.outputs
-        pool.energy += found.energy
-        pool.tokens += found.tokens
+        pool.include(found)
     return pool
+
+
+CHUNK = 4
+"""Sequences that run through a layer at a time."""
 
 
 def collect_statistics(
@@ -171,81 +182,167 @@ def collect_statistics(
     device: torch.device,
     seed: int,
     progress: Progress,
-    chunk: int = 4,
+    chunk: int = CHUNK,
+    workers: Workers | None = None,
 ) -> Statistics:
     """Record G and H of every compressible matrix over the calibration sequences.
 
     A forward sweep keeps each layer's input on disk; at the end one label per token is sampled from the
     model's own prediction, and a backward sweep, layer by layer, carries its gradient down. Peak memory is
-    one layer, its statistics, and one chunk of sequences.
+    one layer, its statistics twice, and one chunk of sequences.
 
     Args:
         batches: LongTensor (sequences, length).
         folder: receives one safetensors file per parameter and `statistics.json`.
+        workers: share the sequences; the files have the same bytes for any number of them. The folder is theirs all.
     """
-    stream = LayerStream(model_map, batches, folder, device=device, dtype=compute_dtype(device), chunk=chunk)
-    writer = _Writer(folder, batches.numel())
-    stream.forward(progress, keep=True)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    frequency = _collect_head(stream, writer, model_map, generator)
-
-    @contextmanager
-    def visit(prefix: str, layer: nn.Module) -> Iterator[None]:
-        recorder = MomentRecorder(_watched(model_map, prefix, layer), stream.dtype)
-        with recorder:
-            yield
-        writer.write(recorder.moments)
-
-    stream.backward(visit, progress)
-    _collect_embedding(stream, writer, model_map, frequency)
-    writer.finish()
-    return Statistics(folder)
+    return _Collection(
+        model_map, batches, folder, device=device, seed=seed, progress=progress, chunk=chunk,
+        workers=workers or Workers(),
+    ).run()  # fmt: skip
 
 
-def _watched(model_map: ModelMap, prefix: str, module: nn.Module) -> list[Watched]:
-    return [
-        Watched(prefix + name, tensor)
-        for name, tensor in module.named_parameters()
-        if (parameter := model_map.parameters.get(prefix + name)) is not None and parameter.compress
-    ]
+class _Collection:
+    """One worker's part of the sweeps: its segments of the text, and the matrices whose sums it owns."""
+
+    def __init__(
+        self,
+        model_map: ModelMap,
+        batches: torch.Tensor,
+        folder: Path,
+        *,
+        device: torch.device,
+        seed: int,
+        progress: Progress,
+        chunk: int,
+        workers: Workers,
+    ) -> None:
+        self.map, self.workers, self.seed, self.progress, self.chunk = (
+            model_map,
+            workers,
+            seed,
+            progress,
+            chunk,
+        )
+        chunks = batches.split(chunk)
+        shares = share_of(segments_of(len(chunks)), workers)
+        self.numbers = [number for share in shares for number in share]
+        """Of this worker's chunks, in the whole text."""
+        ends = torch.tensor([0, *(len(share) for share in shares)]).cumsum(0).tolist()
+        self.segments = [range(begin, end) for begin, end in itertools.pairwise(ends)]
+        self.stream = LayerStream(
+            model_map, [chunks[number] for number in self.numbers], folder / f"stream-{workers.rank}",
+            device=device, dtype=compute_dtype(device),
+        )  # fmt: skip
+        self.writer = _Writer(folder, batches.numel())
+
+    def run(self) -> Statistics:
+        self.stream.forward(self.progress, keep=True)
+        frequency = self._head()
+        self.stream.backward(self._layer, self.progress)
+        self._embedding(frequency)
+        self.writer.finish(self.workers)
+        return Statistics(self.writer.folder)
+
+    def _sums(self, names: Sequence[str]) -> OrderedSums:
+        return OrderedSums(self.workers, names, self.stream.device)
+
+    def _layer(self, prefix: str, layer: nn.Module, carry: Carry) -> None:
+        watched = [
+            Watched(prefix + name, tensor)
+            for name, tensor in layer.named_parameters()
+            if (parameter := self.map.parameters.get(prefix + name)) is not None and parameter.compress
+        ]
+        sums = self._sums([item.name for item in watched])
+        for segment in self.segments:
+            recorder = MomentRecorder(watched, self.stream.dtype)
+            with recorder:
+                carry(segment)
+            sums.add(recorder.moments)
+        self.writer.write(sums.totals)
+
+    def _head(self) -> torch.Tensor | None:
+        """G's diagonal and H of the head, and the gradient below it.
+
+        Returns the mean prediction (vocabulary,) to the first worker, which owns both. The head's diagonal is the
+        exact expectation p (1 - p) over the sampled label, so that rare tokens have a smooth estimate instead of a
+        few counts.
+        """
+        device = self.stream.device
+        head = self.stream.model.get_output_embeddings()
+        name = next(
+            (p.tied_to or p.name for p in self.map.parameters.values() if p.role == "head"), "lm_head.weight"
+        )
+        inputs: list[torch.Tensor] = []
+        handle = head.register_forward_pre_hook(lambda _module, args: inputs.append(args[0].detach()))
+        vocabulary, width = head.weight.shape
+        sequences = (
+            number * self.chunk + row
+            for local, number in enumerate(self.numbers)
+            for row in range(len(self.stream.chunks[local]))
+        )
+        generator = torch.Generator(device=device)
+        moments, mean = _nothing(vocabulary, width, device), _nothing(vocabulary, 0, device)
+
+        def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
+            probability = logits.detach()[0].float().softmax(-1)
+            gradient = probability.clone()
+            generator.manual_seed(label_seed(self.seed, next(sequences)))
+            gradient[torch.arange(len(gradient)), _sample(probability, generator)] -= 1.0
+            logits.backward(gradient[None].to(logits.dtype))
+            x = inputs.pop()[0].float()
+            spread = probability * (1 - probability)
+            trace = spread.sum(1)
+            moments.inputs.addmm_((x * trace[:, None]).T, x)
+            moments.outputs += x.square().sum(1) @ spread
+            with one_thread():
+                moments.energy += float((trace * x.square().sum(1)).sum())
+            moments.tokens += x.shape[0]
+            mean.outputs += probability.sum(0)
+
+        sums, predictions = self._sums([name]), self._sums([name])
+        with self.stream.tail(visit) as carry:
+            for segment in self.segments:
+                moments, mean = _nothing(vocabulary, width, device), _nothing(vocabulary, 0, device)
+                carry(segment)
+                sums.add({(name, None): moments} if segment else {})
+                predictions.add({(name, None): mean} if segment else {})
+        handle.remove()
+        self.writer.write(sums.totals)
+        if not predictions.totals:
+            return None
+        total = predictions.totals[name, None].outputs
+        with one_thread():
+            return total / total.sum()
+
+    def _embedding(self, frequency: torch.Tensor | None) -> None:
+        """Fisher information at the embedding's output, from the gradients that arrived below the first layer.
+
+        frequency: what `_head` returned.
+        """
+        name = next(p.name for p in self.map.parameters.values() if p.role == "embedding")
+        width = self.map.parameters[name].shape[1]
+        sums = self._sums([name])
+        for segment in self.segments:
+            part = _nothing(0, width, self.stream.device)
+            for index in segment:
+                g = self.stream.gradient.get(str(index), self.stream.device).reshape(-1, width)
+                part.inputs.addmm_(g.T, g)
+                self.stream.gradient.drop(str(index))
+            sums.add({(name, None): part} if segment else {})
+        if frequency is not None:
+            moment = sums.totals[name, None].inputs / self.writer.tokens
+            extra = {f"{name}|embedding_moment": moment, f"{name}|embedding_frequency": frequency}
+            self.writer.add(name, extra)  # tied: both uses in one file
 
 
-def _collect_head(
-    stream: LayerStream, writer: _Writer, model_map: ModelMap, generator: torch.Generator
-) -> torch.Tensor:
-    """G's diagonal and H of the head, and the gradient below it; returns the mean prediction (vocabulary,).
+def label_seed(seed: int, sequence: int) -> int:
+    """Of the labels of one sequence: the same whoever draws them."""
+    return (seed << 30) + sequence
 
-    The head's diagonal is the exact expectation p (1 - p) over the sampled label, so that rare tokens have
-    a smooth estimate instead of a few counts.
-    """
-    head = stream.model.get_output_embeddings()
-    name = next(
-        (p.tied_to or p.name for p in model_map.parameters.values() if p.role == "head"), "lm_head.weight"
-    )
-    inputs: list[torch.Tensor] = []
-    handle = head.register_forward_pre_hook(lambda _module, args: inputs.append(args[0].detach()))
-    vocabulary, width = head.weight.shape
-    moments = Moments.zeros(vocabulary, width, stream.device, torch.float32, full_outputs=False)
-    mean = torch.zeros(vocabulary, device=stream.device)
 
-    def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        probability = logits.detach()[0].float().softmax(-1)
-        gradient = probability.clone()
-        gradient[torch.arange(len(gradient)), _sample(probability, generator)] -= 1.0
-        logits.backward(gradient[None].to(logits.dtype))
-        x = inputs.pop()[0].float()
-        spread = probability * (1 - probability)
-        trace = spread.sum(1)
-        moments.inputs.addmm_((x * trace[:, None]).T, x)
-        moments.outputs += x.square().sum(1) @ spread
-        moments.energy += float((trace * x.square().sum(1)).sum())
-        moments.tokens += x.shape[0]
-        mean.add_(probability.sum(0))
-
-    stream.tail(visit)
-    handle.remove()
-    writer.write({(name, None): moments})
-    return mean / mean.sum()
+def _nothing(rows: int, cols: int, device: torch.device) -> Moments:
+    return Moments.zeros(rows, cols, device, torch.float32, full_outputs=False)
 
 
 def _sample(probability: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -255,18 +352,3 @@ def _sample(probability: torch.Tensor, generator: torch.Generator) -> torch.Tens
         torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
     )
     return torch.searchsorted(cumulative, draw).clamp_(max=probability.shape[1] - 1)[:, 0]
-
-
-def _collect_embedding(
-    stream: LayerStream, writer: _Writer, model_map: ModelMap, frequency: torch.Tensor
-) -> None:
-    """Fisher information at the embedding's output, from the gradients that arrived below the first layer."""
-    name = next(p.name for p in model_map.parameters.values() if p.role == "embedding")
-    width = model_map.parameters[name].shape[1]
-    moment = torch.zeros((width, width), device=stream.device)
-    for index in range(len(stream.chunks)):
-        g = stream.gradient.get(str(index), stream.device).reshape(-1, width)
-        moment.addmm_(g.T, g)
-        stream.gradient.drop(str(index))
-    extra = {f"{name}|embedding_moment": moment / writer.tokens, f"{name}|embedding_frequency": frequency}
-    writer.add(name, extra)  # tied: both uses in one file

@@ -11,6 +11,9 @@ from ciuic_cli.estimates import Floats, Mean, mean_of
 from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.statistics.streaming import Adjust, LayerStream, Override, Progress
 
+CHUNK = 2
+"""Sequences that run through a layer at a time."""
+
 
 class KLMeter:
     """KL(original || changed) per token over held-out sequences; the original's predictions are kept on disk.
@@ -30,7 +33,9 @@ class KLMeter:
         progress: Progress,
     ) -> None:
         # Float32 throughout: in bfloat16 the rounding differences alone would look like a loss.
-        self._stream = LayerStream(model_map, batches, folder, device=device, dtype=torch.float32, chunk=2)
+        self._stream = LayerStream(
+            model_map, batches.split(CHUNK), folder, device=device, dtype=torch.float32
+        )
         self._original = TensorFolder(folder / "original")
         self._progress = progress
         self._run(None)
@@ -58,5 +63,6 @@ class KLMeter:
                 found.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64).cpu().numpy())
             row += 1
 
-        self._stream.tail(visit)
+        with self._stream.tail(visit) as carry:
+            carry(range(len(self._stream.chunks)))
         return found

@@ -21,6 +21,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from ciuic_cli.statistics.experts import full_moments_fit
+from ciuic_cli.threads import one_thread
 
 FULL_FISHER_LIMIT = 16384
 """Outputs above which only the diagonal of G is kept (in practice: the head)."""
@@ -59,8 +60,16 @@ class Moments:
         x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
         self._sum(self.inputs, x * g_norm)
         self._sum(self.outputs, g * x_norm)
-        self.energy += float((x_norm * g_norm).square().sum())
+        with one_thread():
+            self.energy += float((x_norm * g_norm).square().sum())
         self.tokens += x.shape[0]
+
+    def include(self, other: Moments) -> None:
+        """Add the sums of other tokens."""
+        self.inputs += other.inputs
+        self.outputs += other.outputs
+        self.energy += other.energy
+        self.tokens += other.tokens
 
     def _sum(self, moment: torch.Tensor, vectors: torch.Tensor) -> None:
         """Add the second moment of vectors (t, k), or its diagonal, in place."""

@@ -7,7 +7,7 @@ with, so no family needs code of its own here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ Override = Callable[[str], torch.Tensor | None]
 """Other values for a parameter, by its name; None leaves it as it is."""
 Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer, filled; active while the layer runs."""
+Carry = Callable[[Sequence[int]], None]
+"""Runs the chunks of these numbers."""
 
 
 class _StandIn(nn.Module):
@@ -66,21 +68,19 @@ class LayerStream:
 
     Args:
         model_map: where each parameter's weights come from.
-        batches: LongTensor (sequences, length).
+        chunks: LongTensors (sequences, length), one for each forward call.
         folder: for activations between the layers.
         dtype: of matrix products; the residual stream is float32.
-        chunk: sequences per forward call.
     """
 
     def __init__(
         self,
         model_map: ModelMap,
-        batches: torch.Tensor,
+        chunks: Sequence[torch.Tensor],
         folder: Path,
         *,
         device: torch.device,
         dtype: torch.dtype,
-        chunk: int,
     ) -> None:
         self.map = model_map
         self.device = device
@@ -92,7 +92,7 @@ class LayerStream:
             .eval()
             .requires_grad_(False)
         )
-        self.chunks = list(batches.split(chunk))
+        self.chunks = list(chunks)
         self.hidden = TensorFolder(folder / "hidden")
         self.gradient = TensorFolder(folder / "gradient")
         self.prefixes = list(model_map.layer_prefixes)
@@ -186,47 +186,61 @@ class LayerStream:
                 remedy="its weights are finite but too large, or config.json is damaged: download both again",
             )
 
-    def tail(self, visit: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
-        """Run what follows the last layer; `visit(hidden, logits)` for every sequence of every chunk.
+    @contextmanager
+    def tail(self, visit: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[Carry]:
+        """For running what follows the last layer; `visit(hidden, logits)` for every sequence of every chunk.
 
         `hidden` (1, length, n) requires a gradient, `logits` (1, length, vocabulary) depends on it. The
         gradient that visit leaves in hidden.grad becomes the last layer's output gradient.
         """
         last = len(self.prefixes)
         with self.surroundings() as stand_ins:
-            for index, tokens in enumerate(self.chunks):
-                hidden = self.hidden.get(f"{last}.{index}", self.device)
-                gradients = []
-                for row in range(tokens.shape[0]):
-                    leaf = hidden[row : row + 1].requires_grad_(True)
-                    stand_ins[-1].replacement = leaf
-                    with self.precision():
-                        logits = self.model(
-                            input_ids=tokens[row : row + 1].to(self.device), use_cache=False
-                        ).logits
-                    visit(leaf, logits)
-                    if leaf.grad is not None:
-                        gradients.append(leaf.grad)
-                if gradients:
-                    self.gradient.put(str(index), torch.cat(gradients))
-                self.hidden.drop(f"{last}.{index}")
 
-    def backward(self, visit: Callable[[str, nn.Module], Any], progress: Progress) -> None:
+            def carry(chunks: Sequence[int]) -> None:
+                for index in chunks:
+                    tokens = self.chunks[index]
+                    hidden = self.hidden.get(f"{last}.{index}", self.device)
+                    gradients = []
+                    for row in range(tokens.shape[0]):
+                        leaf = hidden[row : row + 1].requires_grad_(True)
+                        stand_ins[-1].replacement = leaf
+                        with self.precision():
+                            logits = self.model(
+                                input_ids=tokens[row : row + 1].to(self.device), use_cache=False
+                            ).logits
+                        visit(leaf, logits)
+                        if leaf.grad is not None:
+                            gradients.append(leaf.grad)
+                    if gradients:
+                        self.gradient.put(str(index), torch.cat(gradients))
+                    self.hidden.drop(f"{last}.{index}")
+
+            yield carry
+
+    def backward(self, visit: Callable[[str, nn.Module, Carry], None], progress: Progress) -> None:
         """All layers in reverse: recompute each from its input and carry the gradient down.
 
-        `visit(prefix, layer)` returns a context manager that is active while the layer runs.
+        `visit(prefix, layer, carry)` has every chunk carried once.
         """
         for number in reversed(range(len(self.prefixes))):
             prefix = self.prefixes[number]
-            with self.weights(prefix) as layer, visit(prefix, layer):
-                for index in range(len(self.chunks)):
-                    hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
-                    with self.precision():
-                        output = layer(hidden, **self.arguments(prefix, index))
-                    output = output[0] if isinstance(output, tuple) else output
-                    output.backward(self.gradient.get(str(index), self.device, output.dtype))
-                    assert hidden.grad is not None
-                    self.gradient.put(str(index), hidden.grad)
-                    self.hidden.drop(f"{number}.{index}")
-                    del output, hidden  # their graph holds the recorder, and it the layer's weights
+            with self.weights(prefix) as layer:
+
+                def carry(
+                    chunks: Sequence[int],
+                    number: int = number,
+                    prefix: str = prefix,
+                    layer: nn.Module = layer,
+                ) -> None:
+                    for index in chunks:
+                        hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
+                        with self.precision():
+                            output = layer(hidden, **self.arguments(prefix, index))
+                        output = output[0] if isinstance(output, tuple) else output
+                        output.backward(self.gradient.get(str(index), self.device, output.dtype))
+                        assert hidden.grad is not None
+                        self.gradient.put(str(index), hidden.grad)
+                        self.hidden.drop(f"{number}.{index}")
+
+                visit(prefix, layer, carry)
             progress("backward", len(self.prefixes) - number, len(self.prefixes))

@@ -43,8 +43,9 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
     x_parts, g_parts = [], []
     module.register_forward_hook(lambda m, args, out: x_parts.append(args[0].detach()))
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach()))
-    generator = torch.Generator().manual_seed(0)
-    for row in batches:
+    generator = torch.Generator()
+    for number, row in enumerate(batches):
+        generator.manual_seed(collect.label_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
         labels = collect._sample(logits.detach().softmax(-1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
@@ -86,8 +87,9 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
     x_parts, g_parts = [], []
     module.register_forward_hook(lambda m, args, out: x_parts.append(args[0].detach().flatten(0, -3)))
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach().flatten(0, -3)))
-    generator = torch.Generator().manual_seed(0)
-    for row in _batches():
+    generator = torch.Generator()
+    for number, row in enumerate(_batches()):
+        generator.manual_seed(collect.label_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
         labels = collect._sample(logits.detach().softmax(-1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()

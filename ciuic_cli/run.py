@@ -1,0 +1,219 @@
+"""The steps of a run, each finished one in the journal, shared by the workers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ciuic_cli.artifact import writer
+from ciuic_cli.artifact.layout import lay_out
+from ciuic_cli.artifact.schema import quantization_config
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
+from ciuic_cli.estimates import Mean
+from ciuic_cli.journal import Journal
+from ciuic_cli.planning import Plan, level_uncovered, make_plan, stored_dtype, stored_tensors, units_of
+from ciuic_cli.probing import corrections_of, disturbance, probes_of
+from ciuic_cli.report import render_html
+from ciuic_cli.runtime.loading import choose_device
+from ciuic_cli.runtime.routing import masking
+from ciuic_cli.statistics.collect import Statistics, collect_statistics
+from ciuic_cli.statistics.measure import KLMeter
+from ciuic_cli.summary import build_report
+from ciuic_cli.task import Task
+from ciuic_cli.workers import Workers
+
+Progress = Callable[[str, int, int], None]
+
+
+class Run:
+    """One worker's view of a run: what the journal has is read, what it lacks is made by whoever is free."""
+
+    def __init__(self, task: Task, journal: Journal, workers: Workers, progress: Progress) -> None:
+        self.task, self.journal, self.workers, self.progress = task, journal, workers, progress
+        self.map, self.options, self.passes = task.map, task.options, task.passes
+        self._kl_meter: KLMeter | None = None
+        self.corrections: dict[str, dict[str, float]] = {}
+        self.singular = 0
+        self.device = choose_device(self.options.device)
+        self.units = units_of(self.map.parameters.values())
+        self.statistics = self._statistics()
+
+    def _statistics(self) -> Statistics:
+        folder, step = self.journal.folder / "statistics", "statistics.done"
+        if not self.workers.tell(self.workers.leads and self.journal.sealed(step, folder)):
+            if self.workers.leads:
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir()
+            self.workers.wait()
+            collect_statistics(
+                self.map, self.task.calibration, folder, device=self.device, seed=self.options.seed,
+                progress=self.progress, workers=self.workers,
+            )  # fmt: skip
+            if self.workers.leads:
+                self.journal.seal(step, folder)
+        return Statistics(folder)
+
+    def _steps(self, what: str, work: Sequence[int], make: Callable[[int], bytes]) -> None:
+        """Have the steps 0, 1, ... of one kind in the journal; `work` is what each of them takes, in any unit.
+
+        The largest come first, so that all workers end at about the same time.
+        """
+        for number in self.workers.take(what, sorted(range(len(work)), key=lambda step: -work[step])):
+            if self.journal.load(_step(what, number)) is None:
+                self.journal.save(_step(what, number), make(number))
+            self.progress(what, self.workers.count(f"{what} done", work[number]), sum(work))
+        self.workers.wait()
+
+    def _made(self, what: str, number: int) -> bytes:
+        data = self.journal.load(_step(what, number))
+        if data is None:
+            raise OSError(0, "the journal lost a finished step", str(self.journal.folder))
+        return data
+
+    def plan(self) -> Plan:
+        """Price every arm, take a first plan, correct the prediction by what its noise really does, plan again."""
+        self._steps(
+            "arms",
+            [unit.weights for unit in self.units],
+            lambda number: arms_to_bytes(
+                unit_arms(self.map, self.statistics, self.units[number], self.passes)
+            ),
+        )
+        arms = [
+            arms_from_bytes(self._made("arms", number), unit, self.passes)
+            for number, unit in enumerate(self.units)
+        ]
+        level_uncovered(arms, self.statistics)
+        self.singular = sum(arm.singular for arm in arms)
+        first = make_plan(self.map, arms, self.task.budget, self.passes)
+        self.corrections = self._corrections(first)
+        for arm in arms:
+            arm.rank = 0
+            arm.correction = self.corrections[arm.unit.role]["correction"]
+        return make_plan(self.map, arms, self.task.budget, self.passes)
+
+    def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
+        probes = probes_of(plan)
+
+        def measure(number: int) -> bytes:
+            noise = disturbance(self.map, self.statistics, plan, probes[number], window=self.options.window)
+            return json.dumps(self._meter().measure(noise).value).encode()
+
+        self._steps("probe", [1] * len(probes), measure)
+        measured = [float(json.loads(self._made("probe", number))) for number in range(len(probes))]
+        return corrections_of(plan, measured)
+
+    def _meter(self) -> KLMeter:
+        """Measures KL on the held-out sequences; built once, the original's predictions with it."""
+        if self._kl_meter is None:
+            self._kl_meter = KLMeter(
+                self.map, self.task.held_out, self.journal.folder / f"meter-{self.workers.rank}",
+                device=self.device, progress=lambda what, done, total: None,
+            )  # fmt: skip
+        return self._kl_meter
+
+    def encode(self, plan: Plan) -> None:
+        """Code every matrix as the plan says."""
+        threads = torch.get_num_threads()
+        self._steps(
+            "encode",
+            [unit.weights for unit in self.units],
+            lambda number: encode_unit(
+                self.map, self.statistics, plan, self.units[number],
+                window=self.options.window, threads=threads,
+            ).to_bytes(),
+        )  # fmt: skip
+
+    def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:
+        """Write the coded matrices and all that belongs to them, and give the folder its name; returns the report."""
+        partial = writer.partial_of(out)
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.mkdir(parents=True)
+            report = self._write(plan, partial, started)
+            self.journal.publishing(partial)
+            writer.publish(partial, out)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        return report
+
+    def _write(self, plan: Plan, folder: Path, started: float) -> dict[str, Any]:
+        steps = self._numbers()
+
+        def payload(name: str) -> bytes:
+            if name not in steps:
+                value = self.map.read(name).to(stored_dtype(self.map, name)).contiguous()
+                return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            if len(self.map.parameters[name].shape) < 3:
+                return self._blob(steps[name][0])
+            experts = (PackedMatrix.from_buffer(self._blob(number), where=name) for number in steps[name])
+            return ExpertStack(tuple(experts)).to_bytes()
+
+        shards = lay_out(stored_tensors(self.map, plan.blob_bytes))
+        written = 0
+
+        def count(nbytes: int) -> None:
+            nonlocal written
+            written += nbytes
+            self.progress("write", written, plan.file_bytes)
+
+        writer.write_shards(shards, folder, payload, count)
+        writer.write_index(shards, folder)
+        writer.copy_companions(self.map.checkpoint.folder, folder)
+        report = self.report(plan, started, self._measured_kl(plan))
+        writer.write_config(folder, self.map.source_config, quantization_config(report))
+        text = json.dumps(report, indent=2)
+        (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")
+        (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
+        writer.write_checksums(folder)
+        return report
+
+    def _measured_kl(self, plan: Plan) -> Mean:
+        """KL of the finished codes on the held-out sequences, routers masked as they will be at loading."""
+        steps = self._numbers()
+
+        def decoded(name: str) -> torch.Tensor | None:
+            if name not in steps:
+                return None
+            parts = [
+                decode_dense(PackedMatrix.from_buffer(self._blob(number), where=name))
+                for number in steps[name]
+            ]
+            return torch.stack(parts) if len(self.map.parameters[name].shape) == 3 else parts[0]
+
+        pruned = {
+            name.removesuffix(".down_proj"): torch.tensor(
+                [plan.units[self.units[number].key].is_zero for number in numbers]
+            )
+            for name, numbers in steps.items()
+            if name.endswith(".down_proj")
+        }
+        return self._meter().measure(decoded, masking(pruned))
+
+    def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
+        return build_report(
+            self.map, plan, self.statistics, options=self.options.as_dict(), corrections=self.corrections,
+            singular=self.singular, measured_kl=measured_kl, held_out_tokens=self.task.held_out.numel(),
+            started=started,
+        )  # fmt: skip
+
+    def _numbers(self) -> dict[str, list[int]]:
+        """The steps of each parameter's matrices."""
+        found: dict[str, list[int]] = {}
+        for number, unit in enumerate(self.units):
+            found.setdefault(unit.name, []).append(number)
+        return found
+
+    def _blob(self, number: int) -> bytes:
+        return self._made("encode", number)
+
+
+def _step(what: str, number: int) -> str:
+    return f"{what}/{number:07d}"

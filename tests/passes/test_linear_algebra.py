@@ -1,0 +1,44 @@
+"""Factors and solutions by blocks, against LAPACK's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from ciuic_cli.passes import linear_algebra
+
+
+def _positive(size: int) -> torch.Tensor:
+    x = torch.randn(size, size + 20, dtype=torch.float64, generator=torch.Generator().manual_seed(size))
+    return x @ x.T / size
+
+
+@pytest.mark.parametrize("size", [1, 16, 128, 129, 300])
+def test_they_solve_what_they_say(size: int) -> None:
+    matrix = _positive(size)
+    lower = linear_algebra.cholesky(matrix)
+    assert lower is not None
+    torch.testing.assert_close(lower, torch.linalg.cholesky(matrix))
+    values = torch.randn(size, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(lower @ linear_algebra.solve_lower(lower, values), values)
+    torch.testing.assert_close(lower.T @ linear_algebra.solve_transposed(lower, values), values)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
+def test_a_matrix_that_is_not_positive_definite_has_no_factor(wrong: float) -> None:
+    matrix = _positive(300)
+    matrix[200, 200] = wrong
+    assert linear_algebra.cholesky(matrix) is None
+
+
+def test_damping_is_the_least_power_of_ten_that_helps() -> None:
+    matrix = torch.ones(40, 40, dtype=torch.float64)
+    matrix[3, 3] -= 0.003
+    assert linear_algebra.cholesky(matrix) is None
+    lower, damping = linear_algebra.damped_cholesky(matrix)
+    assert lower is not None and damping == 1e-2
+    torch.testing.assert_close(lower @ lower.T, matrix + 1e-2 * matrix.diagonal().mean() * torch.eye(40))
+    assert linear_algebra.damped_cholesky(_positive(40))[1] == 0.0
+    assert linear_algebra.damped_cholesky(-matrix) == (None, math.inf)

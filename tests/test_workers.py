@@ -1,0 +1,224 @@
+"""Several workers on one run: the same bytes as one, and nothing lost when one of them ends."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ciuic_cli.pipeline import compress
+from ciuic_cli.statistics.moments import Key, Moments
+from ciuic_cli.statistics.sums import SEGMENTS, OrderedSums, segments_of, share_of
+from ciuic_cli.workers import Workers
+
+CPU = torch.device("cpu")
+SETTINGS = {"ratio": 3.0, "nsamples": 20, "seqlen": 48, "effort": "fast"}
+
+
+class Threads(Workers):
+    """Workers that are threads of this process: the same promises, kept by queues instead of torch.distributed."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        super().__init__(rank, size)
+        self.meeting = meeting
+
+    def gather(self, value: Any) -> list[Any]:
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        found = [self.meeting.values[rank] for rank in range(self.size)]
+        self.meeting.barrier.wait()
+        return found
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self.meeting.mail[self.rank, rank].put(tensor)
+
+    def receive(self, shape: Sequence[int], device: torch.device, rank: int) -> torch.Tensor:
+        tensor: torch.Tensor = self.meeting.mail[rank, self.rank].get(timeout=30)
+        assert tensor.shape == torch.Size(shape)
+        return tensor
+
+
+class Meeting:
+    def __init__(self, size: int) -> None:
+        self.values: dict[int, Any] = {}
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.mail: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+
+
+NAMES = ["a", "b", "stack"]
+
+
+def _segment(number: int) -> dict[Key, Moments]:
+    """What a segment of text gave; not every expert gets a token in each."""
+    generator = torch.Generator().manual_seed(number)
+    keys: list[Key] = [("a", None), ("b", None), ("stack", number % 3), ("stack", 3)]
+    return {
+        key: Moments(
+            torch.randn(5, 5, generator=generator),
+            torch.randn(3, generator=generator),
+            float(torch.rand(1, generator=generator)),
+            number + 1,
+        )
+        for key in keys
+    }
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 8, 15])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 11])
+def test_sums_have_the_bits_of_one_after_the_other(chunks: int, size: int) -> None:
+    segments = segments_of(chunks)
+    assert [chunk for segment in segments for chunk in segment] == list(range(chunks))
+    assert 0 < len(segments) <= SEGMENTS and all(segments)
+    expected: dict[Key, Moments] = {}
+    for segment in segments:
+        for key, found in _segment(segment.start).items():
+            if key in expected:
+                expected[key].include(found)
+            else:
+                expected[key] = found
+    meeting = Meeting(size)
+
+    def work(rank: int) -> dict[Key, Moments]:
+        workers = Threads(rank, size, meeting)
+        sums = OrderedSums(workers, NAMES, CPU)
+        for segment in share_of(segments, workers):
+            sums.add(_segment(segment.start) if segment else {})
+        return sums.totals
+
+    with ThreadPoolExecutor(size) as pool:
+        parts = list(pool.map(work, range(size)))
+    totals = {key: found for part in parts for key, found in part.items()}
+    assert totals.keys() == expected.keys() and sum(map(len, parts)) == len(expected)
+    for key, found in expected.items():
+        assert torch.equal(totals[key].inputs, found.inputs), key
+        assert torch.equal(totals[key].outputs, found.outputs), key
+        assert (totals[key].energy, totals[key].tokens) == (found.energy, found.tokens)
+
+
+def test_every_item_is_taken_once() -> None:
+    store = dist.HashStore()  # type: ignore[no-untyped-call]
+    items = list(range(100, 160))
+
+    def work(rank: int) -> list[int]:
+        found = []
+        for item in Workers(rank, 3, store).take("things", items):
+            time.sleep(0.001)
+            found.append(item)
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        taken = list(pool.map(work, range(3)))
+    assert Counter(item for part in taken for item in part) == Counter(items)
+    assert all(taken), "one of them did everything"
+    assert list(Workers().take("things", items)) == items
+
+
+def _torchrun(
+    size: int, model: Path, out: Path, text: Path, *more: str, **options: Any
+) -> subprocess.Popen[str]:
+    words = [f"--{name}={value}" for name, value in SETTINGS.items()]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
+        *("-m", "ciuic_cli.cli", "compress", str(model), str(out), "--calibration", str(text)),
+    ]
+    return subprocess.Popen(
+        [*command, *words, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def _weights(out: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 60)
+    return path
+
+
+def _alone(model: Path, out: Path, text: Path) -> bytes:
+    compress(model, out, calibration=[text], **SETTINGS)  # type: ignore[arg-type]
+    return _weights(out)
+
+
+@pytest.mark.parametrize(("family", "size"), [("deepseek_v3", 3), ("llama_tied", 2)])
+def test_any_number_of_workers_gives_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, family: str, size: int
+) -> None:
+    model = tiny_checkpoint(family)
+    run = _torchrun(size, model, tmp_path / "several", text)
+    stdout, stderr = run.communicate(timeout=240)
+    assert run.returncode == 0, stderr
+    assert stdout.count("KL divergence") == 1, "more than one worker speaks"
+    assert _weights(tmp_path / "several") == _alone(model, tmp_path / "one", text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "several", "text.txt"]
+
+
+def test_a_dry_run_of_several_writes_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    run = _torchrun(2, tiny_checkpoint("llama_tied"), tmp_path / "out", text, "--dry-run")
+    stdout, stderr = run.communicate(timeout=240)
+    assert run.returncode == 0 and stdout.count("KL divergence") == 1, stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_refused_output_ends_all_and_stays(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    run = _torchrun(2, tiny_checkpoint("llama_tied"), out, text)
+    _, stderr = run.communicate(timeout=240)
+    assert run.returncode != 0
+    assert stderr.count("the output exists already") == 1
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+def _worker(run: subprocess.Popen[str], rank: int) -> int:
+    """The process id of one of torchrun's workers."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+            settings = entry.joinpath("environ").read_bytes().split(b"\0")
+        except OSError:  # ended meanwhile
+            continue
+        if int(parent) == run.pid and f"RANK={rank}".encode() in settings:
+            return int(entry.name)
+    raise AssertionError(f"no worker {rank}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_a_worker_is_killed_another_run_goes_on(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, rank: int
+) -> None:
+    model, out = tiny_checkpoint("deepseek_v3"), tmp_path / "out"
+    run = _torchrun(2, model, out, text)
+    arms = tmp_path / ".out.ciuic" / "arms"
+    while not arms.is_dir() or len(list(arms.iterdir())) < 5:
+        assert run.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    os.kill(_worker(run, rank), signal.SIGKILL)
+    assert run.wait(timeout=120) != 0
+    assert not out.exists()
+    heard: list[str] = []
+    compress(model, out, calibration=[text], hint=heard.append, **SETTINGS)  # type: ignore[arg-type]
+    assert any("going on with the unfinished run" in line for line in heard)
+    assert _weights(out) == _alone(model, tmp_path / "one", text)
