@@ -280,7 +280,7 @@ def test_fault_38_memory_is_exhausted(
     def exhausted(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("ciuic_cli.pipeline.collect_statistics", exhausted)
+    monkeypatch.setattr("ciuic_cli.run.collect_statistics", exhausted)
     v = victim(0, "llama")
     done = v.compress()
     assert done.code == 5 and "memory is exhausted" in done.stderr and not v.out.exists()
