@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 from ciuic_cli.runtime.registration import install as _install
 
 if TYPE_CHECKING:
+    from ciuic_cli.artifact.tensors import read_tensor
     from ciuic_cli.inplace import apply_ciuic_compression
     from ciuic_cli.pipeline import compress
     from ciuic_cli.runtime.loading import load
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "apply_ciuic_compression", "compress", "load"]
+__all__ = ["__version__", "apply_ciuic_compression", "compress", "load", "read_tensor"]
 
 _HOMES = {
     "compress": "ciuic_cli.pipeline",
     "load": "ciuic_cli.runtime.loading",
+    "read_tensor": "ciuic_cli.artifact.tensors",
     "apply_ciuic_compression": "ciuic_cli.inplace",
 }
 

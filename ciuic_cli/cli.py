@@ -60,6 +60,13 @@ class EffortLevel(StrEnum):
     best = "best"
 
 
+class MtpLayers(StrEnum):
+    """What becomes of the multi-token-prediction layers."""
+
+    keep = "keep"
+    drop = "drop"
+
+
 def parse_size(text: str) -> int:
     """Bytes of "8GiB", "500MB", "1.5GB" or "4365952"; raises UsageError for anything else."""
     found = _SIZE.fullmatch(text.strip())
@@ -214,6 +221,9 @@ def compress(
     prune: Annotated[str, typer.Option(help="off, auto, or the share of weights to leave out.")] = "auto",
     rank: Annotated[str, typer.Option(help="off, auto, or the rank of every low-rank part.")] = "auto",
     bits: Annotated[str, typer.Option(help="Widths that may be used.")] = ",".join(map(str, WIDTHS)),
+    mtp: Annotated[
+        MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
+    ] = MtpLayers.drop,
     device: _Device = "auto",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop at the plan; write nothing.")] = False,
     force: Annotated[
@@ -247,6 +257,7 @@ def compress(
                 seqlen=seqlen,
                 seed=seed,
                 effort=effort.value,
+                mtp=mtp.value,
                 dry_run=dry_run,
                 force=force,
                 progress=progress,

@@ -12,10 +12,9 @@ import torch
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
-from ciuic_cli.codecs.trellis import decode
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import prepare, round_prepared
-from ciuic_cli.planning import CHANNEL_ROLES, EMBEDDING_ROLES, Arms, PassOptions, Plan, Unit, importance_of
+from ciuic_cli.planning import CHANNEL_ROLES, PLAIN_ROLES, Arms, PassOptions, Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
 
 _LOG = logging.getLogger(__name__)
@@ -42,8 +41,9 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, unit.key, damping)
     seen = statistics.tokens(unit.name, unit.expert)
     dead = bool((importance.inputs.diagonal() <= 0).any())
-    arms.singular = bool(damping) or dead or seen < unit.cols
-    if options.rank != "off" and unit.role not in EMBEDDING_ROLES:
+    covered = statistics.covers(unit.name)  # else there is no Hessian at all
+    arms.singular = covered and (bool(damping) or dead or seen < unit.cols)
+    if options.rank != "off" and unit.role not in PLAIN_ROLES:
         ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
         arms.lowrank = lowrank.arms(weight, prepared.outputs.noise[: unit.rows], ranks)
     if options.prune == "auto" and unit.role in CHANNEL_ROLES:
@@ -67,15 +67,6 @@ def encode_unit(
     factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window, threads=threads)
     rest = prepare(weight - product, importance)
     return round_prepared(rest, chosen.row_bits, lowrank=factors, window=window, threads=threads)
-
-
-def decode_dense(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix (rows, cols) float32 that a coded one stands for, its low-rank part included."""
-    weight = decode(packed, original_basis=True)
-    if packed.lowrank is not None:
-        right, left = (decode(part, original_basis=True) for part in packed.lowrank)
-        weight += left.T @ right
-    return weight
 
 
 def arms_to_bytes(arms: Arms) -> bytes:

@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.memory import resident_bytes
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.quantize import Importance, prepare, round_prepared
-from ciuic_cli.planning import EMBEDDING_ROLES, Unit, units_of
+from ciuic_cli.planning import EMBEDDING_ROLES, PLAIN_ROLES, Unit, units_of
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
@@ -90,8 +92,8 @@ def forecast(
 
 
 def _full_outputs(role: str, rows: int) -> bool:
-    """Whether G is kept in full: not for head and embedding, nor for very many outputs."""
-    return role not in EMBEDDING_ROLES and rows <= FULL_FISHER_LIMIT
+    """Whether G is kept in full: not for head and embedding, nor for very many outputs, nor without statistics."""
+    return role not in PLAIN_ROLES and rows <= FULL_FISHER_LIMIT
 
 
 def moment_bytes(parameter: Parameter) -> int:
@@ -104,8 +106,13 @@ def moment_bytes(parameter: Parameter) -> int:
     return one + experts * (one if full_moments_fit(experts, rows, cols) else 4 * (rows + cols))
 
 
-def _compressed(model_map: ModelMap, prefix: str = "") -> list[Parameter]:
-    return [p for p in model_map.parameters.values() if p.compress and p.name.startswith(prefix)]
+def _run(model_map: ModelMap) -> list[Parameter]:
+    """What the model computes with: multi-token-prediction layers are coded, but never run."""
+    return [parameter for parameter in model_map.parameters.values() if not is_mtp(parameter)]
+
+
+def _compressed(model_map: ModelMap) -> list[Parameter]:
+    return [parameter for parameter in _run(model_map) if parameter.compress]
 
 
 def _width(model_map: ModelMap) -> tuple[int, int]:
@@ -164,16 +171,18 @@ def _seconds(
     model_map: ModelMap, units: Sequence[Unit], text: Text, window: int, ranks: bool, device: torch.device
 ) -> dict[str, float]:
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "measure"), 0.0)
-    shapes = Counter((unit.rows, unit.cols, unit.role in EMBEDDING_ROLES) for unit in units)
-    for (rows, cols, ends), count in shapes.items():
-        full = not ends and rows <= FULL_FISHER_LIMIT
-        for phase, seconds in _time_matrix(rows, cols, window, ranks and not ends, full).items():
-            total[phase] += count * seconds
+    shapes = Counter(
+        (unit.rows, unit.cols, unit.role in PLAIN_ROLES, unit.role in MTP_ROLES) for unit in units
+    )
+    for (rows, cols, plain, unseen), count in shapes.items():
+        full = not plain and rows <= FULL_FISHER_LIMIT
+        for phase, seconds in _time_matrix(rows, cols, window, ranks and not plain, full).items():
+            total[phase] += 0.0 if unseen and phase == "probe" else count * seconds
     product = _time_products(device)
     routed = _active_weights(model_map)
     read = _time_reading(model_map, units)
-    weights = sum(parameter.numel for parameter in model_map.parameters.values())
-    roles = len({unit.role for unit in units})
+    weights = sum(parameter.numel for parameter in _run(model_map))
+    roles = len({unit.role for unit in units if unit.role not in MTP_ROLES})
     moments = sum(
         _moment_work(p) * (_share(model_map) if len(p.shape) == 3 else 1) for p in _compressed(model_map)
     )
@@ -203,7 +212,7 @@ def _active_weights(model_map: ModelMap) -> float:
     """Weights that one token is multiplied with."""
     return sum(
         p.numel * (min(1.0, _share(model_map) / _experts(p)) if len(p.shape) == 3 else 1.0)
-        for p in model_map.parameters.values()
+        for p in _run(model_map)
         if len(p.shape) > 1 and p.role != "embedding"
     )
 

@@ -20,8 +20,9 @@ from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, re
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.checkpoint.header import DTYPE_BITS
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
-from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
-from ciuic_cli.checkpoint.roles import Classification, classify
+from ciuic_cli.checkpoint.mtp import PredictionLayers
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint
+from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.errors import InputError
 
@@ -85,6 +86,7 @@ class Description:
     rows: tuple[Row, ...]
     warnings: tuple[str, ...]
     dropped: tuple[str, ...]
+    kept: tuple[str, ...]
     artifact: dict[str, Any] | None = None
 
     def as_dict(self, tensors: bool = False) -> dict[str, Any]:
@@ -147,7 +149,7 @@ def _describe_checkpoint(checkpoint: Checkpoint, model_map: ModelMap) -> Descrip
         checkpoint.source_bytes,
         len(checkpoint.files()),
         model_map.warnings,
-        model_map.dropped,
+        model_map.mtp,
     )
 
 
@@ -169,15 +171,23 @@ def _describe_artifact(artifact: Artifact) -> Description:
             tensor=missing[0],
             remedy="the artifact is damaged; fetch or compress it again",
         )
+    predictors = _predictors(artifact, set(classified))
     require_dense(artifact, {name: tensor for name, (_, tensor) in classified.items()})
     maps: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
+
+    def mapped(blob: Blob) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        file = blob.entry.file
+        if file not in maps:
+            maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
+        return maps[file][blob.entry.begin : blob.entry.end]
+
     rows = []
     for name, (found, tensor) in classified.items():
         if name in ties or found.buffer:
             continue
         blob = artifact.blobs.get(name)
         if blob is None:
-            rows.append(_dense_row(artifact, name, found, tuple(tensor.shape)))
+            rows.append(_dense_row(artifact, name, found))
             continue
         if blob.shape != tuple(tensor.shape):
             raise InputError(
@@ -186,11 +196,17 @@ def _describe_artifact(artifact: Artifact) -> Description:
                 tensor=name,
                 remedy="the files of two artifacts are mixed; fetch or compress it again",
             )
-        file = blob.entry.file
-        if file not in maps:
-            maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
-        rows.append(_packed_row(name, found, blob, maps[file][blob.entry.begin : blob.entry.end]))
-    unknown = [name for name in artifact.tensors if name not in classified]
+        rows.append(_packed_row(name, found, blob, mapped(blob)))
+    for name, found in predictors.items():
+        if found.buffer:
+            continue
+        blob = artifact.blobs.get(name)
+        rows.append(
+            _dense_row(artifact, name, found)
+            if blob is None
+            else _packed_row(name, found, blob, mapped(blob))
+        )
+    unknown = [name for name in artifact.tensors if name not in classified and name not in predictors]
     warnings = (
         [f"{len(unknown)} tensor(s) are not part of the model: {', '.join(unknown[:3])}"] if unknown else []
     )
@@ -203,16 +219,37 @@ def _describe_artifact(artifact: Artifact) -> Description:
         artifact.file_bytes,
         files,
         warnings,
-        [],
+        artifact.mtp,
         artifact.quantization,
     )
 
 
-def _dense_row(artifact: Artifact, name: str, found: Classification, shape: tuple[int, ...]) -> Row:
+def _predictors(artifact: Artifact, model: set[str]) -> dict[str, Classification]:
+    """The tensors of kept multi-token-prediction layers; `model` are the names of the model's own parameters.
+
+    Raises InputError unless there are as many as the artifact's config says.
+    """
+    found = {}
+    for name, entry in artifact.tensors.items():
+        if name in model or not artifact.mtp.kept or not artifact.mtp.owns(name):
+            continue
+        blob, dtype = artifact.blobs.get(name), TORCH_DTYPES.get(entry.dtype)
+        floating = blob is not None or dtype is None or dtype.is_floating_point
+        found[name] = classify_mtp(name, entry.shape if blob is None else blob.shape, floating=floating)
+    if artifact.mtp.kept and len(found) != artifact.mtp.stored:
+        raise InputError(
+            f"{len(found)} tensor(s) of multi-token-prediction layers are there, not {artifact.mtp.stored}",
+            file=artifact.folder,
+            remedy="the artifact is damaged; fetch or compress it again",
+        )
+    return found
+
+
+def _dense_row(artifact: Artifact, name: str, found: Classification) -> Row:
     entry = artifact.tensors[name]
     reason = found.reason or "not compressed"
     bits = float(DTYPE_BITS[entry.dtype])
-    return Row(name, found.role, shape, entry.dtype, entry.numel, entry.nbytes, bits, {}, reason=reason)
+    return Row(name, found.role, entry.shape, entry.dtype, entry.numel, entry.nbytes, bits, {}, reason=reason)
 
 
 def _packed_row(
@@ -249,7 +286,7 @@ def _summarise(
     file_bytes: int,
     files: int,
     warnings: Iterable[str],
-    dropped: Iterable[str],
+    mtp: PredictionLayers,
     artifact: dict[str, Any] | None = None,
 ) -> Description:
     parameters = sum(row.parameters for row in rows)
@@ -272,7 +309,8 @@ def _summarise(
         components=_components(rows),
         rows=tuple(rows),
         warnings=tuple(warnings),
-        dropped=tuple(dropped),
+        dropped=() if mtp.kept else tuple(mtp.sentences()),
+        kept=tuple(mtp.sentences()) if mtp.kept else (),
         artifact=artifact,
     )
 

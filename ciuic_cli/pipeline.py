@@ -14,9 +14,10 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ciuic_cli.artifact import writer
+from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.errors import InputError, TargetError
+from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_tokenizer
@@ -44,6 +45,7 @@ def compress(
     prune: str | float = "auto",
     rank: str | int = "auto",
     bits: Sequence[int] = (2, 3, 4, 5, 6, 8),
+    mtp: str = "drop",
     device: str = "auto",
     dry_run: bool = False,
     force: bool = False,
@@ -64,12 +66,15 @@ def compress(
         effort: "fast", "default" or "best".
         prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
         bits: the widths that may be used, of 2, 3, 4, 5, 6, 8.
+        mtp: "keep" or "drop" the multi-token-prediction layers. Kept ones count as parameters.
         dry_run: stop at the plan, write nothing; the report has a "forecast" of the whole run (forecast.py).
         force: replace an existing output; discard an unfinished run with other options.
 
     Raises:
         CiuicError: see errors.py; the output is as it was before.
     """
+    if mtp not in ("keep", "drop"):
+        raise UsageError(f"mtp is {mtp!r:.40}, not keep or drop")
     started = time.monotonic()
     steady_memory()
     out = Path(os.path.realpath(out))  # a link keeps pointing where it does; what it points to is written
@@ -81,12 +86,16 @@ def compress(
         model_map = map_model(checkpoint)
         for warning in model_map.warnings:
             hint(warning)
+        if mtp == "keep":
+            model_map = keep_mtp(model_map)
+            if not model_map.mtp.kept:
+                hint("the checkpoint has no multi-token-prediction layers to keep")
         original = 2 * model_map.stored_numel
         budget = budget_of(original, ratio, target_bpw, target_size)
         level = EFFORTS[effort]
         options = Options(
             original / budget, effort, level.window, nsamples or level.nsamples, seqlen or level.seqlen,
-            seed, prune, rank, tuple(sorted(set(bits))), device,
+            seed, prune, rank, tuple(sorted(set(bits))), mtp, device,
         )  # fmt: skip
         passes = PassOptions(options.bits, options.window, prune, rank)
         check_reachable(model_map, budget, passes)

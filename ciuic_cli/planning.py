@@ -13,6 +13,7 @@ from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
 from ciuic_cli.budget import Allocation, allocate
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
+from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import packed_nbytes, stack_header_nbytes
 from ciuic_cli.errors import TargetError
 from ciuic_cli.passes import lowrank, prune
@@ -27,6 +28,9 @@ _SAFETENSORS_NAMES = {
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
 EMBEDDING_ROLES = ("embedding", "head")
+PLAIN_ROLES = (*EMBEDDING_ROLES, *MTP_ROLES)
+"""Matrices that lose no row and get no low-rank part: every token of a vocabulary may be wanted, and of
+multi-token-prediction layers no statistics say which rows or directions matter."""
 CHANNEL_ROLES = ("down", "shared_expert_down")
 """Projections whose inputs are the channels of an MLP."""
 
@@ -156,7 +160,10 @@ def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token."""
+    """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token.
+
+    A multi-token-prediction layer's matrix predicts none: the model's own predictions do not pass through it.
+    """
 
     unit: Unit
     row_bits: NDArray[np.uint8]
@@ -209,8 +216,9 @@ def dense_names(model_map: ModelMap) -> list[str]:
 
 def stored_dtype(model_map: ModelMap, name: str) -> torch.dtype:
     """The dtype a dense tensor is stored in: the one that the model computes with; integers stay as they are."""
-    sources = model_map.parameters[name].sources
-    found = TORCH_DTYPES[model_map.checkpoint.entry(sources[0]).dtype] if sources else model_map.dtype
+    sources, checkpoint = model_map.parameters[name].sources, model_map.checkpoint
+    decoded = not sources or checkpoint.is_fp4(sources[0])
+    found = model_map.dtype if decoded else TORCH_DTYPES[checkpoint.entry(sources[0]).dtype]
     return model_map.fixed_dtypes.get(name, model_map.dtype) if found.is_floating_point else found
 
 
@@ -242,7 +250,7 @@ class PassOptions:
     rank: str | int = "auto"
 
     def widths_for(self, unit: Unit) -> tuple[int, ...]:
-        prunable = self.prune != "off" and unit.role not in EMBEDDING_ROLES
+        prunable = self.prune != "off" and unit.role not in PLAIN_ROLES
         return ((0,) if prunable else ()) + self.widths
 
 
@@ -252,6 +260,8 @@ def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
     found = []
     for arm in arms:
         unit = arm.unit
+        if 0 not in arm.widths:
+            continue
         names = [unit.key.replace("down_proj", other) for other in ("gate_proj", "up_proj", "gate_up_proj")]
         partners = [by_key[name] for name in names if name in by_key and name != unit.key]
         if not partners:
@@ -414,6 +424,7 @@ class _Solution:
             if forced is not None and self.taken:
                 per_group = np.where(forced, 0.0, per_group)  # charged to the structure instead
             loss = float(per_group.sum()) + sum(s.loss for s in self.taken if s.down == arm.unit.key)
+            loss = 0.0 if arm.unit.role in MTP_ROLES else loss
             units[arm.unit.key] = UnitPlan(arm.unit, chosen, arm.rank, arm.lowrank_bytes, loss)
         blobs = blob_sizes(self.map, self.arms, bits)
         total = stored_bytes(lay_out(stored_tensors(self.map, blobs)))

@@ -8,13 +8,14 @@ corrects that role's sensitivity. Then all roles are perturbed at once, for what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
 from ciuic_cli.encoding import read_unit
@@ -82,6 +83,7 @@ def corrections_of(plan: Plan, measured: Sequence[float]) -> dict[str, dict[str,
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
+    Multi-token-prediction layers are left alone: the measured predictions do not pass through them.
 
     Args:
         measured: KL of each of `probes_of(plan)`.
@@ -100,8 +102,17 @@ def corrections_of(plan: Plan, measured: Sequence[float]) -> dict[str, dict[str,
 def _by_role(plan: Plan) -> dict[str, list[Unit]]:
     roles: dict[str, list[Unit]] = {}
     for unit_plan in plan.units.values():
+        if unit_plan.unit.role in MTP_ROLES:
+            continue
         roles.setdefault(unit_plan.unit.role, []).append(unit_plan.unit)
     return roles
+
+
+def correction_of(role: str, corrections: Mapping[str, Mapping[str, float]]) -> float:
+    """A role's correction; of one that was not probed, the median of the others'."""
+    if role in corrections:
+        return corrections[role]["correction"]
+    return float(np.median([found["correction"] for name, found in corrections.items() if name != TOGETHER]))
 
 
 def _compared(predicted: float, measured: float) -> dict[str, float]:

@@ -126,6 +126,8 @@ def _headline(report: Mapping[str, Any]) -> str:
 def _notes(report: Mapping[str, Any]) -> str:
     notes = [str(note) for note in report.get("warnings", ())]
     notes += [f"left out: {note}" for note in report.get("dropped", ())]
+    notes += [str(note) for note in report.get("kept", ())]
+    notes += sorted({row["unpredicted"] for row in report["components"] if "unpredicted" in row})
     unseen = report.get("statistics", {}).get("experts_without_tokens", 0)
     if unseen:
         notes.append(f"{unseen} expert matrices saw no calibration token; they count as the layer's average")
@@ -216,7 +218,7 @@ def _loss_by_layer(rows: Sequence[Row]) -> str:
     names: dict[str, float] = {}
     order: dict[str, tuple[int, int]] = {}
     for index, row in enumerate(rows):
-        if row.get("dense"):
+        if row.get("dense") or row.get("unpredicted"):
             continue
         layer = _layer(row)
         name = row["role"] if layer is None else f"layer {layer}"

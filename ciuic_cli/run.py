@@ -14,11 +14,12 @@ from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
-from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, decode_dense, encode_unit, unit_arms
+from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
 from ciuic_cli.estimates import Mean
 from ciuic_cli.journal import Journal
 from ciuic_cli.planning import Plan, level_uncovered, make_plan, stored_dtype, stored_tensors, units_of
-from ciuic_cli.probing import corrections_of, disturbance, probes_of
+from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes_of
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.runtime.routing import masking
@@ -95,7 +96,7 @@ class Run:
         self.corrections = self._corrections(first)
         for arm in arms:
             arm.rank = 0
-            arm.correction = self.corrections[arm.unit.role]["correction"]
+            arm.correction = correction_of(arm.unit.role, self.corrections)
         return make_plan(self.map, arms, self.task.budget, self.passes)
 
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
@@ -168,7 +169,8 @@ class Run:
         writer.write_index(shards, folder)
         writer.copy_companions(self.map.checkpoint.folder, folder)
         report = self.report(plan, started, self._measured_kl(plan))
-        writer.write_config(folder, self.map.source_config, quantization_config(report))
+        section = quantization_config(report, self.map.mtp)
+        writer.write_config(folder, self.map.source_config, section)
         text = json.dumps(report, indent=2)
         (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")
         (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")

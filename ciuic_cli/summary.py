@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.estimates import Mean
 from ciuic_cli.memory import peak_resident_bytes
 from ciuic_cli.planning import Plan, UnitPlan, stored_dtype
 from ciuic_cli.statistics.collect import Statistics
+
+UNPREDICTED = (
+    "a multi-token-prediction layer: it drafts tokens, the model's own predictions do not pass through it, so it "
+    "is no part of the predicted KL; it is coded without calibration"
+)
 
 
 def build_report(
@@ -57,7 +63,9 @@ def build_report(
             "roles": corrections,
         },
         "warnings": list(model_map.warnings),
-        "dropped": list(model_map.dropped),
+        "mtp": {**model_map.mtp.as_dict(), **_mtp_bytes(rows)},
+        "dropped": [] if model_map.mtp.kept else model_map.mtp.sentences(),
+        "kept": model_map.mtp.sentences() if model_map.mtp.kept else [],
         "options": options,
         "seconds": time.monotonic() - started,
         "peak_rss_bytes": peak_resident_bytes(),
@@ -94,6 +102,8 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
             "rank": max(member.rank for member in members), "pruned": float((widths == 0).mean()),
             "predicted_kl": sum(member.predicted_kl for member in members),
         }  # fmt: skip
+        if parameter.role in MTP_ROLES:
+            row["unpredicted"] = UNPREDICTED
         if len(parameter.shape) == 3:
             row["experts"] = [
                 {"bits": float(member.row_bits.mean()), "pruned": member.is_zero,
@@ -102,6 +112,12 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
             ]  # fmt: skip
         rows.append(row)
     return rows
+
+
+def _mtp_bytes(rows: list[dict[str, Any]]) -> dict[str, int]:
+    """Weights and bytes of the multi-token-prediction layers in the artifact."""
+    own = [row for row in rows if row["role"] in MTP_ROLES]
+    return {key: sum(row[key] for row in own) for key in ("parameters", "bytes")}
 
 
 def _passes(plan: Plan) -> list[dict[str, Any]]:
@@ -131,5 +147,6 @@ def _padding(plan: Plan) -> dict[str, int]:
 
 
 def _untouched(plan: Plan, statistics: Statistics) -> int:
-    experts = [u.unit for u in plan.units.values() if u.unit.expert is not None]
+    units = [u.unit for u in plan.units.values() if u.unit.role not in MTP_ROLES]
+    experts = [unit for unit in units if unit.expert is not None]
     return sum(statistics.tokens(unit.name, unit.expert) == 0 for unit in experts)

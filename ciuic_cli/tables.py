@@ -36,6 +36,8 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
     """The memory report in short: bytes and ratio, loss, bits by role, what each pass did, warnings."""
     for note in report["dropped"]:
         console.warning(f"left out: {note}")
+    for note in report["kept"]:
+        console.hint(note)
     unseen = report["statistics"]["experts_without_tokens"]
     if unseen:
         console.warning(
@@ -97,9 +99,11 @@ def _roles(components: Sequence[Mapping[str, Any]]) -> list[list[object]]:
         weights, nbytes = (sum(row[key] for row in members) for key in ("parameters", "bytes"))
         loss = sum(row["predicted_kl"] for row in members)
         dense = all(row.get("dense") for row in members)
+        unknown = any(row.get("unpredicted") for row in members)
+        lost = "kept exactly" if dense else "not the model's" if unknown else f"{loss:.2e}"
         rows.append(
             [role, len(members), weights, _bytes(2 * weights), _bytes(nbytes),
-             f"{8 * nbytes / max(1, weights):5.2f}", "kept exactly" if dense else f"{loss:.2e}"]
+             f"{8 * nbytes / max(1, weights):5.2f}", lost]
         )  # fmt: skip
     return rows
 
@@ -108,6 +112,8 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
     """What `describe` found: what it is, bytes by component, and the rows where `tensors`."""
     for note in (*found.warnings, *(f"left out: {note}" for note in found.dropped)):
         console.warning(note)
+    for note in found.kept:
+        console.hint(note)
     formats = ", ".join(
         f"{name} {100 * count / max(1, found.parameters):.3g} %" for name, count in found.formats.items()
     )

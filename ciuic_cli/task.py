@@ -49,6 +49,7 @@ class Options:
     prune: str | float
     rank: str | int
     bits: tuple[int, ...]
+    mtp: str
     device: str
 
     def as_dict(self) -> dict[str, Any]:

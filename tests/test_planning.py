@@ -182,6 +182,9 @@ class _PlainStatistics:
     def __init__(self, model_map: ModelMap) -> None:
         self.shapes = {name: p.shape for name, p in model_map.parameters.items()}
 
+    def covers(self, name: str) -> bool:
+        return True
+
     def tokens(self, name: str, expert: int | None = None) -> int:
         return 1 << 20
 
@@ -264,6 +267,14 @@ def test_channels_that_cost_nothing_leave_gate_and_up(tiny_checkpoint: Callable[
     for name in ("gate_proj", "up_proj"):
         assert plan.units[f"{layer}{name}.weight"].row_bits[1] == 0
     assert plan.file_bytes <= plan.budget
+
+
+@pytest.mark.parametrize(("role", "whole"), [("expert", 1), ("mtp_expert", 0)])
+def test_experts_that_nothing_is_known_of_are_no_structures(role: str, whole: int) -> None:
+    options, nothing = PassOptions(ALL_WIDTHS), np.zeros(2)
+    units = [Unit(f"mlp.experts.{part}", 0, role, 32, 32) for part in ("gate_up_proj", "down_proj")]
+    arms = [Arms(unit, options.widths_for(unit), options.window, nothing, nothing) for unit in units]
+    assert len(structures_of(arms)) == whole
 
 
 def test_an_expert_that_costs_nothing_goes_as_a_whole(tiny_checkpoint: Callable[..., Path]) -> None:

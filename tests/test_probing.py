@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ciuic_cli.planning import Plan, Unit, UnitPlan
-from ciuic_cli.probing import LIMITS, TOGETHER, corrections_of
+from ciuic_cli.probing import LIMITS, TOGETHER, correction_of, corrections_of
 
 BITS = np.full(2, 4, np.uint8)
 
@@ -44,3 +44,10 @@ def test_corrections_keep_their_limits() -> None:
 
 def test_a_role_that_is_predicted_to_lose_nothing_stays_as_it_is() -> None:
     assert _corrections({"up": 0.0, "down": 0.01}, [0.0, 0.01, 0.01])["up"]["correction"] == 1.0
+
+
+def test_multi_token_prediction_layers_are_not_probed_and_count_as_the_median_role() -> None:
+    found = _corrections({"up": 0.01, "down": 0.01, "q": 0.01, "mtp": 0.0}, [0.02, 0.01, 0.04, 0.07])
+    assert set(found) == {"up", "down", "q", TOGETHER}
+    assert correction_of("up", found) == found["up"]["correction"] == pytest.approx(2.0)
+    assert correction_of("mtp", found) == pytest.approx(2.0)

@@ -20,6 +20,7 @@ import torch
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
 from ciuic_cli.checkpoint.folder import check_links, checked_file, locate, read_config, shard_names
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
+from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.errors import InputError
@@ -46,11 +47,15 @@ class ArtifactFiles:
 
 @dataclass(frozen=True)
 class Artifact(ArtifactFiles):
-    """An opened artifact folder; `config` is its config.json, `quantization` the part that is ours."""
+    """An opened artifact folder; `config` is its config.json, `quantization` the part that is ours.
+
+    `mtp`: the original's multi-token-prediction layers, and whether they are kept here.
+    """
 
     folder: Path
     config: dict[str, Any]
     quantization: dict[str, Any]
+    mtp: PredictionLayers
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -88,7 +93,8 @@ def open_artifact(path: str | Path) -> Artifact:
             tensor=absent[0],
             remedy="the files of two artifacts are mixed; fetch or compress it again",
         )
-    return Artifact(files.tensors, files.blobs, files.file_bytes, folder, config, quantization)
+    mtp = PredictionLayers.from_dict(quantization.get("mtp"), folder / "config.json")
+    return Artifact(files.tensors, files.blobs, files.file_bytes, folder, config, quantization, mtp)
 
 
 def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> None:

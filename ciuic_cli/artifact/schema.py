@@ -5,17 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from ciuic_cli import __version__
+from ciuic_cli.checkpoint.mtp import PredictionLayers
 
 QUANT_METHOD = "ciuic"
 FORMAT_VERSION = 1
 
 
-def quantization_config(report: dict[str, Any]) -> dict[str, Any]:
-    """The `quantization_config` of an artifact: how to read it, and what it promises."""
+def quantization_config(report: dict[str, Any], mtp: PredictionLayers) -> dict[str, Any]:
+    """The `quantization_config` of an artifact: how to read it, and what it promises.
+
+    "mtp" is there where the checkpoint had multi-token-prediction layers.
+    """
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
         "ciuic_version": __version__,
         "bits_per_weight": round(report["bits_per_weight"], 6),
         "ratio": round(report["ratio"], 6),
+        **({"mtp": mtp.as_dict()} if mtp.layers else {}),
     }

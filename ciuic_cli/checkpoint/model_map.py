@@ -24,6 +24,7 @@ from ciuic_cli.checkpoint.architecture import (
     layer_prefixes,
     require_plausible,
 )
+from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.checkpoint.naming import Assembly, plan_names
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint
 from ciuic_cli.checkpoint.roles import classify
@@ -64,8 +65,8 @@ class ModelMap:
     """A checkpoint and transformers' model of it. Build with `map_model`.
 
     `parameters` are in the model's order, by in-memory name. `layer_prefixes` are the decoder layers
-    ("model.layers.0."). `warnings` are for the user; `dropped` says in words which multi-token-prediction
-    layers are left out, `dropped_tensors` names their tensors.
+    ("model.layers.0."). `warnings` are for the user. `mtp` are the checkpoint's multi-token-prediction layers,
+    `mtp_tensors` the names of their tensors; `keeping.keep_mtp` makes parameters of these.
     """
 
     checkpoint: Checkpoint
@@ -74,8 +75,8 @@ class ModelMap:
     parameters: dict[str, Parameter]
     layer_prefixes: list[str]
     warnings: list[str]
-    dropped: list[str]
-    dropped_tensors: list[str]
+    mtp: PredictionLayers
+    mtp_tensors: list[str]
     assemblies: dict[str, Assembly]
     dtype_rules: dict[torch.dtype, dict[str, torch.dtype]]
 
@@ -97,12 +98,15 @@ class ModelMap:
     def source_config(self) -> dict[str, Any]:
         """The checkpoint's config.json as it holds for what is stored.
 
-        Without `auto_map` and `quantization_config`; `tie_word_embeddings` false where the values differ.
+        Without `auto_map` and `quantization_config`; `tie_word_embeddings` false where the values differ; no
+        multi-token-prediction layers promised that are not kept.
         """
         dropped = ("auto_map", "quantization_config")
         values = {key: value for key, value in self.checkpoint.config.items() if key not in dropped}
         if not self.config.tie_word_embeddings and values.get("tie_word_embeddings", True):
             values["tie_word_embeddings"] = False
+        if values.get(COUNT_KEY) and not self.mtp.kept:
+            values[COUNT_KEY] = 0
         return values
 
     @cached_property
@@ -253,7 +257,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             )
     _require_complete(parameters, checkpoint)
     _require_shapes(parameters, assemblies, checkpoint)
-    notes, dropped, dropped_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
+    notes, mtp, mtp_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
     return ModelMap(
         checkpoint=checkpoint,
         config=config,
@@ -261,8 +265,8 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         parameters=parameters,
         layer_prefixes=layer_prefixes(model, config.get_text_config().num_hidden_layers),
         warnings=[*checkpoint.warnings, *warnings, *notes],
-        dropped=dropped,
-        dropped_tensors=dropped_tensors,
+        mtp=mtp,
+        mtp_tensors=mtp_tensors,
         assemblies=assemblies,
         dtype_rules={requested: _fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES},
     )

@@ -7,7 +7,7 @@ norms, biases and everything else that is not a plain matrix product stays as it
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,6 +44,8 @@ _OLD_MLP_ROLES = {
     "fc2": "down",
     "dense_4h_to_h": "down",
 }
+MTP_ROLES = ("mtp", "mtp_expert", "mtp_dense")
+"""Of multi-token-prediction layers: matrices, those of routed experts, and what is kept exactly."""
 _EXPERT_ROLES = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
 
 
@@ -79,6 +81,25 @@ def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
                 classified = _classify_parameter(owner_name, owner, parent, short, tensor, heads)
             result[name] = (classified, tensor)
     return result
+
+
+def classify_mtp(name: str, shape: tuple[int, ...], *, floating: bool) -> Classification:
+    """The role of a multi-token-prediction layer's tensor, by its name in the checkpoint: no module owns it."""
+    owner, _, short = name.rpartition(".")
+    leaf = owner.rpartition(".")[2]
+    routing = leaf in ("gate", "router")
+    if routing or not floating:
+        buffer = not floating or short != "weight"
+        return Classification(
+            "mtp_dense", False, "router: it decides which expert sees a token, kept exactly", buffer
+        )
+    if len(shape) < 2:
+        return Classification("mtp_dense", False, "a vector: too small to matter, kept exactly")
+    expert = ".experts." in name
+    if (short == "weight" and len(shape) == 2) or (expert and len(shape) == 3):
+        found = _by_size("mtp_expert" if expert else "mtp", torch.empty(shape, device="meta"))
+        return found if found.compress else replace(found, role="mtp_dense")
+    return Classification("mtp_dense", False, "not the weight of a linear or an embedding: kept exactly")
 
 
 def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:

@@ -63,7 +63,11 @@ def _renamed(assembly: Assembly, old: str, new: str) -> Assembly:
 def _same_values(left: Assembly, right: Assembly, checkpoint: Checkpoint) -> bool:
     if left.converter is not None or right.converter is not None:
         return left.source_names == right.source_names
-    first, second = left.source_names[0], right.source_names[0]
+    return same_values(checkpoint, left.source_names[0], right.source_names[0])
+
+
+def same_values(checkpoint: Checkpoint, first: str, second: str) -> bool:
+    """Whether two tensors are equal number for number, read a few thousand rows at a time."""
     shape = checkpoint.dense_shape(first)
     if shape != checkpoint.dense_shape(second) or not shape:
         return False

@@ -158,6 +158,15 @@ def decode(
     return out.to(out_dtype)
 
 
+def decode_dense(packed: PackedMatrix) -> torch.Tensor:
+    """The matrix (rows, cols) float32 that a coded one stands for, its low-rank part included."""
+    weight = decode(packed, original_basis=True)
+    if packed.lowrank is not None:
+        right, left = (decode(part, original_basis=True) for part in packed.lowrank)
+        weight += left.T @ right
+    return weight
+
+
 def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:
     """Decodes the rows named by `rows` (int64 [n], any order), without the low-rank part.
 

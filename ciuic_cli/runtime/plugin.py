@@ -22,6 +22,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
+from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.codecs.packing import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
@@ -29,7 +30,7 @@ from ciuic_cli.runtime.modules import CompressedLinear
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
-_FOLDER_FIELDS = ("checksums",)
+_FOLDER_FIELDS = ("checksums", "mtp")
 """Fields of the config that speak about the folder's files, not about the model; a saved copy has its own."""
 
 
@@ -94,6 +95,7 @@ class CiuicQuantizer(HfQuantizer):
             if len(stored) == 1:
                 slots[source if stored[0] == target else target] = slots[stored[0]]
         swap_modules(model, slots, dtype or torch.get_default_dtype())
+        _ignore_predictors(model, PredictionLayers.from_dict(getattr(self.quantization_config, "mtp", None)))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -174,6 +176,16 @@ def _name_in_model(name: str, expected: dict[str, torch.Tensor], prefix: str) ->
         return shorter
     longer = f"{prefix}.{name}"
     return longer if longer in expected else name
+
+
+def _ignore_predictors(model: Any, mtp: PredictionLayers) -> None:
+    """Kept multi-token-prediction layers are no surprise: transformers knows them for released sizes only."""
+    if mtp.kept:
+        patterns = {rf"^{re.escape(layer.name)}\." for layer in mtp.layers}
+        model._keys_to_ignore_on_load_unexpected = {
+            *(model._keys_to_ignore_on_load_unexpected or ()),
+            *patterns,
+        }
 
 
 def _refuse_missing(

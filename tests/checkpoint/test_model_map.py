@@ -62,7 +62,7 @@ def test_materialised_model_equals_from_pretrained(
         assert torch.equal(buffers[name], value) and buffers[name].dtype == value.dtype, name
     with torch.no_grad():
         assert torch.equal(model(tokens).logits, reference(tokens).logits)
-    assert not model_map.warnings and not model_map.dropped
+    assert not model_map.warnings and not model_map.mtp.layers
     assert len(model_map.layer_prefixes) == reference.config.num_hidden_layers
 
 

@@ -38,14 +38,15 @@ def test_20_a_multi_token_prediction_layer_is_reported_as_dropped(
     count = sum(name.startswith("model.layers.2.") for name in load_file(source / "model.safetensors"))
     model_map = mapped(changed(source, tmp_path / "m", add, num_nextn_predict_layers=1))
     assert not model_map.warnings
-    assert len(model_map.dropped) == 1 and f"model.layers.3: {count + 1} tensors" in model_map.dropped[0]
-    assert len(model_map.dropped_tensors) == count + 1
+    (sentence,) = model_map.mtp.sentences()
+    assert f"model.layers.3: {count + 1} tensors" in sentence and sentence.endswith("dropped")
+    assert len(model_map.mtp_tensors) == count + 1
 
     def add_v4(tensors: dict[str, torch.Tensor]) -> None:
         tensors["mtp.0.attn.wq_a.weight"] = torch.ones(4, 4)
         tensors["mtp.0.norm.weight"] = torch.ones(4)
 
     v4 = mapped(changed(tiny_checkpoint("deepseek_v4"), tmp_path / "v4", add_v4))
-    assert not v4.warnings and v4.dropped[0].startswith(
+    assert not v4.warnings and v4.mtp.sentences()[0].startswith(
         "multi-token-prediction layer mtp.0: 2 tensors, 80 bytes"
     )

@@ -52,6 +52,63 @@ def released(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
     return make
 
 
+@pytest.fixture(scope="session")
+def predicting(
+    released: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """`predicting(form)`: the same with one multi-token-prediction layer, named and stored as in the releases."""
+    made: dict[str, Path] = {}
+
+    def make(form: str) -> Path:
+        if form not in made:
+            add = _add_v4_predictor if form.startswith("deepseek_v4") else _add_v3_predictor
+            section = json.loads((released(form) / "config.json").read_text())["quantization_config"]
+            made[form] = _copy(released(form), tmp_path_factory.mktemp(f"{form}_mtp") / "model", add, section)
+        return made[form]
+
+    return make
+
+
+def _add_v3_predictor(tensors: dict[str, torch.Tensor]) -> None:
+    """Layer 3 of a model with three: a decoder layer, what joins its two inputs, and copies of both ends."""
+    for name in [name for name in tensors if name.startswith("model.layers.2.")]:
+        tensors[name.replace("layers.2.", "layers.3.")] = _other_values(tensors[name])
+    place, hidden = "model.layers.3", tensors["model.norm.weight"].numel()
+    bias = f"{place}.mlp.gate.e_score_correction_bias"
+    tensors[bias] = tensors[bias].float() / 3  # float32 in the releases, and no bfloat16 in disguise
+    tensors[f"{place}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{place}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[f"{place}.eh_proj.weight"] = _projection(hidden, 2 * hidden)
+    for norm in ("enorm", "hnorm", "shared_head.norm"):
+        tensors[f"{place}.{norm}.weight"] = torch.rand(hidden).to(torch.bfloat16)
+
+
+def _add_v4_predictor(tensors: dict[str, torch.Tensor]) -> None:
+    """`mtp.0`: a decoder layer with plain attention, two projections in FP8, and a hyper-connection head."""
+    last = [name for name in tensors if name.startswith("layers.3.") and "compressor" not in name]
+    for name in last:
+        tensors[name.replace("layers.3.", "mtp.0.")] = _other_values(tensors[name])
+    hidden = tensors["norm.weight"].numel()
+    for part in ("e_proj", "h_proj"):
+        stored, _ = _blocks(_projection(hidden, hidden).float())
+        tensors[f"mtp.0.{part}.weight"] = stored
+        tensors[f"mtp.0.{part}.scale"] = _e8m0(torch.full((-(-hidden // BLOCK),) * 2, -9.0))
+    for norm in ("enorm", "hnorm", "norm"):
+        tensors[f"mtp.0.{norm}.weight"] = torch.rand(hidden).to(torch.bfloat16)
+    for part in ("base", "fn", "scale"):
+        tensors[f"mtp.0.hc_head_{part}"] = _other_values(tensors[f"hc_head_{part}"])
+
+
+def _other_values(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in another order: still valid in every format."""
+    return tensor.view(torch.uint8).flip(0).view(tensor.dtype) if tensor.itemsize == 1 else tensor.flip(0)
+
+
+def _projection(rows: int, cols: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + cols)
+    return (torch.randn(rows, cols, generator=generator) / cols**0.5).to(torch.bfloat16)
+
+
 def _copy(source: Path, target: Path, edit: Edit, section: dict[str, object]) -> Path:
     shutil.copytree(source, target)
     tensors = load_file(target / "model.safetensors")

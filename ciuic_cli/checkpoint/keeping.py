@@ -1,0 +1,99 @@
+"""`compress --mtp keep`: a checkpoint's multi-token-prediction layers become parameters like the model's own.
+
+transformers' model has no place for them, so they keep their names and shapes from the checkpoint. They are
+read, coded and counted as any other parameter; only the model's predictions say nothing about them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.checkpoint.naming import Assembly
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from ciuic_cli.checkpoint.roles import MTP_ROLES, classify_mtp
+from ciuic_cli.checkpoint.tying import same_values
+from ciuic_cli.errors import InputError
+
+_STORABLE = ("BF16", "F16", "F32", "F64", "I32", "I64", "BOOL")
+
+
+def keep_mtp(model_map: ModelMap) -> ModelMap:
+    """The map with a parameter for every tensor of `mtp_tensors`; the map itself where there are none.
+
+    A copy of the model's embedding or head (DeepSeek-V3 ships one of each) is tied to it if all values are equal.
+    Raises InputError for numbers of a format that is not known.
+    """
+    if not model_map.mtp_tensors:
+        return model_map
+    kept = {name: _parameter(model_map, name) for name in model_map.mtp_tensors}
+    assemblies = {
+        name: Assembly(name, {name: (name,)}, None, {name: parameter.shape})
+        for name, parameter in kept.items()
+        if parameter.tied_to is None
+    }
+    checkpoint = model_map.checkpoint
+    dtypes = {
+        name: TORCH_DTYPES[checkpoint.entry(name).dtype]
+        for name in assemblies
+        if not _decoded(checkpoint, name)
+    }
+    return replace(
+        model_map,
+        parameters={**model_map.parameters, **kept},
+        assemblies={**model_map.assemblies, **assemblies},
+        dtype_rules={requested: {**rules, **dtypes} for requested, rules in model_map.dtype_rules.items()},
+        mtp=replace(
+            model_map.mtp,
+            kept=True,
+            stored=len(assemblies),
+            shared={name: parameter.tied_to for name, parameter in kept.items() if parameter.tied_to},
+        ),
+    )  # fmt: skip
+
+
+def is_mtp(parameter: Parameter) -> bool:
+    """Whether a parameter belongs to a multi-token-prediction layer."""
+    return parameter.role in MTP_ROLES
+
+
+def _decoded(checkpoint: Checkpoint, name: str) -> bool:
+    return checkpoint.is_fp8(name) or checkpoint.is_fp4(name)
+
+
+def _parameter(model_map: ModelMap, name: str) -> Parameter:
+    checkpoint = model_map.checkpoint
+    entry = checkpoint.entry(name)
+    if _decoded(checkpoint, name):
+        checkpoint.read_dense(name, (0, 0))  # refuses an absent scale
+        floating = True
+    elif entry.dtype in _STORABLE:
+        floating = TORCH_DTYPES[entry.dtype].is_floating_point
+    else:
+        raise InputError(
+            f"a tensor of a multi-token-prediction layer is stored as {entry.dtype}: the number format is unknown",
+            file=entry.file,
+            tensor=name,
+            remedy="leave these layers out with --mtp drop",
+        )
+    shape = checkpoint.dense_shape(name)
+    original = _copied(model_map, name, shape)
+    if original is not None:
+        reason = f"equal to {original}: stored there"
+        return Parameter(name, shape, "mtp", False, reason, (name,), tied_to=original)
+    found = classify_mtp(name, shape, floating=floating)
+    return Parameter(name, shape, found.role, found.compress, found.reason, (name,), buffer=found.buffer)
+
+
+def _copied(model_map: ModelMap, name: str, shape: tuple[int, ...]) -> str | None:
+    """The model's embedding or head whose stored numbers are the same, if there is one."""
+    checkpoint = model_map.checkpoint
+    for parameter in model_map.parameters.values():
+        if parameter.role not in ("embedding", "head") or parameter.tied_to or parameter.shape != shape:
+            continue
+        source = parameter.sources[0]
+        if checkpoint.entry(source).dtype == checkpoint.entry(name).dtype and same_values(
+            checkpoint, source, name
+        ):
+            return parameter.name
+    return None

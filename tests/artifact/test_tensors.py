@@ -1,0 +1,87 @@
+"""Single tensors of an artifact read back as numbers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ciuic_cli
+from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.errors import InputError
+
+SECTION = {
+    "quant_method": "ciuic",
+    "format_version": 1,
+    "mtp": {"kept": True, "layers": [], "stored_tensors": 0, "shared": {"copy.weight": "ranked.weight"}},
+}
+
+
+def _matrix(rows: int, cols: int, seed: int, rank: int = 0) -> PackedMatrix:
+    """A matrix with random codes: valid bytes, no meaning."""
+    rng = np.random.default_rng(seed)
+    bits = rng.choice(np.array([2, 3, 5], np.uint8), -(-rows // 16))
+    codes = rng.integers(0, 256, int(bits.sum()) * 32 * -(-cols // 16), dtype=np.uint8)
+    lowrank = (_matrix(rank, cols, seed + 1), _matrix(rank, rows, seed + 2)) if rank else None
+    scales = rng.integers(0, 40, rows).astype(np.uint8)
+    return PackedMatrix(rows, cols, 12, 0, 0.01, bits, scales, codes, lowrank)
+
+
+@pytest.fixture(scope="module")
+def ranked() -> PackedMatrix:
+    return _matrix(37, 52, 1, rank=20)
+
+
+@pytest.fixture(scope="module")
+def stack() -> ExpertStack:
+    return ExpertStack(tuple(_matrix(24, 40, seed) for seed in (5, 6, 7)))
+
+
+@pytest.fixture(scope="module")
+def artifact(ranked: PackedMatrix, stack: ExpertStack, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("artifact")
+    blobs = {"ranked.weight": ranked, "experts": stack}
+    stored = {
+        name: torch.frombuffer(bytearray(blob.to_bytes()), dtype=torch.uint8) for name, blob in blobs.items()
+    }
+    stored["norm.weight"] = torch.linspace(0, 1, 7).to(torch.bfloat16)
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({"quantization_config": SECTION}))
+    return folder
+
+
+def test_a_matrix_with_its_low_rank_part(artifact: Path, ranked: PackedMatrix) -> None:
+    assert ranked.lowrank is not None
+    right, left = (decode(part, original_basis=True) for part in ranked.lowrank)
+    found = ciuic_cli.read_tensor(artifact, "ranked.weight")
+    assert found.shape == (37, 52) and left.abs().max() > 0
+    assert torch.equal(found, decode(ranked, original_basis=True) + left.T @ right)
+
+
+def test_a_shared_tensor_is_read_where_it_is_stored(artifact: Path) -> None:
+    copy = ciuic_cli.read_tensor(artifact, "copy.weight")
+    assert torch.equal(copy, ciuic_cli.read_tensor(artifact, "ranked.weight"))
+
+
+def test_a_stack_of_experts(artifact: Path, stack: ExpertStack) -> None:
+    found = ciuic_cli.read_tensor(artifact, "experts")
+    assert found.shape == (3, 24, 40)
+    for index, expert in enumerate(stack.experts):
+        assert torch.equal(found[index], decode(expert, original_basis=True))
+
+
+def test_a_dense_tensor_comes_as_it_is_stored(artifact: Path) -> None:
+    expected = torch.linspace(0, 1, 7).to(torch.bfloat16)
+    found = ciuic_cli.read_tensor(artifact, "norm.weight")
+    assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
+
+
+def test_a_name_that_is_not_there(artifact: Path) -> None:
+    with pytest.raises(InputError, match="no such tensor") as caught:
+        ciuic_cli.read_tensor(artifact, "lm_head.weight")
+    assert caught.value.tensor == "lm_head.weight"
