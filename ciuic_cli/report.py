@@ -72,6 +72,7 @@ def render_html(report: Mapping[str, Any]) -> str:
         ),
         _section("Predicted loss, layer by layer", "KL divergence in nats per token.", _loss_by_layer(rows)),
         _section("Predicted and measured", _measured_text(report), _measured(report)),
+        _section("Multi-token-prediction layers", _unpredicted(rows), _kept(report)),
         _section("What each pass did", "", _passes(report["passes"])),
         _section("Kept dense", "What was not compressed, and why.", _dense(rows)),
         _section("This run", "", _run_facts(report)),
@@ -126,8 +127,6 @@ def _headline(report: Mapping[str, Any]) -> str:
 def _notes(report: Mapping[str, Any]) -> str:
     notes = [str(note) for note in report.get("warnings", ())]
     notes += [f"left out: {note}" for note in report.get("dropped", ())]
-    notes += [str(note) for note in report.get("kept", ())]
-    notes += sorted({row["unpredicted"] for row in report["components"] if "unpredicted" in row})
     unseen = report.get("statistics", {}).get("experts_without_tokens", 0)
     if unseen:
         notes.append(f"{unseen} expert matrices saw no calibration token; they count as the layer's average")
@@ -135,6 +134,16 @@ def _notes(report: Mapping[str, Any]) -> str:
         return ""
     items = "".join(f"<li>{_text(note, 2000)}</li>" for note in notes)
     return f'<section class="warn"><h2>Warnings</h2><ul>{items}</ul></section>'
+
+
+def _unpredicted(rows: Sequence[Row]) -> str:
+    """Why some matrices have no predicted loss."""
+    return _text(" ".join(sorted({row["unpredicted"] for row in rows if "unpredicted" in row})), 2000)
+
+
+def _kept(report: Mapping[str, Any]) -> str:
+    notes = "".join(f"<li>{_text(note, 2000)}</li>" for note in report.get("kept", ()))
+    return f"<ul>{notes}</ul>" if notes else ""
 
 
 def _bytes_by_role(rows: Sequence[Row]) -> str:

@@ -15,8 +15,8 @@ from ciuic_cli.planning import Plan, UnitPlan, stored_dtype
 from ciuic_cli.statistics.collect import Statistics
 
 UNPREDICTED = (
-    "a multi-token-prediction layer: it drafts tokens, the model's own predictions do not pass through it, so it "
-    "is no part of the predicted KL; it is coded without calibration"
+    "They draft tokens ahead; the model's own predictions do not pass through them, so they are no part of the "
+    "predicted KL, and they are coded without calibration."
 )
 
 

@@ -142,6 +142,17 @@ def test_layers_are_in_numerical_order(report: dict[str, Any]) -> None:
     assert words == ["layer 0", "layer 2", "layer 10"] * 2  # the heat map, then the losses
 
 
+def test_kept_prediction_layers_have_bits_and_no_loss(report: dict[str, Any]) -> None:
+    row = {**report["components"][-2], "name": "model.layers.61.eh_proj.weight", "role": "mtp"}
+    report["components"].append({**row, "unpredicted": "no <calibration> of it"})
+    report["kept"] = ["layer 61 is <kept>"]
+    source = render_html(report)
+    page = Page(source)
+    assert "layer 61 is <kept>" in page.text and "no <calibration> of it" in page.text
+    assert page.words.count("layer 61") == 1  # in the heat map, not among the losses
+    assert "<kept>" not in source
+
+
 def test_longer_bars_for_more_bytes(report: dict[str, Any]) -> None:
     source = render_html(report)
     bars = source[source.index("Bytes by component before") :]
