@@ -124,6 +124,13 @@ def test_the_artifact_loads_without_a_word_and_predicts_as_the_original(
     assert generated.shape == (2, 24)
 
 
+def test_drafting_by_transformers_is_refused_instead_of_reading_codes_as_weights(kept: Kept) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(kept.out)
+    # V3: its prediction layer finds no weights of its shapes; V4: transformers cannot draft for it at all.
+    with pytest.raises((RuntimeError, ValueError), match=r"MtpModel|assisted generation"):
+        model.generate(torch.arange(3, 23)[None], max_new_tokens=4, do_sample=False, use_mtp=True)
+
+
 def test_they_count_as_parameters_and_within_the_budget(kept: Kept) -> None:
     report, dense = kept.report, map_model(open_checkpoint(kept.source))
     rows = [row for row in report["components"] if row["role"] in MTP_ROLES]
