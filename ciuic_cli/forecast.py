@@ -140,6 +140,7 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     halved: whether the statistics' products are in bfloat16 here.
     """
     hidden, vocabulary = _width(model_map)
+    single = max(_unit_bytes(unit) for unit in units)
     layers = []
     for prefix in model_map.layer_prefixes:
         parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
@@ -149,15 +150,17 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
         stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
         others = sum(p.numel for p in parameters) - stacked
         # Products in bfloat16: the stacks are, and of all else a copy is kept for the backward pass. Moments are held
-        # twice: of one segment of the text, and their sums. Measuring KL is in float32 throughout.
-        weights = 2 * stacked + 6 * others if halved else 4 * (stacked + others)
-        layers.append(weights + 2 * sum(moments) + activations)
-        layers.append(4 * (stacked + others) + activations)
+        # twice: of one segment of the text, and their sums. Probes measure in float32, but the stacks have the model's
+        # own dtype, and one matrix is prepared at a time.
+        stacks = stacked * model_map.dtype.itemsize
+        layers.append(
+            (2 * stacked + 6 * others if halved else stacks + 4 * others) + 2 * sum(moments) + activations
+        )
+        layers.append(stacks + 4 * others + max(activations, single))
     ends = 4 * sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
     surroundings = ends + LOGIT_COPIES * 4 * text.length * vocabulary
-    single = max(_unit_bytes(unit) for unit in units)
     plan = PLAN_BYTES * sum(unit.groups for unit in units)
     return base + max([*layers, surroundings, single]) + plan
 

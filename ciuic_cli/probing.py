@@ -60,20 +60,15 @@ def disturbance(
     model_map: ModelMap, statistics: Statistics, plan: Plan, units: Iterable[Unit], *, window: int
 ) -> Override:
     """The weights of these matrices with noise like the code's at the plan's widths."""
-    by_name: dict[str, list[Unit]] = {}
-    for unit in units:
-        by_name.setdefault(unit.name, []).append(unit)
+    chosen = {(unit.name, unit.expert): unit for unit in units}
     generator = torch.Generator().manual_seed(0)
 
-    def override(name: str) -> torch.Tensor | None:
-        members = by_name.get(name)
-        if members is None:
+    def override(name: str, expert: int | None) -> torch.Tensor | None:
+        unit = chosen.get((name, expert))
+        if unit is None:
             return None
-        values = []
-        for unit in members:
-            prepared = prepare(read_unit(model_map, unit), importance_of(unit, statistics))
-            values.append(rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator))
-        return values[0] if members[0].expert is None else torch.stack(values)
+        prepared = prepare(read_unit(model_map, unit), importance_of(unit, statistics))
+        return rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator)
 
     return override
 

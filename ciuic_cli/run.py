@@ -179,22 +179,19 @@ class Run:
 
     def _measured_kl(self, plan: Plan) -> Mean:
         """KL of the finished codes on the held-out sequences, routers masked as they will be at loading."""
-        steps = self._numbers()
+        steps = {(unit.name, unit.expert): number for number, unit in enumerate(self.units)}
 
-        def decoded(name: str) -> torch.Tensor | None:
-            if name not in steps:
+        def decoded(name: str, expert: int | None) -> torch.Tensor | None:
+            if (name, expert) not in steps:
                 return None
-            parts = [
-                decode_dense(PackedMatrix.from_buffer(self._blob(number), where=name))
-                for number in steps[name]
-            ]
-            return torch.stack(parts) if len(self.map.parameters[name].shape) == 3 else parts[0]
+            blob = self._blob(steps[name, expert])
+            return decode_dense(PackedMatrix.from_buffer(blob, where=name))
 
         pruned = {
             name.removesuffix(".down_proj"): torch.tensor(
                 [plan.units[self.units[number].key].is_zero for number in numbers]
             )
-            for name, numbers in steps.items()
+            for name, numbers in self._numbers().items()
             if name.endswith(".down_proj")
         }
         return self._meter().measure(decoded, masking(pruned))

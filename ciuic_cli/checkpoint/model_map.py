@@ -167,19 +167,21 @@ class ModelMap:
         device: torch.device | str = "cpu",
         *,
         stack_dtype: torch.dtype | None = None,
+        stack_device: torch.device | str | None = None,
     ) -> None:
         """Fill `module`, the submodule of the skeleton whose parameters begin with `prefix`, in place.
 
         Weights get `dtype` (default: the checkpoint's own), except those that transformers keeps in float32;
-        expert stacks get `stack_dtype` where it is given.
+        expert stacks get `stack_dtype` and go to `stack_device` where these are given.
         They require no gradient. Non-persistent buffers move to `device`.
         """
         done: dict[str, torch.Tensor] = {}
         for owner, short, name, is_buffer in _own_tensors(module, prefix):
             key = self.parameters[name].tied_to or name
             if key not in done:
-                stacked = stack_dtype is not None and len(self.parameters[key].shape) == 3
-                value = self._load(name, stack_dtype if stacked else dtype, device)
+                stacked = len(self.parameters[key].shape) == 3
+                place = stack_device if stacked and stack_device is not None else device
+                value = self._load(name, stack_dtype if stacked and stack_dtype is not None else dtype, place)
                 done[key] = value if is_buffer else nn.Parameter(value, requires_grad=False)
             setattr(owner, short, done[key])
         for owner, short, buffer in _transient_buffers(module):

@@ -19,12 +19,13 @@ from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.memory import return_freed_memory
+from ciuic_cli.statistics.on_use import BroughtOnUse
 from ciuic_cli.statistics.store import TensorFolder
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, steps done, steps in all)."""
-Override = Callable[[str], torch.Tensor | None]
-"""Other values for a parameter, by its name; None leaves it as it is."""
+Override = Callable[[str, int | None], torch.Tensor | None]
+"""Other values for a parameter by its name, or for one expert (out, in) of a stack; None leaves it as it is."""
 Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer, filled; active while the layer runs."""
 Carry = Callable[[Sequence[int]], None]
@@ -107,7 +108,8 @@ class LayerStream:
         module = self.layer(prefix)
         self._fill(module, prefix)
         try:
-            with self.adjust(prefix, module) if self.adjust is not None else nullcontext():
+            adjusted = self.adjust(prefix, module) if self.adjust is not None else nullcontext()
+            with adjusted, BroughtOnUse(module):
                 yield module
         finally:
             self.map.release(module)
@@ -130,18 +132,22 @@ class LayerStream:
                 self.model.set_submodule(prefix.rstrip("."), layer)
 
     def _fill(self, module: nn.Module, prefix: str) -> None:
-        # Experts are only multiplied with: where products are in bfloat16, a bfloat16 stack gives the same bits in a
-        # third of the memory (no copies of it are kept for the backward pass either).
-        stacks = None if self.dtype == torch.float32 else self.dtype
-        self.map.materialise(module, prefix, torch.float32, self.device, stack_dtype=stacks)
+        # Experts are only multiplied with: where products are in bfloat16, a bfloat16 stack gives the same bits. Where
+        # they are not, the stack has the model's own dtype, which rounds what replaces it and what was in FP8 or FP4.
+        stacks = self.map.dtype if self.dtype == torch.float32 else self.dtype
+        self.map.materialise(
+            module, prefix, torch.float32, self.device, stack_dtype=stacks, stack_device="cpu"
+        )
         module.requires_grad_(False)
         for name, parameter in module.named_parameters():
             if self.override is None:
                 require_finite(parameter, prefix + name)
                 continue
-            value = self.override(prefix + name)
-            if value is not None:
-                parameter.copy_(value)
+            parts = [parameter] if parameter.dim() < 3 else list(parameter)
+            for number, part in enumerate(parts):
+                value = self.override(prefix + name, None if parameter.dim() < 3 else number)
+                if value is not None:
+                    part.copy_(value)
 
     def precision(self) -> torch.autocast:
         """Matrix products in `dtype`, the residual stream in float32."""
