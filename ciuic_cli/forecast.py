@@ -140,7 +140,8 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     halved: whether the statistics' products are in bfloat16 here.
     """
     hidden, vocabulary = _width(model_map)
-    single = max(_unit_bytes(unit) for unit in units)
+    inside = max((_unit_bytes(unit) for unit in units if unit.role not in EMBEDDING_ROLES), default=0)
+    outside = max((_unit_bytes(unit) for unit in units if unit.role in EMBEDDING_ROLES), default=0)
     layers = []
     for prefix in model_map.layer_prefixes:
         parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
@@ -156,13 +157,13 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
         layers.append(
             (2 * stacked + 6 * others if halved else stacks + 4 * others) + 2 * sum(moments) + activations
         )
-        layers.append(stacks + 4 * others + max(activations, single))
+        layers.append(stacks + 4 * others + max(activations, inside))
     ends = 4 * sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
-    surroundings = ends + LOGIT_COPIES * 4 * text.length * vocabulary
+    surroundings = ends + max(LOGIT_COPIES * 4 * text.length * vocabulary, outside)
     plan = PLAN_BYTES * sum(unit.groups for unit in units)
-    return base + max([*layers, surroundings, single]) + plan
+    return base + max([*layers, surroundings]) + plan
 
 
 def _unit_bytes(unit: Unit) -> int:

@@ -78,7 +78,7 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
         by_name.setdefault(unit_plan.unit.name, []).append(unit_plan)
     rows = []
     for parameter in model_map.parameters.values():
-        if parameter.tied_to:
+        if parameter.tied_to or parameter.buffer:
             continue
         base: dict[str, Any] = {
             "name": parameter.name,

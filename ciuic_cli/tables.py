@@ -23,6 +23,7 @@ _BENCH_BYTES = {
     "gpu_allocated_bytes": "GPU memory of the weights",
     "gpu_peak_bytes": "GPU memory at the peak",
 }
+_REST = "headers and what is no weight"
 _EVALUATION = {
     "perplexity_ratio": "perplexity, over the original's",
     "kl_mean": "KL divergence, mean",
@@ -74,7 +75,7 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
     console.table(
         "by component",
         ["", "tensors", "weights", "before", "after", "bits", "predicted KL"],
-        _roles(report["components"]),
+        [*_roles(report["components"]), [_REST, None, None, "", _bytes(_rest(report)), "", ""]],
     )
     console.data("")
     for step in report["passes"]:
@@ -83,6 +84,11 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
     console.data(
         f"{report['seconds']:.0f} s, {readable_bytes(report['peak_rss_bytes'])} of memory at the peak"
     )
+
+
+def _rest(report: Mapping[str, Any]) -> int:
+    """Bytes of the files that no weight takes."""
+    return int(report["artifact_bytes"] - sum(row["bytes"] for row in report["components"]))
 
 
 def _bytes(count: float) -> str:
@@ -127,7 +133,7 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
         [part.role, part.tensors, part.parameters, _bytes(part.bytes), f"{part.bits:6.3f}"]
         for part in found.components
     ]
-    rows.append(["headers and what is no weight", None, None, _bytes(found.overhead_bytes), ""])
+    rows.append([_REST, None, None, _bytes(found.overhead_bytes), ""])
     console.table("by component", ["", "tensors", "weights", "bytes", "bits"], rows)
     if tensors:
         console.data("")
