@@ -26,6 +26,9 @@ from ciuic_cli.threads import one_thread
 FULL_FISHER_LIMIT = 16384
 """Outputs above which only the diagonal of G is kept (in practice: the head)."""
 
+MOMENT_BLOCK = 128
+"""Columns from which half a symmetric product is worth several smaller products."""
+
 Key = tuple[str, int | None]
 
 
@@ -76,8 +79,26 @@ class Moments:
         if moment.dim() == 1:
             moment += vectors.square().sum(0)
         else:
-            vectors = vectors.to(self.dtype)
-            moment += vectors.T @ vectors
+            moment += second_moment(vectors, self.dtype)
+
+
+def second_moment(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Vᵀ V, (n, n) float32, of vectors V (t, n) float32; on a GPU the factors are rounded to `dtype`.
+
+    The sums are float32 in any case: rounded to bfloat16, a moment with one large direction is not positive definite
+    any more. On a CPU, where a product has the dtype of its factors, these are float32 too; half of it is mirrored.
+    """
+    if vectors.device.type == "cuda" and dtype != torch.float32:
+        rounded = vectors.to(dtype)
+        return torch.mm(rounded.T, rounded, out_dtype=torch.float32)
+    width = vectors.shape[1]
+    moment = torch.empty((width, width), device=vectors.device)
+    step = max(MOMENT_BLOCK, -(-width // 8))
+    for begin in range(0, width, step):
+        end = min(begin + step, width)
+        torch.mm(vectors[:, begin:end].T, vectors[:, :end], out=moment[begin:end, :end])
+        moment[:begin, begin:end] = moment[begin:end, :begin].T
+    return moment
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import Statistics, collect_statistics
-from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.moments import Moments, second_moment
 
 NAME = "model.layers.1.mlp.experts.down_proj"
 
@@ -85,3 +85,15 @@ def test_a_stack_over_the_limit_keeps_pool_and_diagonals(
             assert bool((torch.linalg.eigvalsh(mine.double()) > -1e-9).all())
             # The trace is the expert's whole importance: what decides its bits.
             assert float(mine.trace()) == pytest.approx(float(theirs.trace()), rel=0.35)
+
+
+@pytest.mark.parametrize("width", [5, 128, 300, 1100])
+def test_a_moment_with_one_large_direction_stays_positive_definite(width: int) -> None:
+    generator = torch.Generator().manual_seed(width)
+    vectors = 0.02 * torch.randn(3 * width, width, generator=generator)
+    vectors += torch.randn(3 * width, 1, generator=generator) * torch.randn(width, generator=generator)
+    moment = second_moment(vectors, torch.bfloat16)
+    exact = vectors.double().T @ vectors.double()
+    torch.testing.assert_close(moment.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+    assert torch.equal(moment, moment.T)
+    assert float(torch.linalg.eigvalsh(moment.double())[0]) > 0
