@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import logging
 import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix, stored_order
 from ciuic_cli.passes import lowrank, prune
-from ciuic_cli.passes.quantize import prepare, round_prepared
+from ciuic_cli.passes.quantize import Importance, Prepared, prepare, round_prepared
+from ciuic_cli.passes.sort import row_classes, sorting_pays
 from ciuic_cli.planning import CHANNEL_ROLES, PLAIN_ROLES, Arms, PassOptions, Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
 
@@ -35,7 +40,7 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     weight = read_unit(model_map, unit)
     importance = importance_of(unit, statistics)
     prepared = prepare(weight, importance)
-    arms = Arms.of(unit, prepared, options.widths_for(unit), options.window)
+    arms = _priced(weight, prepared, unit, options)
     damping = max(prepared.inputs.damping, prepared.outputs.damping)
     if damping:
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, unit.key, damping)
@@ -43,12 +48,38 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     dead = bool((importance.inputs.diagonal() <= 0).any())
     covered = statistics.covers(unit.name)  # else there is no Hessian at all
     arms.singular = covered and (bool(damping) or dead or seen < unit.cols)
+    if options.prune == "auto" and unit.role in CHANNEL_ROLES:
+        arms.channels = prune.channel_loss(weight, importance)
+    row_loss = prepared.row_loss[: unit.rows]
+    row_class = row_classes(row_loss)
+    if covered and sorting_pays(row_loss, row_class, unit.cols):
+        weight, importance = arranged(weight, importance, row_class)
+        arms.sorted = replace(
+            _priced(weight, prepare(weight, importance), unit, options),
+            row_class=row_class,
+            channels=arms.channels,
+            singular=arms.singular,
+        )
+    return arms
+
+
+def _priced(weight: torch.Tensor, prepared: Prepared, unit: Unit, options: PassOptions) -> Arms:
+    """The arms of a matrix with its rows in this order."""
+    arms = Arms.of(unit, prepared, options.widths_for(unit), options.window)
     if options.rank != "off" and unit.role not in PLAIN_ROLES:
         ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
         arms.lowrank = lowrank.arms(weight, prepared.outputs.noise[: unit.rows], ranks)
-    if options.prune == "auto" and unit.role in CHANNEL_ROLES:
-        arms.channels = prune.channel_loss(weight, importance)
     return arms
+
+
+def arranged(
+    weight: torch.Tensor, importance: Importance, row_class: NDArray[np.uint8] | None
+) -> tuple[torch.Tensor, Importance]:
+    """A weight (m, n) and its importance with the rows in the order in which they are stored."""
+    if row_class is None:
+        return weight, importance
+    order = torch.from_numpy(stored_order(row_class))
+    return weight[order], importance.reordered(order)
 
 
 def encode_unit(
@@ -61,28 +92,51 @@ def encode_unit(
     removed = prune.removed_columns(plan.removed, unit.key, unit.cols)
     if removed is not None:
         weight = prune.correct_rest(weight, importance.inputs, removed)
-    if not chosen.rank:
-        return round_prepared(prepare(weight, importance), chosen.row_bits, window=window, threads=threads)
-    row_weight = prepare(weight, importance).outputs.noise[: unit.rows]
-    factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window, threads=threads)
-    rest = prepare(weight - product, importance)
-    return round_prepared(rest, chosen.row_bits, lowrank=factors, window=window, threads=threads)
+    weight, importance = arranged(weight, importance, chosen.row_class)
+    prepared, factors = prepare(weight, importance), None
+    if chosen.rank:
+        row_weight = prepared.outputs.noise[: unit.rows]
+        factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window, threads=threads)
+        prepared = prepare(weight - product, importance)
+    return round_prepared(
+        prepared, chosen.row_bits, lowrank=factors, row_class=chosen.row_class, window=window, threads=threads
+    )
+
+
+_SORTED = "sorted "
 
 
 def arms_to_bytes(arms: Arms) -> bytes:
     """A matrix's arms for the journal; the widths follow from the options."""
     buffer = io.BytesIO()
-    ranks = np.array([[arm.rank, arm.nbytes] for arm in arms.lowrank], np.int64).reshape(-1, 2)
-    remaining = np.array([arm.remaining for arm in arms.lowrank]).reshape(-1, len(arms.sensitivity))
-    np.savez(
-        buffer, sensitivity=arms.sensitivity, removal=arms.removal, channels=arms.channels, ranks=ranks,
-        remaining=remaining, singular=arms.singular,
-    )  # fmt: skip
+    fields = _fields(arms)
+    if arms.sorted is not None:
+        fields |= {_SORTED + name: value for name, value in _fields(arms.sorted).items()}
+    np.savez(buffer, allow_pickle=False, **fields)
     return buffer.getvalue()
 
 
+def _fields(arms: Arms) -> dict[str, NDArray[Any]]:
+    remaining = np.array([arm.remaining for arm in arms.lowrank]).reshape(-1, len(arms.sensitivity))
+    return {
+        "sensitivity": arms.sensitivity,
+        "removal": arms.removal,
+        "channels": arms.channels,
+        "ranks": np.array([[arm.rank, arm.nbytes] for arm in arms.lowrank], np.int64).reshape(-1, 2),
+        "remaining": remaining,
+        "singular": np.array(arms.singular),
+        "row_class": np.zeros(0, np.uint8) if arms.row_class is None else arms.row_class,
+    }
+
+
 def arms_from_bytes(data: bytes, unit: Unit, options: PassOptions) -> Arms:
-    stored = np.load(io.BytesIO(data), allow_pickle=False)
+    stored = dict(np.load(io.BytesIO(data), allow_pickle=False))
+    arms = _from_fields(stored, unit, options)
+    beside = {name.removeprefix(_SORTED): value for name, value in stored.items() if name.startswith(_SORTED)}
+    return replace(arms, sorted=_from_fields(beside, unit, options)) if beside else arms
+
+
+def _from_fields(stored: Mapping[str, NDArray[Any]], unit: Unit, options: PassOptions) -> Arms:
     candidates = [
         lowrank.LowRankArm(int(rank), int(nbytes), remaining)
         for (rank, nbytes), remaining in zip(stored["ranks"], stored["remaining"], strict=True)
@@ -90,4 +144,5 @@ def arms_from_bytes(data: bytes, unit: Unit, options: PassOptions) -> Arms:
     return Arms(
         unit, options.widths_for(unit), options.window, stored["sensitivity"], stored["removal"], candidates,
         channels=stored["channels"], singular=bool(stored["singular"]),
+        row_class=stored["row_class"] if stored["row_class"].size else None,
     )  # fmt: skip

@@ -247,7 +247,7 @@ def _time_matrix(rows: int, cols: int, window: int, ranks: bool, full: bool) -> 
     threads = torch.get_num_threads()
     coding = _clock(lambda: round_prepared(part, bits, window=window, threads=threads))
     coding *= rows / min(CODED_ROWS, r) * cols / c
-    return {"arms": preparing + factors, "probe": 2.6 * preparing, "encode": preparing + coding}
+    return {"arms": 2 * (preparing + factors), "probe": 2.6 * preparing, "encode": preparing + coding}
 
 
 def _factor_work(rows: int, cols: int, full: bool) -> float:

@@ -111,6 +111,8 @@ class Arms:
 
     channels: for a down projection, KL of losing each block of 16 of its inputs; else empty.
     singular: whether its Hessian had less than full rank before damping (few tokens, or inputs that are always 0).
+    row_class: None, or (rows,) the classes by which its rows are sorted; groups are of stored rows.
+    sorted: the arms of the same matrix with its rows sorted, where that pays.
     """
 
     unit: Unit
@@ -123,6 +125,8 @@ class Arms:
     correction: float = 1.0
     channels: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     singular: bool = False
+    row_class: NDArray[np.uint8] | None = None
+    sorted: Arms | None = None
 
     @classmethod
     def of(cls, unit: Unit, prepared: Prepared, widths: tuple[int, ...], window: int) -> Arms:
@@ -160,7 +164,7 @@ def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token.
+    """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token; row_class: as in `Arms`.
 
     A multi-token-prediction layer's matrix predicts none: the model's own predictions do not pass through it.
     """
@@ -170,6 +174,7 @@ class UnitPlan:
     rank: int
     lowrank_bytes: int
     predicted_kl: float
+    row_class: NDArray[np.uint8] | None = None
 
     @property
     def is_zero(self) -> bool:
@@ -200,7 +205,8 @@ def blob_sizes(
     single: dict[str, list[int]] = {}
     for arm in arms:
         unit = arm.unit
-        size = packed_nbytes(unit.rows, unit.cols, row_bits[unit.key], arm.lowrank_bytes)
+        is_sorted = arm.row_class is not None
+        size = packed_nbytes(unit.rows, unit.cols, row_bits[unit.key], arm.lowrank_bytes, is_sorted=is_sorted)
         single.setdefault(unit.name, []).append(size)
     return {
         name: sum(sizes)
@@ -266,7 +272,8 @@ def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
         partners = [by_key[name] for name in names if name in by_key and name != unit.key]
         if not partners:
             continue
-        for block, loss in enumerate(arm.channels):
+        in_order = all(partner.row_class is None for partner in partners)  # else blocks are no channels
+        for block, loss in enumerate(arm.channels if in_order else ()):
             members = tuple(
                 (partner.unit.key, block) for partner in partners if partner.unit.rows == unit.cols
             )
@@ -276,6 +283,12 @@ def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
             members = tuple((m.unit.key, group) for m in (arm, *partners) for group in range(m.unit.groups))
             found.append(prune.Structure(unit.key, None, members, float(arm.removal.sum()) * arm.correction))
     return found
+
+
+def with_sorted_rows(arms: Sequence[Arms], plan: Plan) -> list[Arms]:
+    """The arms with rows sorted where that pays, but for the matrices whose MLP channels the plan removes."""
+    bound = {key for structure in plan.removed if structure.block is not None for key, _ in structure.members}
+    return [arm if arm.sorted is None or arm.unit.key in bound else arm.sorted for arm in arms]
 
 
 def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassOptions) -> Plan:
@@ -425,7 +438,7 @@ class _Solution:
                 per_group = np.where(forced, 0.0, per_group)  # charged to the structure instead
             loss = float(per_group.sum()) + sum(s.loss for s in self.taken if s.down == arm.unit.key)
             loss = 0.0 if arm.unit.role in MTP_ROLES else loss
-            units[arm.unit.key] = UnitPlan(arm.unit, chosen, arm.rank, arm.lowrank_bytes, loss)
+            units[arm.unit.key] = UnitPlan(arm.unit, chosen, arm.rank, arm.lowrank_bytes, loss, arm.row_class)
         blobs = blob_sizes(self.map, self.arms, bits)
         total = stored_bytes(lay_out(stored_tensors(self.map, blobs)))
         return Plan(units, blobs, total, self.budget, allocation.price, tuple(self.taken))

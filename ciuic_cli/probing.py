@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
+from ciuic_cli.codecs.packing import stored_order
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
-from ciuic_cli.encoding import read_unit
+from ciuic_cli.encoding import arranged, read_unit
 from ciuic_cli.passes.linear_algebra import solve_transposed
 from ciuic_cli.passes.quantize import BLOCK, Prepared, prepare
 from ciuic_cli.planning import Plan, Unit, importance_of
@@ -67,8 +68,14 @@ def disturbance(
         unit = chosen.get((name, expert))
         if unit is None:
             return None
-        prepared = prepare(read_unit(model_map, unit), importance_of(unit, statistics))
-        return rounding_noise(prepared, plan.units[unit.key].row_bits, window, generator)
+        arms = plan.units[unit.key]
+        weight, importance = arranged(
+            read_unit(model_map, unit), importance_of(unit, statistics), arms.row_class
+        )
+        noisy = rounding_noise(prepare(weight, importance), arms.row_bits, window, generator)
+        if arms.row_class is None:
+            return noisy
+        return noisy[torch.from_numpy(np.argsort(stored_order(arms.row_class)))]
 
     return override
 

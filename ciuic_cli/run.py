@@ -16,9 +16,19 @@ from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
+from ciuic_cli.errors import TargetError
 from ciuic_cli.estimates import Mean
 from ciuic_cli.journal import Journal
-from ciuic_cli.planning import Plan, level_uncovered, make_plan, stored_dtype, stored_tensors, units_of
+from ciuic_cli.planning import (
+    Arms,
+    Plan,
+    level_uncovered,
+    make_plan,
+    stored_dtype,
+    stored_tensors,
+    units_of,
+    with_sorted_rows,
+)
 from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes_of
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device
@@ -93,11 +103,22 @@ class Run:
         level_uncovered(arms, self.statistics)
         self.singular = sum(arm.singular for arm in arms)
         first = make_plan(self.map, arms, self.task.budget, self.passes)
+        arms, first = self._sorted(arms, first)
         self.corrections = self._corrections(first)
         for arm in arms:
             arm.rank = 0
             arm.correction = correction_of(arm.unit.role, self.corrections)
         return make_plan(self.map, arms, self.task.budget, self.passes)
+
+    def _sorted(self, arms: list[Arms], plan: Plan) -> tuple[list[Arms], Plan]:
+        """The same with rows sorted, if the budget has room for the classes."""
+        candidates = with_sorted_rows(arms, plan)
+        for arm in candidates:
+            arm.rank = 0
+        try:
+            return candidates, make_plan(self.map, candidates, self.task.budget, self.passes)
+        except TargetError:
+            return arms, plan
 
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
         probes = probes_of(plan)

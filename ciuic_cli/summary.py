@@ -128,7 +128,12 @@ def _passes(plan: Plan) -> list[dict[str, Any]]:
     return [
         {"name": "prune", "weights": pruned, "structures": len(plan.removed), "bytes": 0},
         {"name": "lowrank", "matrices": len(ranked), "bytes": sum(u.lowrank_bytes for u in units)},
-        {"name": "bits", "bytes": coded, "predicted_kl": plan.predicted_kl},
+        {
+            "name": "bits",
+            "bytes": coded,
+            "sorted_matrices": sum(u.row_class is not None for u in units),
+            "predicted_kl": plan.predicted_kl,
+        },
     ]
 
 

@@ -2,15 +2,18 @@
 
 All numbers are little endian. A matrix blob:
 
-    0  4s magic "CIU1"   4 u8 L   5 u8 flags (bit 0: low-rank part)   6 u8 log2(B)   7 u8 zero
+    0  4s magic "CIU1"   4 u8 L   5 u8 flags (bit 0: low-rank part, bit 1: rows are sorted)   6 u8 log2(B)   7 u8 zero
     8  u32 rows   12 u32 cols   16 u32 seed   20 f32 base   24 u32 rank   28 u32 lowrank_bytes
-    32 u8 row_bits[ceil(rows / 16)], u8 row_scale[rows], zero padding to a multiple of 16
+    32 u8 row_bits[ceil(rows / 16)], u8 row_scale[rows],
+       where rows are sorted: u4 row_class[rows], the even row of a byte in its low half,
+       zero padding to a multiple of 16
     then the low-rank part: blob of R (rank x cols), blob of L transposed (rank x rows)
     then the codes: per group of 16 rows, per block of 16 columns, 32 * row_bits bytes
 
-A row's scale is base * 2^(row_scale / 16). An expert stack is "CIUX", u32 count, u32 rows, u32 cols,
-u64 offsets[count + 1] (from the start, multiples of 16), zero padding to a multiple of 16, then one matrix
-blob per expert.
+A row's scale is base * 2^(row_scale / 16). Where rows are sorted, all of this but row_class is about the stored rows,
+the low-rank part too: the matrix's rows of class 0 in their order, then those of class 1, and so on to 15. An expert
+stack is "CIUX", u32 count, u32 rows, u32 cols, u64 offsets[count + 1] (from the start, multiples of 16), zero padding
+to a multiple of 16, then one matrix blob per expert.
 """
 
 from __future__ import annotations
@@ -35,6 +38,8 @@ UNIT_BYTES = 32
 _HEADER = struct.Struct("<4sBBBBIIIfII")
 _STACK_HEADER = struct.Struct("<4sIII")
 _ALIGN = 16
+_HAS_LOWRANK, _IS_SORTED = 1, 2
+CLASSES = 16
 _MAX_DIMENSION = 2**31 - TILE
 _MAX_BASE = float(np.finfo(np.float32).max) / 2.0**16
 _SCALE_STEPS = np.exp2(np.arange(256) / 16.0).astype(np.float32)
@@ -56,6 +61,8 @@ class PackedMatrix:
         row_scale: uint8 [rows], scale codes.
         codes: uint8, the tiles.
         lowrank: None, or (R [rank, cols], L transposed [rank, rows]); the product L R is added to the matrix.
+        row_class: None, or uint8 [rows], 0 to 15: the matrix's rows are stored sorted by it. All else here (and what
+            `codecs.trellis` and the kernels do) is about stored rows; `order` and `position` lead to the matrix's own.
     """
 
     rows: int
@@ -67,6 +74,7 @@ class PackedMatrix:
     row_scale: Bytes
     codes: Bytes
     lowrank: tuple[PackedMatrix, PackedMatrix] | None = None
+    row_class: Bytes | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -80,6 +88,21 @@ class PackedMatrix:
     def is_zero(self) -> bool:
         """Neither codes nor a low-rank part: nothing but zeros, as a pruned expert is."""
         return self.codes.size == 0 and self.lowrank is None
+
+    @property
+    def order(self) -> npt.NDArray[np.int64] | None:
+        """int64 [rows], which row of the matrix each stored one is; None where they are the same."""
+        return None if self.row_class is None else stored_order(self.row_class)
+
+    @property
+    def position(self) -> npt.NDArray[np.int64] | None:
+        """int64 [rows], where each row of the matrix is stored; None where they are the same."""
+        return None if self.row_class is None else np.argsort(stored_order(self.row_class))
+
+    def position_on(self, device: torch.device) -> torch.Tensor | None:
+        """`position` as int32 on a device."""
+        position = self.position
+        return None if position is None else torch.from_numpy(position.astype(np.int32)).to(device)
 
     @property
     def rows_padded(self) -> int:
@@ -120,7 +143,8 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of the blob."""
-        return packed_nbytes(self.rows, self.cols, self.row_bits, self._lowrank_bytes)
+        is_sorted = self.row_class is not None
+        return packed_nbytes(self.rows, self.cols, self.row_bits, self._lowrank_bytes, is_sorted=is_sorted)
 
     @property
     def _lowrank_bytes(self) -> int:
@@ -131,7 +155,7 @@ class PackedMatrix:
         header = _HEADER.pack(
             b"CIU1",
             self.L,
-            int(self.lowrank is not None),
+            _HAS_LOWRANK * (self.lowrank is not None) + _IS_SORTED * (self.row_class is not None),
             self.log2_block,
             0,
             self.rows,
@@ -141,7 +165,7 @@ class PackedMatrix:
             self.rank,
             self._lowrank_bytes,
         )
-        head = header + self.row_bits.tobytes() + self.row_scale.tobytes()
+        head = header + self.row_bits.tobytes() + self.row_scale.tobytes() + _nibbles(self.row_class)
         parts = [head, bytes(-len(head) % _ALIGN)]
         if self.lowrank is not None:
             parts += [part.to_bytes() for part in self.lowrank]
@@ -232,11 +256,34 @@ class ExpertStack:
         return cls(tuple(experts))
 
 
-def packed_nbytes(rows: int, cols: int, row_bits: npt.ArrayLike, lowrank_bytes: int = 0) -> int:
+def packed_nbytes(
+    rows: int, cols: int, row_bits: npt.ArrayLike, lowrank_bytes: int = 0, *, is_sorted: bool = False
+) -> int:
     """Bytes of a matrix blob, header, scales and padding included."""
-    head = _HEADER.size + padded(rows) // TILE + rows
+    head = _HEADER.size + padded(rows) // TILE + rows + (class_nbytes(rows) if is_sorted else 0)
     bits = int(np.asarray(row_bits, dtype=np.int64).sum())
     return head + -head % _ALIGN + lowrank_bytes + bits * UNIT_BYTES * (padded(cols) // TILE)
+
+
+def class_nbytes(rows: int) -> int:
+    """Bytes of the classes of so many rows."""
+    return -(-rows // 2)
+
+
+def stored_order(row_class: Bytes) -> npt.NDArray[np.int64]:
+    """int64 [rows]: the rows sorted by class, those of one class in their own order."""
+    return np.argsort(row_class, kind="stable")
+
+
+def _nibbles(row_class: Bytes | None) -> bytes:
+    if row_class is None:
+        return b""
+    even = np.concatenate([row_class, np.zeros(len(row_class) % 2, np.uint8)]).reshape(-1, 2)
+    return (even[:, 0] | even[:, 1] << 4).tobytes()
+
+
+def _from_nibbles(stored: Bytes, rows: int) -> Bytes:
+    return np.stack([stored & 15, stored >> 4], axis=1).reshape(-1)[:rows]
 
 
 def stack_header_nbytes(count: int) -> int:
@@ -319,12 +366,19 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
     size = packed_nbytes(m.rows, m.cols, m.row_bits) - packed_nbytes(m.rows, m.cols, 0)
     need(m.codes.dtype == np.uint8 and m.codes.shape == (size,), f"codes must be uint8 [{size}]")
     need(m.codes.flags.c_contiguous, "codes must be contiguous")
+    if m.row_class is not None:
+        need(
+            m.row_class.dtype == np.uint8 and m.row_class.shape == (m.rows,),
+            f"row_class must be uint8 [{m.rows}]",
+        )
+        need(int(m.row_class.max()) < CLASSES, f"row classes are below {CLASSES}")
     if m.lowrank is not None:
         right, left = m.lowrank
         need(
             right.lowrank is None and left.lowrank is None,
             "a low-rank factor cannot have a low-rank part itself",
         )
+        need(right.row_class is None and left.row_class is None, "a low-rank factor's rows cannot be sorted")
         need(right.rows == left.rows, f"ranks {right.rows} and {left.rows} of the low-rank factors differ")
         need(right.rows <= min(m.rows, m.cols), f"rank {right.rows} exceeds the shape {m.rows} x {m.cols}")
         need((right.cols, left.cols) == (m.cols, m.rows), "the low-rank factors do not fit the matrix")
@@ -336,29 +390,36 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
         raise _refusal(where, "this is not a compressed matrix")
     fields = _HEADER.unpack(data[: _HEADER.size].tobytes())
     _, window, flags, log2, zero, rows, cols, seed, base, rank, lowrank_bytes = fields
-    if zero != 0 or flags & ~1:
+    if zero != 0 or flags & ~(_HAS_LOWRANK | _IS_SORTED):
         raise _refusal(where, "unknown flags; a newer version may have written it")
     if not (1 <= rows <= _MAX_DIMENSION and 1 <= cols <= _MAX_DIMENSION) or log2 != log2_block(padded(cols)):
         raise _refusal(where, f"impossible shape {rows} x {cols} with blocks of 2^{log2}")
-    has_lowrank = bool(flags & 1)
+    has_lowrank, is_sorted = bool(flags & _HAS_LOWRANK), bool(flags & _IS_SORTED)
     if (
         has_lowrank != (rank > 0)
         or has_lowrank != (lowrank_bytes > 0)
         or lowrank_bytes % _ALIGN
-        or (nested and has_lowrank)
+        or (nested and (has_lowrank or is_sorted))
     ):
         raise _refusal(where, f"impossible low-rank part: rank {rank}, {lowrank_bytes} bytes")
     groups = padded(rows) // TILE
     scales_at = _HEADER.size + groups
-    begin = packed_nbytes(rows, cols, 0)
+    classes_at = scales_at + rows
+    begin = packed_nbytes(rows, cols, 0, is_sorted=is_sorted)
     if begin + lowrank_bytes > data.size:
         raise _refusal(where, f"a {rows} x {cols} matrix cannot be in {data.size} bytes")
     row_bits = data[_HEADER.size : scales_at]
     if not _VALID_BITS[row_bits].all():
         raise _refusal(where, f"bits per weight must be one of {BITS}")
-    if data[scales_at + rows : begin].any():
+    row_class, head_end = None, classes_at
+    if is_sorted:
+        head_end += class_nbytes(rows)
+        row_class = _from_nibbles(data[classes_at:head_end], rows)
+        if rows % 2 and data[head_end - 1] >> 4:
+            raise _refusal(where, "the padding after the classes is not zero")
+    if data[head_end:begin].any():
         raise _refusal(where, "the padding after the scales is not zero")
-    end = packed_nbytes(rows, cols, row_bits, lowrank_bytes)
+    end = packed_nbytes(rows, cols, row_bits, lowrank_bytes, is_sorted=is_sorted)
     if end > data.size:
         raise _refusal(where, f"{end} bytes expected, {data.size} found")
     lowrank = None
@@ -374,9 +435,10 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
             seed=seed,
             base=base,
             row_bits=row_bits,
-            row_scale=data[scales_at : scales_at + rows],
+            row_scale=data[scales_at:classes_at],
             codes=data[begin + lowrank_bytes : end],
             lowrank=lowrank,
+            row_class=row_class,
         )
     except InputError as error:
         raise _refusal(where, error.message) from error

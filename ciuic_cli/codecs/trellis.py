@@ -1,6 +1,7 @@
 """The trellis code: rounding, decoding and multiplying, on top of the native library.
 
-Matrices here are in the transformed basis of `codecs.transform` unless a function says otherwise.
+Matrices here are in the transformed basis of `codecs.transform`, and rows are the stored ones (`PackedMatrix.order`),
+unless a function says otherwise.
 """
 
 from __future__ import annotations
@@ -159,12 +160,12 @@ def decode(
 
 
 def decode_dense(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix (rows, cols) float32 that a coded one stands for, its low-rank part included."""
+    """The matrix (rows, cols) float32 that a coded one stands for: low-rank part included, rows in their own order."""
     weight = decode(packed, original_basis=True)
     if packed.lowrank is not None:
         right, left = (decode(part, original_basis=True) for part in packed.lowrank)
         weight += left.T @ right
-    return weight
+    return weight if packed.position is None else weight[torch.from_numpy(packed.position)]
 
 
 def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:

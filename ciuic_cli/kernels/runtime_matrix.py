@@ -28,6 +28,7 @@ class KernelMatrix:
         self.rows, self.cols, self.cols_padded = self.view.rows, self.view.cols, self.view.cols_padded
         self.seed = self.view.seed
         self.is_zero = self.view.is_zero
+        self.position = packed.position_on(blob.device)
         self.lowrank: tuple[KernelMatrix, KernelMatrix] | None = None
         if self.view.lowrank is not None:
             right, left = self.view.lowrank
@@ -46,9 +47,9 @@ class KernelMatrix:
         return embedding(self.view, rows, torch.float32, transformed=True)
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor:
-        """W x without the low-rank part, float32 [batch, rows]; for any batch."""
+        """The stored rows of W times x without the low-rank part, float32 [batch, rows]; for any batch."""
         return linear([self.view], x, torch.float32, lowrank=False)[0]
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """W x with the low-rank part, [batch, rows] of x's dtype; for any batch."""
+        """The stored rows of W times x with the low-rank part, [batch, rows] of x's dtype; for any batch."""
         return linear([self.view], x)[0]

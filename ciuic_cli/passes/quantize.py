@@ -37,6 +37,11 @@ class Importance:
     inputs: torch.Tensor
     outputs: torch.Tensor
 
+    def reordered(self, order: torch.Tensor) -> Importance:
+        """Of the matrix whose rows are these rows (m,) of the other."""
+        outputs = self.outputs[order]
+        return Importance(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order])
+
 
 @dataclass(frozen=True)
 class Feedback:
@@ -85,14 +90,16 @@ class Prepared:
     """A matrix ready to be rounded.
 
     weight: (m16, n16) float32, transformed and padded; inputs, outputs: the two sides' feedback;
-    deviation: (m16,) root mean square of each row; sensitivity: (groups,) KL per unit of normalised code
-    error for each group of 16 rows; removal: (groups,) KL of leaving the group out altogether.
+    deviation: (m16,) root mean square of each row; row_loss: (m16,) KL per unit of normalised code error of each row;
+    sensitivity: (groups,) its sum over each group of 16 rows; removal: (groups,) KL of leaving the group out
+    altogether.
     """
 
     weight: torch.Tensor
     inputs: Feedback
     outputs: Feedback
     deviation: torch.Tensor
+    row_loss: torch.Tensor
     sensitivity: NDArray[np.float64]
     removal: NDArray[np.float64]
     rows: int
@@ -117,7 +124,7 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     # A removal is no small error: a row that looks free (saturated attention, say) counts as an average one.
     gone = 0.5 * diagonal.clamp_min(average) * ((w @ h) * w).sum(1)
     return Prepared(
-        w, inputs, outputs, deviation, _per_group(per_row), _per_group(gone), rows, cols
+        w, inputs, outputs, deviation, per_row, _per_group(per_row), _per_group(gone), rows, cols
     )  # fmt: skip
 
 
@@ -147,10 +154,14 @@ def round_prepared(
     row_bits: NDArray[np.uint8],
     *,
     lowrank: tuple[PackedMatrix, PackedMatrix] | None = None,
+    row_class: NDArray[np.uint8] | None = None,
     window: int,
     threads: int,
 ) -> PackedMatrix:
-    """Round with feedback on both sides. row_bits: (groups,) width of each group of 16 rows."""
+    """Round with feedback on both sides. row_bits: (groups,) width of each group of 16 rows.
+
+    row_class: (rows,) where the prepared matrix's rows are those of another, sorted by it.
+    """
     best = np.array([SCALE_BY_WINDOW[window].get(int(width), 0.0) for width in row_bits], np.float32).repeat(
         BLOCK
     )
@@ -167,7 +178,7 @@ def round_prepared(
         threads=threads,
     )
     return PackedMatrix(
-        prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank
+        prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class
     )  # fmt: skip
 
 
@@ -177,5 +188,6 @@ def round_plain(weight: torch.Tensor, bits: int, *, window: int, threads: int) -
     w = transform(torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK)))
     nothing = Feedback(None, torch.ones(1))
     empty = np.zeros(0)
-    prepared = Prepared(w, nothing, nothing, w.square().mean(1).sqrt(), empty, empty, rows, cols)
+    deviation = w.square().mean(1).sqrt()
+    prepared = Prepared(w, nothing, nothing, deviation, torch.zeros(0), empty, empty, rows, cols)
     return round_prepared(prepared, np.full(len(w) // BLOCK, bits, np.uint8), window=window, threads=threads)

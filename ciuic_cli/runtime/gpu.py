@@ -42,15 +42,24 @@ class GpuWeight(PlainWeight):
         self.kernels = matrix
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.product(x)
+        return products.in_own_order(self.kernels, self.kernels.product(x))
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `Weight.lookup`; an id that the table has no row for makes zeros, so that nothing waits for
         the host."""
         if self.kernels.lowrank is None:
-            return kernels.embedding(self.kernels.view, ids.to(torch.int64), dtype)
+            return kernels.embedding(self.kernels.view, self._stored(ids.to(torch.int64)), dtype)
         rows = products.rows_of(self.kernels, ids.reshape(-1).to(torch.int64))
         return rows.to(dtype).reshape(*ids.shape, self.kernels.cols)
+
+    def _stored(self, ids: torch.Tensor) -> torch.Tensor:
+        """Where the rows named by `ids` are stored; those that the table has not stay outside of it."""
+        position = self.kernels.position
+        if position is None:
+            return ids
+        inside = (ids >= 0) & (ids < self.kernels.rows)
+        found = position[ids.clamp(0, self.kernels.rows - 1)].to(torch.int64)
+        return torch.where(inside, found, ids)
 
 
 class GpuStack:
@@ -59,13 +68,23 @@ class GpuStack:
     def __init__(self, on_device: kernels.DeviceStack) -> None:
         self.on_device = on_device
         self.count = on_device.count
+        positions = [expert.position_on(on_device.blob.device) for expert in on_device.packed.experts]
+        own = torch.arange(on_device.rows, dtype=torch.int32, device=on_device.blob.device)
+        self.positions = (  # int32 [experts, rows], or None: where each row of an expert is stored
+            torch.stack([own if position is None else position for position in positions])
+            if any(position is not None for position in positions)
+            else None
+        )
 
     def expert(self, index: int) -> kernels.KernelMatrix:
         view = self.on_device.expert(index)
         return kernels.KernelMatrix(view.packed, view.blob, view)
 
     def product(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return kernels.experts(self.on_device, x, ids)
+        y = kernels.experts(self.on_device, x, ids)
+        if self.positions is None:
+            return y
+        return y.gather(2, self.positions[ids.clamp(0, self.count - 1)].to(torch.int64))
 
 
 def _without_codes(packed: PackedMatrix) -> PackedMatrix:

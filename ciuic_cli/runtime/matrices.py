@@ -19,7 +19,7 @@ from ciuic_cli.codecs.transform import TILE
 
 
 class Matrix(Protocol):
-    """W = T^-1(codes) + L R. Shapes as in `PackedMatrix`."""
+    """T^-1(codes) + L R, the stored rows of W. Shapes as in `PackedMatrix`."""
 
     @property
     def rows(self) -> int: ...
@@ -32,6 +32,11 @@ class Matrix(Protocol):
     @property
     def is_zero(self) -> bool:
         """No codes and no low-rank part: a pruned expert."""
+        ...
+
+    @property
+    def position(self) -> torch.Tensor | None:
+        """int32 [rows] on the device: where each row of W is stored; None where they are in their own order."""
         ...
 
     @property
@@ -69,6 +74,7 @@ class CpuMatrix:
             packed.seed,
         )
         self.is_zero = packed.is_zero
+        self.position = packed.position_on(torch.device("cpu"))
         self.lowrank: tuple[CpuMatrix, CpuMatrix] | None = None
         if packed.lowrank is not None:
             right, left = packed.lowrank
@@ -106,6 +112,7 @@ class TorchMatrix:
         )
         self.window = packed.L
         self.is_zero = packed.is_zero
+        self.position = packed.position_on(codes.device)
         self.row_bits = packed.row_bits.copy()
         self.group_offset = packed.group_offset.copy()
         self.factors = torch.from_numpy(packed.scales / CODE_SIGMA).to(codes.device)

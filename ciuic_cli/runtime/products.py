@@ -44,9 +44,10 @@ def product(
     if matrix.is_zero or x.shape[0] == 0:
         return torch.zeros((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
     y = None
-    if x.shape[0] <= small_batch and row_end - row_begin == matrix.rows:
-        y = matrix.small_product(x)
-    if y is None:
+    if row_end - row_begin == matrix.rows:
+        y = matrix.small_product(x) if x.shape[0] <= small_batch else None
+        y = in_own_order(matrix, _by_panels(matrix, x) if y is None else y)
+    else:
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
@@ -54,8 +55,13 @@ def product(
         # x (L R)^T = (x R^T) L^T, and a row of L^T is T^-1 of a stored row: one inverse transform of the
         # sum serves all.
         added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
-        y = y.to(torch.float32) + added[:, row_begin:row_end]
+        y = y.to(torch.float32) + in_own_order(matrix, added)[:, row_begin:row_end]
     return y
+
+
+def in_own_order(matrix: Matrix, y: torch.Tensor) -> torch.Tensor:
+    """Columns of y [batch, rows] from the order in which W's rows are stored to W's own."""
+    return y if matrix.position is None else y.index_select(1, matrix.position)
 
 
 def gradient(
@@ -64,6 +70,11 @@ def gradient(
     """x's gradient of `product`: grad W, floating [batch, row_end - row_begin] to float32 [batch, cols]."""
     row_end = matrix.rows if row_end is None else row_end
     grad = grad.to(torch.float32)
+    if matrix.position is not None:
+        whole = torch.zeros((grad.shape[0], matrix.rows), dtype=torch.float32, device=grad.device)
+        # What belongs to a row of W goes to where that row is stored.
+        grad = whole.index_copy_(1, matrix.position[row_begin:row_end].to(torch.int64), grad)
+        row_begin, row_end = 0, matrix.rows
     in_basis = torch.zeros((grad.shape[0], matrix.cols_padded), dtype=torch.float32, device=grad.device)
     for begin, end in _panels(matrix, row_begin, row_end):
         in_basis += grad[:, begin - row_begin : end - row_begin] @ matrix.decode(begin, end)
@@ -77,6 +88,8 @@ def gradient(
 
 def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
     """The rows of W named by `rows` (int64 [n]): float32 [n, cols] in the original basis."""
+    if matrix.position is not None:
+        rows = matrix.position.index_select(0, rows).to(torch.int64)
     out = inverse_transform(matrix.decode_rows(rows), matrix.cols, matrix.seed)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
@@ -85,15 +98,29 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
+def _by_panels(
+    matrix: Matrix, x: torch.Tensor, row_begin: int | None = None, row_end: int | None = None
+) -> torch.Tensor:
+    """x times the stored rows, all of them; with a range, times these rows of W."""
     dtype = _multiply_dtype(x)
     in_basis = transform(x, matrix.seed).to(dtype)
+    chosen = None
+    if row_begin is None or row_end is None:
+        row_begin, row_end = 0, matrix.rows
+    elif matrix.position is not None:
+        chosen = matrix.position.to(torch.int64)
+
+    def decoded(begin: int, end: int) -> torch.Tensor:
+        if chosen is None:
+            return matrix.decode(begin, end, dtype)
+        return matrix.decode_rows(chosen[begin:end]).to(dtype)
+
     panels = _panels(matrix, row_begin, row_end, dtype)
     if len(panels) == 1:
-        return in_basis @ matrix.decode(row_begin, row_end, dtype).T
+        return in_basis @ decoded(row_begin, row_end).T
     y = torch.empty((x.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
     for begin, end in panels:
-        y[:, begin - row_begin : end - row_begin] = in_basis @ matrix.decode(begin, end, dtype).T
+        y[:, begin - row_begin : end - row_begin] = in_basis @ decoded(begin, end).T
     return y
 
 

@@ -28,7 +28,14 @@ def reader() -> dict[str, Callable[..., Any]]:
 
 
 def _packed(
-    rows: int, cols: int, window: int, seed: int, rank: int = 0, bits: tuple[int, ...] = BITS
+    rows: int,
+    cols: int,
+    window: int,
+    seed: int,
+    rank: int = 0,
+    bits: tuple[int, ...] = BITS,
+    *,
+    is_sorted: bool = False,
 ) -> PackedMatrix:
     rng = np.random.default_rng(rows * 1000 + cols + seed)
     row_bits = rng.choice(np.array(bits, np.uint8), -(-rows // 16))
@@ -39,25 +46,29 @@ def _packed(
     return PackedMatrix(
         rows, cols, window, seed, 0.01, row_bits, rng.integers(0, 60, rows).astype(np.uint8),
         rng.integers(0, 256, size).astype(np.uint8), lowrank,
+        rng.integers(0, 16, rows).astype(np.uint8) if is_sorted else None,
     )  # fmt: skip
 
 
 def _dense(packed: PackedMatrix) -> np.ndarray:
-    weight = trellis.decode(packed, original_basis=True)
-    if packed.lowrank is not None:
-        right, left = (trellis.decode(part, original_basis=True) for part in packed.lowrank)
-        weight = weight + left.T @ right
-    return weight.numpy()
+    return trellis.decode_dense(packed).numpy()
 
 
 @pytest.mark.parametrize(
     ("rows", "cols", "window", "seed", "rank"),
     [(37, 83, 12, 0, 0), (16, 64, 16, 0, 0), (48, 1040, 15, 7, 0), (100, 52, 14, 2**32 - 1, 20)],
 )
+@pytest.mark.parametrize("is_sorted", [False, True])
 def test_the_documented_reader_reads_what_we_write(
-    reader: dict[str, Callable[..., Any]], rows: int, cols: int, window: int, seed: int, rank: int
+    reader: dict[str, Callable[..., Any]],
+    rows: int,
+    cols: int,
+    window: int,
+    seed: int,
+    rank: int,
+    is_sorted: bool,
 ) -> None:
-    packed = _packed(rows, cols, window, seed, rank)
+    packed = _packed(rows, cols, window, seed, rank, is_sorted=is_sorted)
     blob = packed.to_bytes()
     weight, used = reader["matrix"](blob)
     assert used == len(blob)

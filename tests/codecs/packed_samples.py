@@ -13,7 +13,14 @@ ALL_BITS = (2, 3, 4, 5, 6, 8)
 
 
 def random_matrix(
-    rows: int, cols: int, row_bits: Sequence[int] | int, *, L: int = 16, seed: int = 0, rank: int = 0
+    rows: int,
+    cols: int,
+    row_bits: Sequence[int] | int,
+    *,
+    L: int = 16,
+    seed: int = 0,
+    rank: int = 0,
+    is_sorted: bool = False,
 ) -> PackedMatrix:
     """Random codes: every string of bits is a valid path. `row_bits` are repeated over the row groups."""
     rng = np.random.default_rng([seed, rows, cols])
@@ -32,4 +39,5 @@ def random_matrix(
         row_scale=rng.integers(0, 40, rows, dtype=np.uint8),
         codes=rng.integers(0, 256, size, dtype=np.uint8),
         lowrank=lowrank,
+        row_class=rng.integers(0, 16, rows, dtype=np.uint8) if is_sorted else None,
     )

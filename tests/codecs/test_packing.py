@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 import struct
 from collections.abc import Callable
@@ -32,6 +33,9 @@ def same(a: PackedMatrix, b: PackedMatrix) -> bool:
     arrays = ("row_bits", "row_scale", "codes")
     equal = all(getattr(a, f) == getattr(b, f) for f in fields)
     equal &= all(np.array_equal(getattr(a, f), getattr(b, f)) for f in arrays)
+    equal &= (a.row_class is None) == (b.row_class is None)
+    if a.row_class is not None and b.row_class is not None:
+        equal &= np.array_equal(a.row_class, b.row_class)
     if a.lowrank is None or b.lowrank is None:
         return equal and a.lowrank is b.lowrank
     return equal and all(same(x, y) for x, y in zip(a.lowrank, b.lowrank, strict=True))
@@ -39,8 +43,9 @@ def same(a: PackedMatrix, b: PackedMatrix) -> bool:
 
 @pytest.mark.parametrize(("rows", "cols"), ODD_SHAPES)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_round_trip(rows: int, cols: int, rank: int) -> None:
-    matrix = random_matrix(rows, cols, [4, 0, 2, 8, 3], rank=rank)
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_round_trip(rows: int, cols: int, rank: int, is_sorted: bool) -> None:
+    matrix = random_matrix(rows, cols, [4, 0, 2, 8, 3], rank=rank, is_sorted=is_sorted)
     blob = matrix.to_bytes()
     assert len(blob) == matrix.nbytes
     assert same(PackedMatrix.from_buffer(blob, where="w"), matrix)
@@ -61,6 +66,28 @@ def test_layout_of_the_header_and_of_the_parts() -> None:
     assert blob[51:64] == bytes(13)
     assert len(blob) == 64 + 3 * 32 * (4 + 3) == packed_nbytes(17, 33, [4, 3])
     assert matrix.group_offset.tolist() == [0, 3 * 32 * 4]
+
+
+def test_sorted_rows_have_four_bits_each_after_the_scales() -> None:
+    matrix = random_matrix(17, 33, [4, 3], is_sorted=True)
+    row_class, blob = matrix.row_class, matrix.to_bytes()
+    assert row_class is not None and blob[5] == 2
+    pairs = [*row_class.tolist(), 0]
+    assert list(blob[51:60]) == [low + 16 * high for low, high in zip(pairs[::2], pairs[1::2], strict=True)]
+    assert blob[60:64] == bytes(4)
+    assert len(blob) == packed_nbytes(17, 33, [4, 3], is_sorted=True)
+    assert matrix.order is not None and matrix.position is not None
+    expected = [row for wanted in range(16) for row in range(17) if row_class[row] == wanted]
+    assert matrix.order.tolist() == expected
+    assert matrix.order[matrix.position].tolist() == list(range(17))
+
+
+def test_the_decoded_matrix_has_its_own_order() -> None:
+    matrix = random_matrix(40, 48, [4, 3, 2], rank=3, is_sorted=True)
+    stored = trellis.decode_dense(dataclasses.replace(matrix, row_class=None))
+    assert matrix.order is not None
+    assert torch.equal(trellis.decode_dense(matrix)[matrix.order], stored)
+    assert not torch.equal(trellis.decode_dense(matrix), stored)
 
 
 def test_reading_copies_nothing() -> None:
@@ -101,8 +128,14 @@ def damaged(blob: bytes, at: int, format_: str, value: float) -> bytes:
     return bytes(copy)
 
 
+def nested_and_sorted() -> bytes:
+    """A right factor that says its rows are sorted; its classes' place is zeros already."""
+    return damaged(LOWRANK, 80 + 5, "<B", 2)
+
+
 PLAIN = random_matrix(17, 33, [4, 3]).to_bytes()
 LOWRANK = random_matrix(40, 48, [4, 3, 2], rank=3).to_bytes()
+SORTED = random_matrix(17, 33, [4, 3], is_sorted=True).to_bytes()
 
 
 @pytest.mark.parametrize(
@@ -113,7 +146,7 @@ LOWRANK = random_matrix(40, 48, [4, 3, 2], rank=3).to_bytes()
         (b"CIU2" + PLAIN[4:], "not a compressed matrix"),
         (damaged(PLAIN, 4, "<B", 11), "window"),
         (damaged(PLAIN, 4, "<B", 17), "window"),
-        (damaged(PLAIN, 5, "<B", 2), "unknown flags"),
+        (damaged(PLAIN, 5, "<B", 4), "unknown flags"),
         (damaged(PLAIN, 5, "<B", 1), "low-rank"),
         (damaged(PLAIN, 6, "<B", 5), "blocks"),
         (damaged(PLAIN, 7, "<B", 1), "unknown flags"),
@@ -139,6 +172,10 @@ LOWRANK = random_matrix(40, 48, [4, 3, 2], rank=3).to_bytes()
         (damaged(LOWRANK, 28, "<I", 2**32 - 16), "cannot be in"),
         (damaged(LOWRANK, 80 + 8, "<I", 2), "rank 3 announced"),
         (damaged(LOWRANK, 80 + 5, "<B", 1), "low-rank"),
+        (nested_and_sorted(), "low-rank"),
+        (damaged(SORTED, 59, "<B", SORTED[59] | 16), "padding after the classes"),
+        (damaged(SORTED, 63, "<B", 1), "padding after the scales"),
+        (damaged(SORTED, 5, "<B", 0), "padding"),
     ],
 )  # fmt: skip
 def test_impossible_matrices_are_refused(blob: bytes, message: str) -> None:

@@ -23,6 +23,7 @@ def packed(
     window: int = 16,
     seed: int = 0,
     rank: int = 0,
+    is_sorted: bool = False,
 ) -> PackedMatrix:
     """Row groups take `row_bits` in turn; scales span a factor of four."""
     groups = -(-rows // 16)
@@ -45,6 +46,7 @@ def packed(
         row_scale=random.integers(0, 33, rows, dtype=np.uint8),
         codes=random.integers(0, 256, size, dtype=np.uint8),
         lowrank=lowrank,
+        row_class=random.integers(0, 16, rows, dtype=np.uint8) if is_sorted else None,
     )
 
 

@@ -40,6 +40,24 @@ def test_gradient_and_rows(emulator: Emulator, matrix: KernelMatrix) -> None:
     assert relative_error(products.rows_of(matrix, rows), exact[rows]) < 1e-5
 
 
+@pytest.mark.parametrize("rank", [0, 20])
+def test_rows_that_are_stored_sorted(emulator: Emulator, random: np.random.Generator, rank: int) -> None:
+    stored = packed(random, 115, 144, rank=rank, is_sorted=True)
+    blob = emulator.tensor(torch.frombuffer(bytearray(stored.to_bytes()), dtype=torch.uint8))
+    made = KernelMatrix(stored, blob)
+    guarded_offsets(emulator, made.view)
+    assert stored.position is not None
+    exact = dense(stored)[torch.from_numpy(stored.position)]
+    x = emulator.tensor(torch.randn(3, 144, generator=torch.Generator().manual_seed(0)))
+    assert relative_error(products.product(made, x), x.double() @ exact.T) < 6e-5
+    assert relative_error(products.product(made, x, 21, 70), x.double() @ exact[21:70].T) < 6e-5
+    assert relative_error(products.in_own_order(made, made.product(x)), x.double() @ exact.T) < 6e-5
+    rows = emulator.tensor(torch.tensor([114, 0, 40]))
+    assert relative_error(products.rows_of(made, rows), exact[rows]) < 1e-5
+    grad = torch.randn(3, 115, generator=torch.Generator().manual_seed(0))
+    assert relative_error(products.gradient(made, grad), grad.double() @ exact) < 1e-5
+
+
 def test_a_matrix_of_nothing_is_zero(emulator: Emulator, random: np.random.Generator) -> None:
     stored = packed(random, 20, 48, (0,))
     blob = emulator.tensor(torch.frombuffer(bytearray(stored.to_bytes()), dtype=torch.uint8))

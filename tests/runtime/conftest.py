@@ -77,7 +77,7 @@ def build_artifact(source: Path, folder: Path, *, rank: int = 0, prune: bool = T
             stored[name] = as_tensor(ExpertStack(tuple(experts)))
             decoded[name] = torch.stack([dense(expert) for expert in experts])
         else:
-            packed = pack(value, bits, rank=rank if number % 3 == 0 else 0)
+            packed = pack(value, bits, rank=rank if number % 3 == 0 else 0, is_sorted=number % 2 == 1)
             stored[name], decoded[name] = as_tensor(packed), dense(packed)
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():

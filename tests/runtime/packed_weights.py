@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import trellis
@@ -13,10 +16,20 @@ BITS = (4, 2, 3, 5, 6, 8)
 
 
 def pack(
-    weight: torch.Tensor, bits: list[int] | int = 4, *, rank: int = 0, seed: int = 0, window: int = 12
+    weight: torch.Tensor,
+    bits: list[int] | int = 4,
+    *,
+    rank: int = 0,
+    seed: int = 0,
+    window: int = 12,
+    is_sorted: bool = False,
 ) -> PackedMatrix:
-    """A matrix (rows, cols) in the trellis code; `bits` per row group, cycled."""
+    """A matrix (rows, cols) in the trellis code; `bits` per row group, cycled. is_sorted: rows in random classes."""
     rows, cols = weight.shape
+    if is_sorted:
+        row_class = random_classes(rows)
+        stored = pack(weight[np.argsort(row_class, kind="stable")], bits, rank=rank, seed=seed, window=window)
+        return replace(stored, row_class=row_class)
     weight = weight.to(torch.float32)
     lowrank = None
     if rank:
@@ -36,7 +49,14 @@ def pack(
 
 
 def random_codes(
-    rows: int, cols: int, bits: list[int] | int = 4, *, rank: int = 0, seed: int = 0, window: int = 16
+    rows: int,
+    cols: int,
+    bits: list[int] | int = 4,
+    *,
+    rank: int = 0,
+    seed: int = 0,
+    window: int = 16,
+    is_sorted: bool = False,
 ) -> PackedMatrix:
     """A matrix of random codes: Gaussian weights of standard deviation about cols^-1/2, without a search."""
     draw = np.random.default_rng([rows, cols, seed, window])
@@ -46,7 +66,12 @@ def random_codes(
     lowrank = None
     if rank:
         lowrank = (random_codes(rank, cols, 6, seed=seed), random_codes(rank, rows, 6, seed=seed + 1))
-    return PackedMatrix(rows, cols, window, seed, cols**-0.5, row_bits, scale, codes, lowrank)
+    row_class = random_classes(rows) if is_sorted else None
+    return PackedMatrix(rows, cols, window, seed, cols**-0.5, row_bits, scale, codes, lowrank, row_class)
+
+
+def random_classes(rows: int) -> npt.NDArray[np.uint8]:
+    return np.random.default_rng(rows).integers(0, 16, rows, dtype=np.uint8)
 
 
 def dense(packed: PackedMatrix) -> torch.Tensor:
@@ -55,7 +80,14 @@ def dense(packed: PackedMatrix) -> torch.Tensor:
     if packed.lowrank is not None:
         right, left = packed.lowrank
         result = result + dense(left).T @ dense(right)
-    return result
+    if packed.row_class is None:
+        return result
+    stored = iter(result)
+    in_order = torch.empty_like(result)
+    for wanted in range(16):
+        for row in np.flatnonzero(packed.row_class == wanted):
+            in_order[row] = next(stored)
+    return in_order
 
 
 def as_tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:

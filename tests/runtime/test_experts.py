@@ -39,7 +39,9 @@ def compressed(module: Any, rank: int = 0, prune: int | None = None) -> Compress
     for name in ("gate_up_proj", "down_proj"):
         parameter = getattr(module, name)
         experts = [
-            random_codes(*parameter.shape[1:], 0 if e == prune else [4, 3, 5], rank=rank, seed=e)
+            random_codes(
+                *parameter.shape[1:], 0 if e == prune else [4, 3, 5], rank=rank, seed=e, is_sorted=e % 2 == 1
+            )
             for e in range(E)
         ]
         parameter.data = torch.stack([dense(expert) for expert in experts])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,9 +19,13 @@ IDS = torch.tensor([[0, 1], [1, 5], [1, 0]])
 
 
 def decoded(packed: PackedMatrix, blob: torch.Tensor) -> torch.Tensor:
-    """From the device's bytes: what was parsed has no codes any more."""
+    """From the device's bytes: what was parsed has no codes any more. Kernels see the rows as they are stored."""
     assert packed.codes.strides == (0,) and packed.row_bits.base is None
-    return dense(PackedMatrix.from_buffer(blob, where="device"))
+    return as_stored(PackedMatrix.from_buffer(blob, where="device"))
+
+
+def as_stored(packed: PackedMatrix) -> torch.Tensor:
+    return dense(replace(packed, row_class=None))
 
 
 class Kernels:
@@ -46,13 +51,15 @@ class Kernels:
         ) -> torch.Tensor:
             self.calls.append("embedding")
             assert ids.dtype == torch.int64 and not transformed
-            return decoded(view.packed, view.blob)[ids].to(dtype)
+            table = decoded(view.packed, view.blob)
+            table = torch.cat([table, torch.zeros(100, table.shape[1])])
+            return table[ids].to(dtype)
 
         def experts(stack: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
             self.calls.append("experts")
             whole = ExpertStack.from_buffer(stack.blob, where="device").experts
             zero = torch.zeros(stack.rows, stack.cols)
-            table = torch.stack([*map(dense, whole), *[zero] * 8])
+            table = torch.stack([*map(as_stored, whole), *[zero] * 8])
             return torch.einsum("tc,tkrc->tkr", x, table[ids])
 
         monkeypatch.setattr("ciuic_cli.kernels.runtime_matrix.linear", linear)
@@ -78,25 +85,32 @@ def aligned(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
     return room[begin : begin + stored.numel()].copy_(stored)
 
 
+@pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("rank", [0, 4])
-def test_linear(stand_in: Kernels, rank: int) -> None:
-    packed = random_codes(48, 40, [4, 2, 6], rank=rank)
+def test_linear(stand_in: Kernels, rank: int, is_sorted: bool) -> None:
+    packed = random_codes(48, 40, [4, 2, 6], rank=rank, is_sorted=is_sorted)
     y = ops.linear(X.to(torch.bfloat16), aligned(packed), 48)
     assert y.dtype == torch.bfloat16 and relative_error(y, X @ dense(packed).T) < 1e-2
     assert stand_in.calls == ["linear"]
 
 
-def test_embedding(stand_in: Kernels) -> None:
-    packed = random_codes(48, 40, [4, 2, 6])
-    ids = torch.tensor([[3, 47]], dtype=torch.int32)
-    assert torch.equal(ops.embedding(ids, aligned(packed), 40, torch.float32), dense(packed)[ids])
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_embedding(stand_in: Kernels, is_sorted: bool) -> None:
+    packed = random_codes(48, 40, [4, 2, 6], is_sorted=is_sorted)
+    ids = torch.tensor(
+        [[3, 47, 60]], dtype=torch.int32
+    )  # the table has 48 rows: nothing is looked at on the host
+    rows = ops.embedding(ids, aligned(packed), 40, torch.float32)
+    assert torch.equal(rows[:, :2], dense(packed)[ids[:, :2]]) and not rows[:, 2].any()
     assert stand_in.calls == ["embedding"]
 
 
-def test_experts_of_one_kind_in_one_launch(stand_in: Kernels) -> None:
-    stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3)))
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_experts_of_one_kind_in_one_launch(stand_in: Kernels, is_sorted: bool) -> None:
+    stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3, is_sorted=is_sorted)))
     y = ops.routed_linear(X, aligned(stack), IDS, 24)
     assert stand_in.calls == ["experts"]
+    assert torch.allclose(y[0, 0], X[0] @ dense(stack.experts[0]).T, atol=1e-5)
     assert torch.allclose(y[0, 1], X[0] @ dense(stack.experts[1]).T, atol=1e-5) and not y[1, 1].any()
     assert gpu.stack(stack, aligned(stack)).expert(1).rows == 24
 

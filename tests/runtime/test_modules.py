@@ -16,8 +16,8 @@ from ciuic_cli.runtime.modules import (
     blob_parameter,
 )
 
-MATRIX = random_codes(48, 40, [4, 2, 6], rank=4)
-OTHER = random_codes(48, 40, [4, 2, 6], rank=4, seed=9)
+MATRIX = random_codes(48, 40, [4, 2, 6], rank=4, is_sorted=True)
+OTHER = random_codes(48, 40, [4, 2, 6], rank=4, seed=9, is_sorted=True)
 X = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 
 

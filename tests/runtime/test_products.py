@@ -13,9 +13,13 @@ SHAPES = [(100, 70), (16, 16), (1, 3), (263, 576), (640, 1100)]
 
 
 def both(rows: int, cols: int, rank: int = 0) -> list[tuple[Matrix, torch.Tensor]]:
-    packed = random_codes(rows, cols, [4, 2, 0, 8, 5, 3, 6], rank=min(rank, rows, cols))
-    exact = dense(packed)
-    return [(CpuMatrix(packed), exact), (TorchMatrix.on_device(packed, as_tensor(packed)), exact)]
+    found: list[tuple[Matrix, torch.Tensor]] = []
+    for is_sorted in (False, True):
+        bits = [4, 2, 0, 8, 5, 3, 6]
+        packed = random_codes(rows, cols, bits, rank=min(rank, rows, cols), is_sorted=is_sorted)
+        exact = dense(packed)
+        found += [(CpuMatrix(packed), exact), (TorchMatrix.on_device(packed, as_tensor(packed)), exact)]
+    return found
 
 
 def activations(batch: int, cols: int) -> torch.Tensor:
@@ -33,9 +37,10 @@ def test_products_by_panels(shape: tuple[int, int], rank: int, monkeypatch: pyte
 
 @pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("batch", [1, 2, 8, 33])
-def test_products_from_codes(batch: int, rank: int) -> None:
+@pytest.mark.parametrize("kind", [0, 2])
+def test_products_from_codes(batch: int, rank: int, kind: int) -> None:
     x = activations(batch, 576)
-    matrix, exact = both(263, 576, rank)[0]
+    matrix, exact = both(263, 576, rank)[kind]
     y = products.product(matrix, x, small_batch=40)
     assert y.dtype == torch.float32 and relative_error(y, x @ exact.T) < 5e-4
     assert not torch.equal(y, products.product(matrix, x, small_batch=0))  # it was the other way
