@@ -7,9 +7,10 @@ TORCH ?= torch==2.13.0
 SAMPLE = samples/deepseek-v3-tiny
 OUT ?= build/demo
 
-# What `fuzz` spends on each target, and how many kills `kills` makes.
+# What `fuzz` spends on each target, how many kills `kills` makes, and how many bytes `corruptions` changes.
 FUZZ_SECONDS ?= 120
 KILLS ?= 200
+CORRUPTIONS ?= 1000
 # Layers of the models that `scale` makes: 0.1 GB each.
 LAYERS ?= 20 80
 SANITIZED = build/sanitized
@@ -18,7 +19,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test check faults kills fuzz sanitize format cuda-check gpu quality scale clean
+.PHONY: demo test check faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -46,6 +47,11 @@ faults: $(VENV)/.installed
 kills: $(VENV)/.installed
 	$(BIN)/python tests/faults/killing.py --kills $(KILLS)
 
+# Single bytes of artifacts changed: --verify must find each, and loaded it must do no harm, under the sanitizers.
+corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
+	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
+		$(BIN)/python tests/faults/corrupting.py --count $(CORRUPTIONS)
+
 fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 	$(BIN)/python -m pip install --quiet "atheris>=3.0"
 	$(BIN)/python tests/fuzz/run.py checkpoint $(FUZZ_SECONDS)
@@ -53,10 +59,11 @@ fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(FUZZED)/libciuic_native.so \
 		$(BIN)/python tests/fuzz/run.py native $(FUZZ_SECONDS)
 
-# The native library under the address and undefined-behaviour sanitizers, over all tests of the codecs.
+# The native library under the address and undefined-behaviour sanitizers, over all tests of the codecs and many shapes.
 sanitize: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
-		$(BIN)/python -m pytest -p no:cacheprovider tests/codecs tests/fuzz
+		$(BIN)/python -m pytest -p no:cacheprovider -m "" tests/codecs tests/fuzz \
+		tests/faults/test_native_shapes.py
 
 $(SANITIZED)/libciuic_native.so: CMakeLists.txt $(wildcard ciuic_cli/native/*)
 	$(BIN)/cmake -S . -B $(SANITIZED) -DCIUIC_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo

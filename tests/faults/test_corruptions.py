@@ -1,0 +1,39 @@
+"""Fault 39: single bytes of artifacts changed anywhere; each is found by --verify and does no harm when loaded."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attacks import BASE_SEED
+
+HARNESS = Path(__file__).with_name("corrupting.py")
+
+
+def corruptions(count: int, seed: int, *options: str) -> dict[str, tuple[int, int, int]]:
+    """Of each place in an artifact: how many were refused when loaded, gave other text, gave the same text."""
+    done = subprocess.run(
+        [sys.executable, str(HARNESS), "--count", str(count), "--seed", str(seed), *options],
+        capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    rows = re.findall(r"^(\S.*?)\s{2,}(\d+)\s+(\d+)\s+(\d+)$", done.stdout, re.MULTILINE)
+    return {kind: (int(refused), int(other), int(same)) for kind, refused, other, same in rows}
+
+
+def test_fault_39_changed_bytes_are_found_and_do_no_harm() -> None:
+    assert sum(corruptions(16, BASE_SEED, "--tiny")["all"]) == 16
+
+
+@pytest.mark.campaign
+def test_fault_39_a_thousand_changed_bytes() -> None:
+    found = corruptions(1000, 1 + BASE_SEED)
+    assert sum(found["all"]) == 1000
+    refused, other, _ = found["weights: start of a blob"]
+    assert refused > 20 and other > 20, "else the bytes were hit that do not matter"
+    assert found["weights: header"][0] > 50 and len(found) > 9
