@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ OPTIONS = ("--std=c++17", "--restrict")
 
 _REMEDY = "Install the CUDA extra: pip install 'ciuic-cli[cuda]'."
 _DIGEST_BYTES = 32
+_ABANDONED_SECONDS = 3600
 
 
 def target(capability: int) -> str:
@@ -150,17 +152,28 @@ def _read(file: Path) -> bytes | None:
 
 
 def _write(file: Path, code: bytes) -> None:
+    prefix = f".{file.stem}-"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.stem}-")
+        descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=prefix)
     except OSError:
         return  # no cache: the next process compiles again
     try:
         with os.fdopen(descriptor, "wb") as stream:
             stream.write(hashlib.sha256(code).digest() + code)
         os.replace(name, file)
+        _remove_abandoned(file.parent, prefix)
     except OSError:
+        return
+    finally:
         Path(name).unlink(missing_ok=True)
+
+
+def _remove_abandoned(folder: Path, prefix: str) -> None:
+    """Remove what killed processes were writing; what another one writes at this moment is younger."""
+    for entry in folder.iterdir():
+        if entry.name.startswith(prefix) and time.time() - entry.stat().st_mtime > _ABANDONED_SECONDS:
+            entry.unlink(missing_ok=True)
 
 
 def _nvrtc() -> Any:

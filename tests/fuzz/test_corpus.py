@@ -1,4 +1,4 @@
-"""Fault 41 and 42: every input that fuzzing kept is still refused or read, without a fuzzer and without a crash."""
+"""Fault 41: every input that fuzzing kept is still refused or read, without a fuzzer and without a crash."""
 
 from __future__ import annotations
 
