@@ -31,9 +31,10 @@ def test_fault_39_changed_bytes_are_found_and_do_no_harm() -> None:
 
 
 @pytest.mark.campaign
-def test_fault_39_a_thousand_changed_bytes() -> None:
-    found = corruptions(1000, 1 + BASE_SEED)
-    assert sum(found["all"]) == 1000
+def test_fault_39_two_hundred_changed_bytes() -> None:
+    """`make corruptions` changes a thousand, under the sanitizers."""
+    found = corruptions(200, 1 + BASE_SEED)
+    assert sum(found["all"]) == 200
     refused, other, _ = found["weights: start of a blob"]
-    assert refused > 20 and other > 20, "else the bytes were hit that do not matter"
-    assert found["weights: header"][0] > 50 and len(found) > 9
+    assert refused > 3 and other > 3, "else only bytes were hit that do not matter"
+    assert found["weights: header"][0] > 10 and len(found) > 9
