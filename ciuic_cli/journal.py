@@ -28,6 +28,7 @@ class Journal:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.folder = out.parent / f".{out.name}.ciuic"
+        self._ended = out.parent / f".{out.name}.ciuic.ended"
         self._lock: int | None = None
 
     def __enter__(self) -> Journal:
@@ -113,8 +114,17 @@ class Journal:
                 path.unlink()
 
     def remove(self) -> None:
-        """The run is over: nothing of it stays."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """The run is over: nothing of it stays. It loses its name first: a kill leaves all of the journal or none."""
+        self.sweep()
+        try:
+            self.folder.rename(self._ended)
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove what a run left that was killed in `remove`. Needs no lock: nobody goes on from there."""
+        shutil.rmtree(self._ended, ignore_errors=True)
 
     def save(self, name: str, data: bytes) -> None:
         """Finish the step `name` with its result."""

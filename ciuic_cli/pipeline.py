@@ -82,6 +82,8 @@ def compress(
     def task() -> Task:
         checkpoint = open_checkpoint(model)
         if workers.leads:
+            if not dry_run:
+                Journal(out).sweep()
             check_output(out, checkpoint, force=force, dry_run=dry_run)
         model_map = map_model(checkpoint)
         for warning in model_map.warnings:

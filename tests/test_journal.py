@@ -140,3 +140,23 @@ def test_a_torn_fingerprint_is_none(tmp_path: Path, text: str) -> None:
     with Journal(tmp_path / "out") as journal:
         (journal.folder / "fingerprint.json").write_text(text)
         assert journal.begin({"seed": 0}, restart=False) is False
+
+
+def test_a_kill_during_removal_leaves_no_half_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder loses its name in one step; what then is left of it is swept away by the next run."""
+    out = tmp_path / "out"
+    with Journal(out) as journal:
+        journal.begin({"ratio": 4}, restart=False)
+        journal.save("encode/0", b"step")
+        with monkeypatch.context() as patch:
+            patch.setattr("shutil.rmtree", lambda *arguments, **options: None)
+            journal.remove()
+    assert not journal.folder.exists() and [path.name for path in tmp_path.iterdir()] == [".out.ciuic.ended"]
+    with Journal(out) as another:
+        assert not another.begin({"ratio": 4}, restart=False)
+        another.sweep()
+        assert [path.name for path in tmp_path.iterdir()] == [".out.ciuic"]
+        another.remove()
+    assert list(tmp_path.iterdir()) == []

@@ -34,10 +34,12 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from ciuic_cli import cli, pipeline
+from ciuic_cli import cli
+from ciuic_cli import run as run_of_compress
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.checkpoint.folder import INDEX_NAME
 from ciuic_cli.codecs import native
 from ciuic_cli.console import Console, run
 from ciuic_cli.evaluate import generate_text
@@ -156,6 +158,7 @@ class Harness:
             made = self.forked(functools.partial(self.command, *arguments, shard_bytes=shard_bytes))
             assert made.code == 0, made.stderr
             target = Target(out)
+            assert (shard_bytes == SHARD_BYTES) == (len(target.structure) > 1) == (out / INDEX_NAME).exists()
             with open(os.devnull, "w") as unheard, redirect_stdout(unheard), redirect_stderr(unheard):
                 # What these import is there for all forks, which then take a fifth of the time.
                 assert self.use(out) == self.command("inspect", out, "--verify") == 0
@@ -171,7 +174,7 @@ class Harness:
     def command(*arguments: object, shard_bytes: int | None = None) -> int:
         """The command line."""
         if shard_bytes is not None:
-            pipeline.lay_out = functools.partial(lay_out, shard_bytes=shard_bytes)  # type: ignore[assignment]
+            run_of_compress.lay_out = functools.partial(lay_out, shard_bytes=shard_bytes)  # type: ignore[assignment]
         sys.argv = ["ciuic", *map(str, arguments)]
         try:
             cli.main()

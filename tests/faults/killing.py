@@ -26,6 +26,7 @@ import torch
 from ciuic_cli import cli
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.journal import Journal
 from ciuic_cli.pipeline import compress
 from ciuic_cli.verification import verify
 
@@ -108,7 +109,7 @@ class Harness:
             writes = (
                 event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
             )
-            if (writes or event in _TOUCHES) and str(arguments[0]).startswith(place):
+            if (writes or event in _TOUCHES) and _path(event, arguments).startswith(place):
                 self.touched += 1
                 if self.touched == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -131,10 +132,12 @@ class Harness:
 
     # --- one attack
 
-    def attack(self, *, kill_at: int = 0) -> None:
-        """Kill a run, at a random moment or at a touch; check what is left, run again, check the result."""
+    def attack(self, *, old: bool, kill_at: int = 0) -> None:
+        """Kill a run, at a random moment or at a touch; check what is left, run again, check the result.
+
+        old: there is an output already, to be replaced.
+        """
         self.place.mkdir()
-        old = bool(self.random.randrange(2))
         options = ["--force"] if old else []
         if old:
             self.out.mkdir()
@@ -147,8 +150,9 @@ class Harness:
         code = self.wait(pid)
         self.counts[f"{signal.Signals(number).name}, exit {code}"] += 1
         self._check_remains(old, number, code)
+        ended = self.out.exists() and not Journal(self.out).folder.exists()
         again = self.wait(self.start(*options))
-        if again == 3 and code == 0 and not old:
+        if again == 3 and ended and not old:  # nothing was left to do but to say so
             self.counts["had ended before"] += 1
         else:
             assert again == 0, f"the rerun ended with {again}: {self.said()}"
@@ -176,10 +180,21 @@ class Harness:
             self.counts["new output complete"] += 1
 
 
+def _path(event: str, arguments: tuple[Any, ...]) -> str:
+    """What an audited call touches; shutil.rmtree removes by names within folders that it has open."""
+    path = os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else ""
+    if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
+        path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[1]}"), path)
+    return path
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--last", action="store_true", help="at each of the last touches, from the end; twice"
+    )
     options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
@@ -189,9 +204,13 @@ def main() -> None:
             flush=True,
         )
         for number in range(options.kills):
-            kill_at = harness.random.randrange(1, harness.touches + 1) if number % 2 else 0
+            old, kill_at = bool(harness.random.randrange(2)), 0
+            if options.last:
+                old, kill_at = bool(number % 2), harness.touches - number // 2
+            elif number % 2:
+                kill_at = harness.random.randrange(1, harness.touches + 1)
             try:
-                harness.attack(kill_at=kill_at)
+                harness.attack(old=old, kill_at=kill_at)
             except AssertionError:
                 print(f"kill {number} (seed {options.seed}, touch {kill_at}) lost something", file=sys.stderr)
                 raise

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from attacks import BASE_SEED
+from corrupting import Done
 
 HARNESS = Path(__file__).with_name("corrupting.py")
 
@@ -24,6 +25,31 @@ def corruptions(count: int, seed: int, *options: str) -> dict[str, tuple[int, in
     print(done.stdout)
     rows = re.findall(r"^(\S.*?)\s{2,}(\d+)\s+(\d+)\s+(\d+)$", done.stdout, re.MULTILINE)
     return {kind: (int(refused), int(other), int(same)) for kind, refused, other, same in rows}
+
+
+REFUSAL = "error: the artifact is damaged\n  file: out/config.json\n  try: fetch it again\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "clean"),
+    [
+        (0, "", True),
+        (0, "warning: slow\n", True),
+        (3, REFUSAL, True),
+        (0, REFUSAL, False),
+        (3, "", False),
+        (3, REFUSAL.replace("try", "so"), False),
+        (3, REFUSAL + REFUSAL, False),
+        (1, REFUSAL, False),
+        (-11, "", False),
+        (-14, "", False),
+        (3, "Traceback (most recent call last):\n" + REFUSAL, False),
+        (0, "decode_kernel.cpp:7:1: runtime error: load of misaligned address", False),
+        (3, "==1==ERROR: AddressSanitizer: heap-buffer-overflow\n" + REFUSAL, False),
+    ],
+)
+def test_what_counts_as_a_finding(code: int, said: str, clean: bool) -> None:
+    assert Done(code, "", said, peak=0).clean == clean
 
 
 def test_fault_39_changed_bytes_are_found_and_do_no_harm() -> None:

@@ -20,9 +20,9 @@ Make = Callable[..., Victim]
 HARNESS = Path(__file__).with_name("killing.py")
 
 
-def kills(count: int, seed: int) -> str:
+def kills(count: int, seed: int, *options: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(HARNESS), "--kills", str(count), "--seed", str(seed)],
+        [sys.executable, str(HARNESS), "--kills", str(count), "--seed", str(seed), *options],
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -31,6 +31,13 @@ def kills(count: int, seed: int) -> str:
 
 def test_fault_43_interrupted_runs_lose_nothing() -> None:
     assert "12 kills" in kills(12, BASE_SEED)
+
+
+@pytest.mark.campaign
+def test_fault_35_killed_while_it_tidies_up() -> None:
+    """At every touch from the last parts of the output to the end of the journal."""
+    said = kills(120, 3 + BASE_SEED, "--last")
+    assert "had ended before" in said and "new output complete" in said and "no output yet" in said, said
 
 
 @pytest.mark.campaign
