@@ -110,7 +110,10 @@ def accepted(generator: random.Random, many: bool) -> Iterator[bytes]:
         choices = [[width] for width in BITS] if many else [[generator.choice(BITS[1:])]]
         for bits in (*choices, [0, 8, 2, 0], [3, 5]):
             rank = generator.choice((0, 0, 1, min(rows, cols, 40)))
-            yield hostile_matrix(generator, rows, cols, bits, rank).to_bytes()
+            matrix = hostile_matrix(generator, rows, cols, bits, rank)
+            if generator.randrange(2):
+                matrix = replace(matrix, row_class=np.resize(np.array([15, 0, 7], np.uint8), rows))
+            yield matrix.to_bytes()
     for count in (1, 5):
         experts = [hostile_matrix(generator, 18, 40, [generator.choice(BITS)]) for _ in range(count)]
         yield ExpertStack(tuple(replace(expert, L=16) for expert in experts)).to_bytes()
