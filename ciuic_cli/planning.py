@@ -23,6 +23,9 @@ from ciuic_cli.threads import one_thread
 
 UNIFORM_SHARE = 0.02
 """Share of the text that counts as tokens drawn uniformly from the vocabulary: the floor under rare tokens."""
+TEMPER = 0.7
+"""Exponent of a token's importance: other texts have other frequencies than the calibration text, above all of tokens
+that are rare in it. (The same idea, with 0.75, draws word2vec's negative samples: Mikolov et al. 2013.)"""
 _SAFETENSORS_NAMES = {
     torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
     torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
@@ -81,8 +84,9 @@ def units_of(parameters: Iterable[Parameter]) -> list[Unit]:
 def importance_of(unit: Unit, statistics: Statistics) -> Importance:
     """G and H of one matrix.
 
-    A head's rows and an embedding's rows are mixed with the uniform share, so that tokens absent from the
-    calibration text keep their weight. A tied matrix is charged for both of its uses.
+    A head's rows and an embedding's rows are mixed with the uniform share, and the differences between them
+    tempered, so that tokens absent from the calibration text keep their weight. A tied matrix is charged for both
+    of its uses.
     """
     h = statistics.input_moment(unit.name, unit.expert)
     g = statistics.output_fisher(unit.name, unit.expert)
@@ -102,7 +106,16 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
     if h is None or g is None:  # not covered by the statistics; `level_uncovered` sets the scale
         h = torch.eye(unit.cols) / unit.cols
         g = torch.ones(unit.rows)
+    if unit.role in EMBEDDING_ROLES and g.dim() == 1:
+        g = tempered(g)
     return Importance(h, g)
+
+
+def tempered(importance: torch.Tensor) -> torch.Tensor:
+    """Importances (m,) of tokens closer to each other, with the same sum."""
+    powers = importance.clamp_min(0.0) ** TEMPER
+    total = powers.sum()
+    return powers * (importance.sum() / total) if bool(total > 0) else importance
 
 
 @dataclass

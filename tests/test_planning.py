@@ -36,6 +36,7 @@ from ciuic_cli.planning import (
     stored_dtype,
     stored_tensors,
     structures_of,
+    tempered,
     units_of,
 )
 from ciuic_cli.statistics.collect import EmbeddingUse, Statistics
@@ -330,12 +331,19 @@ def test_tokens_that_the_text_lacks_keep_a_weight() -> None:
     head = Unit("lm_head.weight", None, "head", 4, 8)
     g = torch.tensor([1.0, 0.0, 3.0, 0.0])
     found = importance_of(head, _statistics(h=torch.eye(8), g=g))
-    assert torch.allclose(found.outputs, (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * 1.0)
+    mixed = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * 1.0
+    assert torch.allclose(found.outputs, tempered(mixed))
+    assert float(found.outputs[2] / found.outputs[1]) == pytest.approx(float(mixed[2] / mixed[1]) ** 0.7)
+    assert float(found.outputs.sum()) == pytest.approx(4.0)
+    wide = dataclasses.replace(head, role="up")  # too many outputs for a full G, but no tokens
+    assert torch.allclose(importance_of(wide, _statistics(h=torch.eye(8), g=g)).outputs, mixed)
     embedding = dataclasses.replace(head, role="embedding")
     use = EmbeddingUse(2 * torch.eye(8), torch.tensor([0.5, 0.5, 0.0, 0.0]))
     found = importance_of(embedding, _statistics(use=use))
     assert torch.allclose(found.inputs, torch.eye(8) / 8)
-    assert torch.allclose(found.outputs[2:], torch.full((2,), 16 * UNIFORM_SHARE / 4))
+    share = torch.tensor([0.5, 0.5, 0.0, 0.0]) * (1 - UNIFORM_SHARE) + UNIFORM_SHARE / 4
+    assert torch.allclose(found.outputs, tempered(16 * share))
+    assert torch.equal(tempered(torch.zeros(3)), torch.zeros(3))
 
 
 def test_a_tied_matrix_pays_for_both_uses() -> None:
@@ -345,7 +353,9 @@ def test_a_tied_matrix_pays_for_both_uses() -> None:
     both = importance_of(unit, _statistics(h=h, g=g, use=use))
     head = importance_of(unit, _statistics(h=h, g=g))
     alone = importance_of(unit, _statistics(use=use))
-    assert torch.allclose(both.outputs, head.outputs + alone.outputs)
+    mixed = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
+    assert torch.allclose(both.outputs, tempered(mixed + 2.0))  # a trace of 8, a quarter each
+    assert float(both.outputs.sum()) == pytest.approx(float(head.outputs.sum() + alone.outputs.sum()))
     total = head.outputs.sum() * head.inputs + alone.outputs.sum() * alone.inputs
     assert torch.allclose(both.inputs * both.outputs.sum(), total, rtol=1e-5)
 
