@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import stored_order
+from ciuic_cli.codecs.packing import stored_position
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
 from ciuic_cli.encoding import arranged, read_unit
@@ -75,7 +75,7 @@ def disturbance(
         noisy = rounding_noise(prepare(weight, importance), arms.row_bits, window, generator)
         if arms.row_class is None:
             return noisy
-        return noisy[torch.from_numpy(np.argsort(stored_order(arms.row_class)))]
+        return noisy[torch.from_numpy(stored_position(arms.row_class))]
 
     return override
 

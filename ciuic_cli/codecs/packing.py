@@ -97,7 +97,7 @@ class PackedMatrix:
     @property
     def position(self) -> npt.NDArray[np.int64] | None:
         """int64 [rows], where each row of the matrix is stored; None where they are the same."""
-        return None if self.row_class is None else np.argsort(stored_order(self.row_class))
+        return None if self.row_class is None else stored_position(self.row_class)
 
     def position_on(self, device: torch.device) -> torch.Tensor | None:
         """`position` as int32 on a device."""
@@ -273,6 +273,11 @@ def class_nbytes(rows: int) -> int:
 def stored_order(row_class: Bytes) -> npt.NDArray[np.int64]:
     """int64 [rows]: the rows sorted by class, those of one class in their own order."""
     return np.argsort(row_class, kind="stable")
+
+
+def stored_position(row_class: Bytes) -> npt.NDArray[np.int64]:
+    """int64 [rows]: where each row is in `stored_order`."""
+    return np.argsort(stored_order(row_class))
 
 
 def _nibbles(row_class: Bytes | None) -> bytes:

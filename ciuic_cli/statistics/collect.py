@@ -196,45 +196,37 @@ def collect_statistics(
         folder: receives one safetensors file per parameter and `statistics.json`.
         workers: share the sequences; the files have the same bytes for any number of them. The folder is theirs all.
     """
+    workers = workers or Workers()
+    chunks = batches.split(chunk)
+    shares = share_of(segments_of(len(chunks)), workers)
+    numbers = [number for share in shares for number in share]
+    ends = itertools.accumulate((len(share) for share in shares), initial=0)
+    stream = LayerStream(
+        model_map, [chunks[number] for number in numbers], folder / f"stream-{workers.rank}",
+        device=device, dtype=compute_dtype(device),
+    )  # fmt: skip
     return _Collection(
-        model_map, batches, folder, device=device, seed=seed, progress=progress, chunk=chunk,
-        workers=workers or Workers(),
+        model_map, stream, _Writer(folder, batches.numel()), workers, seed, progress, chunk, numbers,
+        [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
 
 
+@dataclass(frozen=True)
 class _Collection:
-    """One worker's part of the sweeps: its segments of the text, and the matrices whose sums it owns."""
+    """One worker's part of the sweeps: its segments of the text, and the matrices whose sums it owns.
 
-    def __init__(
-        self,
-        model_map: ModelMap,
-        batches: torch.Tensor,
-        folder: Path,
-        *,
-        device: torch.device,
-        seed: int,
-        progress: Progress,
-        chunk: int,
-        workers: Workers,
-    ) -> None:
-        self.map, self.workers, self.seed, self.progress, self.chunk = (
-            model_map,
-            workers,
-            seed,
-            progress,
-            chunk,
-        )
-        chunks = batches.split(chunk)
-        shares = share_of(segments_of(len(chunks)), workers)
-        self.numbers = [number for share in shares for number in share]
-        """Of this worker's chunks, in the whole text."""
-        ends = torch.tensor([0, *(len(share) for share in shares)]).cumsum(0).tolist()
-        self.segments = [range(begin, end) for begin, end in itertools.pairwise(ends)]
-        self.stream = LayerStream(
-            model_map, [chunks[number] for number in self.numbers], folder / f"stream-{workers.rank}",
-            device=device, dtype=compute_dtype(device),
-        )  # fmt: skip
-        self.writer = _Writer(folder, batches.numel())
+    numbers: of this worker's chunks, in the whole text; segments: of its chunks, as the stream counts them.
+    """
+
+    map: ModelMap
+    stream: LayerStream
+    writer: _Writer
+    workers: Workers
+    seed: int
+    progress: Progress
+    chunk: int
+    numbers: list[int]
+    segments: list[range]
 
     def run(self) -> Statistics:
         self.stream.forward(self.progress, keep=True)
