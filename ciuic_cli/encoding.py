@@ -17,7 +17,7 @@ from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix, stored_order
 from ciuic_cli.passes import lowrank, prune
-from ciuic_cli.passes.quantize import Importance, Prepared, prepare, round_prepared
+from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.sort import row_classes, sorting_pays
 from ciuic_cli.planning import CHANNEL_ROLES, PLAIN_ROLES, Arms, PassOptions, Plan, Unit, importance_of
 from ciuic_cli.statistics.collect import Statistics
@@ -40,7 +40,12 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     weight = read_unit(model_map, unit)
     importance = importance_of(unit, statistics)
     prepared = prepare(weight, importance)
-    arms = _priced(weight, prepared, unit, options)
+    gone = removal_loss(weight, importance)
+    rest = {}
+    if options.rank != "off" and unit.role not in PLAIN_ROLES:
+        ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
+        rest = lowrank.rests(weight, prepared.outputs.noise[: unit.rows], ranks)
+    arms = _priced(prepared, gone, rest, unit, options)
     damping = max(prepared.inputs.damping, prepared.outputs.damping)
     if damping:
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, unit.key, damping)
@@ -53,9 +58,10 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     row_loss = prepared.row_loss[: unit.rows]
     row_class = row_classes(row_loss)
     if covered and sorting_pays(row_loss, row_class, unit.cols):
-        weight, importance = arranged(weight, importance, row_class)
+        order = torch.from_numpy(stored_order(row_class))
+        rest = {rank: per_row[order] for rank, per_row in rest.items()}
         arms.sorted = replace(
-            _priced(weight, prepare(weight, importance), unit, options),
+            _priced(prepared.reordered(importance, order), gone[order], rest, unit, options),
             row_class=row_class,
             channels=arms.channels,
             singular=arms.singular,
@@ -63,12 +69,14 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     return arms
 
 
-def _priced(weight: torch.Tensor, prepared: Prepared, unit: Unit, options: PassOptions) -> Arms:
-    """The arms of a matrix with its rows in this order."""
-    arms = Arms.of(unit, prepared, options.widths_for(unit), options.window)
-    if options.rank != "off" and unit.role not in PLAIN_ROLES:
-        ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
-        arms.lowrank = lowrank.arms(weight, prepared.outputs.noise[: unit.rows], ranks)
+def _priced(
+    prepared: Prepared, gone: torch.Tensor, rest: Mapping[int, torch.Tensor], unit: Unit, options: PassOptions
+) -> Arms:
+    """The arms of a matrix with its rows in this order: what removing them costs, what low-rank parts leave of them."""
+    widths = options.widths_for(unit)
+    arms = Arms(unit, widths, options.window, prepared.sensitivity, per_group(gone))
+    if rest:
+        arms.lowrank = lowrank.arms(rest, prepared.outputs.noise[: unit.rows], unit.cols)
     return arms
 
 
@@ -83,7 +91,7 @@ def arranged(
 
 
 def encode_unit(
-    model_map: ModelMap, statistics: Statistics, plan: Plan, unit: Unit, *, window: int, threads: int
+    model_map: ModelMap, statistics: Statistics, plan: Plan, unit: Unit, *, window: int
 ) -> PackedMatrix:
     """Round one matrix as the plan says."""
     chosen = plan.units[unit.key]
@@ -96,10 +104,10 @@ def encode_unit(
     prepared, factors = prepare(weight, importance), None
     if chosen.rank:
         row_weight = prepared.outputs.noise[: unit.rows]
-        factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window, threads=threads)
+        factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window)
         prepared = prepare(weight - product, importance)
     return round_prepared(
-        prepared, chosen.row_bits, lowrank=factors, row_class=chosen.row_class, window=window, threads=threads
+        prepared, chosen.row_bits, lowrank=factors, row_class=chosen.row_class, window=window
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,23 +19,20 @@ import torch
 from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.memory import resident_bytes
+from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.passes import lowrank
-from ciuic_cli.passes.quantize import Importance, prepare, round_prepared
-from ciuic_cli.planning import EMBEDDING_ROLES, PLAIN_ROLES, Unit, units_of
+from ciuic_cli.passes.quantize import Importance, prepare, removal_loss, round_prepared
+from ciuic_cli.planning import EMBEDDING_ROLES, PLAIN_ROLES, Unit, full_outputs, units_of, working_bytes
+from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
 from ciuic_cli.statistics.streaming import compute_dtype
+from ciuic_cli.threads import side_by_side
 
 CUT = 1024
 """Rows and columns of the matrices that are timed."""
 CODED_ROWS = 64
 """Rows of the part that is coded for its time."""
-UNIT_COPIES = 7
-"""Float32 copies of a matrix that preparing, probing or rounding it holds at its peak."""
-MOMENT_COPIES = 8
-"""The same of each of its moments: in double precision, its factor, and their temporaries."""
 LOGIT_COPIES = 6
 PLAN_BYTES = 700
 """Of arms and plan in memory, per group of 16 rows."""
@@ -91,15 +88,10 @@ def forecast(
     )
 
 
-def _full_outputs(role: str, rows: int) -> bool:
-    """Whether G is kept in full: not for head and embedding, nor for very many outputs, nor without statistics."""
-    return role not in PLAIN_ROLES and rows <= FULL_FISHER_LIMIT
-
-
 def moment_bytes(parameter: Parameter) -> int:
     """Bytes of the statistics of one parameter, as `collect_statistics` keeps them."""
     rows, cols = parameter.shape[-2:]
-    one = 4 * (cols * cols + (rows * rows if _full_outputs(parameter.role, rows) else rows))
+    one = 4 * (cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
     if len(parameter.shape) < 3:
         return one
     experts = parameter.shape[0]
@@ -140,8 +132,8 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     halved: whether the statistics' products are in bfloat16 here.
     """
     hidden, vocabulary = _width(model_map)
-    inside = max((_unit_bytes(unit) for unit in units if unit.role not in EMBEDDING_ROLES), default=0)
-    outside = max((_unit_bytes(unit) for unit in units if unit.role in EMBEDDING_ROLES), default=0)
+    inside = max((_busy_bytes(unit) for unit in units if unit.role not in EMBEDDING_ROLES), default=0)
+    outside = max((_busy_bytes(unit) for unit in units if unit.role in EMBEDDING_ROLES), default=0)
     layers = []
     for prefix in model_map.layer_prefixes:
         parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
@@ -166,22 +158,23 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     return base + max([*layers, surroundings]) + plan
 
 
-def _unit_bytes(unit: Unit) -> int:
-    rows = unit.rows if _full_outputs(unit.role, unit.rows) else 0
-    return 4 * (UNIT_COPIES * unit.weights + MOMENT_COPIES * (unit.cols**2 + rows**2))
+def _busy_bytes(unit: Unit) -> int:
+    """What work on the matrix takes, and on as many like it as are worked on side by side."""
+    nbytes = working_bytes(unit)
+    return nbytes * (torch.get_num_threads() if nbytes <= SIDE_BY_SIDE else 1)
 
 
 def _seconds(
     model_map: ModelMap, units: Sequence[Unit], text: Text, window: int, ranks: bool, device: torch.device
 ) -> dict[str, float]:
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "measure"), 0.0)
-    shapes = Counter(
-        (unit.rows, unit.cols, unit.role in PLAIN_ROLES, unit.role in MTP_ROLES) for unit in units
-    )
-    for (rows, cols, plain, unseen), count in shapes.items():
-        full = not plain and rows <= FULL_FISHER_LIMIT
-        for phase, seconds in _time_matrix(rows, cols, window, ranks and not plain, full).items():
-            total[phase] += 0.0 if unseen and phase == "probe" else count * seconds
+    probed = min(1.0, PROBED_LAYERS / max(1, len(model_map.layer_prefixes)))
+    shapes = Counter(replace(unit, name="", expert=None) for unit in units)
+    for unit, count in shapes.items():
+        time_of = _time_matrix(unit, window, ranks)
+        total["arms"] += count * time_of["arms"]
+        total["probe"] += 0.0 if unit.role in MTP_ROLES else count * time_of["probe"] * (1 + probed)
+        total["encode"] += count * time_of["encode"]
     product = _time_products(device)
     routed = _active_weights(model_map)
     read = _time_reading(model_map, units)
@@ -200,7 +193,7 @@ def _seconds(
 def _moment_work(parameter: Parameter) -> float:
     """Multiplications that one token adds to a parameter's moments."""
     rows, cols = parameter.shape[-2:]
-    return float(cols * cols + (rows * rows if _full_outputs(parameter.role, rows) else rows))
+    return float(cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
 
 
 def _experts(parameter: Parameter) -> int:
@@ -227,27 +220,37 @@ def _clock(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def _time_matrix(rows: int, cols: int, window: int, ranks: bool, full: bool) -> dict[str, float]:
-    """Seconds of arms, probe and encoding of one matrix (rows, cols); `full`: its G is."""
-    r, c = min(rows, CUT), min(cols, CUT)
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(r, c, generator=generator)
-    g = torch.eye(r) if full else torch.ones(r)
-    importance = Importance(torch.eye(c) / c, g)
-    prepare(weight[:16, :], Importance(importance.inputs, torch.ones(16)))  # loads what is loaded once
-    preparing = (
-        _clock(lambda: prepare(weight, importance))
-        * _factor_work(rows, cols, full)
-        / _factor_work(r, c, full)
-    )
-    area = rows * cols / (r * c)
-    factors = _clock(lambda: lowrank.arms(weight, torch.ones(r), lowrank.RANKS)) * area if ranks else 0.0
-    part = prepare(weight[:CODED_ROWS], Importance(importance.inputs, torch.ones(min(CODED_ROWS, r))))
-    bits = np.full(len(part.weight) // 16, 4, np.uint8)
-    threads = torch.get_num_threads()
-    coding = _clock(lambda: round_prepared(part, bits, window=window, threads=threads))
-    coding *= rows / min(CODED_ROWS, r) * cols / c
-    return {"arms": 2 * (preparing + factors), "probe": 2.6 * preparing, "encode": preparing + coding}
+def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
+    """Seconds of arms, one probe and encoding of a matrix, its share of those of as many as are made side by side."""
+    full = full_outputs(unit.role, unit.rows)
+    rows, cols = min(unit.rows, CUT), min(unit.cols, CUT)
+    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
+    importance = Importance(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
+    prepared = prepare(weight, importance)  # loads what is loaded once, too
+    bits = np.full(len(prepared.weight) // 16, 4, np.uint8)
+    some = prepare(weight[:CODED_ROWS], Importance(importance.inputs, torch.ones(min(CODED_ROWS, rows))))
+    beside = torch.get_num_threads() if working_bytes(unit) <= SIDE_BY_SIDE else 1
+
+    def clock(run: Callable[[], Any]) -> float:
+        return (
+            _clock(lambda: list(side_by_side(range(beside), lambda _: run())) if beside > 1 else run())
+            / beside
+        )
+
+    def noise() -> None:
+        rounding_noise(prepared, bits, window, torch.Generator().manual_seed(0))
+
+    factoring = _factor_work(unit.rows, unit.cols, full) / _factor_work(rows, cols, full)
+    preparing = factoring * clock(lambda: prepare(weight, importance))
+    disturbing = factoring * clock(noise)
+    area = unit.weights / (rows * cols)
+    sorting = area * clock(lambda: prepared.reordered(importance, torch.arange(rows)))
+    sorting += area * clock(lambda: removal_loss(weight, importance))
+    if ranks and unit.role not in PLAIN_ROLES:
+        sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))
+    coding = clock(lambda: round_prepared(some, bits[: len(some.weight) // 16], window=window))
+    coding *= unit.rows / min(CODED_ROWS, unit.rows) * unit.cols / cols
+    return {"arms": preparing + sorting, "probe": preparing + disturbing, "encode": preparing + coding}
 
 
 def _factor_work(rows: int, cols: int, full: bool) -> float:

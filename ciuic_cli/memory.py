@@ -34,6 +34,18 @@ _M_MMAP_THRESHOLD = -3  # of mallopt, <malloc.h>
 _MMAP_FROM = 16 << 20
 """Below it activations are reused; at 1 MB, mapping and clearing them took twice the system time."""
 _PRIMITIVES = "64"
+_WEIGHT_COPIES = 7
+"""Float32 copies of a matrix that preparing, probing or rounding it holds at its peak."""
+_MOMENT_COPIES = 8
+"""The same of each of its moments: in double precision, its factor, and their temporaries."""
+SIDE_BY_SIDE = 256 << 20
+"""Work that takes more bytes than this is done alone, by all threads together."""
+
+
+def matrix_bytes(rows: int, cols: int, *, full_outputs: bool) -> int:
+    """The most bytes that preparing, probing or rounding a matrix takes; its G in full or not."""
+    squares = cols**2 + (rows**2 if full_outputs else 0)
+    return 4 * (_WEIGHT_COPIES * rows * cols + _MOMENT_COPIES * squares)
 
 
 def return_freed_memory() -> None:

@@ -16,9 +16,11 @@ from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import packed_nbytes, stack_header_nbytes
 from ciuic_cli.errors import TargetError
+from ciuic_cli.memory import matrix_bytes
 from ciuic_cli.passes import lowrank, prune
-from ciuic_cli.passes.quantize import BLOCK, Importance, Prepared, predicted_loss
+from ciuic_cli.passes.quantize import BLOCK, Importance, predicted_loss
 from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
 from ciuic_cli.threads import one_thread
 
 UNIFORM_SHARE = 0.02
@@ -63,6 +65,16 @@ class Unit:
     @property
     def weights(self) -> int:
         return self.rows * self.cols
+
+
+def full_outputs(role: str, rows: int) -> bool:
+    """Whether G is kept in full: not for head and embedding, nor for very many outputs, nor without statistics."""
+    return role not in PLAIN_ROLES and rows <= FULL_FISHER_LIMIT
+
+
+def working_bytes(unit: Unit) -> int:
+    """The most bytes that preparing, probing or rounding the matrix takes."""
+    return matrix_bytes(unit.rows, unit.cols, full_outputs=full_outputs(unit.role, unit.rows))
 
 
 def units_of(parameters: Iterable[Parameter]) -> list[Unit]:
@@ -140,10 +152,6 @@ class Arms:
     singular: bool = False
     row_class: NDArray[np.uint8] | None = None
     sorted: Arms | None = None
-
-    @classmethod
-    def of(cls, unit: Unit, prepared: Prepared, widths: tuple[int, ...], window: int) -> Arms:
-        return cls(unit, widths, window, prepared.sensitivity, prepared.removal)
 
     @property
     def loss(self) -> NDArray[np.float64]:

@@ -8,6 +8,7 @@ corrects that role's sensitivity. Then all roles are perturbed at once, for what
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -29,6 +30,8 @@ from ciuic_cli.statistics.streaming import Override
 LIMITS = (0.33, 10.0)
 """Corrections are kept between these: a handful of held-out sequences proves no more."""
 TOGETHER = "together"
+PROBED_LAYERS = 16
+"""Layers in which a role's own probe disturbs it. The last probe disturbs all of them."""
 
 
 def rounding_noise(
@@ -51,10 +54,30 @@ def rounding_noise(
     return inverse_transform(rounded[: prepared.rows], prepared.cols)
 
 
-def probes_of(plan: Plan) -> list[list[Unit]]:
-    """The matrices that each probe disturbs: one role after the other, and at last all together."""
+def probes_of(plan: Plan, layers: Sequence[str]) -> list[list[Unit]]:
+    """The matrices that each probe disturbs: one role after the other, and at last all together.
+
+    Of a role, those of at most PROBED_LAYERS layers, evenly spaced. layers: prefixes of all layers' names.
+    """
     roles = _by_role(plan)
-    return [*roles.values(), [unit for units in roles.values() for unit in units]]
+    return [
+        *(_spread(units, layers) for units in roles.values()),
+        [unit for units in roles.values() for unit in units],
+    ]
+
+
+def _spread(units: Sequence[Unit], layers: Sequence[str]) -> list[Unit]:
+    """Those of some layers, and all that lie outside of layers."""
+    found = {
+        unit.key: unit.name[: len(prefix)]
+        for prefix in layers
+        for unit in units
+        if unit.name.startswith(prefix)
+    }
+    present = list(dict.fromkeys(found.values()))
+    count = min(PROBED_LAYERS, len(present))
+    chosen = {present[(2 * number + 1) * len(present) // (2 * count)] for number in range(count)}
+    return [unit for unit in units if found.get(unit.key) is None or found[unit.key] in chosen]
 
 
 def disturbance(
@@ -62,7 +85,6 @@ def disturbance(
 ) -> Override:
     """The weights of these matrices with noise like the code's at the plan's widths."""
     chosen = {(unit.name, unit.expert): unit for unit in units}
-    generator = torch.Generator().manual_seed(0)
 
     def override(name: str, expert: int | None) -> torch.Tensor | None:
         unit = chosen.get((name, expert))
@@ -72,6 +94,7 @@ def disturbance(
         weight, importance = arranged(
             read_unit(model_map, unit), importance_of(unit, statistics), arms.row_class
         )
+        generator = torch.Generator().manual_seed(zlib.crc32(unit.key.encode()))
         noisy = rounding_noise(prepare(weight, importance), arms.row_bits, window, generator)
         if arms.row_class is None:
             return noisy
@@ -80,21 +103,24 @@ def disturbance(
     return override
 
 
-def corrections_of(plan: Plan, measured: Sequence[float]) -> dict[str, dict[str, float]]:
-    """For each role: predicted and measured KL of its matrices alone at the plan's widths, and the correction.
+def corrections_of(
+    plan: Plan, probes: Sequence[Sequence[Unit]], measured: Sequence[float]
+) -> dict[str, dict[str, float]]:
+    """For each role: predicted and measured KL of the matrices that its probe disturbed, and the correction.
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
     Multi-token-prediction layers are left alone: the measured predictions do not pass through them.
 
     Args:
-        measured: KL of each of `probes_of(plan)`.
+        probes: as `probes_of` has them.
+        measured: KL of each of them.
     """
     *single, whole = measured
     found = {}
-    for (role, units), value in zip(_by_role(plan).items(), single, strict=True):
-        found[role] = _compared(sum(plan.units[unit.key].predicted_kl for unit in units), value)
-    corrected = sum(entry["predicted_kl"] * entry["correction"] for entry in found.values())
+    for units, value in zip(probes[:-1], single, strict=True):
+        found[units[0].role] = _compared(sum(plan.units[unit.key].predicted_kl for unit in units), value)
+    corrected = sum(plan.units[unit.key].predicted_kl * found[unit.role]["correction"] for unit in probes[-1])
     together = _compared(corrected, whole)
     for entry in found.values():
         entry["correction"] *= together["correction"]

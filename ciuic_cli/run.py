@@ -19,15 +19,18 @@ from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit
 from ciuic_cli.errors import TargetError
 from ciuic_cli.estimates import Mean
 from ciuic_cli.journal import Journal
+from ciuic_cli.memory import SIDE_BY_SIDE
 from ciuic_cli.planning import (
     Arms,
     Plan,
+    Unit,
     level_uncovered,
     make_plan,
     stored_dtype,
     stored_tensors,
     units_of,
     with_sorted_rows,
+    working_bytes,
 )
 from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes_of
 from ciuic_cli.report import render_html
@@ -37,6 +40,7 @@ from ciuic_cli.statistics.collect import Statistics, collect_statistics
 from ciuic_cli.statistics.measure import KLMeter
 from ciuic_cli.summary import build_report
 from ciuic_cli.task import Task
+from ciuic_cli.threads import side_by_side
 from ciuic_cli.workers import Workers
 
 Progress = Callable[[str, int, int], None]
@@ -70,16 +74,43 @@ class Run:
                 self.journal.seal(step, folder)
         return Statistics(folder)
 
-    def _steps(self, what: str, work: Sequence[int], make: Callable[[int], bytes]) -> None:
+    def _steps(
+        self,
+        what: str,
+        work: Sequence[int],
+        make: Callable[[int], bytes],
+        beside: Callable[[int], bool] = lambda number: False,
+    ) -> None:
         """Have the steps 0, 1, ... of one kind in the journal; `work` is what each of them takes, in any unit.
 
-        The largest come first, so that all workers end at about the same time.
+        The largest come first, so that all workers end at about the same time; those that may be made `beside` each
+        other come last.
         """
-        for number in self.workers.take(what, sorted(range(len(work)), key=lambda step: -work[step])):
+
+        def have(number: int) -> None:
             if self.journal.load(_step(what, number)) is None:
                 self.journal.save(_step(what, number), make(number))
+
+        def count(number: int) -> None:
             self.progress(what, self.workers.count(f"{what} done", work[number]), sum(work))
+
+        order = sorted(range(len(work)), key=lambda step: -work[step])
+        for number in self.workers.take(what, [number for number in order if not beside(number)]):
+            have(number)
+            count(number)
+        small = self.workers.take(f"{what} side by side", [number for number in order if beside(number)])
+        for number, _ in side_by_side(small, have):
+            count(number)
         self.workers.wait()
+
+    def _matrices(self, what: str, make: Callable[[Unit], bytes]) -> None:
+        """A step for every matrix."""
+        self._steps(
+            what,
+            [unit.weights for unit in self.units],
+            lambda number: make(self.units[number]),
+            lambda number: working_bytes(self.units[number]) <= SIDE_BY_SIDE,
+        )
 
     def _made(self, what: str, number: int) -> bytes:
         data = self.journal.load(_step(what, number))
@@ -89,12 +120,8 @@ class Run:
 
     def plan(self) -> Plan:
         """Price every arm, take a first plan, correct the prediction by what its noise really does, plan again."""
-        self._steps(
-            "arms",
-            [unit.weights for unit in self.units],
-            lambda number: arms_to_bytes(
-                unit_arms(self.map, self.statistics, self.units[number], self.passes)
-            ),
+        self._matrices(
+            "arms", lambda unit: arms_to_bytes(unit_arms(self.map, self.statistics, unit, self.passes))
         )
         arms = [
             arms_from_bytes(self._made("arms", number), unit, self.passes)
@@ -121,7 +148,7 @@ class Run:
             return arms, plan
 
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
-        probes = probes_of(plan)
+        probes = probes_of(plan, self.map.layer_prefixes)
 
         def measure(number: int) -> bytes:
             noise = disturbance(self.map, self.statistics, plan, probes[number], window=self.options.window)
@@ -129,7 +156,7 @@ class Run:
 
         self._steps("probe", [1] * len(probes), measure)
         measured = [float(json.loads(self._made("probe", number))) for number in range(len(probes))]
-        return corrections_of(plan, measured)
+        return corrections_of(plan, probes, measured)
 
     def _meter(self) -> KLMeter:
         """Measures KL on the held-out sequences; built once, the original's predictions with it."""
@@ -142,15 +169,12 @@ class Run:
 
     def encode(self, plan: Plan) -> None:
         """Code every matrix as the plan says."""
-        threads = torch.get_num_threads()
-        self._steps(
+        self._matrices(
             "encode",
-            [unit.weights for unit in self.units],
-            lambda number: encode_unit(
-                self.map, self.statistics, plan, self.units[number],
-                window=self.options.window, threads=threads,
+            lambda unit: encode_unit(
+                self.map, self.statistics, plan, unit, window=self.options.window
             ).to_bytes(),
-        )  # fmt: skip
+        )
 
     def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:
         """Write the coded matrices and all that belongs to them, and give the folder its name; returns the report."""

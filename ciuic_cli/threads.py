@@ -1,11 +1,16 @@
-"""The same bits for any number of threads, for what torch and LAPACK would cut up by threads."""
+"""The same bits for any number of threads, and many small pieces of work side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -20,3 +25,37 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def side_by_side(items: Iterable[Item], make: Callable[[Item], Result]) -> Iterator[tuple[Item, Result]]:
+    """Every item with what `make` gives for it, in the order in which they are finished.
+
+    As many are made at once as torch may use threads, each by a single one: several small products side by side
+    keep the cores busier than each product cut up among them.
+    The next item is taken when there is a thread for it.
+    """
+    threads = torch.get_num_threads()
+    if threads == 1:
+        for item in items:
+            yield item, make(item)
+        return
+    running: dict[Future[Result], Item] = {}
+    with one_thread(), ThreadPoolExecutor(threads, "ciuic-work") as pool:
+        try:
+            for item in items:
+                running[pool.submit(make, item)] = item
+                if len(running) == threads:
+                    yield from _finished(running)
+            while running:
+                yield from _finished(running)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _finished(running: dict[Future[Result], Item]) -> Iterator[tuple[Item, Result]]:
+    """Waits for one at least; those that are finished are no longer in `running`."""
+    done: set[Future[Result]] = set()
+    while not done:  # with a limit: a signal that another thread receives does not wake this one
+        done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+    for future in done:
+        yield running.pop(future), future.result()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ciuic_cli.planning import Plan, Unit, UnitPlan
-from ciuic_cli.probing import LIMITS, TOGETHER, correction_of, corrections_of
+from ciuic_cli.probing import LIMITS, PROBED_LAYERS, TOGETHER, correction_of, corrections_of, probes_of
 
 BITS = np.full(2, 4, np.uint8)
 
@@ -20,7 +20,42 @@ def _plan(predicted: dict[str, float]) -> Plan:
 
 
 def _corrections(predicted: dict[str, float], answers: list[float]) -> dict[str, dict[str, float]]:
-    return corrections_of(_plan(predicted), answers)
+    plan = _plan(predicted)
+    return corrections_of(plan, probes_of(plan, ()), answers)
+
+
+def _deep(layers: int) -> tuple[Plan, list[str]]:
+    """A plan with two experts' matrices in each layer, and a head outside of them."""
+    units = [
+        Unit(f"model.layers.{layer}.mlp.experts.down_proj", expert, "expert_down", 32, 32)
+        for layer in range(layers)
+        for expert in range(2)
+    ]
+    units.append(Unit("lm_head.weight", None, "head", 32, 32))
+    plans = {unit.key: UnitPlan(unit, BITS, 0, 0, 0.001) for unit in units}
+    return Plan(plans, {}, 0, 0, 0.0), [f"model.layers.{layer}." for layer in range(layers)]
+
+
+@pytest.mark.parametrize("layers", [1, 3, PROBED_LAYERS, PROBED_LAYERS + 1, 80])
+def test_a_role_is_probed_in_some_layers_and_all_roles_in_all(layers: int) -> None:
+    plan, prefixes = _deep(layers)
+    experts, head, whole = probes_of(plan, prefixes)
+    assert [unit.name for unit in head] == ["lm_head.weight"]
+    assert {unit.key for unit in whole} == set(plan.units)
+    seen = sorted({int(unit.name.split(".")[2]) for unit in experts})
+    assert len(seen) == min(layers, PROBED_LAYERS)
+    assert len(experts) == 2 * len(seen)
+    steps = np.diff([-1, *seen, layers])
+    assert steps.max() <= 2 * -(-layers // len(seen))
+
+
+def test_what_some_layers_showed_corrects_all_of_them() -> None:
+    plan, prefixes = _deep(80)
+    probes = probes_of(plan, prefixes)
+    found = corrections_of(plan, probes, [0.002 * len(probes[0]), 0.001, 0.321])
+    assert found["expert_down"]["predicted_kl"] == pytest.approx(0.001 * 2 * PROBED_LAYERS)
+    assert found["expert_down"]["correction"] == pytest.approx(2.0)
+    assert found[TOGETHER]["predicted_kl"] == pytest.approx(0.321)
 
 
 def test_each_role_is_corrected_by_its_own_measurement_and_by_the_whole() -> None:

@@ -82,7 +82,7 @@ def test_a_coded_matrix_has_the_planned_bytes_and_its_own_order(
     plan = _plan(model_map, with_sorted_rows(natural, _plan(model_map, natural)), 3.0)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"):
         unit = plan.units[name].unit
-        packed = encode_unit(model_map, statistics, plan, unit, window=12, threads=1)
+        packed = encode_unit(model_map, statistics, plan, unit, window=12)
         assert packed.row_class is not None and packed.nbytes == plan.blob_bytes[name]
         weight, order = read_unit(model_map, unit), packed.order
         assert order is not None

@@ -37,7 +37,11 @@ def damped_cholesky(matrix: torch.Tensor) -> tuple[torch.Tensor | None, float]:
     """
     mean = float(matrix.diagonal().mean())
     for damping in (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1):
-        lower = cholesky(matrix + damping * mean * torch.eye(len(matrix), dtype=matrix.dtype))
+        damped = matrix
+        if damping:
+            damped = matrix.clone()
+            damped.diagonal().add_(damping * mean)
+        lower = cholesky(damped)
         if lower is not None:
             return lower, damping
     return None, math.inf

@@ -7,6 +7,7 @@ trellis-coded themselves; the rest is taken against the coded product, so their 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
 from ciuic_cli.codecs.trellis import decode
 from ciuic_cli.passes.linear_algebra import orthonormal, singular_values
-from ciuic_cli.passes.quantize import BLOCK, round_plain
+from ciuic_cli.passes.quantize import BLOCK, per_group, round_plain
 
 FACTOR_BITS = 6
 RANKS = (16, 32, 64)
@@ -55,36 +56,33 @@ def factor_bytes(rows: int, cols: int, rank: int) -> int:
     return packed_nbytes(rank, cols, bits) + packed_nbytes(rank, rows, bits)
 
 
-def arms(weight: torch.Tensor, row_weight: torch.Tensor, ranks: tuple[int, ...]) -> list[LowRankArm]:
-    """What each rank would leave of each row group's energy, and what it would cost."""
-    rows, cols = weight.shape
-    ranks = tuple(rank for rank in ranks if rank < min(rows, cols))
-    if not ranks:
-        return []
-    left, right = factor(weight, row_weight, max(ranks))
-    energy = _group_energy(weight, row_weight)
-    found = []
-    for rank in ranks:
-        rest = _group_energy(weight - left[:, :rank] @ right[:rank], row_weight)
-        remaining = np.divide(rest, energy, out=np.ones_like(rest), where=energy > 0)
-        found.append(LowRankArm(rank, factor_bytes(rows, cols, rank), remaining))
+def rests(weight: torch.Tensor, row_weight: torch.Tensor, ranks: tuple[int, ...]) -> dict[int, torch.Tensor]:
+    """What each rank would leave of the energy of each row of W, (m,) by rank; rank 0 leaves all of it."""
+    found = {0: weight.square().sum(1)}
+    ranks = tuple(rank for rank in ranks if rank < min(weight.shape))
+    if ranks:
+        left, right = factor(weight, row_weight, max(ranks))
+        found |= {rank: (weight - left[:, :rank] @ right[:rank]).square().sum(1) for rank in ranks}
     return found
 
 
-def _group_energy(weight: torch.Tensor, row_weight: torch.Tensor) -> NDArray[np.float64]:
-    per_row = weight.square().sum(1) * row_weight
-    padded = torch.nn.functional.pad(per_row, (0, -len(per_row) % BLOCK))
-    return padded.double().reshape(-1, BLOCK).sum(1).numpy()
+def arms(rest: Mapping[int, torch.Tensor], row_weight: torch.Tensor, cols: int) -> list[LowRankArm]:
+    """The arms of a matrix (m, cols) from its `rests`; row_weight: (m,) as in `factor`, rows in the same order."""
+    energy = per_group(rest[0] * row_weight)
+    found = []
+    for rank, per_row in rest.items():
+        if rank:
+            left = per_group(per_row * row_weight)
+            remaining = np.divide(left, energy, out=np.ones_like(left), where=energy > 0)
+            found.append(LowRankArm(rank, factor_bytes(len(per_row), cols, rank), remaining))
+    return found
 
 
 def encode(
-    weight: torch.Tensor, row_weight: torch.Tensor, rank: int, *, window: int, threads: int
+    weight: torch.Tensor, row_weight: torch.Tensor, rank: int, *, window: int
 ) -> tuple[tuple[PackedMatrix, PackedMatrix], torch.Tensor]:
     """The coded factors (R, Lᵀ), and their product (m, n) as the decoder will see it."""
     left, right = factor(weight, row_weight, rank)
-    coded = tuple(
-        round_plain(part.contiguous(), FACTOR_BITS, window=window, threads=threads)
-        for part in (right, left.T)
-    )
+    coded = tuple(round_plain(part.contiguous(), FACTOR_BITS, window=window) for part in (right, left.T))
     r, lt = (decode(part, original_basis=True) for part in coded)
     return (coded[0], coded[1]), lt.T @ r

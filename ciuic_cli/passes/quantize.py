@@ -60,19 +60,17 @@ def block_ldl(moment: torch.Tensor) -> Feedback:
     A moment that is singular to working precision is damped tenfold until it factors (at most to its
     mean diagonal); then only its diagonal is used.
     """
-    moment = moment.double()
-    lower, damping = damped_cholesky(moment)
+    lower, damping = damped_cholesky(moment.double())
     if lower is None:
-        return Feedback(None, moment.diagonal().float(), damping)
-    count = len(moment) // BLOCK
-    blocks = torch.stack(
-        [lower[i * BLOCK : (i + 1) * BLOCK, i * BLOCK : (i + 1) * BLOCK] for i in range(count)]
-    )
-    inverse = torch.linalg.inv(blocks)
-    columns = lower.reshape(len(moment), count, BLOCK).permute(1, 0, 2)  # (count, n, 16): block columns
-    factor = torch.bmm(columns, inverse).permute(1, 0, 2).reshape(len(moment), len(moment))
+        return Feedback(None, moment.diagonal().clone(), damping)
+    blocks = lower.unfold(0, BLOCK, BLOCK).unfold(1, BLOCK, BLOCK).diagonal().permute(2, 0, 1)
+    inverse = torch.linalg.inv(blocks).float()
+    factor = lower.float()
+    for j, block in enumerate(inverse):
+        columns = factor[j * BLOCK :, j * BLOCK : (j + 1) * BLOCK]
+        columns.copy_(columns @ block)
     noise = blocks.square().sum(2).reshape(-1)  # diagonal of C_jj C_jjᵀ
-    return Feedback(factor.float().contiguous(), noise.float(), damping)
+    return Feedback(factor, noise.float(), damping)
 
 
 def pad_square(moment: torch.Tensor) -> torch.Tensor:
@@ -90,9 +88,7 @@ class Prepared:
     """A matrix ready to be rounded.
 
     weight: (m16, n16) float32, transformed and padded; inputs, outputs: the two sides' feedback;
-    deviation: (m16,) root mean square of each row; row_loss: (m16,) KL per unit of normalised code error of each row;
-    sensitivity: (groups,) its sum over each group of 16 rows; removal: (groups,) KL of leaving the group out
-    altogether.
+    deviation: (m16,) root mean square of each row; row_loss: (m16,) KL per unit of normalised code error of each row.
     """
 
     weight: torch.Tensor
@@ -100,32 +96,49 @@ class Prepared:
     outputs: Feedback
     deviation: torch.Tensor
     row_loss: torch.Tensor
-    sensitivity: NDArray[np.float64]
-    removal: NDArray[np.float64]
     rows: int
     cols: int
+
+    @property
+    def sensitivity(self) -> NDArray[np.float64]:
+        """(groups,) the loss of each group of 16 rows, per unit of normalised code error."""
+        return per_group(self.row_loss)
+
+    def reordered(self, importance: Importance, order: torch.Tensor) -> Prepared:
+        """The same matrix with its rows in another order (m,). importance: in this one's order.
+
+        The inputs' side stays as it is; G is factored again.
+        """
+        padding = torch.arange(self.rows, len(self.weight))
+        outputs = importance.reordered(order).outputs
+        return _prepared(self.weight[torch.cat((order, padding))], self.inputs, outputs, self.rows, self.cols)
 
 
 def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     """Transform a weight (m, n) float32 and its statistics, and factor the latter."""
     rows, cols = weight.shape
     w = transform(torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK)))
-    h = transform(transform(importance.inputs.float()).T.contiguous())
-    h = 0.5 * (h + h.T)
+    h = transform(transform(importance.inputs).T)
+    h = h.add_(h.T.clone()).mul_(0.5)
     h.diagonal().add_(INPUT_DAMPING * h.diagonal().mean() + 1e-12)
-    inputs = block_ldl(h)
-    outputs = _output_feedback(importance.outputs.float(), w.shape[0])
+    return _prepared(w, block_ldl(h), importance.outputs, rows, cols)
+
+
+def _prepared(w: torch.Tensor, inputs: Feedback, moment: torch.Tensor, rows: int, cols: int) -> Prepared:
+    outputs = _output_feedback(moment.float(), len(w))
     deviation = w.square().mean(1).sqrt()
-    per_row = 0.5 * outputs.noise * deviation.square() * inputs.noise.sum()
-    diagonal = importance.outputs if importance.outputs.dim() == 1 else importance.outputs.diagonal()
-    diagonal = torch.nn.functional.pad(diagonal.float(), (0, w.shape[0] - rows))
+    row_loss = 0.5 * outputs.noise * deviation.square() * inputs.noise.sum()
+    return Prepared(w, inputs, outputs, deviation, row_loss, rows, cols)
+
+
+def removal_loss(weight: torch.Tensor, importance: Importance) -> torch.Tensor:
+    """(m,) KL per token of leaving out each row of a weight (m, n) float32 altogether."""
+    h, g = importance.inputs.float(), importance.outputs
+    g = (g if g.dim() == 1 else g.diagonal()).float()
     with one_thread():
-        average = float(diagonal[:rows].mean())
+        average, damping = float(g.mean()), INPUT_DAMPING * float(h.diagonal().mean())
     # A removal is no small error: a row that looks free (saturated attention, say) counts as an average one.
-    gone = 0.5 * diagonal.clamp_min(average) * ((w @ h) * w).sum(1)
-    return Prepared(
-        w, inputs, outputs, deviation, per_row, _per_group(per_row), _per_group(gone), rows, cols
-    )  # fmt: skip
+    return 0.5 * g.clamp_min(average) * ((weight @ h).add_(weight, alpha=damping) * weight).sum(1)
 
 
 def _output_feedback(moment: torch.Tensor, padded_rows: int) -> Feedback:
@@ -136,8 +149,10 @@ def _output_feedback(moment: torch.Tensor, padded_rows: int) -> Feedback:
     return block_ldl(pad_square(g))
 
 
-def _per_group(per_row: torch.Tensor) -> NDArray[np.float64]:
-    return per_row.double().reshape(-1, BLOCK).sum(1).numpy()
+def per_group(per_row: torch.Tensor) -> NDArray[np.float64]:
+    """(groups,) sums over each group of 16 of the (m,) rows."""
+    padded = torch.nn.functional.pad(per_row, (0, -len(per_row) % BLOCK))
+    return padded.double().reshape(-1, BLOCK).sum(1).numpy()
 
 
 def predicted_loss(
@@ -156,7 +171,6 @@ def round_prepared(
     lowrank: tuple[PackedMatrix, PackedMatrix] | None = None,
     row_class: NDArray[np.uint8] | None = None,
     window: int,
-    threads: int,
 ) -> PackedMatrix:
     """Round with feedback on both sides. row_bits: (groups,) width of each group of 16 rows.
 
@@ -175,19 +189,16 @@ def round_prepared(
         L=window,
         input_feedback=prepared.inputs.factor,
         output_feedback=prepared.outputs.factor,
-        threads=threads,
     )
     return PackedMatrix(
         prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class
     )  # fmt: skip
 
 
-def round_plain(weight: torch.Tensor, bits: int, *, window: int, threads: int) -> PackedMatrix:
+def round_plain(weight: torch.Tensor, bits: int, *, window: int) -> PackedMatrix:
     """Round a matrix (m, n) at one width without statistics."""
     rows, cols = weight.shape
     w = transform(torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK)))
     nothing = Feedback(None, torch.ones(1))
-    empty = np.zeros(0)
-    deviation = w.square().mean(1).sqrt()
-    prepared = Prepared(w, nothing, nothing, deviation, torch.zeros(0), empty, empty, rows, cols)
-    return round_prepared(prepared, np.full(len(w) // BLOCK, bits, np.uint8), window=window, threads=threads)
+    prepared = Prepared(w, nothing, nothing, w.square().mean(1).sqrt(), torch.zeros(0), rows, cols)
+    return round_prepared(prepared, np.full(len(w) // BLOCK, bits, np.uint8), window=window)

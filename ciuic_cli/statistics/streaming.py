@@ -7,6 +7,7 @@ with, so no family needs code of its own here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -18,14 +19,16 @@ from torch import nn
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
-from ciuic_cli.memory import return_freed_memory
+from ciuic_cli.memory import SIDE_BY_SIDE, matrix_bytes, return_freed_memory
 from ciuic_cli.statistics.on_use import BroughtOnUse
 from ciuic_cli.statistics.store import TensorFolder
+from ciuic_cli.threads import side_by_side
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, steps done, steps in all)."""
 Override = Callable[[str, int | None], torch.Tensor | None]
-"""Other values for a parameter by its name, or for one expert (out, in) of a stack; None leaves it as it is."""
+"""Other values for a parameter by its name, or for one expert (out, in) of a stack; None leaves it as it is. Called
+from several threads."""
 Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer, filled; active while the layer runs."""
 Carry = Callable[[Sequence[int]], None]
@@ -139,15 +142,29 @@ class LayerStream:
             module, prefix, torch.float32, self.device, stack_dtype=stacks, stack_device="cpu"
         )
         module.requires_grad_(False)
-        for name, parameter in module.named_parameters():
-            if self.override is None:
+        if self.override is None:
+            for name, parameter in module.named_parameters():
                 require_finite(parameter, prefix + name)
-                continue
-            parts = [parameter] if parameter.dim() < 3 else list(parameter)
-            for number, part in enumerate(parts):
-                value = self.override(prefix + name, None if parameter.dim() < 3 else number)
-                if value is not None:
-                    part.copy_(value)
+        else:
+            self._replace(module, prefix, self.override)
+
+    @staticmethod
+    def _replace(module: nn.Module, prefix: str, override: Override) -> None:
+        """Give the module's parameters, experts one by one, what `override` has for them."""
+        places: dict[tuple[str, int | None], torch.Tensor] = {}
+        for name, parameter in module.named_parameters():
+            experts = enumerate(parameter) if parameter.dim() == 3 else [(None, parameter)]
+            places |= {(prefix + name, expert): part for expert, part in experts}
+
+        def alone(place: torch.Tensor) -> bool:
+            return place.dim() == 2 and matrix_bytes(*place.shape, full_outputs=True) > SIDE_BY_SIDE
+
+        large = [key for key, place in places.items() if alone(place)]
+        found = ((key, override(*key)) for key in large)
+        small = [key for key in places if key not in large]
+        for key, value in itertools.chain(found, side_by_side(small, lambda key: override(*key))):
+            if value is not None:
+                places[key].copy_(value)
 
     def precision(self) -> torch.autocast:
         """Matrix products in `dtype`, the residual stream in float32."""

@@ -14,8 +14,10 @@ from ciuic_cli.passes.quantize import (
     Importance,
     block_ldl,
     pad_square,
+    per_group,
     predicted_loss,
     prepare,
+    removal_loss,
     round_plain,
     round_prepared,
 )
@@ -52,8 +54,8 @@ def _rounded(
     """The decoded matrix and its predicted loss."""
     prepared = prepare(weight, importance)
     row_bits = np.full(len(prepared.sensitivity), bits, np.uint8)
-    packed = round_prepared(prepared, row_bits, window=window, threads=1)
-    predicted = predicted_loss(prepared.sensitivity, prepared.removal, (bits,), window).sum()
+    packed = round_prepared(prepared, row_bits, window=window)
+    predicted = predicted_loss(prepared.sensitivity, np.zeros(len(row_bits)), (bits,), window).sum()
     return decode(packed, original_basis=True), float(predicted)
 
 
@@ -125,7 +127,7 @@ def test_the_measured_loss_is_the_predicted_one(shape: tuple[int, int], bits: in
         predicted += expected
         measured += _loss(weight - decoded, _believed(g), h)
         true += _loss(weight - decoded, g, h)
-        without = decode(round_plain(weight, bits, window=window, threads=1), original_basis=True)
+        without = decode(round_plain(weight, bits, window=window), original_basis=True)
         plain += _loss(weight - without, g, h)
     assert abs(measured / predicted - 1) < 0.15
     assert true < 0.8 * plain
@@ -137,7 +139,7 @@ def test_prediction_with_only_the_diagonal_of_g(bits: int) -> None:
     weight = _random(64, 96, 8)
     decoded, predicted = _rounded(weight, Importance(h, g), bits, 14)
     assert abs(_loss(weight - decoded, g, h) / predicted - 1) < 0.15
-    without = decode(round_plain(weight, bits, window=14, threads=1), original_basis=True)
+    without = decode(round_plain(weight, bits, window=14), original_basis=True)
     assert _loss(weight - decoded, g, h) < 0.8 * _loss(weight - without, g, h)
 
 
@@ -153,9 +155,9 @@ def test_removal_is_the_loss_of_zero_rows() -> None:
     """Each group's price of width 0 is what its rows cost, a row that looks free counted as an average one."""
     h, g = _moment(48, 12), torch.rand(40, generator=torch.Generator().manual_seed(13)) + 0.1
     weight = _random(40, 48, 14)
-    prepared = prepare(weight, Importance(h, g))
-    assert len(prepared.removal) == 3
-    for group, price in enumerate(prepared.removal):
+    prices = per_group(removal_loss(weight, Importance(h, g)))
+    assert len(prices) == 3
+    for group, price in enumerate(prices):
         error = torch.zeros_like(weight)
         error[group * BLOCK : (group + 1) * BLOCK] = weight[group * BLOCK : (group + 1) * BLOCK]
         floored = g.clamp_min(float(g.mean()))
@@ -166,7 +168,7 @@ def test_removal_is_the_loss_of_zero_rows() -> None:
 def test_groups_of_width_zero_are_exactly_zero_and_take_no_bytes() -> None:
     weight = _random(37, 83, 15)
     prepared = prepare(weight, Importance(torch.eye(83), torch.ones(37)))
-    packed = round_prepared(prepared, np.array([4, 0, 2], np.uint8), window=12, threads=1)
+    packed = round_prepared(prepared, np.array([4, 0, 2], np.uint8), window=12)
     assert packed.codes.size == (4 + 0 + 2) * 32 * 6
     decoded = decode(packed, original_basis=True)
     assert decoded.shape == (37, 83)
@@ -191,10 +193,11 @@ def test_prices_per_width() -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_23_constant_weights_stay_finite(value: float, bits: int) -> None:
     weight = torch.full((37, 83), value)
-    prepared = prepare(weight, Importance(_moment(83, 18), _moment(37, 19)))
+    importance = Importance(_moment(83, 18), _moment(37, 19))
+    prepared = prepare(weight, importance)
     assert np.isfinite(prepared.sensitivity).all()
-    assert np.isfinite(prepared.removal).all()
-    packed = round_prepared(prepared, np.full(3, bits, np.uint8), window=12, threads=1)
+    assert torch.isfinite(removal_loss(weight, importance)).all()
+    packed = round_prepared(prepared, np.full(3, bits, np.uint8), window=12)
     decoded = decode(packed, original_basis=True)
     assert np.isfinite(packed.scales).all()
     assert torch.isfinite(decoded).all()
@@ -207,12 +210,12 @@ def test_zero_statistics_stay_finite() -> None:
     weight = _random(32, 48, 20)
     prepared = prepare(weight, Importance(torch.zeros(48, 48), torch.zeros(32, 32)))
     assert np.isfinite(prepared.sensitivity).all()
-    packed = round_prepared(prepared, np.full(2, 4, np.uint8), window=12, threads=1)
+    packed = round_prepared(prepared, np.full(2, 4, np.uint8), window=12)
     assert float((weight - decode(packed, original_basis=True)).square().mean()) < 0.01
 
 
 def test_a_row_of_zeros_among_others_stays_close_to_zero() -> None:
     weight = _random(48, 64, 21)
     weight[5] = 0.0
-    decoded = decode(round_plain(weight, 4, window=12, threads=1), original_basis=True)
+    decoded = decode(round_plain(weight, 4, window=12), original_basis=True)
     assert float(decoded[5].square().mean().sqrt()) < 0.1
