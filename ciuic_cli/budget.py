@@ -7,15 +7,19 @@ whole model), then the few bytes left over are spent greedily, best loss per byt
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ciuic_cli.errors import TargetError
 
-FloatArray = NDArray[np.float64]
-IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.floating]
+IntArray = NDArray[np.integer]
+_ITEMS = 1 << 15
+"""Items looked at together: intermediate results of all of them take several times the tables themselves."""
 
 
 @dataclass(frozen=True)
@@ -32,18 +36,19 @@ def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
     """The options with the least total loss whose total bytes are at most `budget`.
 
     Args:
-        loss: (items, options) predicted loss; np.inf forbids an option.
-        nbytes: (items, options) exact bytes of each option.
+        loss: (items, options) floating, predicted loss; np.inf forbids an option.
+        nbytes: (items, options) integers, exact bytes of each option.
         budget: bytes to spend.
 
     Raises:
         TargetError: even the smallest options together are over the budget.
     """
-    smallest = np.where(np.isinf(loss), np.iinfo(np.int64).max, nbytes).min(axis=1)
-    if int(smallest.sum()) > budget:
-        raise TargetError(
-            f"the budget of {budget} bytes is below the smallest possible {int(smallest.sum())}"
-        )
+    smallest = sum(
+        int(np.where(np.isinf(part), np.iinfo(np.int64).max, size).min(axis=1).sum(dtype=np.int64))
+        for part, size in _parts(loss, nbytes)
+    )
+    if smallest > budget:
+        raise TargetError(f"the budget of {budget} bytes is below the smallest possible {smallest}")
     low, high = 1e-40, 1e40
     while high / low > 1 + 1e-9:
         middle = (low * high) ** 0.5
@@ -54,35 +59,54 @@ def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
     choice = _choose(loss, nbytes, high)
     choice = _spend_rest(loss, nbytes, choice, budget)
     rows = np.arange(len(choice))
-    return Allocation(choice, float(loss[rows, choice].sum()), _spent(nbytes, choice), high)
+    return Allocation(choice, float(loss[rows, choice].sum(dtype=np.float64)), _spent(nbytes, choice), high)
+
+
+def _parts(*tables: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
+    for begin in range(0, len(tables[0]), _ITEMS):
+        yield tuple(table[begin : begin + _ITEMS] for table in tables)
 
 
 def _choose(loss: FloatArray, nbytes: IntArray, price: float) -> IntArray:
-    return np.argmin(loss + price * nbytes, axis=1)
+    return np.concatenate(
+        [np.argmin(part + price * size, axis=1) for part, size in _parts(loss, nbytes)]
+        or [np.zeros(0, np.intp)]
+    )
 
 
 def _spent(nbytes: IntArray, choice: IntArray) -> int:
-    return int(nbytes[np.arange(len(choice)), choice].sum())
+    return int(nbytes[np.arange(len(choice)), choice].sum(dtype=np.int64))
+
+
+def _best_upgrades(
+    loss: FloatArray, nbytes: IntArray, choice: IntArray, left: int
+) -> tuple[IntArray, FloatArray, IntArray]:
+    """Of each item: the option that gains most per byte, this rate (0: there is none), and its bytes more."""
+    found = []
+    for part, size, chosen in _parts(loss, nbytes, choice):
+        rows = np.arange(len(chosen))
+        gain = part[rows, chosen][:, None] - part
+        extra = size - size[rows, chosen][:, None]
+        possible = (extra > 0) & (extra <= left) & (gain > 0)
+        rate = np.where(possible, gain / np.maximum(extra, 1), 0.0)
+        best = rate.argmax(axis=1)
+        found.append((best, rate[rows, best], extra[rows, best]))
+    best, rate, extra = (np.concatenate(column) for column in zip(*found, strict=True))
+    return best, rate, extra
 
 
 def _spend_rest(loss: FloatArray, nbytes: IntArray, choice: IntArray, budget: int) -> IntArray:
     """Upgrade items one option at a time, best gain per byte first, while bytes are left."""
     choice = choice.copy()
-    rows = np.arange(len(choice))
     left = budget - _spent(nbytes, choice)
-    while left > 0:
-        gain = loss[rows, choice][:, None] - loss
-        extra = nbytes - nbytes[rows, choice][:, None]
-        possible = (extra > 0) & (extra <= left) & (gain > 0)
-        rate = np.where(possible, gain / np.maximum(extra, 1), 0.0)
-        best = rate.argmax(axis=1)
-        best_rate = rate[rows, best]
-        order = np.argsort(-best_rate, kind="stable")
+    while left > 0 and len(choice):
+        best, rate, extra = _best_upgrades(loss, nbytes, choice, left)
+        order = np.argsort(-rate, kind="stable")
         upgraded = False
         for item in order:
-            if best_rate[item] <= 0:
+            if rate[item] <= 0:
                 break
-            step = int(extra[item, best[item]])
+            step = int(extra[item])
             if step <= left:
                 choice[item] = best[item]
                 left -= step

@@ -34,7 +34,7 @@ CUT = 1024
 CODED_ROWS = 64
 """Rows of the part that is coded for its time."""
 LOGIT_COPIES = 6
-PLAN_BYTES = 700
+PLAN_BYTES = 300
 """Of arms and plan in memory, per group of 16 rows."""
 
 

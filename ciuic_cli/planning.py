@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -301,8 +301,8 @@ def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
             if members:
                 found.append(prune.Structure(unit.key, block, members, float(loss) * arm.correction))
         if unit.expert is not None:
-            members = tuple((m.unit.key, group) for m in (arm, *partners) for group in range(m.unit.groups))
-            found.append(prune.Structure(unit.key, None, members, float(arm.removal.sum()) * arm.correction))
+            whole = tuple((member.unit.key, None) for member in (arm, *partners))
+            found.append(prune.Structure(unit.key, None, whole, float(arm.removal.sum()) * arm.correction))
     return found
 
 
@@ -345,7 +345,8 @@ def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
                 arm.rank = 0
     if options.prune == "auto":
         structures = [s for s in structures_of(arms) if s.block is not None or solution.maskable(s.down)]
-        taken = [s for s in structures if s.loss < solution.worth(allocation, s)]
+        worth = solution.worth(allocation)
+        taken = [s for s in structures if s.loss < worth(s)]
         solution.forced = prune.masks(taken, {arm.unit.key: arm.unit.groups for arm in arms})
         solution.taken = taken
         allocation = solution.solve()
@@ -400,8 +401,8 @@ class _Solution:
 
     def solve(self) -> Allocation:
         items = int(self.starts[-1])
-        loss = np.full((items, len(self.widths)), np.inf)
-        nbytes = np.zeros((items, len(self.widths)), np.int64)
+        loss = np.full((items, len(self.widths)), np.inf, np.float32)
+        nbytes = np.zeros((items, len(self.widths)), np.int32)
         for arm, start in zip(self.arms, self.starts, strict=False):
             stop = start + arm.unit.groups
             nbytes[start:stop] = np.array(self.widths) * 2 * arm.unit.padded_cols
@@ -436,23 +437,27 @@ class _Solution:
         """Whether the router of an expert's layer chooses: a table from tokens to experts (V4) does not."""
         return f"{down.partition('.experts.')[0]}.gate.tid2eid" not in self.map.parameters
 
-    def worth(self, allocation: Allocation, structure: prune.Structure) -> float:
+    def worth(self, allocation: Allocation) -> Callable[[prune.Structure], float]:
         """What the members of a structure cost now: their loss, and their bytes at the margin's price."""
-        first = {arm.unit.key: (arm, start) for arm, start in zip(self.arms, self.starts, strict=False)}
-        total = 0.0
-        for key, group in structure.members:
-            arm, start = first[key]
-            width = self.widths[allocation.choice[start + group]]
-            total += float(arm.loss[group, arm.widths.index(width)])
-            total += allocation.price * width * 2 * arm.unit.padded_cols
-        return total
+        places = {}
+        for arm, start in zip(self.arms, self.starts, strict=False):
+            chosen = allocation.choice[start : start + arm.unit.groups]
+            columns = np.searchsorted(arm.widths, np.array(self.widths)[chosen])
+            rows = np.arange(arm.unit.groups)
+            places[arm.unit.key] = arm.loss[rows, columns] + allocation.price * arm.nbytes[rows, columns]
+
+        def worth_of(structure: prune.Structure) -> float:
+            costs = (places[key] if group is None else places[key][group] for key, group in structure.members)
+            return float(sum(np.sum(cost) for cost in costs))
+
+        return worth_of
 
     def plan(self, allocation: Allocation) -> Plan:
         bits = self.row_bits(allocation)
         units = {}
         for arm in self.arms:
             chosen = bits[arm.unit.key]
-            columns = np.array([arm.widths.index(int(width)) for width in chosen])
+            columns = np.searchsorted(arm.widths, chosen)
             per_group = arm.loss[np.arange(len(chosen)), columns]
             forced = self.forced.get(arm.unit.key)
             if forced is not None and self.taken:

@@ -29,7 +29,7 @@ class LowRankArm:
 
     rank: int
     nbytes: int
-    remaining: NDArray[np.float64]
+    remaining: NDArray[np.float32]
 
 
 def factor(weight: torch.Tensor, row_weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -74,7 +74,9 @@ def arms(rest: Mapping[int, torch.Tensor], row_weight: torch.Tensor, cols: int) 
         if rank:
             left = per_group(per_row * row_weight)
             remaining = np.divide(left, energy, out=np.ones_like(left), where=energy > 0)
-            found.append(LowRankArm(rank, factor_bytes(len(per_row), cols, rank), remaining))
+            found.append(
+                LowRankArm(rank, factor_bytes(len(per_row), cols, rank), remaining.astype(np.float32))
+            )
     return found
 
 

@@ -23,12 +23,12 @@ class Structure:
     """Row groups of several matrices that go together.
 
     down: the matrix that loses inputs; block: which 16 of its columns (None: all of it, an expert); members:
-    (matrix, row group) pairs; loss: KL per token of the removal.
+    (matrix, row group) pairs, the group None where it is all of them; loss: KL per token of the removal.
     """
 
     down: str
     block: int | None
-    members: tuple[tuple[str, int], ...]
+    members: tuple[tuple[str, int | None], ...]
     loss: float
 
 
@@ -37,7 +37,7 @@ def masks(structures: Iterable[Structure], groups: Mapping[str, int]) -> dict[st
     found: dict[str, NDArray[np.bool_]] = {}
     for structure in structures:
         for key, group in structure.members:
-            found.setdefault(key, np.zeros(groups[key], bool))[group] = True
+            found.setdefault(key, np.zeros(groups[key], bool))[slice(None) if group is None else group] = True
     return found
 
 
