@@ -43,12 +43,9 @@ def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
     Raises:
         TargetError: even the smallest options together are over the budget.
     """
-    smallest = sum(
-        int(np.where(np.isinf(part), np.iinfo(np.int64).max, size).min(axis=1).sum(dtype=np.int64))
-        for part, size in _parts(loss, nbytes)
-    )
-    if smallest > budget:
-        raise TargetError(f"the budget of {budget} bytes is below the smallest possible {smallest}")
+    least = smallest(loss, nbytes)
+    if least > budget:
+        raise TargetError(f"the budget of {budget} bytes is below the smallest possible {least}")
     low, high = 1e-40, 1e40
     while high / low > 1 + 1e-9:
         middle = (low * high) ** 0.5
@@ -60,6 +57,15 @@ def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
     choice = _spend_rest(loss, nbytes, choice, budget)
     rows = np.arange(len(choice))
     return Allocation(choice, float(loss[rows, choice].sum(dtype=np.float64)), _spent(nbytes, choice), high)
+
+
+def smallest(loss: FloatArray, nbytes: IntArray) -> int:
+    """The bytes of the smallest options that are not forbidden."""
+    most = np.iinfo(nbytes.dtype).max
+    return sum(
+        int(np.where(np.isinf(part), most, size).min(axis=1).sum(dtype=np.int64))
+        for part, size in _parts(loss, nbytes)
+    )
 
 
 def _parts(*tables: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
-from ciuic_cli.budget import Allocation, allocate
+from ciuic_cli.budget import Allocation, allocate, smallest
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import MTP_ROLES
@@ -415,14 +415,12 @@ class _Solution:
         try:
             return allocate(loss, nbytes, self.budget - self.overhead())
         except TargetError as error:
-            least = (
-                np.where(np.isinf(loss), np.iinfo(np.int64).max, nbytes).min(axis=1).sum() + self.overhead()
-            )
+            least = smallest(loss, nbytes) + self.overhead()
             original = 2 * self.map.stored_numel
             raise TargetError(
-                f"the target of {self.budget:,} bytes cannot be reached: the least is {int(least):,} bytes, "
-                f"a ratio of {original / float(least):.3f}",
-                remedy=f"ask for --ratio {np.floor(original / float(least) * 100) / 100:.2f} or less, "
+                f"the target of {self.budget:,} bytes cannot be reached: the least is {least:,} bytes, "
+                f"a ratio of {original / least:.3f}",
+                remedy=f"ask for --ratio {np.floor(original / least * 100) / 100:.2f} or less, "
                 "or allow lower widths with --bits, or --prune",
             ) from error
 

@@ -49,7 +49,13 @@ def test_forbidden_options_are_never_taken() -> None:
     assert (found.choice == 1).all()
 
 
-def test_too_small_a_budget_is_refused() -> None:
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_too_small_a_budget_is_refused(dtype: type) -> None:
     loss, nbytes = _convex_problem(10, 3)
+    nbytes = nbytes.astype(dtype)
+    loss[:, 0] = np.inf
+    with pytest.raises(TargetError):
+        allocate(loss, nbytes, int(nbytes[:, 1].sum()) - 1)
+    loss[:, 0] = 1.0
     with pytest.raises(TargetError):
         allocate(loss, nbytes, int(nbytes[:, 0].sum()) - 1)
