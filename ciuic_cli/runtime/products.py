@@ -34,19 +34,20 @@ def product(
 
     Args:
         matrix: W, (rows, cols).
-        x: floating [batch, cols] on the matrix's device.
+        x: floating [..., cols] on the matrix's device.
         small_batch: up to how many rows of x the kernel that multiplies from the codes is the faster way.
 
     Returns:
-        [batch, row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
+        [..., row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
     """
     row_end = matrix.rows if row_end is None else row_end
-    if matrix.is_zero or x.shape[0] == 0:
-        return torch.zeros((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
+    batch = x.shape[:-1].numel()
+    if matrix.is_zero or batch == 0:
+        return torch.zeros((*x.shape[:-1], row_end - row_begin), dtype=torch.float32, device=x.device)
     y = None
     if row_end - row_begin == matrix.rows:
-        y = matrix.small_product(x) if x.shape[0] <= small_batch else None
-        y = in_own_order(matrix, _by_panels(matrix, x) if y is None else y)
+        y = matrix.small_product(x) if batch <= small_batch else None
+        y = in_own_order(matrix, _by_panels(matrix, x)) if y is None else y
     else:
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
@@ -55,13 +56,13 @@ def product(
         # x (L R)^T = (x R^T) L^T, and a row of L^T is T^-1 of a stored row: one inverse transform of the
         # sum serves all.
         added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
-        y = y.to(torch.float32) + in_own_order(matrix, added)[:, row_begin:row_end]
+        y = y.to(torch.float32) + in_own_order(matrix, added)[..., row_begin:row_end]
     return y
 
 
 def in_own_order(matrix: Matrix, y: torch.Tensor) -> torch.Tensor:
-    """Columns of y [batch, rows] from the order in which W's rows are stored to W's own."""
-    return y if matrix.position is None else y.index_select(1, matrix.position)
+    """Columns of y [..., rows] from the order in which W's rows are stored to W's own."""
+    return y if matrix.position is None else y.index_select(-1, matrix.position)
 
 
 def gradient(
@@ -103,7 +104,7 @@ def _by_panels(
 ) -> torch.Tensor:
     """x times the stored rows, all of them; with a range, times these rows of W."""
     dtype = _multiply_dtype(x)
-    in_basis = transform(x, matrix.seed).to(dtype)
+    in_basis = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
     chosen = None
     if row_begin is None or row_end is None:
         row_begin, row_end = 0, matrix.rows
@@ -115,13 +116,14 @@ def _by_panels(
             return matrix.decode(begin, end, dtype)
         return matrix.decode_rows(chosen[begin:end]).to(dtype)
 
+    shape = (*x.shape[:-1], row_end - row_begin)
     panels = _panels(matrix, row_begin, row_end, dtype)
     if len(panels) == 1:
-        return in_basis @ decoded(row_begin, row_end).T
-    y = torch.empty((x.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
+        return (in_basis @ decoded(row_begin, row_end).T).reshape(shape)
+    y = torch.empty((in_basis.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
     for begin, end in panels:
         y[:, begin - row_begin : end - row_begin] = in_basis @ decoded(begin, end).T
-    return y
+    return y.reshape(shape)
 
 
 def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
