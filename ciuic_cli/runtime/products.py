@@ -44,11 +44,9 @@ def product(
     batch = x.shape[:-1].numel()
     if matrix.is_zero or batch == 0:
         return torch.zeros((*x.shape[:-1], row_end - row_begin), dtype=torch.float32, device=x.device)
-    y = None
-    if row_end - row_begin == matrix.rows:
-        y = matrix.small_product(x) if batch <= small_batch else None
-        y = in_own_order(matrix, _by_panels(matrix, x)) if y is None else y
-    else:
+    whole = row_end - row_begin == matrix.rows
+    y = matrix.small_product(x) if whole and batch <= small_batch else None
+    if y is None:
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
@@ -99,31 +97,29 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _by_panels(
-    matrix: Matrix, x: torch.Tensor, row_begin: int | None = None, row_end: int | None = None
-) -> torch.Tensor:
-    """x times the stored rows, all of them; with a range, times these rows of W."""
+def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
+    """x [..., cols] times these rows of W: [..., row_end - row_begin]."""
     dtype = _multiply_dtype(x)
     in_basis = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
-    chosen = None
-    if row_begin is None or row_end is None:
-        row_begin, row_end = 0, matrix.rows
-    elif matrix.position is not None:
-        chosen = matrix.position.to(torch.int64)
+    shape = (*x.shape[:-1], row_end - row_begin)
+    whole = row_end - row_begin == matrix.rows
+    chosen = None if whole or matrix.position is None else matrix.position.to(torch.int64)
 
     def decoded(begin: int, end: int) -> torch.Tensor:
         if chosen is None:
             return matrix.decode(begin, end, dtype)
         return matrix.decode_rows(chosen[begin:end]).to(dtype)
 
-    shape = (*x.shape[:-1], row_end - row_begin)
     panels = _panels(matrix, row_begin, row_end, dtype)
     if len(panels) == 1:
-        return (in_basis @ decoded(row_begin, row_end).T).reshape(shape)
+        weights = decoded(row_begin, row_end)
+        if whole and matrix.position is not None:  # rows of a small W cost less to move than columns of y
+            weights = weights.index_select(0, matrix.position)
+        return (in_basis @ weights.T).reshape(shape)
     y = torch.empty((in_basis.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
     for begin, end in panels:
         y[:, begin - row_begin : end - row_begin] = in_basis @ decoded(begin, end).T
-    return y.reshape(shape)
+    return (in_own_order(matrix, y) if whole else y).reshape(shape)
 
 
 def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
