@@ -148,16 +148,20 @@ void parallel_for(long count, int threads, const std::function<void(long)>& work
   threads = std::min(threads, kMaxThreads);
   if (count > 1 && threads > 1) {
     if (const OpenMpParallel parallel = openmp()) {
-      // Not fewer threads for little work: a team that changes its size ends threads and starts others.
-      run_on(parallel, count, threads, work);
-      return;
-    }
-    threads = static_cast<int>(std::min<long>(count, threads));
-    Pool& shared = pool();
-    std::unique_lock<std::mutex> mine(shared.busy, std::try_to_lock);
-    if (mine.owns_lock()) {
-      shared.run(count, threads, work);
-      return;
+      static std::mutex busy;
+      std::unique_lock<std::mutex> mine(busy, std::try_to_lock);
+      if (mine.owns_lock()) {
+        // Not fewer threads for little work: a team that changes its size ends threads and starts others.
+        run_on(parallel, count, threads, work);
+        return;
+      }
+    } else {
+      Pool& shared = pool();
+      std::unique_lock<std::mutex> mine(shared.busy, std::try_to_lock);
+      if (mine.owns_lock()) {
+        shared.run(count, static_cast<int>(std::min<long>(count, threads)), work);
+        return;
+      }
     }
   }
   for (long i = 0; i < count; ++i) work(i);

@@ -7,8 +7,8 @@
 namespace ciuic {
 
 // Calls work(index) for index 0..count-1 on up to `threads` threads, the caller's among them, and returns when all calls
-// have. Indices are handed out in ascending order. Everything may run on the caller's thread, for example while
-// the pool is busy with another caller's work: results must not depend on who computes them.
+// have. Indices are handed out in ascending order. While the threads are busy with another caller's
+// work, everything runs on the caller's thread: results must not depend on who computes them.
 void parallel_for(long count, int threads, const std::function<void(long)>& work);
 
 }  // namespace ciuic
