@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
 _STATUS = {
@@ -38,7 +38,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_decode_rows": (_int, (*_MATRIX, _pointer, _long, _pointer, _int)),
     "ciuic_matmul": (
         _int,
-        (*_MATRIX, _int, _uint32, _pointer, _int, _long, _long, _pointer, _int, _long, _int, _int),
+        (*_MATRIX, _int, _uint32, _pointer, _int, _long, _long, _pointer, _int, _long, _pointer, _int, _int),
     ),
     "ciuic_hadamard": (_int, (_pointer, _long, _long, _int, _uint32, _int, _int)),
 }

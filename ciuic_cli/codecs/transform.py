@@ -57,7 +57,9 @@ def transform(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
         float32 [..., cols_padded], a new tensor on x's device.
     """
     cols = x.shape[-1]
-    out = torch.nn.functional.pad(x.to(torch.float32), (0, padded(cols) - cols))
+    out = x.to(torch.float32)
+    if padded(cols) != cols:
+        out = torch.nn.functional.pad(out, (0, padded(cols) - cols))
     if out.data_ptr() == x.data_ptr() or not out.is_contiguous():
         out = out.clone(memory_format=torch.contiguous_format)
     return _apply(out, seed, inverse=False)

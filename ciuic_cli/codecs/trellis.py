@@ -198,6 +198,7 @@ def matmul(
     x: torch.Tensor,
     out_dtype: torch.dtype = torch.float32,
     *,
+    order: torch.Tensor | None = None,
     precise: bool | None = None,
     threads: int | None = None,
 ) -> torch.Tensor:
@@ -209,28 +210,34 @@ def matmul(
     for one row.
 
     Args:
-        x: float [batch, cols], CPU, in the original basis.
+        x: float [..., cols], CPU, in the original basis.
+        order: int32 [rows], CPU, contiguous: which element of y each stored row makes (`PackedMatrix.order`).
+            Default: the order in which they are stored.
         precise: 15 bits for every row group; otherwise int8 for those of up to 4 bits per weight. Default:
             precise unless x is of half precision itself.
         threads: default torch.get_num_threads(). The result depends neither on it nor on the instruction
             set.
 
     Returns:
-        [batch, rows] of `out_dtype`, from float32 sums.
+        [..., rows] of `out_dtype`, from float32 sums.
 
     Raises:
-        UsageError: x has another number of columns.
+        UsageError: x has another number of columns; `order` is no order of the rows.
     """
-    if x.dim() != 2 or x.shape[1] != packed.cols:
-        raise UsageError(f"expected activations of shape [batch, {packed.cols}], got {tuple(x.shape)}")
+    shape = x.shape
+    if not shape or shape[-1] != packed.cols:
+        raise UsageError(f"expected activations of shape [..., {packed.cols}], got {tuple(shape)}")
+    if order is not None and not (_is_plain(order, torch.int32) and order.shape == (packed.rows,)):
+        raise UsageError(f"the order of {packed.rows} rows must be contiguous int32 of that length")
     if precise is None:
         precise = x.dtype not in (torch.bfloat16, torch.float16)
     x_half, y_half = x.dtype == torch.bfloat16, out_dtype == torch.bfloat16
     if not x_half and x.dtype != torch.float32:
         x = x.to(torch.float32)
     x = x.contiguous()
-    y = torch.empty((x.shape[0], packed.rows), dtype=torch.bfloat16 if y_half else torch.float32)
-    if x.shape[0] == 0:
+    y = torch.empty((*shape[:-1], packed.rows), dtype=torch.bfloat16 if y_half else torch.float32)
+    batch = x.numel() // packed.cols
+    if batch == 0:
         return y.to(out_dtype)
     status = native.library().ciuic_matmul(
         *packed.native_arguments,
@@ -238,16 +245,21 @@ def matmul(
         packed.seed,
         x.data_ptr(),
         x_half,
-        x.shape[0],
+        batch,
         packed.cols,
         y.data_ptr(),
         y_half,
         packed.rows,
+        None if order is None else order.data_ptr(),
         int(precise),
         threads or torch.get_num_threads(),
     )
     native.check(status, "multiplying")
     return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype == dtype and tensor.is_cpu and tensor.is_contiguous()
 
 
 def _matrix(tensor: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:

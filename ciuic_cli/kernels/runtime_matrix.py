@@ -47,9 +47,10 @@ class KernelMatrix:
         return embedding(self.view, rows, torch.float32, transformed=True)
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor:
-        """The stored rows of W times x without the low-rank part, float32 [batch, rows]; for any batch."""
-        return linear([self.view], x, torch.float32, lowrank=False)[0]
+        """W times x without the low-rank part, float32 [..., rows] in W's own order; for any batch."""
+        y = linear([self.view], x, torch.float32, lowrank=False)[0]
+        return y if self.position is None else y.index_select(-1, self.position)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The stored rows of W times x with the low-rank part, [batch, rows] of x's dtype; for any batch."""
+        """The stored rows of W times x with the low-rank part, [..., rows] of x's dtype; for any batch."""
         return linear([self.view], x)[0]

@@ -47,11 +47,12 @@ CIUIC_EXPORT int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_of
 // `half` is not 0. The call pads x to `cols`, applies the
 // signs and the block Hadamard transform of size 2^log2_block, rounds it per block of 256 columns - to int8 for row groups of up
 // to 4 bits unless `precise`, to 15 bits for the others - and multiplies straight from the codes. Meant for small batches: every
-// 4 to 8 rows of x the codes are decoded anew.
+// 4 to 8 rows of x the codes are decoded anew. `order`, if not null, holds for each of the rows_out stored rows the column of y
+// that it makes, a permutation of 0 .. rows_out - 1; negative status for a column outside. No result depends on `threads`.
 CIUIC_EXPORT int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,
                               const float* scale, long rows, long cols, int L, int log2_block, uint32_t seed,
                               const void* x, int x_half, long batch, long cols_in, void* y, int y_half, long rows_out,
-                              int precise, int threads);
+                              const int32_t* order, int precise, int threads);
 
 // In place, per row of x (n_rows x cols): signs then block Hadamard (orthonormal), or the inverse.
 CIUIC_EXPORT int ciuic_hadamard(float* x, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads);

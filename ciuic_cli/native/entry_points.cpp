@@ -63,8 +63,43 @@ void load_row(const void* x, bool half, long first, long count, float* row) {
     std::memcpy(row, static_cast<const float*>(x) + first, sizeof(float) * count);
 }
 
-// Rows or row groups per work item: enough of them that a thread amortises fetching the next.
+bool all_below(const int32_t* index, long limit) {
+  bool inside = true;
+  for (long i = 0; i < limit; ++i) inside &= index[i] >= 0 && index[i] < limit;
+  return inside;
+}
+
+// Where the results of a product go.
+struct Products {
+  void* y;  // batch x rows
+  bool half;
+  long rows;
+  const int32_t* order;
+
+  void store(const float (*sums)[kTile], long first, long count, long group) const {
+    const int present = static_cast<int>(std::min<long>(kTile, rows - kTile * group));
+    long to[kTile];
+    for (int r = 0; r < present; ++r) to[r] = order != nullptr ? order[kTile * group + r] : kTile * group + r;
+    for (long b = 0; b < count; ++b) {
+      const long begin = (first + b) * rows;
+      for (int r = 0; r < present; ++r)
+        if (half)
+          static_cast<uint16_t*>(y)[begin + to[r]] = to_bfloat16(sums[b][r]);
+        else
+          static_cast<float*>(y)[begin + to[r]] = sums[b][r];
+    }
+  }
+};
+
+// Rows of the transform per work item: enough of them that a thread amortises fetching the next.
 constexpr long kRowsPerItem = 4;
+// Handing work to other threads takes as long as one thread needs for about this many weights.
+constexpr long kWeightsWorthThreads = 65536;
+// A product's row groups are handed out in runs, short enough that threads finish together. Runs also keep threads from writing
+// to the same cache lines where rows are sorted: what lies side by side in y is then a few groups apart.
+constexpr long kItemsPerThread = 8, kMostGroupsPerItem = 16;
+// Rows of x whose sums are kept before they are stored: a multiple of what every kernel takes at once.
+constexpr long kBatchAtOnce = 48;
 
 }  // namespace
 }  // namespace ciuic
@@ -106,25 +141,24 @@ int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const u
 
 int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits, const float* scale,
                  long rows, long cols, int L, int log2_block, uint32_t seed, const void* x, int x_half, long batch,
-                 long cols_in, void* y, int y_half, long rows_out, int precise, int threads) {
+                 long cols_in, void* y, int y_half, long rows_out, const int32_t* order, int precise, int threads) {
   using namespace ciuic;
   if (x == nullptr || y == nullptr || batch < 1 || cols_in < 1 || cols_in > cols || rows_out < 1 || rows_out > rows ||
       log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 || threads < 1)
     return CIUIC_BAD_ARGUMENT;
   const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
   if (status != CIUIC_OK) return status;
+  if (order != nullptr && !all_below(order, rows_out)) return CIUIC_BAD_ARGUMENT;
   const long groups = (rows_out + kTile - 1) / kTile;
   bool needed[2] = {false, false};
   for (long g = 0; g < groups; ++g)
     if (row_bits[g] != 0) needed[precision_for(row_bits[g], precise != 0)] = true;
   const size_t row_bytes[2] = {quantized_row_bytes(cols, kInt8), quantized_row_bytes(cols, kInt15)};
   const size_t bytes = (needed[0] ? row_bytes[0] * batch : 0) + (needed[1] ? row_bytes[1] * batch : 0);
-  // signs, a row of x, and y where it is to be rounded
-  const std::unique_ptr<float[]> floats(new (std::nothrow) float[2 * cols + (y_half != 0 ? batch * rows_out : 0)]);
+  const std::unique_ptr<float[]> floats(new (std::nothrow) float[2 * cols]);  // signs, a row of x
   const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[bytes + 64]);
   if (!floats || !memory) return CIUIC_NO_MEMORY;
   float *signs = floats.get(), *transformed = signs + cols;
-  float* sums = y_half != 0 ? transformed + cols : static_cast<float*>(y);
   uint8_t* activations[2];
   activations[0] = memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64) % 64;
   activations[1] = activations[0] + (needed[0] ? row_bytes[0] * batch : 0);
@@ -137,26 +171,26 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
       if (needed[precision])
         kernels().quantize_row(transformed, cols, precision, activations[precision] + b * row_bytes[precision]);
   }
-  // Waking a thread takes as long as one thread needs for about this many weights.
-  constexpr long kWeightsPerThread = 65536;
-  const long worthwhile = 1 + groups * kTile * cols / kWeightsPerThread;
-  parallel_for(groups, static_cast<int>(std::min<long>(threads, worthwhile)), [&](long group) {
-    const int present = static_cast<int>(std::min<long>(kTile, rows_out - kTile * group));
-    const int bits = row_bits[group];
-    float* out = sums + kTile * group;
-    if (bits == 0) {
-      for (long b = 0; b < batch; ++b) std::memset(out + b * rows_out, 0, sizeof(float) * present);
-    } else {
+  const Products products = {y, y_half != 0, rows_out, order};
+  const int used = groups * kTile * cols < kWeightsWorthThreads ? 1 : threads;
+  const long step = std::min<long>(1 + groups / (kItemsPerThread * used), kMostGroupsPerItem);
+  parallel_for((groups + step - 1) / step, used, [&](long item) {
+    for (long group = step * item; group < std::min(groups, step * (item + 1)); ++group) {
+      const int bits = row_bits[group];
       const Precision precision = precision_for(bits, precise != 0);
       float factors[kTile];
       row_factors(scale + kTile * group, factors);
-      kernels().matmul_group(codes + group_offset[group], cols / kTile, bits, L, factors, precision,
-                             activations[precision], batch, out, rows_out, present);
+      for (long first = 0; first < batch; first += kBatchAtOnce) {
+        const long count = std::min(batch - first, kBatchAtOnce);
+        float sums[kBatchAtOnce][kTile];
+        if (bits == 0)
+          std::memset(sums, 0, sizeof sums[0] * count);
+        else
+          kernels().matmul_group(codes + group_offset[group], cols / kTile, bits, L, factors, precision,
+                                 activations[precision] + first * row_bytes[precision], count, sums[0], kTile, kTile);
+        products.store(sums, first, count, group);
+      }
     }
-    if (y_half != 0)
-      for (long b = 0; b < batch; ++b)
-        for (long r = b * rows_out + kTile * group; r < b * rows_out + kTile * group + present; ++r)
-          static_cast<uint16_t*>(y)[r] = to_bfloat16(sums[r]);
   });
   return CIUIC_OK;
 }

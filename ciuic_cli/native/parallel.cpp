@@ -1,5 +1,6 @@
 #include "parallel.h"
 
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,10 +31,15 @@ struct Job {
   const std::function<void(long)>* work;
   long count;
   std::atomic<long> next{0};
-  std::atomic<int> seats;       // workers that may still join
+  std::atomic<int> seats{0};    // workers that may still join
   std::atomic<int> working{0};  // workers that have joined and not left
 };
 
+void take(Job& job) {
+  for (long i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) (*job.work)(i);
+}
+
+// For processes without OpenMP.
 class Pool {
  public:
   void run(long count, int threads, const std::function<void(long)>& work) {
@@ -59,10 +65,6 @@ class Pool {
   std::mutex busy;
 
  private:
-  static void take(Job& job) {
-    for (long i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) (*job.work)(i);
-  }
-
   void grow(int workers) {
     while (static_cast<int>(workers_.size()) < workers) {
       try {
@@ -121,16 +123,45 @@ Pool& pool() {
   return *instance;
 }
 
+// Torch's threads spin for milliseconds after each of its operations. Threads of our own would share the cores with them (tokens of
+// a small model on two cores took a third longer), so work goes to the same threads where the process has an OpenMP runtime:
+// found by name, since torch brings its own and this library is linked to none.
+using OpenMpParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
+
+const pid_t loaded_in = getpid();
+
+OpenMpParallel openmp() {
+  static const auto found = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  return getpid() == loaded_in ? found : nullptr;  // its threads do not survive fork() either, and it waits for them
+}
+
+void run_on(OpenMpParallel parallel, long count, int threads, const std::function<void(long)>& work) {
+  Job job;
+  job.work = &work;
+  job.count = count;
+  parallel([](void* shared) { take(*static_cast<Job*>(shared)); }, &job, static_cast<unsigned>(threads), 0);
+}
+
 }  // namespace
 
 void parallel_for(long count, int threads, const std::function<void(long)>& work) {
-  threads = static_cast<int>(std::min<long>({count, threads, kMaxThreads}));
-  if (threads > 1) {
-    Pool& shared = pool();
-    std::unique_lock<std::mutex> mine(shared.busy, std::try_to_lock);
-    if (mine.owns_lock()) {
-      shared.run(count, threads, work);
-      return;
+  threads = std::min(threads, kMaxThreads);
+  if (count > 1 && threads > 1) {
+    if (const OpenMpParallel parallel = openmp()) {
+      static std::mutex busy;
+      std::unique_lock<std::mutex> mine(busy, std::try_to_lock);
+      if (mine.owns_lock()) {
+        // Not fewer threads for little work: a team that changes its size ends threads and starts others.
+        run_on(parallel, count, threads, work);
+        return;
+      }
+    } else {
+      Pool& shared = pool();
+      std::unique_lock<std::mutex> mine(shared.busy, std::try_to_lock);
+      if (mine.owns_lock()) {
+        shared.run(count, static_cast<int>(std::min<long>(count, threads)), work);
+        return;
+      }
     }
   }
   for (long i = 0; i < count; ++i) work(i);

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import TypeVar, cast
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
@@ -84,11 +84,13 @@ class _Parsed:
 
     def __init__(self, blob: torch.Tensor, value: Weight | Stack) -> None:
         self.value = value
+        # A dictionary with tensors as weak keys would take as long to ask as a tenth of a small product.
+        self.blob = weakref.ref(blob, functools.partial(_forget, id(blob)))
         self.address = blob.data_ptr()
         self.version = _version(blob)
 
     def fits(self, blob: torch.Tensor) -> bool:
-        return self.address == blob.data_ptr() and self.version == _version(blob)
+        return self.blob() is blob and self.address == blob.data_ptr() and self.version == _version(blob)
 
 
 def _version(blob: torch.Tensor) -> int:
@@ -96,7 +98,14 @@ def _version(blob: torch.Tensor) -> int:
     return 0 if blob.is_inference() else blob._version
 
 
-_parsed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_parsed: dict[int, _Parsed] = {}
+"""By id of the blob, as long as it lives."""
+
+
+def _forget(key: int, blob: weakref.ref[torch.Tensor]) -> None:
+    known = _parsed.get(key)
+    if known is not None and known.blob is blob:
+        del _parsed[key]
 
 
 def weight_of(blob: torch.Tensor) -> Weight:
@@ -123,10 +132,10 @@ def stack_of(blob: torch.Tensor) -> Stack:
 
 
 def _parsed_once(blob: torch.Tensor, parse: Callable[[], Value]) -> Value:
-    known = _parsed.get(blob)
+    known = _parsed.get(id(blob))
     if known is None or not known.fits(blob):
         known = _Parsed(blob, parse())
-        _parsed[blob] = known
+        _parsed[id(blob)] = known
     return cast(Value, known.value)
 
 

@@ -53,9 +53,10 @@ class Matrix(Protocol):
         ...
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x W^T straight from the codes for x [batch, cols]: [batch, rows] without the low-rank part.
+        """x W^T straight from the codes for x [..., cols]: [..., rows] without the low-rank part.
 
-        float32, or x's dtype where no low-rank part is to be added. None where there is no kernel for it.
+        W's rows are in their own order. float32, or x's dtype where no low-rank part is to be added. None where
+        there is no kernel for it.
         """
         ...
 
@@ -75,6 +76,8 @@ class CpuMatrix:
         )
         self.is_zero = packed.is_zero
         self.position = packed.position_on(torch.device("cpu"))
+        order = packed.order
+        self.order = None if order is None else torch.from_numpy(order.astype(np.int32))
         self.lowrank: tuple[CpuMatrix, CpuMatrix] | None = None
         if packed.lowrank is not None:
             right, left = packed.lowrank
@@ -87,7 +90,8 @@ class CpuMatrix:
         return trellis.decode_rows(self.packed, rows)
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        return trellis.matmul(self.packed, x, x.dtype if self.lowrank is None else torch.float32)
+        dtype = x.dtype if self.lowrank is None else torch.float32
+        return trellis.matmul(self.packed, x, dtype, order=self.order)
 
 
 class TorchMatrix:

@@ -55,7 +55,7 @@ def _plain(x: torch.Tensor) -> bool:
 
 
 def _linear(x: torch.Tensor, blob: torch.Tensor, rows: int) -> torch.Tensor:
-    return weight_of(blob).product(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], rows)
+    return weight_of(blob).product(x)
 
 
 def _linear_backward(grad: torch.Tensor, blob: torch.Tensor, cols: int) -> torch.Tensor:

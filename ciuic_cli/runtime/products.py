@@ -34,20 +34,19 @@ def product(
 
     Args:
         matrix: W, (rows, cols).
-        x: floating [batch, cols] on the matrix's device.
+        x: floating [..., cols] on the matrix's device.
         small_batch: up to how many rows of x the kernel that multiplies from the codes is the faster way.
 
     Returns:
-        [batch, row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
+        [..., row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
     """
     row_end = matrix.rows if row_end is None else row_end
-    if matrix.is_zero or x.shape[0] == 0:
-        return torch.zeros((x.shape[0], row_end - row_begin), dtype=torch.float32, device=x.device)
-    y = None
-    if row_end - row_begin == matrix.rows:
-        y = matrix.small_product(x) if x.shape[0] <= small_batch else None
-        y = in_own_order(matrix, _by_panels(matrix, x) if y is None else y)
-    else:
+    batch = x.shape[:-1].numel()
+    if matrix.is_zero or batch == 0:
+        return torch.zeros((*x.shape[:-1], row_end - row_begin), dtype=torch.float32, device=x.device)
+    whole = row_end - row_begin == matrix.rows
+    y = matrix.small_product(x) if whole and batch <= small_batch else None
+    if y is None:
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
@@ -55,13 +54,13 @@ def product(
         # x (L R)^T = (x R^T) L^T, and a row of L^T is T^-1 of a stored row: one inverse transform of the
         # sum serves all.
         added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
-        y = y.to(torch.float32) + in_own_order(matrix, added)[:, row_begin:row_end]
+        y = y.to(torch.float32) + in_own_order(matrix, added)[..., row_begin:row_end]
     return y
 
 
 def in_own_order(matrix: Matrix, y: torch.Tensor) -> torch.Tensor:
-    """Columns of y [batch, rows] from the order in which W's rows are stored to W's own."""
-    return y if matrix.position is None else y.index_select(1, matrix.position)
+    """Columns of y [..., rows] from the order in which W's rows are stored to W's own."""
+    return y if matrix.position is None else y.index_select(-1, matrix.position)
 
 
 def gradient(
@@ -98,17 +97,13 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _by_panels(
-    matrix: Matrix, x: torch.Tensor, row_begin: int | None = None, row_end: int | None = None
-) -> torch.Tensor:
-    """x times the stored rows, all of them; with a range, times these rows of W."""
+def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
+    """x [..., cols] times these rows of W: [..., row_end - row_begin]."""
     dtype = _multiply_dtype(x)
-    in_basis = transform(x, matrix.seed).to(dtype)
-    chosen = None
-    if row_begin is None or row_end is None:
-        row_begin, row_end = 0, matrix.rows
-    elif matrix.position is not None:
-        chosen = matrix.position.to(torch.int64)
+    in_basis = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
+    shape = (*x.shape[:-1], row_end - row_begin)
+    whole = row_end - row_begin == matrix.rows
+    chosen = None if whole or matrix.position is None else matrix.position.to(torch.int64)
 
     def decoded(begin: int, end: int) -> torch.Tensor:
         if chosen is None:
@@ -117,11 +112,14 @@ def _by_panels(
 
     panels = _panels(matrix, row_begin, row_end, dtype)
     if len(panels) == 1:
-        return in_basis @ decoded(row_begin, row_end).T
-    y = torch.empty((x.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
+        weights = decoded(row_begin, row_end)
+        if whole and matrix.position is not None:  # rows of a small W cost less to move than columns of y
+            weights = weights.index_select(0, matrix.position)
+        return (in_basis @ weights.T).reshape(shape)
+    y = torch.empty((in_basis.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
     for begin, end in panels:
         y[:, begin - row_begin : end - row_begin] = in_basis @ decoded(begin, end).T
-    return y
+    return (in_own_order(matrix, y) if whole else y).reshape(shape)
 
 
 def _multiply_dtype(x: torch.Tensor) -> torch.dtype:

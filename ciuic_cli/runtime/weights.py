@@ -18,7 +18,7 @@ class Weight(Protocol):
     matrix: Matrix
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x W^T: [batch, cols] to [batch, rows] in the dtype of x."""
+        """x W^T: [..., cols] to [..., rows] in the dtype of x."""
         ...
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

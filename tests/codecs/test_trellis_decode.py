@@ -113,6 +113,35 @@ def test_product_of_every_batch_size(batch: int, precise: bool) -> None:
     assert (y[:, 16:32] == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(1, 3), (75, 530), (400, 272)])
+@pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 8, 49, 100])
+def test_products_in_another_order_of_rows(shape: tuple[int, int], batch: int) -> None:
+    """Column order[r] of y is the product of stored row r, whoever computes it; x may have more dimensions."""
+    matrix = random_matrix(*shape, [4, 0, 3, 8, 2])
+    order = torch.randperm(shape[0], generator=torch.Generator().manual_seed(1)).to(torch.int32)
+    x = torch.randn(batch, shape[1], generator=torch.Generator().manual_seed(batch))
+    for dtype in (torch.float32, torch.bfloat16):
+        stored = trellis.matmul(matrix, x, dtype, threads=1)
+        for threads in (1, 2, 3):
+            y = trellis.matmul(matrix, x[:, None], dtype, order=order, threads=threads)
+            assert y.shape == (batch, 1, shape[0]) and y.dtype == dtype
+            assert torch.equal(y[:, 0, order], stored)
+
+
+def test_an_order_that_is_none_is_refused() -> None:
+    matrix, x = random_matrix(20, 32, 4), torch.ones(1, 32)
+    right = torch.arange(20, dtype=torch.int32)
+    assert torch.equal(trellis.matmul(matrix, x, order=right), trellis.matmul(matrix, x))
+    for place, outside in ((0, -1), (19, 20), (7, 2**31 - 1), (7, -(2**31))):
+        wrong = right.clone()
+        wrong[place] = outside
+        with pytest.raises(UsageError, match="out of range"):
+            trellis.matmul(matrix, x, order=wrong)
+    for unfit in (right[:19], right.to(torch.int64), torch.arange(40, dtype=torch.int32)[::2]):
+        with pytest.raises(UsageError, match="contiguous int32"):
+            trellis.matmul(matrix, x, order=unfit)
+
+
 @pytest.mark.parametrize("precise", [False, True])
 def test_products_with_extreme_activations(precise: bool) -> None:
     """A large outlier costs precision in its blocks only; zeros, tiny and huge numbers stay finite."""

@@ -207,11 +207,14 @@ class Kernels:
             }[kind]
             given = x.to(torch.bfloat16).view(torch.int16).numpy() if half_in else x.numpy()
             y = self.guarded.empty((batch, matrix.rows), np.uint16 if half_out else np.float32)
+            order = exact.permutation(matrix.rows).astype(np.int32) if self.random.random() < 0.5 else None
             self.call(
                 "ciuic_matmul", *self.packed, matrix.log2_block, matrix.seed, self.guarded.copy(given), half_in,
-                batch, matrix.cols, y, half_out, matrix.rows, precise, self.random.choice(THREADS),
+                batch, matrix.cols, y, half_out, matrix.rows,
+                None if order is None else self.guarded.copy(order), precise, self.random.choice(THREADS),
             )  # fmt: skip
-            signed = torch.from_numpy(y.view(np.int16) if half_out else y)
+            stored = y if order is None else y[:, order]
+            signed = torch.from_numpy(stored.view(np.int16) if half_out else stored)
             found = signed.view(torch.bfloat16).float() if half_out else signed
             self.heard(found.numpy())
             if kind == "gaussian" and matrix.base == np.float32(BASES[0]):

@@ -166,10 +166,13 @@ def native_functions(data: bytes, folder: Folder) -> None:
         x_half, y_half = signed[4] & 1, signed[4] >> 1 & 1
         x = np.array(np.frombuffer(_endless(body, (2 if x_half else 4) * batch * max(0, given)), np.uint8))
         y = np.empty((batch, max(0, wanted)), np.uint16 if y_half else np.float32)
+        order = np.arange(max(1, wanted), dtype=np.int32)
+        order = order[::-1].copy() if signed[5] & 8 else order + np.int32(signed[1] >> 6)
         block = signed[3] % 12 if signed[3] & 1 else log2_block(cols)
         library.ciuic_matmul(
             *pointers, rows, cols, window, block, signed[4] & 0xFFFF, x.ctypes.data, x_half, batch, given,
-            y.ctypes.data, y_half, wanted, signed[5] & 1, 1 + (signed[5] >> 1 & 1),
+            y.ctypes.data, y_half, wanted, order.ctypes.data if signed[5] & 4 else None,
+            signed[5] & 1, 1 + (signed[5] >> 1 & 1),
         )  # fmt: skip
     elif which == 3:
         x = np.array(np.frombuffer(_endless(body, 4 * rows * cols), np.float32))

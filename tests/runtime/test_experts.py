@@ -82,9 +82,9 @@ def test_only_routed_experts_are_decoded(monkeypatch: pytest.MonkeyPatch) -> Non
     packed = compressed(v3(), prune=2)
     seen: list[int] = []
 
-    def spy(matrix: Any, x: torch.Tensor, *options: Any) -> torch.Tensor:
+    def spy(matrix: Any, x: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
         seen.append(matrix.seed)  # the expert's number
-        return multiply(matrix, x, *options)
+        return multiply(matrix, x, *options, **named)
 
     multiply = trellis.matmul
     monkeypatch.setattr(trellis, "matmul", spy)

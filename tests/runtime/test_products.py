@@ -82,8 +82,20 @@ def test_rows(rank: int) -> None:
         assert torch.allclose(products.rows_of(matrix, rows), exact[rows], atol=1e-6)
 
 
+@pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("small_batch", [0, 40])
+def test_activations_of_any_shape(rank: int, small_batch: int) -> None:
+    x = activations(6, 576)
+    for matrix, _ in both(263, 576, rank):
+        flat = products.product(matrix, x, small_batch=small_batch)
+        for shape in ((2, 3), (1, 6), (6, 1), (3, 1, 2)):
+            y = products.product(matrix, x.reshape(*shape, 576), small_batch=small_batch)
+            assert torch.equal(y, flat.reshape(*shape, 263))
+
+
 def test_nothing_to_multiply() -> None:
     for matrix, _ in both(100, 70):
+        assert products.product(matrix, torch.empty(2, 0, 70)).shape == (2, 0, 100)
         assert products.product(matrix, torch.empty(0, 70)).shape == (0, 100)
     empty = CpuMatrix(random_codes(20, 40, 0))
     assert not products.product(empty, activations(3, 40)).any()
