@@ -33,7 +33,8 @@ def peak_resident_bytes() -> int:
 _M_MMAP_THRESHOLD = -3  # of mallopt, <malloc.h>
 _MMAP_FROM = 16 << 20
 """Below it activations are reused; at 1 MB, mapping and clearing them took twice the system time."""
-_PRIMITIVES = "64"
+_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
+"""Products whose compiled code is kept: by oneDNN, and by what stands between it and torch."""
 _WEIGHT_COPIES = 7
 """Float32 copies of a matrix that preparing, probing or rounding it holds at its peak."""
 _MOMENT_COPIES = 8
@@ -59,10 +60,11 @@ def steady_memory() -> None:
     """Keep resident memory near what is in use, for a process that works through layers of many sizes.
 
     glibc raises the size from which blocks are mapped singly each time that such a block is freed, so that
-    after some layers matrices lie scattered in a heap that never shrinks; here the size is fixed. oneDNN keeps
-    the compiled code of its last 1024 products, one per number of tokens: with experts, hundreds of MB.
+    after some layers matrices lie scattered in a heap that never shrinks; here the size is fixed. oneDNN and torch
+    each keep the compiled code of the last 1024 products, one per number of tokens: with experts, hundreds of MB.
     """
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRIMITIVES)
+    for name, capacity in _PRIMITIVES.items():
+        os.environ.setdefault(name, capacity)
     option = getattr(_c_library(), "mallopt", None)
     if option is not None:
         option(_M_MMAP_THRESHOLD, _MMAP_FROM)

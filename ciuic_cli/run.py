@@ -19,7 +19,7 @@ from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit
 from ciuic_cli.errors import TargetError
 from ciuic_cli.estimates import Mean
 from ciuic_cli.journal import Journal
-from ciuic_cli.memory import SIDE_BY_SIDE
+from ciuic_cli.memory import SIDE_BY_SIDE, return_freed_memory
 from ciuic_cli.planning import (
     Arms,
     Plan,
@@ -92,6 +92,7 @@ class Run:
                 self.journal.save(_step(what, number), make(number))
 
         def count(number: int) -> None:
+            return_freed_memory()
             self.progress(what, self.workers.count(f"{what} done", work[number]), sum(work))
 
         order = sorted(range(len(work)), key=lambda step: -work[step])
