@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import torch
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.linear_algebra import cholesky, solve_lower, solve_transposed
 from ciuic_cli.passes.quantize import Importance, prepare
-from ciuic_cli.threads import one_thread
+from ciuic_cli.threads import one_thread, side_by_side
 
 SIZE = 700
 
@@ -81,3 +83,70 @@ def test_the_number_of_threads_comes_back_after_an_error() -> None:
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == before
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+        assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_work_side_by_side_has_the_same_bits(what: str) -> None:
+    with _threads(1):
+        alone = WORK[what](torch.Generator().manual_seed(0))
+    with _threads(2):
+        made = dict(side_by_side(range(4), lambda _: WORK[what](torch.Generator().manual_seed(0))))
+    assert sorted(made) == [0, 1, 2, 3]
+    assert all(torch.equal(alone, each) for each in made.values())
+
+
+def test_as_many_at_once_as_there_are_threads_each_with_one() -> None:
+    meeting, seen = threading.Barrier(3, timeout=60), []
+
+    def make(item: int) -> int:
+        meeting.wait()  # breaks unless three are made at once
+        seen.append(torch.get_num_threads())
+        return item * item
+
+    with _threads(3):
+        assert dict(side_by_side(range(6), make)) == {item: item * item for item in range(6)}
+    assert seen == [1] * 6
+
+
+def test_items_are_taken_when_there_is_a_thread_for_them() -> None:
+    taken: list[int] = []
+    with _threads(2):
+        work = side_by_side((taken.append(item) or item for item in range(9)), lambda item: item)
+        next(work)
+        assert len(taken) <= 3
+        work.close()
+        assert len(taken) <= 3
+
+
+def test_one_thread_makes_them_in_order_where_it_is() -> None:
+    with _threads(1):
+        here = threading.get_ident()
+        assert list(side_by_side(range(3), lambda item: threading.get_ident() - here)) == [
+            (0, 0),
+            (1, 0),
+            (2, 0),
+        ]
+
+
+def test_an_error_of_one_ends_them_all() -> None:
+    made = []
+
+    def make(item: int) -> None:
+        if item == 3:
+            raise KeyError(item)
+        made.append(item)
+
+    with _threads(2), pytest.raises(KeyError):
+        list(side_by_side(range(100), make))
+    assert len(made) < 10
