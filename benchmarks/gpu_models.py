@@ -11,7 +11,7 @@ import torch
 from gpu_checks import blob_of, random_matrix
 from torch import nn
 
-from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
 BITS = (4,)

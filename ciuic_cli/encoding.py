@@ -19,8 +19,9 @@ from ciuic_cli.codecs.packing import PackedMatrix, stored_order
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.sort import row_classes, sorting_pays
-from ciuic_cli.planning import CHANNEL_ROLES, PLAIN_ROLES, Arms, PassOptions, Plan, Unit, importance_of
+from ciuic_cli.planning import Arms, PassOptions, Plan
 from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.units import CHANNEL_ROLES, PLAIN_ROLES, Unit, importance_of
 
 _LOG = logging.getLogger(__name__)
 _DAMPED = "%s: a singular Hessian, damped by %.3g of its mean diagonal more than usual"

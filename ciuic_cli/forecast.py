@@ -22,12 +22,12 @@ from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.quantize import Importance, prepare, removal_loss, round_prepared
-from ciuic_cli.planning import EMBEDDING_ROLES, PLAIN_ROLES, Unit, full_outputs, units_of, working_bytes
 from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.streaming import compute_dtype
 from ciuic_cli.threads import side_by_side
+from ciuic_cli.units import EMBEDDING_ROLES, PLAIN_ROLES, Unit, full_outputs, units_of, working_bytes
 
 CUT = 1024
 """Rows and columns of the matrices that are timed."""

@@ -23,9 +23,10 @@ from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
 from ciuic_cli.encoding import arranged, read_unit
 from ciuic_cli.passes.linear_algebra import solve_transposed
 from ciuic_cli.passes.quantize import BLOCK, Prepared, prepare
-from ciuic_cli.planning import Plan, Unit, importance_of
+from ciuic_cli.planning import Plan
 from ciuic_cli.statistics.collect import Statistics
 from ciuic_cli.statistics.streaming import Override
+from ciuic_cli.units import Unit, importance_of
 
 LIMITS = (0.33, 10.0)
 """Corrections are kept between these: a handful of held-out sequences proves no more."""

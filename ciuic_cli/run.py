@@ -13,7 +13,8 @@ import torch
 from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.schema import quantization_config
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
 from ciuic_cli.errors import TargetError
@@ -23,14 +24,11 @@ from ciuic_cli.memory import SIDE_BY_SIDE, return_freed_memory
 from ciuic_cli.planning import (
     Arms,
     Plan,
-    Unit,
     level_uncovered,
     make_plan,
     stored_dtype,
     stored_tensors,
-    units_of,
     with_sorted_rows,
-    working_bytes,
 )
 from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes_of
 from ciuic_cli.report import render_html
@@ -41,6 +39,7 @@ from ciuic_cli.statistics.measure import KLMeter
 from ciuic_cli.summary import build_report
 from ciuic_cli.task import Task
 from ciuic_cli.threads import side_by_side
+from ciuic_cli.units import Unit, units_of, working_bytes
 from ciuic_cli.workers import Workers
 
 Progress = Callable[[str, int, int], None]

@@ -13,9 +13,9 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.forecast import Text, disk_bytes, forecast, moment_bytes, peak_bytes
 from ciuic_cli.pipeline import compress
-from ciuic_cli.planning import units_of
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
+from ciuic_cli.units import units_of
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
 

@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.console import to_json
 from ciuic_cli.errors import InputError
 from ciuic_cli.inspection import describe

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -19,27 +18,24 @@ from ciuic_cli.artifact.reader import read_blobs
 from ciuic_cli.artifact.writer import write_shards
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.encoding import unit_arms
 from ciuic_cli.errors import TargetError
 from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
 from ciuic_cli.planning import (
-    UNIFORM_SHARE,
     Arms,
     PassOptions,
     Plan,
-    Unit,
     check_reachable,
-    importance_of,
     level_uncovered,
     make_plan,
     stored_dtype,
     stored_tensors,
     structures_of,
-    tempered,
-    units_of,
 )
 from ciuic_cli.statistics.collect import EmbeddingUse, Statistics
+from ciuic_cli.units import EMBEDDING_ROLES, Unit, units_of
 
 ALL_WIDTHS = (2, 3, 4, 5, 6, 8)
 MEDIUM = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 48}
@@ -119,7 +115,7 @@ def test_planned_bytes_are_the_written_ones(
     options = PassOptions(ALL_WIDTHS, prune="auto", rank="auto")
     arms = _arms(model_map, options)
     for arm in arms:  # a low-rank part that leaves nothing wherever one fits
-        if min(arm.unit.rows, arm.unit.cols) > 16 and arm.unit.role not in planning.EMBEDDING_ROLES:
+        if min(arm.unit.rows, arm.unit.cols) > 16 and arm.unit.role not in EMBEDDING_ROLES:
             nbytes = factor_bytes(arm.unit.rows, arm.unit.cols, 16)
             arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.unit.groups, 1e-9))]
     budget = _budget(model_map, 2.2)
@@ -156,7 +152,7 @@ def test_the_embedding_loses_no_token(tiny_checkpoint: Callable[..., Path]) -> N
     options = PassOptions(ALL_WIDTHS, prune="auto")
     arms = _arms(model_map, options)
     for arm in arms:
-        if arm.unit.role in planning.EMBEDDING_ROLES:
+        if arm.unit.role in EMBEDDING_ROLES:
             arm.sensitivity[:] = arm.removal[:] = 0.0
             assert 0 not in arm.widths
         else:
@@ -230,7 +226,7 @@ def test_low_rank_is_taken_where_the_matrix_nearly_is(
     assert plans["auto"].file_bytes <= budget
     assert not any(plan.rank for plan in plans["off"].units.values())
     forced = {
-        plan.rank for plan in plans[32].units.values() if plan.unit.role not in planning.EMBEDDING_ROLES
+        plan.rank for plan in plans[32].units.values() if plan.unit.role not in EMBEDDING_ROLES
     }
     assert forced == {32}
     assert plans[32].file_bytes <= budget
@@ -297,7 +293,7 @@ def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: f
     options = PassOptions(ALL_WIDTHS, prune=share)
     arms = _arms(model_map, options)
     plan = make_plan(model_map, arms, _budget(model_map, 2.0), options)
-    prunable = [p for p in plan.units.values() if p.unit.role not in planning.EMBEDDING_ROLES]
+    prunable = [p for p in plan.units.values() if p.unit.role not in EMBEDDING_ROLES]
     total = sum(p.unit.groups * p.unit.cols for p in prunable)
     gone = sum(int((p.row_bits == 0).sum()) * p.unit.cols for p in prunable)
     assert share * total <= gone <= share * total + 88
@@ -316,54 +312,6 @@ def test_a_target_out_of_reach_names_the_best_ratio(
     check_reachable(model_map, _budget(model_map, best), options)
     with pytest.raises(TargetError):
         check_reachable(model_map, _budget(model_map, best + 0.02), options)
-
-
-def _statistics(**parts: Any) -> Statistics:
-    found = SimpleNamespace(
-        input_moment=lambda name, expert: parts.get("h"),
-        output_fisher=lambda name, expert: parts.get("g"),
-        embedding_use=lambda name: parts.get("use"),
-    )
-    return cast(Statistics, found)
-
-
-def test_tokens_that_the_text_lacks_keep_a_weight() -> None:
-    head = Unit("lm_head.weight", None, "head", 4, 8)
-    g = torch.tensor([1.0, 0.0, 3.0, 0.0])
-    found = importance_of(head, _statistics(h=torch.eye(8), g=g))
-    mixed = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * 1.0
-    assert torch.allclose(found.outputs, tempered(mixed))
-    assert float(found.outputs[2] / found.outputs[1]) == pytest.approx(float(mixed[2] / mixed[1]) ** 0.7)
-    assert float(found.outputs.sum()) == pytest.approx(4.0)
-    wide = dataclasses.replace(head, role="up")  # too many outputs for a full G, but no tokens
-    assert torch.allclose(importance_of(wide, _statistics(h=torch.eye(8), g=g)).outputs, mixed)
-    embedding = dataclasses.replace(head, role="embedding")
-    use = EmbeddingUse(2 * torch.eye(8), torch.tensor([0.5, 0.5, 0.0, 0.0]))
-    found = importance_of(embedding, _statistics(use=use))
-    assert torch.allclose(found.inputs, torch.eye(8) / 8)
-    share = torch.tensor([0.5, 0.5, 0.0, 0.0]) * (1 - UNIFORM_SHARE) + UNIFORM_SHARE / 4
-    assert torch.allclose(found.outputs, tempered(16 * share))
-    assert torch.equal(tempered(torch.zeros(3)), torch.zeros(3))
-
-
-def test_a_tied_matrix_pays_for_both_uses() -> None:
-    unit = Unit("model.embed_tokens.weight", None, "embedding", 4, 8)
-    h, g = torch.diag(torch.arange(8.0)) / 28, torch.tensor([4.0, 1.0, 1.0, 2.0])
-    use = EmbeddingUse(torch.eye(8), torch.full((4,), 0.25))
-    both = importance_of(unit, _statistics(h=h, g=g, use=use))
-    head = importance_of(unit, _statistics(h=h, g=g))
-    alone = importance_of(unit, _statistics(use=use))
-    mixed = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
-    assert torch.allclose(both.outputs, tempered(mixed + 2.0))  # a trace of 8, a quarter each
-    assert float(both.outputs.sum()) == pytest.approx(float(head.outputs.sum() + alone.outputs.sum()))
-    total = head.outputs.sum() * head.inputs + alone.outputs.sum() * alone.inputs
-    assert torch.allclose(both.inputs * both.outputs.sum(), total, rtol=1e-5)
-
-
-def test_a_matrix_that_was_never_reached_counts_as_average() -> None:
-    found = importance_of(Unit("x", 3, "expert_down", 32, 16), _statistics())
-    assert torch.allclose(found.inputs, torch.eye(16) / 16)
-    assert (found.outputs > 0).all()
 
 
 def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: Callable[..., Path]) -> None:

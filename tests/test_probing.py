@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ciuic_cli.planning import Plan, Unit, UnitPlan
+from ciuic_cli.planning import Plan, UnitPlan
 from ciuic_cli.probing import LIMITS, PROBED_LAYERS, TOGETHER, correction_of, corrections_of, probes_of
+from ciuic_cli.units import Unit
 
 BITS = np.full(2, 4, np.uint8)
 

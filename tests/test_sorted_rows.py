@@ -15,9 +15,10 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
-from ciuic_cli.planning import Arms, PassOptions, Plan, Unit, make_plan, units_of, with_sorted_rows
+from ciuic_cli.planning import Arms, PassOptions, Plan, make_plan, with_sorted_rows
 from ciuic_cli.probing import disturbance
 from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.units import Unit, units_of
 
 OPTIONS = PassOptions((2, 3, 4, 5, 6, 8), window=12, prune="auto", rank="off")
 WIDE = {"hidden_size": 96, "intermediate_size": 176, "head_dim": 24}

@@ -22,7 +22,8 @@ from ciuic_cli.checkpoint.folder import check_links, checked_file, locate, read_
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 
 _DAMAGED = "the artifact is damaged or not one of ours; fetch or compress it again"

@@ -9,7 +9,8 @@ import torch
 from safetensors import safe_open
 
 from ciuic_cli.artifact.reader import open_artifact
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.errors import InputError
 

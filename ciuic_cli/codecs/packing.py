@@ -1,4 +1,4 @@
-"""The stored form of a compressed matrix and of a stack of experts: bytes in, bytes out, every field checked.
+"""The stored form of a compressed matrix: bytes in, bytes out, every field checked.
 
 All numbers are little endian. A matrix blob:
 
@@ -11,15 +11,12 @@ All numbers are little endian. A matrix blob:
     then the codes: per group of 16 rows, per block of 16 columns, 32 * row_bits bytes
 
 A row's scale is base * 2^(row_scale / 16). Where rows are sorted, all of this but row_class is about the stored rows,
-the low-rank part too: the matrix's rows of class 0 in their order, then those of class 1, and so on to 15. An expert
-stack is "CIUX", u32 count, u32 rows, u32 cols, u64 offsets[count + 1] (from the start, multiples of 16), zero padding
-to a multiple of 16, then one matrix blob per expert.
+the low-rank part too: the matrix's rows of class 0 in their order, then those of class 1, and so on to 15.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import struct
 from dataclasses import dataclass, fields
 from typing import Any
@@ -36,8 +33,7 @@ WINDOWS = range(12, 17)
 UNIT_BYTES = 32
 
 _HEADER = struct.Struct("<4sBBBBIIIfII")
-_STACK_HEADER = struct.Struct("<4sIII")
-_ALIGN = 16
+ALIGN = 16
 _HAS_LOWRANK, _IS_SORTED = 1, 2
 CLASSES = 16
 _MAX_DIMENSION = 2**31 - TILE
@@ -166,7 +162,7 @@ class PackedMatrix:
             self._lowrank_bytes,
         )
         head = header + self.row_bits.tobytes() + self.row_scale.tobytes() + _nibbles(self.row_class)
-        parts = [head, bytes(-len(head) % _ALIGN)]
+        parts = [head, bytes(-len(head) % ALIGN)]
         if self.lowrank is not None:
             parts += [part.to_bytes() for part in self.lowrank]
         return b"".join([*parts, self.codes.tobytes()])
@@ -183,77 +179,11 @@ class PackedMatrix:
         Raises:
             InputError: any field is impossible or the length is wrong.
         """
-        data = _as_bytes(buf, where)
+        data = as_bytes(buf, where)
         matrix, end = _read_matrix(data, where, nested=False)
         if end != data.size:
-            raise _refusal(where, f"{data.size - end} bytes follow the compressed matrix")
+            raise refusal(where, f"{data.size - end} bytes follow the compressed matrix")
         return matrix
-
-
-@dataclass(frozen=True, eq=False)
-class ExpertStack:
-    """A compressed 3-D expert parameter: experts of one shape. A pruned one has only zero row groups."""
-
-    experts: tuple[PackedMatrix, ...]
-
-    def __post_init__(self) -> None:
-        shapes = {(expert.rows, expert.cols) for expert in self.experts}
-        if len(shapes) != 1:
-            raise InputError(f"an expert stack needs experts of one shape, not {sorted(shapes)}")
-
-    @property
-    def rows(self) -> int:
-        return self.experts[0].rows
-
-    @property
-    def cols(self) -> int:
-        return self.experts[0].cols
-
-    @property
-    def nbytes(self) -> int:
-        return stack_header_nbytes(len(self.experts)) + sum(expert.nbytes for expert in self.experts)
-
-    def to_bytes(self) -> bytes:
-        """The blob, exactly `nbytes` long."""
-        count = len(self.experts)
-        begin = stack_header_nbytes(count)
-        offsets = begin + np.cumsum([0] + [expert.nbytes for expert in self.experts])
-        head = _STACK_HEADER.pack(b"CIUX", count, self.rows, self.cols) + offsets.astype("<u8").tobytes()
-        return b"".join([head, bytes(begin - len(head)), *(expert.to_bytes() for expert in self.experts)])
-
-    @classmethod
-    def from_buffer(cls, buf: Buffer, *, where: str) -> ExpertStack:
-        """Reads a blob without copying the codes; see `PackedMatrix.from_buffer`.
-
-        Raises:
-            InputError: any field is impossible or the length is wrong.
-        """
-        data = _as_bytes(buf, where)
-        if data.size < _STACK_HEADER.size or bytes(data[:4]) != b"CIUX":
-            raise _refusal(where, "this is not a compressed expert stack")
-        _, count, rows, cols = _STACK_HEADER.unpack(data[: _STACK_HEADER.size].tobytes())
-        begin = stack_header_nbytes(count)
-        if count == 0 or begin > data.size:
-            raise _refusal(where, f"a stack of {count} experts cannot be in {data.size} bytes")
-        table = data[_STACK_HEADER.size : _STACK_HEADER.size + 8 * (count + 1)]
-        offsets = [int(offset) for offset in np.frombuffer(table.tobytes(), dtype="<u8")]
-        if data[_STACK_HEADER.size + table.size : begin].any():
-            raise _refusal(where, "the padding after the expert offsets is not zero")
-        if (
-            offsets[0] != begin
-            or offsets[-1] != data.size
-            or any(a >= b for a, b in itertools.pairwise(offsets))
-        ):
-            raise _refusal(where, "the expert offsets do not cover the stack in order")
-        experts = []
-        for index, (first, last) in enumerate(itertools.pairwise(offsets)):
-            expert = PackedMatrix.from_buffer(data[first:last], where=f"{where}[{index}]")
-            if (expert.rows, expert.cols) != (rows, cols):
-                raise _refusal(
-                    where, f"expert {index} is {expert.rows} x {expert.cols}, the stack {rows} x {cols}"
-                )
-            experts.append(expert)
-        return cls(tuple(experts))
 
 
 def packed_nbytes(
@@ -262,7 +192,7 @@ def packed_nbytes(
     """Bytes of a matrix blob, header, scales and padding included."""
     head = _HEADER.size + padded(rows) // TILE + rows + (class_nbytes(rows) if is_sorted else 0)
     bits = int(np.asarray(row_bits, dtype=np.int64).sum())
-    return head + -head % _ALIGN + lowrank_bytes + bits * UNIT_BYTES * (padded(cols) // TILE)
+    return head + -head % ALIGN + lowrank_bytes + bits * UNIT_BYTES * (padded(cols) // TILE)
 
 
 def class_nbytes(rows: int) -> int:
@@ -289,12 +219,6 @@ def _nibbles(row_class: Bytes | None) -> bytes:
 
 def _from_nibbles(stored: Bytes, rows: int) -> Bytes:
     return np.stack([stored & 15, stored >> 4], axis=1).reshape(-1)[:rows]
-
-
-def stack_header_nbytes(count: int) -> int:
-    """Bytes of an expert stack before its first expert."""
-    head = _STACK_HEADER.size + 8 * (count + 1)
-    return head + -head % _ALIGN
 
 
 def group_offsets(row_bits: npt.ArrayLike, cols: int) -> npt.NDArray[np.int64]:
@@ -331,20 +255,20 @@ def decode_scales(base: float, codes: Bytes) -> npt.NDArray[np.float32]:
     return np.float32(base) * _SCALE_STEPS[codes]
 
 
-def _refusal(where: str, message: str) -> InputError:
+def refusal(where: str, message: str) -> InputError:
     return InputError(
         message, tensor=where, remedy="The file is damaged or was not written by ciuic: fetch it again."
     )
 
 
-def _as_bytes(buf: Buffer, where: str) -> Bytes:
+def as_bytes(buf: Buffer, where: str) -> Bytes:
     if isinstance(buf, torch.Tensor):
         if buf.dtype != torch.uint8 or buf.dim() != 1:
-            raise _refusal(where, f"a compressed tensor is 1-D uint8, not {buf.dim()}-D {buf.dtype}")
+            raise refusal(where, f"a compressed tensor is 1-D uint8, not {buf.dim()}-D {buf.dtype}")
         return buf.detach().cpu().contiguous().numpy()
     if isinstance(buf, np.ndarray):
         if buf.dtype != np.uint8 or buf.ndim != 1:
-            raise _refusal(where, f"a compressed tensor is 1-D uint8, not {buf.ndim}-D {buf.dtype}")
+            raise refusal(where, f"a compressed tensor is 1-D uint8, not {buf.ndim}-D {buf.dtype}")
         return np.ascontiguousarray(buf)
     return np.frombuffer(buf, dtype=np.uint8)
 
@@ -392,46 +316,46 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
 def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix, int]:
     """The matrix at the start of `data` and the number of bytes it takes."""
     if data.size < _HEADER.size or bytes(data[:4]) != b"CIU1":
-        raise _refusal(where, "this is not a compressed matrix")
+        raise refusal(where, "this is not a compressed matrix")
     fields = _HEADER.unpack(data[: _HEADER.size].tobytes())
     _, window, flags, log2, zero, rows, cols, seed, base, rank, lowrank_bytes = fields
     if zero != 0 or flags & ~(_HAS_LOWRANK | _IS_SORTED):
-        raise _refusal(where, "unknown flags; a newer version may have written it")
+        raise refusal(where, "unknown flags; a newer version may have written it")
     if not (1 <= rows <= _MAX_DIMENSION and 1 <= cols <= _MAX_DIMENSION) or log2 != log2_block(padded(cols)):
-        raise _refusal(where, f"impossible shape {rows} x {cols} with blocks of 2^{log2}")
+        raise refusal(where, f"impossible shape {rows} x {cols} with blocks of 2^{log2}")
     has_lowrank, is_sorted = bool(flags & _HAS_LOWRANK), bool(flags & _IS_SORTED)
     if (
         has_lowrank != (rank > 0)
         or has_lowrank != (lowrank_bytes > 0)
-        or lowrank_bytes % _ALIGN
+        or lowrank_bytes % ALIGN
         or (nested and (has_lowrank or is_sorted))
     ):
-        raise _refusal(where, f"impossible low-rank part: rank {rank}, {lowrank_bytes} bytes")
+        raise refusal(where, f"impossible low-rank part: rank {rank}, {lowrank_bytes} bytes")
     groups = padded(rows) // TILE
     scales_at = _HEADER.size + groups
     classes_at = scales_at + rows
     begin = packed_nbytes(rows, cols, 0, is_sorted=is_sorted)
     if begin + lowrank_bytes > data.size:
-        raise _refusal(where, f"a {rows} x {cols} matrix cannot be in {data.size} bytes")
+        raise refusal(where, f"a {rows} x {cols} matrix cannot be in {data.size} bytes")
     row_bits = data[_HEADER.size : scales_at]
     if not _VALID_BITS[row_bits].all():
-        raise _refusal(where, f"bits per weight must be one of {BITS}")
+        raise refusal(where, f"bits per weight must be one of {BITS}")
     row_class, head_end = None, classes_at
     if is_sorted:
         head_end += class_nbytes(rows)
         row_class = _from_nibbles(data[classes_at:head_end], rows)
         if rows % 2 and data[head_end - 1] >> 4:
-            raise _refusal(where, "the padding after the classes is not zero")
+            raise refusal(where, "the padding after the classes is not zero")
     if data[head_end:begin].any():
-        raise _refusal(where, "the padding after the scales is not zero")
+        raise refusal(where, "the padding after the scales is not zero")
     end = packed_nbytes(rows, cols, row_bits, lowrank_bytes, is_sorted=is_sorted)
     if end > data.size:
-        raise _refusal(where, f"{end} bytes expected, {data.size} found")
+        raise refusal(where, f"{end} bytes expected, {data.size} found")
     lowrank = None
     if has_lowrank:
         lowrank = _read_lowrank(data[begin : begin + lowrank_bytes], where)
         if lowrank[0].rows != rank:
-            raise _refusal(where, f"rank {rank} announced, {lowrank[0].rows} found")
+            raise refusal(where, f"rank {rank} announced, {lowrank[0].rows} found")
     try:
         matrix = PackedMatrix(
             rows=rows,
@@ -446,7 +370,7 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
             row_class=row_class,
         )
     except InputError as error:
-        raise _refusal(where, error.message) from error
+        raise refusal(where, error.message) from error
     return matrix, end
 
 
@@ -454,5 +378,5 @@ def _read_lowrank(data: Bytes, where: str) -> tuple[PackedMatrix, PackedMatrix]:
     right, middle = _read_matrix(data, f"{where} (right factor)", nested=True)
     left, end = _read_matrix(data[middle:], f"{where} (left factor)", nested=True)
     if middle + end != data.size:
-        raise _refusal(where, "the low-rank part has another length than announced")
+        raise refusal(where, "the low-rank part has another length than announced")
     return right, left

@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix, stack_header_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack, stack_header_nbytes
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 

@@ -15,7 +15,8 @@ from typing import TypeVar, cast
 import torch
 
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
 from ciuic_cli.runtime.weights import PlainStack, PlainWeight, Stack, Weight, expert_blobs
 

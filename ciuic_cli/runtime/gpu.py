@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from ciuic_cli import kernels
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime import products
 from ciuic_cli.runtime.weights import PlainStack, PlainWeight, Stack, Weight, expert_blobs
 

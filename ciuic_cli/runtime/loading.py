@@ -12,7 +12,8 @@ from torch import nn
 
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.codecs.stack import ExpertStack
 
 NEVER = -1e4
 """Far below every score and logit, and exact in half precision."""

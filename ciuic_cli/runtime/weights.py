@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ciuic_cli.codecs.packing import ExpertStack, stack_header_nbytes
+from ciuic_cli.codecs.stack import ExpertStack, stack_header_nbytes
 from ciuic_cli.runtime import products
 from ciuic_cli.runtime.matrices import Matrix
 

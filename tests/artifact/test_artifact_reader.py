@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from ciuic_cli.artifact.reader import check_format, open_artifact, read_blobs
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 
 

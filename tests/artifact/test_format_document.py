@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import BITS, ExpertStack, PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.stack import ExpertStack
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
 

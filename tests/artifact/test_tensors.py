@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import ciuic_cli
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.trellis import decode
 from ciuic_cli.errors import InputError
 

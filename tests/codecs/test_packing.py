@@ -16,13 +16,8 @@ from hypothesis import strategies as st
 from packed_samples import random_matrix
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import (
-    ExpertStack,
-    PackedMatrix,
-    decode_scales,
-    encode_scales,
-    packed_nbytes,
-)
+from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales, packed_nbytes
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 
 ODD_SHAPES = [(1, 1), (1, 16), (17, 33), (545, 830), (16, 1024), (40, 3)]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from random_matrices import packed
 
-from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import DeviceMatrix, DeviceStack
 

@@ -33,7 +33,8 @@ from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.forecast import Text, disk_bytes
 from ciuic_cli.inspection import describe
 from ciuic_cli.pipeline import compress
-from ciuic_cli.planning import PassOptions, units_of
+from ciuic_cli.planning import PassOptions
+from ciuic_cli.units import units_of
 from ciuic_cli.verification import verify
 
 PLACES = {"deepseek_v3_fp8": "model.layers.3", "deepseek_v4_fp4": "mtp.0"}

@@ -24,7 +24,8 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import native, reference
-from ciuic_cli.codecs.packing import BITS, WINDOWS, ExpertStack, PackedMatrix, group_offsets, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, WINDOWS, PackedMatrix, group_offsets, packed_nbytes
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import TILE, log2_block, padded, transform
 
 Array = npt.NDArray[Any]

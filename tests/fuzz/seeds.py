@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 from targets import ARTIFACT_CONFIG, CONFIG, framed, small_shard
 
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import padded
 
 CORPUS = Path(__file__).parent / "corpus"

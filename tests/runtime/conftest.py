@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import ciuic_cli
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime.routing import mask_router, routers
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -10,7 +10,8 @@ import pytest
 import torch
 from packed_weights import as_tensor, random_codes
 
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime import blobs, ops
 from ciuic_cli.runtime.matrices import TorchMatrix

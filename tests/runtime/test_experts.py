@@ -14,7 +14,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExp
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.experts import CompressedExperts, unsupported_reason
 

@@ -10,7 +10,8 @@ import torch
 from packed_weights import as_tensor, dense, random_codes, relative_error
 
 from ciuic_cli import kernels
-from ciuic_cli.codecs.packing import ExpertStack, PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime import blobs, gpu, ops
 from ciuic_cli.runtime.weights import PlainStack
 

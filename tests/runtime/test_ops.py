@@ -8,7 +8,7 @@ import pytest
 import torch
 from packed_weights import as_tensor, dense, random_codes, relative_error
 
-from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 

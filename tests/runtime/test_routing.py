@@ -13,7 +13,7 @@ from packed_weights import as_tensor, random_codes
 from tiny_checkpoints import TINY_CONFIGS
 from transformers import AutoModelForCausalLM
 
-from ciuic_cli.codecs.packing import ExpertStack
+from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime import routing
 from ciuic_cli.runtime.loading import pack_module_inplace
 
