@@ -225,9 +225,7 @@ def test_low_rank_is_taken_where_the_matrix_nearly_is(
     assert plans["auto"].predicted_kl < 0.9 * plans["off"].predicted_kl
     assert plans["auto"].file_bytes <= budget
     assert not any(plan.rank for plan in plans["off"].units.values())
-    forced = {
-        plan.rank for plan in plans[32].units.values() if plan.unit.role not in EMBEDDING_ROLES
-    }
+    forced = {plan.rank for plan in plans[32].units.values() if plan.unit.role not in EMBEDDING_ROLES}
     assert forced == {32}
     assert plans[32].file_bytes <= budget
 
