@@ -225,9 +225,17 @@ def compress(
         MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
     ] = MtpLayers.drop,
     device: _Device = "auto",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Stop at the plan; write nothing.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Forecast time, memory and disk, then stop at the plan; write nothing."
+        ),
+    ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace an existing OUT; discard an unfinished run.")
+        bool,
+        typer.Option(
+            "--force", help="Replace an existing OUT; discard an unfinished run that had other options."
+        ),
     ] = False,
     json: _Json = False,
 ) -> None:

@@ -14,7 +14,7 @@ from ciuic_cli.budget import Allocation, allocate, smallest
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import packed_nbytes
+from ciuic_cli.codecs.packing import BITS, packed_nbytes
 from ciuic_cli.codecs.stack import stack_header_nbytes
 from ciuic_cli.errors import TargetError
 from ciuic_cli.passes import lowrank, prune
@@ -318,8 +318,9 @@ class _Solution:
             raise TargetError(
                 f"the target of {self.budget:,} bytes cannot be reached: the least is {least:,} bytes, "
                 f"a ratio of {original / least:.3f}",
-                remedy=f"ask for --ratio {np.floor(original / least * 100) / 100:.2f} or less, "
-                "or allow lower widths with --bits, or --prune",
+                remedy=f"ask for --ratio {np.floor(original / least * 100) / 100:.2f} or less"
+                + (", or allow lower widths with --bits" if BITS[1] not in self.widths else "")
+                + (", or --prune auto" if 0 not in self.widths else ""),
             ) from error
 
     def row_bits(self, allocation: Allocation) -> dict[str, NDArray[np.uint8]]:

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "memory", "interruption", "console", "estimates", "workers", "threads"),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
-    ("planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
+    ("units", "planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
     (
         *("pipeline", "run", "task", "evaluate", "bench", "benching", "report", "summary", "tables"),
         *("inspection", "opening", "inplace"),
