@@ -48,20 +48,22 @@ def test_fault_43_two_hundred_interrupted_runs_lose_nothing() -> None:
 
 
 KILL_AT_STEP = """
-import os, signal, sys
+import os, signal, sys, threading
 from ciuic_cli import cli, journal
 
-real, count = journal.write_atomically, 0
+real, count, lock = journal.write_atomically, 0, threading.Lock()
 step, how = int(sys.argv[1]), sys.argv[2]
 
 def counted(path, data):
     global count
-    count += 1
-    if count == step and how == "torn":
+    with lock:  # matrices are saved by several threads
+        count += 1
+        mine = count
+    if mine == step and how == "torn":
         path.with_name(f".{path.name}.part").write_bytes(data[: len(data) // 2])
         os.kill(os.getpid(), signal.SIGKILL)
     real(path, data)
-    if count == step:
+    if mine == step:
         os.kill(os.getpid(), signal.SIGKILL)
 
 journal.write_atomically = counted
