@@ -158,10 +158,14 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     return base + max([*layers, surroundings]) + plan
 
 
+def _beside(unit: Unit) -> int:
+    """How many matrices like it are worked on at once."""
+    return torch.get_num_threads() if working_bytes(unit) <= SIDE_BY_SIDE else 1
+
+
 def _busy_bytes(unit: Unit) -> int:
     """What work on the matrix takes, and on as many like it as are worked on side by side."""
-    nbytes = working_bytes(unit)
-    return nbytes * (torch.get_num_threads() if nbytes <= SIDE_BY_SIDE else 1)
+    return working_bytes(unit) * _beside(unit)
 
 
 def _seconds(
@@ -229,13 +233,11 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
     prepared = prepare(weight, importance)  # loads what is loaded once, too
     bits = np.full(len(prepared.weight) // 16, 4, np.uint8)
     some = prepare(weight[:CODED_ROWS], Importance(importance.inputs, torch.ones(min(CODED_ROWS, rows))))
-    beside = torch.get_num_threads() if working_bytes(unit) <= SIDE_BY_SIDE else 1
+    beside = _beside(unit)
 
     def clock(run: Callable[[], Any]) -> float:
-        return (
-            _clock(lambda: list(side_by_side(range(beside), lambda _: run())) if beside > 1 else run())
-            / beside
-        )
+        made = side_by_side(range(beside), lambda _: run(), lambda _: beside == 1)
+        return _clock(lambda: list(made)) / beside
 
     def noise() -> None:
         rounding_noise(prepared, bits, window, torch.Generator().manual_seed(0))

@@ -78,29 +78,22 @@ class Run:
         what: str,
         work: Sequence[int],
         make: Callable[[int], bytes],
-        beside: Callable[[int], bool] = lambda number: False,
+        alone: Callable[[int], bool] = lambda number: True,
     ) -> None:
         """Have the steps 0, 1, ... of one kind in the journal; `work` is what each of them takes, in any unit.
 
-        The largest come first, so that all workers end at about the same time; those that may be made `beside` each
-        other come last.
+        The largest come first, so that all workers end at about the same time. Those that need not be made `alone`
+        come last, side by side.
         """
 
         def have(number: int) -> None:
             if self.journal.load(_step(what, number)) is None:
                 self.journal.save(_step(what, number), make(number))
 
-        def count(number: int) -> None:
+        order = sorted(range(len(work)), key=lambda step: (not alone(step), -work[step]))
+        for number, _ in side_by_side(self.workers.take(what, order), have, alone):
             return_freed_memory()
             self.progress(what, self.workers.count(f"{what} done", work[number]), sum(work))
-
-        order = sorted(range(len(work)), key=lambda step: -work[step])
-        for number in self.workers.take(what, [number for number in order if not beside(number)]):
-            have(number)
-            count(number)
-        small = self.workers.take(f"{what} side by side", [number for number in order if beside(number)])
-        for number, _ in side_by_side(small, have):
-            count(number)
         self.workers.wait()
 
     def _matrices(self, what: str, make: Callable[[Unit], bytes]) -> None:
@@ -109,7 +102,7 @@ class Run:
             what,
             [unit.weights for unit in self.units],
             lambda number: make(self.units[number]),
-            lambda number: working_bytes(self.units[number]) <= SIDE_BY_SIDE,
+            lambda number: working_bytes(self.units[number]) > SIDE_BY_SIDE,
         )
 
     def _made(self, what: str, number: int) -> bytes:

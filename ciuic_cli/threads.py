@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -27,18 +28,27 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def side_by_side(items: Iterable[Item], make: Callable[[Item], Result]) -> Iterator[tuple[Item, Result]]:
+def side_by_side(
+    items: Iterable[Item], make: Callable[[Item], Result], alone: Callable[[Item], bool]
+) -> Iterator[tuple[Item, Result]]:
     """Every item with what `make` gives for it, in the order in which they are finished.
 
     As many are made at once as torch may use threads, each by a single one: several small products side by side
-    keep the cores busier than each product cut up among them.
+    keep the cores busier than each product cut up among them. Items that are to be made `alone` get all threads.
     The next item is taken when there is a thread for it.
     """
     threads = torch.get_num_threads()
-    if threads == 1:
-        for item in items:
-            yield item, make(item)
-        return
+    for large, group in itertools.groupby(items, alone):
+        if large or threads == 1:
+            for item in group:
+                yield item, make(item)
+        else:
+            yield from _pooled(group, make, threads)
+
+
+def _pooled(
+    items: Iterable[Item], make: Callable[[Item], Result], threads: int
+) -> Iterator[tuple[Item, Result]]:
     running: dict[Future[Result], Item] = {}
     with one_thread(), ThreadPoolExecutor(threads, "ciuic-work") as pool:
         try:

@@ -96,12 +96,25 @@ def _threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _never(item: int) -> bool:
+    return False
+
+
+def test_large_items_have_all_threads_between_the_others() -> None:
+    def make(item: int) -> int:
+        return torch.get_num_threads()
+
+    with _threads(3):
+        made = dict(side_by_side(range(9), make, lambda item: item in (0, 4, 5)))
+    assert made == {item: 3 if item in (0, 4, 5) else 1 for item in range(9)}
+
+
 @pytest.mark.parametrize("what", WORK)
 def test_work_side_by_side_has_the_same_bits(what: str) -> None:
     with _threads(1):
         alone = WORK[what](torch.Generator().manual_seed(0))
     with _threads(2):
-        made = dict(side_by_side(range(4), lambda _: WORK[what](torch.Generator().manual_seed(0))))
+        made = dict(side_by_side(range(4), lambda _: WORK[what](torch.Generator().manual_seed(0)), _never))
     assert sorted(made) == [0, 1, 2, 3]
     assert all(torch.equal(alone, each) for each in made.values())
 
@@ -115,14 +128,14 @@ def test_as_many_at_once_as_there_are_threads_each_with_one() -> None:
         return item * item
 
     with _threads(3):
-        assert dict(side_by_side(range(6), make)) == {item: item * item for item in range(6)}
+        assert dict(side_by_side(range(6), make, _never)) == {item: item * item for item in range(6)}
     assert seen == [1] * 6
 
 
 def test_items_are_taken_when_there_is_a_thread_for_them() -> None:
     taken: list[int] = []
     with _threads(2):
-        work = side_by_side((taken.append(item) or item for item in range(9)), lambda item: item)
+        work = side_by_side((taken.append(item) or item for item in range(9)), lambda item: item, _never)
         next(work)
         assert len(taken) <= 3
         work.close()
@@ -132,7 +145,7 @@ def test_items_are_taken_when_there_is_a_thread_for_them() -> None:
 def test_one_thread_makes_them_in_order_where_it_is() -> None:
     with _threads(1):
         here = threading.get_ident()
-        assert list(side_by_side(range(3), lambda item: threading.get_ident() - here)) == [
+        assert list(side_by_side(range(3), lambda item: threading.get_ident() - here, _never)) == [
             (0, 0),
             (1, 0),
             (2, 0),
@@ -148,5 +161,5 @@ def test_an_error_of_one_ends_them_all() -> None:
         made.append(item)
 
     with _threads(2), pytest.raises(KeyError):
-        list(side_by_side(range(100), make))
+        list(side_by_side(range(100), make, _never))
     assert len(made) < 10

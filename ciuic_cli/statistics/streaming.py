@@ -7,7 +7,6 @@ with, so no family needs code of its own here.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -156,13 +155,12 @@ class LayerStream:
             experts = enumerate(parameter) if parameter.dim() == 3 else [(None, parameter)]
             places |= {(prefix + name, expert): part for expert, part in experts}
 
-        def alone(place: torch.Tensor) -> bool:
-            return place.dim() == 2 and matrix_bytes(*place.shape, full_outputs=True) > SIDE_BY_SIDE
+        def alone(key: tuple[str, int | None]) -> bool:
+            shape = places[key].shape
+            return len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > SIDE_BY_SIDE
 
-        large = [key for key, place in places.items() if alone(place)]
-        found = ((key, override(*key)) for key in large)
-        small = [key for key in places if key not in large]
-        for key, value in itertools.chain(found, side_by_side(small, lambda key: override(*key))):
+        keys = sorted(places, key=alone)
+        for key, value in side_by_side(keys, lambda key: override(*key), alone):
             if value is not None:
                 places[key].copy_(value)
 

@@ -1,0 +1,73 @@
+"""Values of options, from what is written on the command line to what the pipeline gets."""
+
+from __future__ import annotations
+
+import pytest
+
+import ciuic_cli.pipeline
+from ciuic_cli import cli
+from ciuic_cli.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("4365952", 4365952),
+        ("17 B", 17),
+        ("500MB", 500_000_000),
+        ("500mb", 500_000_000),
+        ("1.5GB", 1_500_000_000),
+        ("8GiB", 8 * 2**30),
+        ("0.5KiB", 512),
+        ("2.3TB", 2_300_000_000_000),
+    ],
+)
+def test_sizes(written: str, expected: int) -> None:
+    assert cli.parse_size(written) == expected
+
+
+@pytest.mark.parametrize(
+    "written", ["", "GiB", "8G", "-1MB", "1e9", "0", "0MB", "1.5", "1.5B", "8 GiB x", "nan", "٣MB"]
+)
+def test_wrong_sizes(written: str) -> None:
+    with pytest.raises(UsageError):
+        cli.parse_size(written)
+
+
+def test_bits() -> None:
+    assert cli.parse_bits("8, 2,4,2") == (2, 4, 8)
+    for written in ("", "2,7", "1", "2,,3", "02", "two"):
+        with pytest.raises(UsageError, match="not among the possible widths"):
+            cli.parse_bits(written)
+
+
+def test_prune() -> None:
+    assert [cli.parse_prune(text) for text in ("off", "auto", "0", "0.25")] == ["off", "auto", 0.0, 0.25]
+    for written in ("1", "-0.1", "nan", "inf", "some", "25%"):
+        with pytest.raises(UsageError):
+            cli.parse_prune(written)
+
+
+def test_rank() -> None:
+    assert [cli.parse_rank(text) for text in ("off", "auto", "16", "160")] == ["off", "auto", 16, 160]
+    for written in ("0", "-16", "1.5", "many"):
+        with pytest.raises(UsageError):
+            cli.parse_rank(written)
+    with pytest.raises(UsageError, match="use 32"):
+        cli.parse_rank("17")
+
+
+def test_targets() -> None:
+    assert cli.target(None, None, None) == {"ratio": 4.0}
+    assert cli.target(2.5, None, None) == {"ratio": 2.5}
+    assert cli.target(None, 3.25, None) == {"target_bpw": 3.25}
+    assert cli.target(None, None, "1MiB") == {"target_size": 2**20}
+    with pytest.raises(UsageError, match="--ratio and --target-size"):
+        cli.target(4.0, None, "1MiB")
+
+
+def test_widths_and_efforts_are_those_of_the_code() -> None:
+    from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
+
+    assert set(cli.WIDTHS) == set(MSE_BY_WINDOW[16])
+    assert {level.value for level in cli.EffortLevel} == set(ciuic_cli.pipeline.EFFORTS)
