@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ciuic_cli.checkpoint.architecture import build_config, build_meta_model
+from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, positions_of
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.memory import peak_resident_bytes, resident_bytes, return_freed_memory
@@ -43,8 +43,9 @@ def measure(
         peak_rss_bytes: the most the process ever had, loading and running; peak_growth_bytes: that without
         what it had before loading. On a GPU also gpu_allocated_bytes, after loading, and gpu_peak_bytes, both
         from the allocator. load_seconds. prefill and decode: tokens/s as {"mean", "stdev"}, all sequences of
-        the batch together, over `repetitions` after one warm-up. prefill: `prompt_tokens` random tokens into
-        an empty cache, the logits of the last only. decode: `new_tokens` greedy steps after it.
+        the batch together, over `repetitions` after one warm-up (of a single one stdev is None). prefill:
+        `prompt_tokens` random tokens into an empty cache, the logits of the last only. decode: `new_tokens` greedy
+        steps after it.
     """
     place = choose_device(device)
     folder = locate(path)
@@ -128,8 +129,8 @@ def _settle() -> None:
 
 
 def _require_positions(config: Any, needed: int, folder: Path) -> None:
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and needed > positions:
+    positions = positions_of(config)
+    if positions is not None and needed > positions:
         raise UsageError(
             f"-p and -n ask for {needed} tokens, the model has {positions} positions",
             file=folder,
@@ -137,8 +138,8 @@ def _require_positions(config: Any, needed: int, folder: Path) -> None:
         )
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"mean": statistics.fmean(values), "stdev": statistics.stdev(values) if len(values) > 1 else 0.0}
+def _spread(values: list[float]) -> dict[str, float | None]:
+    return {"mean": statistics.fmean(values), "stdev": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def main(request: str) -> None:

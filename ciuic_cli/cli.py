@@ -115,7 +115,10 @@ def parse_rank(text: str) -> str | int:
     if text in ("off", "auto"):
         return text
     if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
-        raise UsageError(f"--rank {text!r} is neither off, auto nor a positive number")
+        raise UsageError(
+            f"--rank {text!r} is neither off, auto nor a positive number",
+            remedy=f"use a multiple of {RANK_STEP}",
+        )
     rank = int(text)
     if rank % RANK_STEP:
         raise UsageError(
@@ -141,7 +144,10 @@ def target(ratio: float | None, target_bpw: float | None, target_size: str | Non
         return {"target_size": parse_size(target_size)}
     if target_bpw is not None:
         if not 0 < target_bpw <= 16:
-            raise UsageError(f"--target-bpw {target_bpw:g} is not above 0 and at most 16 bits per weight")
+            raise UsageError(
+                f"--target-bpw {target_bpw:g} is not above 0 and at most 16 bits per weight",
+                remedy="4 is a quarter of 16-bit weights",
+            )
         return {"target_bpw": target_bpw}
     wanted = DEFAULT_RATIO if ratio is None else ratio
     if not (math.isfinite(wanted) and wanted >= 1):

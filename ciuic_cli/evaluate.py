@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ciuic_cli.checkpoint.architecture import build_config, positions_of
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.estimates import Floats, mean_of
@@ -20,6 +21,7 @@ from ciuic_cli.statistics.calibration import beginning, read_text, tokenize
 
 MINIMUM_TOKENS = 32
 """A last, partial window counts if it predicts at least so many tokens."""
+OWN_TEXT = "ciuic's own text"
 BLOCK_BYTES = 32 << 20
 """Bytes of one float64 block (positions x vocabulary); a few of them exist at a time."""
 
@@ -110,8 +112,8 @@ def evaluate(
     Returns:
         perplexity; stderr, its standard error by the delta method: perplexity times the standard error of the
         mean negative log-likelihood, whose samples are the windows (`stderr_samples`; the tokens if there
-        are fewer than MINIMUM_CLUSTERS windows); tokens (predicted ones); windows; seqlen; dtype; with base:
-        base_perplexity, base_stderr, perplexity_ratio and its perplexity_ratio_stderr (from paired
+        are fewer than MINIMUM_CLUSTERS windows); tokens (predicted ones); windows; text, its name; seqlen; dtype;
+        with base: base_perplexity, base_stderr, perplexity_ratio and its perplexity_ratio_stderr (from paired
         differences), kl_mean with its kl_stderr, kl_median, kl_p99 (nats per token, KL(base || model) over the
         whole vocabulary), top1_agreement.
 
@@ -121,7 +123,8 @@ def evaluate(
     """
     folders = [locate(folder) for folder in (path, base) if folder is not None]
     content = read_text(Path(text)) if text is not None else default_text()
-    positions = min(_positions(folder) for folder in folders)
+    configs = [build_config(read_config(folder), folder / "config.json") for folder in folders]
+    positions = min((found for config in configs if (found := positions_of(config))), default=seqlen)
     if positions < seqlen:
         hint(f"windows of {positions:,} tokens instead of {seqlen:,}: the model has no more positions")
         seqlen = positions
@@ -149,6 +152,7 @@ def evaluate(
             )
         progress("windows", number + 1, len(windows))
     return _summary(sums) | {
+        "text": OWN_TEXT if text is None else str(text),
         "seqlen": max(map(len, windows)),
         "dtype": str(model.dtype).removeprefix("torch."),
     }
@@ -176,12 +180,6 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
     )
     output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
     return str(tokenizer.decode(output[0], skip_special_tokens=True))
-
-
-def _positions(folder: Path) -> int:
-    config = read_config(folder)
-    found = config.get("max_position_embeddings", config.get("n_positions"))
-    return found if isinstance(found, int) and found > 0 else 1 << 30
 
 
 def _dtype(folders: list[Path], place: torch.device) -> torch.dtype | None:

@@ -118,7 +118,7 @@ def disk_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, budget: i
     """The most bytes that journal and output take at any time."""
     hidden, vocabulary = _width(model_map)
     state = 4 * text.tokens * hidden
-    sweeps = state * (len(model_map.layer_prefixes) + 2)
+    sweeps = state * (len(model_map.layer_prefixes) + 3)
     moments = sum(moment_bytes(parameter) for parameter in _compressed(model_map))
     embedding = 4 * hidden * hidden
     predictions = 4 * text.held_out * text.length * vocabulary

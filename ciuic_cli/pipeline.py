@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ciuic_cli.artifact import writer
+from ciuic_cli.checkpoint.architecture import positions_of
 from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -95,8 +96,9 @@ def compress(
         original = 2 * model_map.stored_numel
         budget = budget_of(original, ratio, target_bpw, target_size)
         level = EFFORTS[effort]
+        length = _sequence_length(seqlen, level.seqlen, positions_of(model_map.config))
         options = Options(
-            original / budget, effort, level.window, nsamples or level.nsamples, seqlen or level.seqlen,
+            original / budget, effort, level.window, nsamples or level.nsamples, length,
             seed, prune, rank, tuple(sorted(set(bits))), mtp, device,
         )  # fmt: skip
         passes = PassOptions(options.bits, options.window, prune, rank)
@@ -116,6 +118,17 @@ def compress(
         if workers.leads:
             return _lead(task(), out, workers, started, dry_run, force, progress, hint)
         return _follow(task, workers, dry_run)
+
+
+def _sequence_length(asked: int | None, usual: int, positions: int | None) -> int:
+    """Tokens of a calibration sequence: what was asked for, or what is usual where the model has room for it."""
+    if asked is None:
+        return usual if positions is None else min(usual, positions)
+    if positions is not None and asked > positions:
+        raise UsageError(
+            f"--seqlen {asked}: the model has {positions} positions", remedy=f"use at most {positions}"
+        )
+    return asked
 
 
 def _lead(

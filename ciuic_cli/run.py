@@ -13,6 +13,7 @@ import torch
 from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.schema import quantization_config
+from ciuic_cli.card import render_card
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.trellis import decode_dense
@@ -62,12 +63,11 @@ class Run:
         folder, step = self.journal.folder / "statistics", "statistics.done"
         if not self.workers.tell(self.workers.leads and self.journal.sealed(step, folder)):
             if self.workers.leads:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
+                folder.mkdir(exist_ok=True)
             self.workers.wait()
             collect_statistics(
                 self.map, self.task.calibration, folder, device=self.device, seed=self.options.seed,
-                progress=self.progress, workers=self.workers,
+                progress=self.progress, workers=self.workers, journal=self.journal,
             )  # fmt: skip
             if self.workers.leads:
                 self.journal.seal(step, folder)
@@ -212,6 +212,8 @@ class Run:
         text = json.dumps(report, indent=2)
         (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")
         (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
+        card = render_card(report, self.map.config.model_type)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         writer.write_checksums(folder)
         return report
 

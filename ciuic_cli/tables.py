@@ -175,7 +175,7 @@ def show_evaluation(console: Console, found: Mapping[str, Any], title: str) -> N
         for key, label in _EVALUATION.items()
         if key in found
     ]
-    console.table(f"{title}: {found['tokens']:,} tokens", ["", "value"], rows)
+    console.table(f"{title}: {found['tokens']:,} tokens of {found['text']}", ["", "value"], rows)
     for key, label in (("text_before", "before"), ("text_after", "after")):
         if key in found:
             console.data(f"\n{label}: {found[key]}")
@@ -213,5 +213,5 @@ def show_bench(console: Console, found: Mapping[str, Any], title: str) -> None:
 
 def _bench_cell(key: str, value: Any) -> str:
     if isinstance(value, Mapping):
-        return f"{value['mean']:.1f} ± {value['stdev']:.1f}"
+        return f"{value['mean']:.1f}" + ("" if value["stdev"] is None else f" ± {value['stdev']:.1f}")
     return f"{value:.2f} s" if key == "load_seconds" else readable_bytes(value)

@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("statistics", "passes", "artifact", "kernels"),
     ("units", "planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
     (
-        *("pipeline", "run", "task", "evaluate", "bench", "benching", "report", "summary", "tables"),
+        *("pipeline", "run", "task", "evaluate", "bench", "benching", "card", "report", "summary", "tables"),
         *("inspection", "opening", "inplace"),
     ),
     ("cli",),

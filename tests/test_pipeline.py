@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import ciuic_cli
 from ciuic_cli import pipeline
-from ciuic_cli.errors import InputError, TargetError
+from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.verification import verify
 
 TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 60
@@ -67,6 +69,34 @@ def test_budget_is_kept_and_every_matrix_compressed(
     spread = float((p.exp() * (p - p.mean(-2, keepdim=True))).sum(-1).mean())
     assert 0 <= kl < max(0.15 * spread, 1e-3)
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 24)
+
+
+def test_its_card_says_how_it_is_loaded(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    """The README.md is a model card as the hub reads them, its figures are the report's, its code runs as it stands."""
+    out = tmp_path / "out"
+    report = _compress(tiny_checkpoint("llama"), out, text)
+    card = ModelCard.load(out / "README.md")
+    assert card.data.library_name == "transformers"
+    assert f"{report['bits_per_weight']:.3f} bits per weight" in card.text
+    assert f"measured {report['measured_kl']:.3g} ±" in card.text
+    (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
+    assert code.startswith("import ciuic_cli\n")
+    names: dict[str, Any] = {}
+    exec(code.replace("path/to/this/folder", str(out)), names)
+    ids = names["tokenizer"]("Pack my box", return_tensors="pt").input_ids
+    assert torch.isfinite(names["model"](ids).logits).all()
+
+
+def test_sequences_are_no_longer_than_the_positions(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source, out = tiny_checkpoint("llama"), tmp_path / "out"
+    with pytest.raises(UsageError, match="--seqlen 257: the model has 256 positions"):
+        _compress(source, out, text, seqlen=257)
+    assert not out.exists()
+    assert _compress(source, out, text, seqlen=None, dry_run=True)["options"]["seqlen"] == 256
 
 
 def test_same_input_same_bytes(tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path) -> None:

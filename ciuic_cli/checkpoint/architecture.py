@@ -181,6 +181,13 @@ def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
                 _absurd(key, value, f"between {least} and {limit}", file)
 
 
+def positions_of(config: PretrainedConfig) -> int | None:
+    """Tokens of the longest text that the model was made for; None where its config does not say."""
+    text = config.get_text_config()
+    found = (getattr(text, key, None) for key in _POSITION_KEYS)
+    return next((value for value in found if isinstance(value, int)), None)
+
+
 def _check_routing(config: PretrainedConfig, file: Path | None) -> None:
     """Experts per token and groups of experts that fit the experts; transformers finds out while it runs."""
     text = config.get_text_config()

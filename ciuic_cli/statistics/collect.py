@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import nn
+from safetensors.torch import load_file, save_file
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
+from ciuic_cli.statistics.marks import Journal, Marks
 from ciuic_cli.statistics.moments import Key, MomentRecorder, Moments, Watched
-from ciuic_cli.statistics.streaming import Carry, LayerStream, Progress, compute_dtype
+from ciuic_cli.statistics.store import file_digest
+from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
 from ciuic_cli.threads import one_thread
 from ciuic_cli.workers import Workers
@@ -44,6 +48,7 @@ class Statistics:
         index = json.loads((folder / INDEX).read_text())
         self.total_tokens: int = index["tokens"]
         self._file: dict[str, str] = index["files"]
+        self._uses: dict[str, str] = index["uses"]
         self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
 
     def _read(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
@@ -58,7 +63,7 @@ class Statistics:
 
         Nothing is where no gradient passes: an indexer's choice of tokens has none.
         """
-        return name in self._file
+        return name in self._file or name in self._uses
 
     def tokens(self, name: str, expert: int | None = None) -> int:
         """Calibration tokens that reached the matrix."""
@@ -75,9 +80,9 @@ class Statistics:
         return self._shrunk(name, "outputs", expert)
 
     def embedding_use(self, name: str) -> EmbeddingUse | None:
-        moment = self._read(name, "embedding_moment", None)
-        frequency = self._read(name, "embedding_frequency", None)
-        return None if moment is None or frequency is None else EmbeddingUse(moment, frequency)
+        if name not in self._uses:
+            return None
+        return EmbeddingUse(**load_file(self.folder / self._uses[name]))
 
     def _shrunk(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
         """One matrix's moment; an expert's is shrunk towards the pool of its layer by token count.
@@ -111,13 +116,18 @@ class Statistics:
         return mixed * max(tokens, 1) / self.total_tokens
 
 
+_WRITTEN = ("files", "uses", "expert_tokens", "digests")
+
+
 class _Writer:
     """Writes each matrix's moments, normalised, to a file of its own; nothing is held twice in memory."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         self.folder, self.tokens = folder, tokens
         self.files: dict[str, str] = {}
+        self.uses: dict[str, str] = {}
         self.expert_tokens: dict[str, dict[str, int]] = {}
+        self.digests: dict[str, str | None] = {}
 
     def write(self, moments: Mapping[Key, Moments]) -> None:
         by_name: dict[str, dict[int | None, Moments]] = {}
@@ -139,25 +149,37 @@ class _Writer:
             label = name if expert is None else f"{name}|{expert}"
             tensors[f"{label}|inputs"] = found.inputs.div_(max(found.energy, 1e-30))
             tensors[f"{label}|outputs"] = found.outputs.div_(self.tokens)
-        self.add(name, tensors)
+        self.files[name] = self._save(name, tensors)
 
-    def add(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
-        """Write tensors of one matrix, beside those that its file has already."""
-        path = self.folder / self.files.setdefault(name, f"{name}.safetensors")
-        if path.exists():
-            with safe_open(path, framework="pt") as file:
-                tensors = tensors | {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, path)
+    def write_use(self, name: str, use: EmbeddingUse) -> None:
+        self.uses[name] = self._save(f"{name}.use", asdict(use))
+
+    def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
+        file = f"{name}.safetensors"
+        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, self.folder / file)
+        self.digests[file] = file_digest(self.folder / file)
+        return file
+
+    def state(self) -> dict[str, Any]:
+        """What is written so far, for `restore`."""
+        return {key: getattr(self, key) for key in _WRITTEN}
+
+    def restore(self, state: Mapping[str, Any]) -> bool:
+        """Take over what an earlier process wrote here; False, and nothing taken, where a file has other bytes."""
+        intact = all(file_digest(self.folder / file) == digest for file, digest in state["digests"].items())
+        if intact:
+            for key in _WRITTEN:
+                setattr(self, key, state[key])
+        return intact
 
     def finish(self, workers: Workers) -> None:
         """The first worker writes down who wrote what."""
-        files, expert_tokens = dict[str, str](), dict[str, dict[str, int]]()
-        for their_files, their_tokens in workers.gather((self.files, self.expert_tokens)):
-            files |= their_files
-            expert_tokens |= their_tokens
+        found: dict[str, dict[str, Any]] = {"files": {}, "uses": {}, "expert_tokens": {}}
+        for theirs in workers.gather({key: getattr(self, key) for key in found}):
+            for key, mine in found.items():
+                mine |= theirs[key]
         if workers.leads:
-            index = {"tokens": self.tokens, "files": files, "expert_tokens": expert_tokens}
-            (self.folder / INDEX).write_text(json.dumps(index))
+            (self.folder / INDEX).write_text(json.dumps({"tokens": self.tokens, **found}))
         workers.wait()
 
 
@@ -170,6 +192,7 @@ def _pool(experts: Sequence[Moments]) -> Moments:
     return pool
 
 
+_FREQUENCY = "frequency"
 CHUNK = 4
 """Sequences that run through a layer at a time."""
 
@@ -184,6 +207,7 @@ def collect_statistics(
     progress: Progress,
     chunk: int = CHUNK,
     workers: Workers | None = None,
+    journal: Journal | None = None,
 ) -> Statistics:
     """Record G and H of every compressible matrix over the calibration sequences.
 
@@ -195,6 +219,7 @@ def collect_statistics(
         batches: LongTensor (sequences, length).
         folder: receives one safetensors file per parameter and `statistics.json`.
         workers: share the sequences; the files have the same bytes for any number of them. The folder is theirs all.
+        journal: with it, sweeps that were killed go on behind the last layer that was finished.
     """
     workers = workers or Workers()
     chunks = batches.split(chunk)
@@ -206,8 +231,8 @@ def collect_statistics(
         device=device, dtype=compute_dtype(device),
     )  # fmt: skip
     return _Collection(
-        model_map, stream, _Writer(folder, batches.numel()), workers, seed, progress, chunk, numbers,
-        [range(begin, end) for begin, end in itertools.pairwise(ends)],
+        model_map, stream, _Writer(folder, batches.numel()), workers, Marks(journal, workers), seed, progress, chunk,
+        numbers, [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
 
 
@@ -222,6 +247,7 @@ class _Collection:
     stream: LayerStream
     writer: _Writer
     workers: Workers
+    marks: Marks
     seed: int
     progress: Progress
     chunk: int
@@ -229,34 +255,71 @@ class _Collection:
     segments: list[range]
 
     def run(self) -> Statistics:
-        self.stream.forward(self.progress, keep=True)
-        frequency = self._head()
-        self.stream.backward(self._layer, self.progress)
-        self._embedding(frequency)
+        """The steps in order, from the first that is not finished yet: forward, head, backward, embedding."""
+        layers = len(self.stream.prefixes)
+        steps: list[tuple[str, Callable[[], None]]] = [
+            *(("forward", partial(self.stream.forward_layer, number)) for number in range(layers)),
+            ("head", self._head),
+            *(("backward", partial(self._layer, number)) for number in reversed(range(layers))),
+            ("embedding", self._embedding),
+        ]
+        begun = self._resumed(len(steps))
+        if begun < len(steps):
+            self.stream.begin()
+        for number, (what, step) in enumerate(steps[begun:], begun):
+            step()
+            if number >= layers:
+                self.stream.sweep()  # all have marked the step before this one, else they would not have met in it
+                self.stream.release(2 * layers - number)
+            self.marks.save(number, self._state())
+            if what in ("forward", "backward"):
+                self.progress(what, number % (layers + 1) + 1, layers)
         self.writer.finish(self.workers)
+        shutil.rmtree(self.stream.folder)
         return Statistics(self.writer.folder)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "hidden": self.stream.hidden.contents(), "gradient": self.stream.gradient.contents(),
+            "written": self.writer.state(),
+        }  # fmt: skip
+
+    def _resumed(self, steps: int) -> int:
+        """How many steps are finished, with what they left taken over."""
+        last = self.marks.last(steps)
+        if last is None:
+            return 0
+        step, state = last
+        intact = (
+            self.stream.hidden.restore(state["hidden"])
+            and self.stream.gradient.restore(state["gradient"])
+            and self.writer.restore(state["written"])
+        )
+        return step + 1 if all(self.workers.gather(intact)) else 0
 
     def _sums(self, names: Sequence[str]) -> OrderedSums:
         return OrderedSums(self.workers, names, self.stream.device)
 
-    def _layer(self, prefix: str, layer: nn.Module, carry: Carry) -> None:
-        watched = [
-            Watched(prefix + name, tensor)
-            for name, tensor in layer.named_parameters()
-            if (parameter := self.map.parameters.get(prefix + name)) is not None and parameter.compress
-        ]
-        sums = self._sums([item.name for item in watched])
-        for segment in self.segments:
-            recorder = MomentRecorder(watched, self.stream.dtype)
-            with recorder:
-                carry(segment)
-            sums.add(recorder.moments)
+    def _layer(self, number: int) -> None:
+        prefix = self.stream.prefixes[number]
+        with self.stream.backward_layer(number) as (layer, carry):
+            watched = [
+                Watched(prefix + name, tensor)
+                for name, tensor in layer.named_parameters()
+                if (parameter := self.map.parameters.get(prefix + name)) is not None and parameter.compress
+            ]
+            sums = self._sums([item.name for item in watched])
+            for segment in self.segments:
+                recorder = MomentRecorder(watched, self.stream.dtype)
+                with recorder:
+                    carry(segment)
+                sums.add(recorder.moments)
         self.writer.write(sums.totals)
 
-    def _head(self) -> torch.Tensor | None:
+    def _head(self) -> None:
         """G's diagonal and H of the head, and the gradient below it.
 
-        Returns the mean prediction (vocabulary,) to the first worker, which owns both. The head's diagonal is the
+        The first worker, which owns both, keeps the mean prediction (vocabulary,) too. The head's diagonal is the
         exact expectation p (1 - p) over the sampled label, so that rare tokens have a smooth estimate instead of a
         few counts.
         """
@@ -301,31 +364,27 @@ class _Collection:
                 predictions.add({(name, None): mean} if segment else {})
         handle.remove()
         self.writer.write(sums.totals)
-        if not predictions.totals:
-            return None
-        total = predictions.totals[name, None].outputs
-        with one_thread():
-            return total / total.sum()
+        if predictions.totals:
+            total = predictions.totals[name, None].outputs
+            with one_thread():
+                self.stream.hidden.put(_FREQUENCY, total / total.sum())
 
-    def _embedding(self, frequency: torch.Tensor | None) -> None:
-        """Fisher information at the embedding's output, from the gradients that arrived below the first layer.
-
-        frequency: what `_head` returned.
-        """
+    def _embedding(self) -> None:
+        """Fisher information at the embedding's output, from the gradients that arrived below the first layer."""
         name = next(p.name for p in self.map.parameters.values() if p.role == "embedding")
         width = self.map.parameters[name].shape[1]
         sums = self._sums([name])
         for segment in self.segments:
             part = _nothing(0, width, self.stream.device)
             for index in segment:
-                g = self.stream.gradient.get(str(index), self.stream.device).reshape(-1, width)
+                g = self.stream.gradient.get(f"0.{index}", self.stream.device).reshape(-1, width)
                 part.inputs.addmm_(g.T, g)
-                self.stream.gradient.drop(str(index))
             sums.add({(name, None): part} if segment else {})
-        if frequency is not None:
+        if sums.totals:
             moment = sums.totals[name, None].inputs / self.writer.tokens
-            extra = {f"{name}|embedding_moment": moment, f"{name}|embedding_frequency": frequency}
-            self.writer.add(name, extra)  # tied: both uses in one file
+            frequency = self.stream.hidden.get(_FREQUENCY, self.stream.device)
+            self.writer.write_use(name, EmbeddingUse(moment, frequency))
+            self.stream.hidden.drop(_FREQUENCY)
 
 
 def label_seed(seed: int, sequence: int) -> int:

@@ -49,7 +49,7 @@ class KLMeter:
     def _run(self, override: Override | None) -> list[Floats]:
         """KL of every token, one array per sequence; nothing while the original itself runs."""
         self._stream.override = override
-        self._stream.forward(self._progress, keep=False)
+        self._stream.forward(self._progress)
         found: list[Floats] = []
         row = 0
 

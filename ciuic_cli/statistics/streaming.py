@@ -96,6 +96,7 @@ class LayerStream:
             .requires_grad_(False)
         )
         self.chunks = list(chunks)
+        self.folder = folder
         self.hidden = TensorFolder(folder / "hidden")
         self.gradient = TensorFolder(folder / "gradient")
         self.prefixes = list(model_map.layer_prefixes)
@@ -173,29 +174,46 @@ class LayerStream:
         return self._arguments[prefix, self.chunks[index].shape[0]]
 
     def begin(self) -> None:
-        """Embed every chunk: the first layer's inputs and every layer's arguments."""
+        """Embed every chunk: the first layer's inputs, unless they are there still, and every layer's arguments."""
         with self.surroundings() as stand_ins, torch.no_grad(), self.precision():
             for index, tokens in enumerate(self.chunks):
                 self.model(input_ids=tokens.to(self.device), use_cache=False, logits_to_keep=1)
                 assert stand_ins[0].hidden is not None
-                self.hidden.put(f"0.{index}", stand_ins[0].hidden)
+                if f"0.{index}" not in self.hidden.contents():
+                    self.hidden.put(f"0.{index}", stand_ins[0].hidden)
                 for prefix, stand_in in zip(self.prefixes, stand_ins, strict=True):
                     self._arguments.setdefault((prefix, tokens.shape[0]), stand_in.kwargs)
 
-    def forward(self, progress: Progress, *, keep: bool) -> None:
-        """All layers forward; with `keep`, each layer's input stays in `hidden` as "<layer>.<chunk>"."""
+    def forward(self, progress: Progress) -> None:
+        """All layers forward; what goes into the head stays in `hidden`."""
         self.begin()
-        for number, prefix in enumerate(self.prefixes):
-            with self.weights(prefix) as layer, torch.no_grad(), self.precision():
-                for index in range(len(self.chunks)):
-                    hidden = self.hidden.get(f"{number}.{index}", self.device)
-                    output = layer(hidden, **self.arguments(prefix, index))
-                    output = output[0] if isinstance(output, tuple) else output
-                    self._require_finite(output, prefix)
-                    self.hidden.put(f"{number + 1}.{index}", output)
-                    if not keep:
-                        self.hidden.drop(f"{number}.{index}")
+        for number in range(len(self.prefixes)):
+            self.forward_layer(number)
+            self.release(number)
+            self.sweep()
             progress("forward", number + 1, len(self.prefixes))
+
+    def forward_layer(self, number: int) -> None:
+        """One layer forward: "<number>.<chunk>" in `hidden` to "<number + 1>.<chunk>"."""
+        prefix = self.prefixes[number]
+        with self.weights(prefix) as layer, torch.no_grad(), self.precision():
+            for index in range(len(self.chunks)):
+                hidden = self.hidden.get(f"{number}.{index}", self.device)
+                output = layer(hidden, **self.arguments(prefix, index))
+                output = output[0] if isinstance(output, tuple) else output
+                self._require_finite(output, prefix)
+                self.hidden.put(f"{number + 1}.{index}", output)
+
+    def release(self, number: int) -> None:
+        """Forget the inputs of a layer, and the gradients at its output; what follows the last layer is one too."""
+        for index in range(len(self.chunks)):
+            self.hidden.drop(f"{number}.{index}")
+            self.gradient.drop(f"{number + 1}.{index}")
+
+    def sweep(self) -> None:
+        """Remove the files of what was released."""
+        self.hidden.sweep()
+        self.gradient.sweep()
 
     def _require_finite(self, output: torch.Tensor, prefix: str) -> None:
         """The original's activations; what changed weights lead to is for the measurement to show."""
@@ -233,35 +251,27 @@ class LayerStream:
                         if leaf.grad is not None:
                             gradients.append(leaf.grad)
                     if gradients:
-                        self.gradient.put(str(index), torch.cat(gradients))
-                    self.hidden.drop(f"{last}.{index}")
+                        self.gradient.put(f"{last}.{index}", torch.cat(gradients))
 
             yield carry
 
-    def backward(self, visit: Callable[[str, nn.Module, Carry], None], progress: Progress) -> None:
-        """All layers in reverse: recompute each from its input and carry the gradient down.
+    @contextmanager
+    def backward_layer(self, number: int) -> Iterator[tuple[nn.Module, Carry]]:
+        """One layer for running it backward: it is recomputed from its input, and the gradient carried down.
 
-        `visit(prefix, layer, carry)` has every chunk carried once.
+        The gradients "<number + 1>.<chunk>" in `gradient` become "<number>.<chunk>".
         """
-        for number in reversed(range(len(self.prefixes))):
-            prefix = self.prefixes[number]
-            with self.weights(prefix) as layer:
+        prefix = self.prefixes[number]
+        with self.weights(prefix) as layer:
 
-                def carry(
-                    chunks: Sequence[int],
-                    number: int = number,
-                    prefix: str = prefix,
-                    layer: nn.Module = layer,
-                ) -> None:
-                    for index in chunks:
-                        hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
-                        with self.precision():
-                            output = layer(hidden, **self.arguments(prefix, index))
-                        output = output[0] if isinstance(output, tuple) else output
-                        output.backward(self.gradient.get(str(index), self.device, output.dtype))
-                        assert hidden.grad is not None
-                        self.gradient.put(str(index), hidden.grad)
-                        self.hidden.drop(f"{number}.{index}")
+            def carry(chunks: Sequence[int]) -> None:
+                for index in chunks:
+                    hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
+                    with self.precision():
+                        output = layer(hidden, **self.arguments(prefix, index))
+                    output = output[0] if isinstance(output, tuple) else output
+                    output.backward(self.gradient.get(f"{number + 1}.{index}", self.device, output.dtype))
+                    assert hidden.grad is not None
+                    self.gradient.put(f"{number}.{index}", hidden.grad)
 
-                visit(prefix, layer, carry)
-            progress("backward", len(self.prefixes) - number, len(self.prefixes))
+            yield layer, carry
