@@ -41,6 +41,7 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     weight = read_unit(model_map, unit)
     importance = importance_of(unit, statistics)
     prepared = prepare(weight, importance)
+    importance = replace(importance, contexts=None)  # as large as the matrix, and used up
     gone = removal_loss(weight, importance)
     rest = {}
     if options.rank != "off" and unit.role not in PLAIN_ROLES:

@@ -114,16 +114,21 @@ def _width(model_map: ModelMap) -> tuple[int, int]:
     return streams * int(config.hidden_size), int(config.vocab_size)
 
 
+def vocabulary_bytes(model_map: ModelMap) -> int:
+    """Bytes of the statistics of tokens: contexts and frequencies, and the moment below the embedding."""
+    hidden, vocabulary = _width(model_map)
+    return 4 * (vocabulary * hidden + vocabulary + hidden * hidden)
+
+
 def disk_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, budget: int) -> int:
     """The most bytes that journal and output take at any time."""
     hidden, vocabulary = _width(model_map)
     state = 4 * text.tokens * hidden
     sweeps = state * (len(model_map.layer_prefixes) + 3)
     moments = sum(moment_bytes(parameter) for parameter in _compressed(model_map))
-    embedding = 4 * hidden * hidden
     predictions = 4 * text.held_out * text.length * vocabulary
     arms = sum(5 * 8 * unit.groups + 1500 for unit in units)
-    return max(sweeps, moments + embedding + predictions + arms + 2 * budget)
+    return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget)
 
 
 def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int, *, halved: bool) -> int:
@@ -153,7 +158,8 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     ends = 4 * sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
-    surroundings = ends + max(LOGIT_COPIES * 4 * text.length * vocabulary, outside)
+    logits = LOGIT_COPIES * 4 * text.length * vocabulary
+    surroundings = ends + max(logits + 2 * vocabulary_bytes(model_map), outside)
     plan = PLAN_BYTES * sum(unit.groups for unit in units)
     return base + max([*layers, surroundings]) + plan
 
@@ -184,7 +190,7 @@ def _seconds(
     read = _time_reading(model_map, units)
     weights = sum(parameter.numel for parameter in _run(model_map))
     roles = len({unit.role for unit in units if unit.role not in MTP_ROLES})
-    moments = sum(
+    moments = vocabulary_bytes(model_map) / 4 + sum(
         _moment_work(p) * (_share(model_map) if len(p.shape) == 3 else 1) for p in _compressed(model_map)
     )
     # Forward, again before the backward pass, and as much for the gradients there; then both moments of every token.

@@ -37,16 +37,22 @@ _PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "1
 """Products whose compiled code is kept: by oneDNN, and by what stands between it and torch."""
 _WEIGHT_COPIES = 7
 """Float32 copies of a matrix that preparing, probing or rounding it holds at its peak."""
+_CONTEXT_COPIES = 3
+"""As many more where the rows have contexts of their own: those, and what rounding makes of them."""
 _MOMENT_COPIES = 8
 """The same of each of its moments: in double precision, its factor, and their temporaries."""
 SIDE_BY_SIDE = 256 << 20
 """Work that takes more bytes than this is done alone, by all threads together."""
 
 
-def matrix_bytes(rows: int, cols: int, *, full_outputs: bool) -> int:
-    """The most bytes that preparing, probing or rounding a matrix takes; its G in full or not."""
+def matrix_bytes(rows: int, cols: int, *, full_outputs: bool, contexts: bool = False) -> int:
+    """The most bytes that preparing, probing or rounding a matrix takes.
+
+    full_outputs: G is a matrix, not only its diagonal. contexts: the rows differ in their inputs.
+    """
     squares = cols**2 + (rows**2 if full_outputs else 0)
-    return 4 * (_WEIGHT_COPIES * rows * cols + _MOMENT_COPIES * squares)
+    copies = _WEIGHT_COPIES + (_CONTEXT_COPIES if contexts else 0)
+    return 4 * (copies * rows * cols + _MOMENT_COPIES * squares)
 
 
 def return_freed_memory() -> None:

@@ -22,7 +22,7 @@ from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
 from ciuic_cli.encoding import arranged, read_unit
 from ciuic_cli.passes.linear_algebra import solve_transposed
-from ciuic_cli.passes.quantize import BLOCK, Prepared, prepare
+from ciuic_cli.passes.quantize import BLOCK, Prepared, RowFeedback, prepare
 from ciuic_cli.planning import Plan
 from ciuic_cli.statistics.collect import Statistics
 from ciuic_cli.statistics.streaming import Override
@@ -48,11 +48,22 @@ def rounding_noise(
     noise *= (variance.sqrt() * prepared.deviation)[:, None]
     if prepared.outputs.factor is not None:
         noise = solve_transposed(prepared.outputs.factor, noise)
+    if prepared.own is not None:
+        _undo_drift(noise, prepared.own)
     if prepared.inputs.factor is not None:
         noise = solve_transposed(prepared.inputs.factor, noise.T).T
     rounded = prepared.weight - noise
     rounded[torch.from_numpy(row_bits == 0).repeat_interleave(BLOCK)] = 0.0
     return inverse_transform(rounded[: prepared.rows], prepared.cols)
+
+
+def _undo_drift(noise: torch.Tensor, own: RowFeedback) -> None:
+    """Move the noise (m, n) as rounding moves its targets, block after block, the last one first; in place."""
+    drift = torch.zeros(len(noise), 1)
+    for begin in reversed(range(0, noise.shape[1], BLOCK)):
+        block = noise[:, begin : begin + BLOCK]
+        block -= own.pull[:, begin : begin + BLOCK] * drift
+        drift += (block * own.direction[:, begin : begin + BLOCK]).sum(1, keepdim=True)
 
 
 def probes_of(plan: Plan, layers: Sequence[str]) -> list[list[Unit]]:

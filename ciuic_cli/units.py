@@ -62,7 +62,8 @@ def full_outputs(role: str, rows: int) -> bool:
 
 def working_bytes(unit: Unit) -> int:
     """The most bytes that preparing, probing or rounding the matrix takes."""
-    return matrix_bytes(unit.rows, unit.cols, full_outputs=full_outputs(unit.role, unit.rows))
+    full = full_outputs(unit.role, unit.rows)
+    return matrix_bytes(unit.rows, unit.cols, full_outputs=full, contexts=unit.role in EMBEDDING_ROLES)
 
 
 def units_of(parameters: Iterable[Parameter]) -> list[Unit]:
@@ -91,6 +92,8 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
     h = statistics.input_moment(unit.name, unit.expert)
     g = statistics.output_fisher(unit.name, unit.expert)
     use = statistics.embedding_use(unit.name)
+    contexts = statistics.contexts(unit.name)
+    as_head = None if contexts is None or g is None else (1 - UNIFORM_SHARE) * g
     if g is not None and g.dim() == 1:
         g = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
     if use is not None:
@@ -106,9 +109,13 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
     if h is None or g is None:  # not covered by the statistics; `level_uncovered` sets the scale
         h = torch.eye(unit.cols) / unit.cols
         g = torch.ones(unit.rows)
+    if contexts is not None and as_head is not None:
+        # They hold for the head's share of what a row costs, and leave what all rows have in common.
+        contexts *= (as_head / g.clamp_min(1e-30)).sqrt()[:, None]
+        h = h - (contexts * (g / g.sum())[:, None]).T @ contexts
     if unit.role in EMBEDDING_ROLES and g.dim() == 1:
         g = tempered(g)
-    return Importance(h, g)
+    return Importance(h, g, contexts)
 
 
 def tempered(importance: torch.Tensor) -> torch.Tensor:

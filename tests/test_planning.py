@@ -191,6 +191,9 @@ class _PlainStatistics:
     def output_fisher(self, name: str, expert: int | None) -> torch.Tensor:
         return torch.ones(self.shapes[name][-2])
 
+    def contexts(self, name: str) -> None:
+        return None
+
     def embedding_use(self, name: str) -> EmbeddingUse | None:
         return None
 

@@ -18,6 +18,7 @@ def _statistics(**parts: Any) -> Statistics:
         input_moment=lambda name, expert: parts.get("h"),
         output_fisher=lambda name, expert: parts.get("g"),
         embedding_use=lambda name: parts.get("use"),
+        contexts=lambda name: parts.get("contexts"),
     )
     return cast(Statistics, found)
 

@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
 _STATUS = {
@@ -33,7 +33,7 @@ _MATRIX = (*[_pointer] * 4, _long, _long, _int)  # codes, group offsets, bits, s
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_abi_version": (_int, ()),
     "ciuic_cpu_kernels": (ctypes.c_char_p, ()),
-    "ciuic_round": (_int, (_pointer, _long, _long, *[_pointer] * 4, _int, _int, *[_pointer] * 4)),
+    "ciuic_round": (_int, (_pointer, _long, _long, *[_pointer] * 6, _int, _int, *[_pointer] * 4)),
     "ciuic_decode": (_int, (*_MATRIX, _long, _long, _pointer, _int, _int)),
     "ciuic_decode_rows": (_int, (*_MATRIX, _pointer, _long, _pointer, _int)),
     "ciuic_matmul": (

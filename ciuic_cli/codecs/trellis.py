@@ -36,6 +36,7 @@ def round_matrix(
     L: int = DEFAULT_WINDOW,
     input_feedback: torch.Tensor | None = None,
     output_feedback: torch.Tensor | None = None,
+    row_feedback: tuple[torch.Tensor, torch.Tensor] | None = None,
     threads: int | None = None,
     progress: ctypes.c_long | None = None,
 ) -> tuple[npt.NDArray[np.uint8], torch.Tensor]:
@@ -54,6 +55,8 @@ def round_matrix(
         input_feedback: A, float32 [cols_padded, cols_padded]; only what lies below its 16 x 16 diagonal
             blocks is read.
         output_feedback: B, float32 [rows_padded, rows_padded]; likewise.
+        row_feedback: (direction, pull), each float32 [rows_padded, cols_padded], beside an input_feedback: row r of
+            the target of tile J moves by pull_rJ times the sum over J' > J of P_rJ' · direction_rJ'.
         threads: default torch.get_num_threads(). The result does not depend on it.
         progress: counts finished tiles while the call runs; another thread may read it.
 
@@ -75,6 +78,9 @@ def round_matrix(
         )
     a = None if input_feedback is None else _matrix(input_feedback, (cols, cols), "input_feedback")
     b = None if output_feedback is None else _matrix(output_feedback, (rows, rows), "output_feedback")
+    c, d = (None, None) if row_feedback is None else row_feedback
+    direction = None if c is None else _matrix(c, (rows, cols), "direction")
+    pull = None if d is None else _matrix(d, (rows, cols), "pull")
     offsets = group_offsets(bits, cols)
     codes = np.zeros(int(bits.astype(np.int64).sum()) * 2 * cols, dtype=np.uint8)
     decoded = torch.empty_like(weight)
@@ -86,6 +92,8 @@ def round_matrix(
             cols,
             None if a is None else a.data_ptr(),
             None if b is None else b.data_ptr(),
+            None if direction is None else direction.data_ptr(),
+            None if pull is None else pull.data_ptr(),
             scales.ctypes.data,
             bits.ctypes.data,
             L,

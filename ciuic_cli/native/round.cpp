@@ -103,6 +103,8 @@ struct Matrix {
   long rows, cols;
   Panels& A;
   Panels& Bf;
+  const float* direction;
+  const float* pull;
   const float* scale;
   const uint8_t* row_bits;
   int window;
@@ -112,6 +114,7 @@ struct Matrix {
   // P of column block J: mixed[16 * rows * J + 16 * row + column in block].
   float* errors;
   float* mixed;
+  float* drift;  // of each row: the sum so far of P times direction
 };
 
 struct Tile {
@@ -143,6 +146,10 @@ void prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* 
   }
   m.A.release(tile.J);
   m.Bf.release(tile.I);
+  if (m.pull != nullptr)
+    for (int r = 0; r < kTile; ++r)
+      for (int c = 0; c < kTile; ++c)
+        target[kTile * r + c] += m.drift[row0 + r] * m.pull[(row0 + r) * m.cols + col0 + c];
   for (int r = 0; r < kTile; ++r) {
     const float scale = m.scale[row0 + r];
     const float to_levels = CIUIC_SIGMA / scale;
@@ -167,6 +174,7 @@ void finish(const Matrix& m, Tile tile, const float* feedback, const uint16_t* w
       const float error = m.scale[row0 + r] > 0.0f || bits == 0 ? m.W[(row0 + r) * m.cols + col0 + c] - decoded : 0.0f;
       m.errors[row0 * m.cols + kTile * (col0 + c) + r] = error;
       if (m.mixed != nullptr) m.mixed[col0 * m.rows + kTile * (row0 + r) + c] = error + feedback[i];
+      if (m.pull != nullptr) m.drift[row0 + r] += (error + feedback[i]) * m.direction[(row0 + r) * m.cols + col0 + c];
     }
   }
 }
@@ -266,20 +274,22 @@ void work(const Matrix& m, Schedule& schedule, Scratch& s) {
 
 }  // namespace
 
-int round_matrix(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
-                 const uint8_t* row_bits, int window, int threads, uint8_t* codes, const int64_t* group_offset,
-                 float* What, long* progress) {
+int round_matrix(const float* W, long rows, long cols, const float* A, const float* Bf, const float* direction,
+                 const float* pull, const float* scale, const uint8_t* row_bits, int window, int threads, uint8_t* codes,
+                 const int64_t* group_offset, float* What, long* progress) {
   for (long i = 0; i < rows; ++i) {
     float sum = 0.0f;  // 0 unless a value is NaN or infinite
     for (long j = 0; j < cols; ++j) sum += W[i * cols + j] * 0.0f;
     if (!(sum == 0.0f) || !(scale[i] >= 0.0f) || std::isinf(scale[i])) return CIUIC_NOT_FINITE;
   }
   std::unique_ptr<float[]> mixed;
+  std::vector<float> drift(pull == nullptr ? 0 : rows, 0.0f);
   if (Bf != nullptr) mixed.reset(new float[static_cast<size_t>(rows) * cols]);
   Panels inputs(A, cols), outputs(Bf, rows);
   inputs.expect_users(rows / kTile);
   outputs.expect_users(cols / kTile);
-  const Matrix m = {W, rows, cols, inputs, outputs, scale, row_bits, window, codes, group_offset, What, mixed.get()};
+  const Matrix m = {W, rows, cols, inputs, outputs, direction, pull, scale, row_bits, window, codes, group_offset, What, mixed.get(),
+                    drift.data()};
   size_t workspace = 0;
   for (long g = 0; g < rows / kTile; ++g)
     if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(row_bits[g], window));
@@ -298,13 +308,14 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
 
 }  // namespace ciuic
 
-int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf, const float* scale,
-                const uint8_t* row_bits, int L, int threads, uint8_t* codes, const int64_t* group_offset, float* What,
-                long* progress) {
+int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf, const float* direction,
+                const float* pull, const float* scale, const uint8_t* row_bits, int L, int threads, uint8_t* codes,
+                const int64_t* group_offset, float* What, long* progress) {
   using namespace ciuic;
   if (W == nullptr || scale == nullptr || row_bits == nullptr || group_offset == nullptr ||
       What == nullptr || rows <= 0 || cols <= 0 || rows % kTile != 0 || cols % kTile != 0 || threads < 1)
     return CIUIC_BAD_ARGUMENT;
+  if ((direction == nullptr) != (pull == nullptr) || (pull != nullptr && A == nullptr)) return CIUIC_BAD_ARGUMENT;
   if (!valid_window(L)) return CIUIC_BAD_BITS;
   for (long g = 0; g < rows / kTile; ++g)
     if (row_bits[g] != 0) {
@@ -312,7 +323,7 @@ int ciuic_round(const float* W, long rows, long cols, const float* A, const floa
       if (codes == nullptr) return CIUIC_BAD_ARGUMENT;
     }
   try {
-    return round_matrix(W, rows, cols, A, Bf, scale, row_bits, L, threads, codes, group_offset, What, progress);
+    return round_matrix(W, rows, cols, A, Bf, direction, pull, scale, row_bits, L, threads, codes, group_offset, What, progress);
   } catch (const std::bad_alloc&) {
     return CIUIC_NO_MEMORY;
   }

@@ -5,6 +5,11 @@ signs and a block Hadamard on the inputs) H becomes H' = T H Tᵀ. With the bloc
 G = M C Mᵀ (unit lower triangular in blocks of 16; D, C block diagonal) error feedback along inputs and outputs
 leaves ½ Σ_r C_rr |η_r|² tr(D) / n, where η_r is what the trellis code itself leaves in row r: its variance is the
 row's, times the code's normalised error at K bits. (LDLQ: QuIP#, Tseng et al. 2024; both sides: YAQA, 2025.)
+
+A row may have an H of its own: a token's logit matters only in contexts where the token is likely, and these are alike.
+H_r = H + v_r v_rᵀ costs no factorisation per row: in the basis of L the second term is one direction z_r = L⁻¹ v_r, and
+what the error η has collected along it, d = Σ η_j · z_j, is best undone by moving every later block j of the row by
+D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i).
 """
 
 from __future__ import annotations
@@ -18,10 +23,12 @@ from numpy.typing import NDArray
 from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales
 from ciuic_cli.codecs.transform import transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
-from ciuic_cli.passes.linear_algebra import damped_cholesky
+from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.threads import one_thread
 
 BLOCK = 16
+ROWS_AT_ONCE = 4096
+"""Of a vocabulary: what has to be held besides."""
 INPUT_DAMPING = 0.01
 """Added to H's diagonal, as a share of its mean."""
 OUTPUT_SHRINKAGE = 0.5
@@ -32,26 +39,33 @@ OUTPUT_DAMPING = 0.1
 
 @dataclass(frozen=True)
 class Importance:
-    """What an error in a matrix costs per token. inputs: H (n, n) float32; outputs: G (m, m), or its diagonal (m,)."""
+    """What an error in a matrix costs per token. inputs: H (n, n) float32; outputs: G (m, m), or its diagonal (m,).
+
+    contexts: (m, n) float32 v, where the rows differ in their inputs: row r has H + v_r v_rᵀ.
+    """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
+    contexts: torch.Tensor | None = None
 
     def reordered(self, order: torch.Tensor) -> Importance:
         """Of the matrix whose rows are these rows (m,) of the other."""
         outputs = self.outputs[order]
-        return Importance(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order])
+        contexts = None if self.contexts is None else self.contexts[order]
+        return Importance(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order], contexts)
 
 
 @dataclass(frozen=True)
 class Feedback:
     """One side's error feedback. factor: (n, n) unit block lower triangular, None when there is none to
     feed back; noise: (n,) diagonal of D, the weight that the code's noise keeps; damping: what had to be added to
-    the diagonal until the moment factored, as a share of its mean; infinite where it never did."""
+    the diagonal until the moment factored, as a share of its mean; infinite where it never did; whitening:
+    (n / 16, 16, 16) X with X D Xᵀ = 1."""
 
     factor: torch.Tensor | None
     noise: torch.Tensor
     damping: float = 0.0
+    whitening: torch.Tensor | None = None
 
 
 def block_ldl(moment: torch.Tensor) -> Feedback:
@@ -70,7 +84,38 @@ def block_ldl(moment: torch.Tensor) -> Feedback:
         columns = factor[j * BLOCK :, j * BLOCK : (j + 1) * BLOCK]
         columns.copy_(columns @ block)
     noise = blocks.square().sum(2).reshape(-1)  # diagonal of C_jj C_jjᵀ
-    return Feedback(factor, noise.float(), damping)
+    return Feedback(factor, noise.float(), damping, inverse)
+
+
+@dataclass(frozen=True)
+class RowFeedback:
+    """Feedback of each row along a direction of its own. direction: (m, n) z; pull: (m, n) what a unit of error that a
+    row has collected along it moves each of its later targets by; noise: (m,) what it adds to tr(D)."""
+
+    direction: torch.Tensor
+    pull: torch.Tensor
+    noise: torch.Tensor
+
+
+def row_feedback(inputs: Feedback, contexts: torch.Tensor | None) -> RowFeedback | None:
+    """For contexts v (m, n), in the basis of the inputs' feedback; None where there is nothing to feed back.
+
+    They become the direction, in their own memory.
+    """
+    if contexts is None or inputs.factor is None or inputs.whitening is None:
+        return None
+    pull, noise = torch.empty_like(contexts), torch.empty(len(contexts))
+    for begin in range(0, len(contexts), ROWS_AT_ONCE):
+        rows = slice(begin, begin + ROWS_AT_ONCE)
+        z = solve_lower(inputs.factor, contexts[rows].T).T.contiguous()
+        blocks = z.unfold(1, BLOCK, BLOCK).transpose(0, 1)  # (n / 16, rows, 16)
+        white = blocks @ inputs.whitening.transpose(1, 2)
+        power = white.square().sum(2).T  # (rows, n / 16): z_j · D_j⁻¹ z_j
+        room = 1.0 + power.cumsum(1)
+        pull[rows] = ((white @ inputs.whitening).transpose(0, 1) / room[:, :, None]).reshape(z.shape)
+        noise[rows] = (blocks.square().sum(2).T / (room - power)).sum(1)
+        contexts[rows] = z
+    return RowFeedback(contexts, pull, noise)
 
 
 def pad_square(moment: torch.Tensor) -> torch.Tensor:
@@ -87,13 +132,16 @@ def pad_square(moment: torch.Tensor) -> torch.Tensor:
 class Prepared:
     """A matrix ready to be rounded.
 
-    weight: (m16, n16) float32, transformed and padded; inputs, outputs: the two sides' feedback;
-    deviation: (m16,) root mean square of each row; row_loss: (m16,) KL per unit of normalised code error of each row.
+    weight: (m16, n16) float32, transformed and padded; inputs, outputs: the two sides' feedback; own: each row's;
+    input_noise: (m16,) tr(D) of each row, its own feedback included; deviation: (m16,) root mean square of each row;
+    row_loss: (m16,) KL per unit of normalised code error of each row.
     """
 
     weight: torch.Tensor
     inputs: Feedback
     outputs: Feedback
+    own: RowFeedback | None
+    input_noise: torch.Tensor
     deviation: torch.Tensor
     row_loss: torch.Tensor
     rows: int
@@ -105,13 +153,16 @@ class Prepared:
         return per_group(self.row_loss)
 
     def reordered(self, importance: Importance, order: torch.Tensor) -> Prepared:
-        """The same matrix with its rows in another order (m,). importance: in this one's order.
+        """The same matrix with its rows in another order (m,), to be priced: without its rows' own feedback.
 
-        The inputs' side stays as it is; G is factored again.
+        importance: in this one's order. The inputs' side stays as it is; G is factored again.
         """
-        padding = torch.arange(self.rows, len(self.weight))
-        outputs = importance.reordered(order).outputs
-        return _prepared(self.weight[torch.cat((order, padding))], self.inputs, outputs, self.rows, self.cols)
+        order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
+        moment = importance.outputs[order[: self.rows]]
+        moment = moment if moment.dim() == 1 else moment[:, order[: self.rows]]
+        return _prepared(
+            self.weight[order], self.inputs, None, self.input_noise[order], moment, self.rows, self.cols
+        )
 
 
 def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
@@ -121,14 +172,27 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     h = transform(transform(importance.inputs).T)
     h = h.add_(h.T.clone()).mul_(0.5)
     h.diagonal().add_(INPUT_DAMPING * h.diagonal().mean() + 1e-12)
-    return _prepared(w, block_ldl(h), importance.outputs, rows, cols)
+    inputs, contexts = block_ldl(h), importance.contexts
+    if contexts is not None:
+        contexts = transform(torch.nn.functional.pad(contexts, (0, 0, 0, -rows % BLOCK)))
+    own = row_feedback(inputs, contexts)
+    noise = inputs.noise.sum().expand(len(w)) if own is None else inputs.noise.sum() + own.noise
+    return _prepared(w, inputs, own, noise, importance.outputs, rows, cols)
 
 
-def _prepared(w: torch.Tensor, inputs: Feedback, moment: torch.Tensor, rows: int, cols: int) -> Prepared:
+def _prepared(
+    w: torch.Tensor,
+    inputs: Feedback,
+    own: RowFeedback | None,
+    input_noise: torch.Tensor,
+    moment: torch.Tensor,
+    rows: int,
+    cols: int,
+) -> Prepared:
     outputs = _output_feedback(moment.float(), len(w))
     deviation = w.square().mean(1).sqrt()
-    row_loss = 0.5 * outputs.noise * deviation.square() * inputs.noise.sum()
-    return Prepared(w, inputs, outputs, deviation, row_loss, rows, cols)
+    row_loss = 0.5 * outputs.noise * deviation.square() * input_noise
+    return Prepared(w, inputs, outputs, own, input_noise, deviation, row_loss, rows, cols)
 
 
 def removal_loss(weight: torch.Tensor, importance: Importance) -> torch.Tensor:
@@ -189,6 +253,7 @@ def round_prepared(
         L=window,
         input_feedback=prepared.inputs.factor,
         output_feedback=prepared.outputs.factor,
+        row_feedback=None if prepared.own is None else (prepared.own.direction, prepared.own.pull),
     )
     return PackedMatrix(
         prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class
@@ -200,5 +265,6 @@ def round_plain(weight: torch.Tensor, bits: int, *, window: int) -> PackedMatrix
     rows, cols = weight.shape
     w = transform(torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK)))
     nothing = Feedback(None, torch.ones(1))
-    prepared = Prepared(w, nothing, nothing, w.square().mean(1).sqrt(), torch.zeros(0), rows, cols)
+    unused, deviation = torch.zeros(0), w.square().mean(1).sqrt()
+    prepared = Prepared(w, nothing, nothing, None, unused, deviation, unused, rows, cols)
     return round_prepared(prepared, np.full(len(w) // BLOCK, bits, np.uint8), window=window)

@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,9 @@ class Statistics:
         index = json.loads((folder / INDEX).read_text())
         self.total_tokens: int = index["tokens"]
         self._file: dict[str, str] = index["files"]
-        self._uses: dict[str, str] = index["uses"]
+        self._embedding_moments: dict[str, str] = index["embedding_moments"]
+        self._frequencies: dict[str, str] = index["frequencies"]
+        self._contexts: dict[str, str] = index["contexts"]
         self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
 
     def _read(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
@@ -63,7 +65,7 @@ class Statistics:
 
         Nothing is where no gradient passes: an indexer's choice of tokens has none.
         """
-        return name in self._file or name in self._uses
+        return name in self._file or name in self._embedding_moments
 
     def tokens(self, name: str, expert: int | None = None) -> int:
         """Calibration tokens that reached the matrix."""
@@ -79,10 +81,22 @@ class Statistics:
         """G (m, m) or its diagonal (m,), per token of the text (not per token of the expert)."""
         return self._shrunk(name, "outputs", expert)
 
+    def contexts(self, name: str) -> torch.Tensor | None:
+        """Of a head's rows: (vocabulary, n) v with Σ p(1-p) x xᵀ / Σ p(1-p) |x|² ≈ rest + v vᵀ, p the row's own
+        probability; None of other matrices.
+
+        v vᵀ is that of the mean input where the row's token is in question, held back as if one more context had
+        been seen that says nothing.
+        """
+        return self._only(self._contexts, name)
+
     def embedding_use(self, name: str) -> EmbeddingUse | None:
-        if name not in self._uses:
-            return None
-        return EmbeddingUse(**load_file(self.folder / self._uses[name]))
+        moment, frequency = self._only(self._embedding_moments, name), self._only(self._frequencies, name)
+        return None if moment is None or frequency is None else EmbeddingUse(moment, frequency)
+
+    def _only(self, files: Mapping[str, str], name: str) -> torch.Tensor | None:
+        """The tensor of a file that has one."""
+        return load_file(self.folder / files[name])[_ONLY] if name in files else None
 
     def _shrunk(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
         """One matrix's moment; an expert's is shrunk towards the pool of its layer by token count.
@@ -116,7 +130,8 @@ class Statistics:
         return mixed * max(tokens, 1) / self.total_tokens
 
 
-_WRITTEN = ("files", "uses", "expert_tokens", "digests")
+_INDEXED = ("files", "embedding_moments", "frequencies", "contexts", "expert_tokens")
+_ONLY = "values"
 
 
 class _Writer:
@@ -125,7 +140,9 @@ class _Writer:
     def __init__(self, folder: Path, tokens: int) -> None:
         self.folder, self.tokens = folder, tokens
         self.files: dict[str, str] = {}
-        self.uses: dict[str, str] = {}
+        self.embedding_moments: dict[str, str] = {}
+        self.frequencies: dict[str, str] = {}
+        self.contexts: dict[str, str] = {}
         self.expert_tokens: dict[str, dict[str, int]] = {}
         self.digests: dict[str, str | None] = {}
 
@@ -151,8 +168,14 @@ class _Writer:
             tensors[f"{label}|outputs"] = found.outputs.div_(self.tokens)
         self.files[name] = self._save(name, tensors)
 
-    def write_use(self, name: str, use: EmbeddingUse) -> None:
-        self.uses[name] = self._save(f"{name}.use", asdict(use))
+    def write_embedding_moment(self, name: str, moment: torch.Tensor) -> None:
+        self.embedding_moments[name] = self._save(f"{name}.embedding_moment", {_ONLY: moment})
+
+    def write_frequency(self, name: str, frequency: torch.Tensor) -> None:
+        self.frequencies[name] = self._save(f"{name}.frequency", {_ONLY: frequency})
+
+    def write_contexts(self, name: str, contexts: torch.Tensor) -> None:
+        self.contexts[name] = self._save(f"{name}.contexts", {_ONLY: contexts})
 
     def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
         file = f"{name}.safetensors"
@@ -162,19 +185,19 @@ class _Writer:
 
     def state(self) -> dict[str, Any]:
         """What is written so far, for `restore`."""
-        return {key: getattr(self, key) for key in _WRITTEN}
+        return {key: getattr(self, key) for key in (*_INDEXED, "digests")}
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take over what an earlier process wrote here; False, and nothing taken, where a file has other bytes."""
         intact = all(file_digest(self.folder / file) == digest for file, digest in state["digests"].items())
         if intact:
-            for key in _WRITTEN:
+            for key in (*_INDEXED, "digests"):
                 setattr(self, key, state[key])
         return intact
 
     def finish(self, workers: Workers) -> None:
         """The first worker writes down who wrote what."""
-        found: dict[str, dict[str, Any]] = {"files": {}, "uses": {}, "expert_tokens": {}}
+        found: dict[str, dict[str, Any]] = {key: {} for key in _INDEXED}
         for theirs in workers.gather({key: getattr(self, key) for key in found}):
             for key, mine in found.items():
                 mine |= theirs[key]
@@ -192,7 +215,6 @@ def _pool(experts: Sequence[Moments]) -> Moments:
     return pool
 
 
-_FREQUENCY = "frequency"
 CHUNK = 4
 """Sequences that run through a layer at a time."""
 
@@ -319,9 +341,9 @@ class _Collection:
     def _head(self) -> None:
         """G's diagonal and H of the head, and the gradient below it.
 
-        The first worker, which owns both, keeps the mean prediction (vocabulary,) too. The head's diagonal is the
-        exact expectation p (1 - p) over the sampled label, so that rare tokens have a smooth estimate instead of a
-        few counts.
+        The first worker, which owns them, keeps the rows' contexts and the mean prediction too. The head's diagonal
+        is the exact expectation p (1 - p) over the sampled label, so that rare tokens have a smooth estimate instead
+        of a few counts.
         """
         device = self.stream.device
         head = self.stream.model.get_output_embeddings()
@@ -337,7 +359,13 @@ class _Collection:
             for row in range(len(self.stream.chunks[local]))
         )
         generator = torch.Generator(device=device)
-        moments, mean = _nothing(vocabulary, width, device), _nothing(vocabulary, 0, device)
+
+        def nothing() -> tuple[Moments, Moments]:
+            """H and G's diagonal; of every row Σ p(1-p) x, and Σ p, Σ p(1-p) and Σ (p(1-p))²."""
+            sums = torch.zeros(vocabulary, width, device=device), torch.zeros(3, vocabulary, device=device)
+            return _nothing(vocabulary, width, device), Moments(*sums)
+
+        moments, rows = nothing()
 
         def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
             probability = logits.detach()[0].float().softmax(-1)
@@ -353,25 +381,31 @@ class _Collection:
             with one_thread():
                 moments.energy += float((trace * x.square().sum(1)).sum())
             moments.tokens += x.shape[0]
-            mean.outputs += probability.sum(0)
+            rows.inputs.addmm_(spread.T, x)
+            rows.outputs += torch.stack((probability.sum(0), spread.sum(0), spread.square().sum(0)))
 
-        sums, predictions = self._sums([name]), self._sums([name])
+        sums, of_rows = self._sums([name]), self._sums([name])
         with self.stream.tail(visit) as carry:
             for segment in self.segments:
-                moments, mean = _nothing(vocabulary, width, device), _nothing(vocabulary, 0, device)
+                moments, rows = nothing()
                 carry(segment)
                 sums.add({(name, None): moments} if segment else {})
-                predictions.add({(name, None): mean} if segment else {})
+                of_rows.add({(name, None): rows} if segment else {})
         handle.remove()
-        self.writer.write(sums.totals)
-        if predictions.totals:
-            total = predictions.totals[name, None].outputs
+        if of_rows.totals:
+            found, importance = of_rows.totals[name, None], sums.totals[name, None].outputs
+            total, spread, squares = found.outputs
             with one_thread():
-                self.stream.hidden.put(_FREQUENCY, total / total.sum())
+                frequency = total / total.sum()
+            self.writer.write_frequency(self._embedding_name(), frequency)
+            seen = spread.square() / squares.clamp_min(1e-30)  # contexts, as many as count
+            kept = seen / ((seen + 1.0) * spread * importance).clamp_min(1e-30)
+            self.writer.write_contexts(name, found.inputs.mul_(kept.sqrt()[:, None]))
+        self.writer.write(sums.totals)
 
     def _embedding(self) -> None:
         """Fisher information at the embedding's output, from the gradients that arrived below the first layer."""
-        name = next(p.name for p in self.map.parameters.values() if p.role == "embedding")
+        name = self._embedding_name()
         width = self.map.parameters[name].shape[1]
         sums = self._sums([name])
         for segment in self.segments:
@@ -382,9 +416,10 @@ class _Collection:
             sums.add({(name, None): part} if segment else {})
         if sums.totals:
             moment = sums.totals[name, None].inputs / self.writer.tokens
-            frequency = self.stream.hidden.get(_FREQUENCY, self.stream.device)
-            self.writer.write_use(name, EmbeddingUse(moment, frequency))
-            self.stream.hidden.drop(_FREQUENCY)
+            self.writer.write_embedding_moment(name, moment)
+
+    def _embedding_name(self) -> str:
+        return next(p.name for p in self.map.parameters.values() if p.role == "embedding")
 
 
 def label_seed(seed: int, sequence: int) -> int:

@@ -90,7 +90,7 @@ def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, t
 
 def test_the_native_functions_refuse_null_and_nonsense() -> None:
     lib = native.library()
-    assert lib.ciuic_round(None, 16, 16, None, None, None, None, 16, 1, None, None, None, None) == -1
+    assert lib.ciuic_round(None, 16, 16, *[None] * 6, 16, 1, None, None, None, None) == -1
     assert lib.ciuic_decode(None, None, None, None, 16, 16, 16, 0, 16, None, 0, 1) == -1
     assert lib.ciuic_hadamard(None, 1, 16, 4, 0, 0, 1) == -1
     with pytest.raises(UsageError):

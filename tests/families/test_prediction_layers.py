@@ -297,6 +297,7 @@ def test_a_matrix_without_statistics_is_not_called_singular_and_gets_bits_only(
         tokens=lambda name, expert: 0,
         **dict.fromkeys(("input_moment", "output_fisher"), lambda name, expert: None),
         embedding_use=lambda name: None,
+        contexts=lambda name: None,
     )
     (unit,) = units_of([model_map.parameters["model.layers.3.eh_proj.weight"]])
     arms = unit_arms(model_map, nothing, unit, PassOptions((2, 4), window=12))

@@ -233,10 +233,13 @@ class Kernels:
     def round(self, matrix: PackedMatrix) -> None:
         rows, cols = matrix.rows_padded, matrix.cols_padded
         numbers = np.random.default_rng(2)
-        weight, a, b = (
+        weight, a, b, direction, pull = (
             self.guarded.copy(numbers.standard_normal(shape).astype(np.float32) * factor)
-            for shape, factor in (((rows, cols), 1.0), ((cols, cols), 0.05), ((rows, rows), 0.05))
-        )
+            for shape, factor in (
+                ((rows, cols), 1.0), ((cols, cols), 0.05), ((rows, rows), 0.05), *[((rows, cols), 0.05)] * 2
+            )
+        )  # fmt: skip
+        inputs = self.random.choice(((None, None, None), (a, None, None), (a, direction, pull)))
         scale = np.where(np.arange(rows) < matrix.rows, self.random.choice((1.0, 1e-30, 1e30)), 0.0)
         scales, bits = self.guarded.copy(scale.astype(np.float32)), self.guarded.copy(matrix.row_bits)
         offsets = self.guarded.copy(group_offsets(matrix.row_bits, cols))
@@ -244,8 +247,8 @@ class Kernels:
         decoded = self.guarded.empty((rows, cols), np.float32)
         window, progress = self.random.choice(list(WINDOWS)[:2]), self.guarded.copy(np.zeros(1, np.int64))
         self.call(
-            "ciuic_round", weight, rows, cols, self.random.choice((a, None)), self.random.choice((b, None)), scales,
-            bits, window, self.random.choice(THREADS), codes, offsets, decoded, progress,
+            "ciuic_round", weight, rows, cols, inputs[0], self.random.choice((b, None)), *inputs[1:], scales, bits,
+             window, self.random.choice(THREADS), codes, offsets, decoded, progress,
         )  # fmt: skip
         assert progress[0] == rows * cols // TILE**2
         again = np.empty((rows, cols), np.float32)

@@ -183,8 +183,8 @@ def native_functions(data: bytes, folder: Folder) -> None:
         weight = np.array(np.frombuffer(_endless(body, 4 * rows * cols), np.float32)).reshape(rows, cols)
         decoded = np.empty_like(weight)
         library.ciuic_round(
-            weight.ctypes.data, rows, cols, None, None, scale.ctypes.data, bits.ctypes.data, min(window, 12), 1,
-            codes.ctypes.data, offsets.ctypes.data, decoded.ctypes.data, None,
+            weight.ctypes.data, rows, cols, None, None, None, None, scale.ctypes.data, bits.ctypes.data,
+            min(window, 12), 1, codes.ctypes.data, offsets.ctypes.data, decoded.ctypes.data, None,
         )  # fmt: skip
 
 

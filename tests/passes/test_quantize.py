@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, decode, decode_dense
 from ciuic_cli.passes.quantize import (
     BLOCK,
     OUTPUT_DAMPING,
     OUTPUT_SHRINKAGE,
     Importance,
+    Prepared,
     block_ldl,
     pad_square,
     per_group,
@@ -21,6 +24,7 @@ from ciuic_cli.passes.quantize import (
     round_plain,
     round_prepared,
 )
+from ciuic_cli.probing import rounding_noise
 
 
 def _random(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -219,3 +223,52 @@ def test_a_row_of_zeros_among_others_stays_close_to_zero() -> None:
     weight[5] = 0.0
     decoded = decode(round_plain(weight, 4, window=12), original_basis=True)
     assert float(decoded[5].square().mean().sqrt()) < 0.1
+
+
+def _cost(error: torch.Tensor, importance: Importance) -> float:
+    """½ Σ_r g_r e_r H_r e_rᵀ, H_r = H + v_r v_rᵀ, for a diagonal G."""
+    assert importance.contexts is not None
+    along = (error * importance.contexts).sum(1).square()
+    return float(0.5 * (importance.outputs * (((error @ importance.inputs) * error).sum(1) + along)).sum())
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(48, 96), (37, 83)])
+def test_rows_with_contexts_of_their_own_cost_what_is_predicted(rows: int, cols: int) -> None:
+    """Feedback along each row's own direction leaves hardly more than there would be without it."""
+    generator = torch.Generator().manual_seed(5)
+    weight = torch.randn(rows, cols, generator=generator)
+    contexts = (
+        torch.randn(rows, cols, generator=generator) / cols**0.5
+    )  # a direction costs as much as all of H
+    importance = Importance(_moment(cols, 18) / cols, torch.rand(rows, generator=generator), contexts)
+    prepared = prepare(weight, importance)
+    bits = np.full(prepared.weight.shape[0] // 16, 4, np.uint8)
+    error = MSE_BY_WINDOW[14][4] / 256
+
+    def measured(changed: Prepared) -> float:
+        packed = round_prepared(changed, bits, window=14)
+        return _cost(decode_dense(packed) - weight, importance)
+
+    predicted = error * float(prepared.row_loss.sum())
+    assert measured(prepared) == pytest.approx(predicted, rel=0.12)
+    assert measured(dataclasses.replace(prepared, own=None)) > 1.5 * predicted
+    plain = prepare(weight, dataclasses.replace(importance, contexts=None))
+    assert float(plain.row_loss.sum()) < float(prepared.row_loss.sum()) < 1.4 * float(plain.row_loss.sum())
+    noise = [
+        _cost(rounding_noise(prepared, bits, 14, torch.Generator().manual_seed(seed)) - weight, importance)
+        for seed in range(8)
+    ]
+    assert sum(noise) / 8 == pytest.approx(predicted, rel=0.08)
+
+
+def test_contexts_follow_their_rows() -> None:
+    generator = torch.Generator().manual_seed(6)
+    weight, contexts = torch.randn(37, 83, generator=generator), torch.randn(37, 83, generator=generator)
+    importance = Importance(_moment(83, 18), torch.rand(37, generator=generator), contexts)
+    order = torch.randperm(37, generator=generator)
+    moved = prepare(weight, importance).reordered(importance, order)
+    made = prepare(weight[order], importance.reordered(order))
+    torch.testing.assert_close(moved.row_loss, made.row_loss)
+    assert moved.own is None and made.own is not None
+    plain = prepare(weight, dataclasses.replace(importance, contexts=None))
+    assert not torch.allclose(plain.row_loss[order], made.row_loss[:37])

@@ -13,6 +13,7 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.statistics import collect
 from ciuic_cli.statistics.collect import Statistics, collect_statistics
+from ciuic_cli.units import TEMPER, importance_of, units_of
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -158,6 +159,36 @@ def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., P
     assert use is not None
     torch.testing.assert_close(use.frequency, p.mean(0), rtol=1e-4, atol=1e-7)
     assert collect.INDEX in {path.name for path in (tmp_path / "s").iterdir()}
+    spread = (p * (1 - p)).double()
+    seen = spread.sum(0).square() / spread.square().sum(0)
+    mean = spread.T @ hidden.double() / spread.sum(0)[:, None]
+    share = spread.sum(0) / (expected.double() * len(p)) * seen / (seen + 1)
+    contexts = statistics.contexts("lm_head.weight")
+    assert contexts is not None and statistics.contexts("model.embed_tokens.weight") is None
+    torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+def test_contexts_are_taken_out_of_what_rows_share(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    """What rows share and what each has of its own add up to what all rows together have."""
+    checkpoint = tiny_checkpoint(family)
+    statistics = _collect(checkpoint, tmp_path / "s", _batches())
+    units = units_of(map_model(open_checkpoint(checkpoint)).parameters.values())
+    unit = next(unit for unit in units if unit.role == ("head" if family == "llama" else "embedding"))
+    with_contexts = importance_of(unit, statistics)
+    contexts = with_contexts.contexts
+    assert contexts is not None
+    statistics._contexts.clear()
+    without = importance_of(unit, statistics)
+    assert without.contexts is None
+    assert torch.equal(with_contexts.outputs, without.outputs)
+    weight = without.outputs ** (1 / TEMPER)  # before it was tempered, up to a factor
+    own = (contexts * (weight / weight.sum())[:, None]).T @ contexts
+    torch.testing.assert_close(with_contexts.inputs + own, without.inputs, rtol=1e-3, atol=1e-5)
+    assert float(torch.linalg.eigvalsh(with_contexts.inputs).min()) > -1e-6
+    assert 0.05 < float(own.trace() / without.inputs.trace()) < 1.0
 
 
 def test_labels_follow_the_distribution() -> None:
