@@ -20,7 +20,7 @@ from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.sort import row_classes, sorting_pays
 from ciuic_cli.planning import Arms, PassOptions, Plan
-from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import CHANNEL_ROLES, PLAIN_ROLES, Unit, importance_of
 
 _LOG = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from ciuic_cli.codecs.stack import stack_header_nbytes
 from ciuic_cli.errors import TargetError
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import BLOCK, predicted_loss
-from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import PLAIN_ROLES, Unit, units_of
 
 _SAFETENSORS_NAMES = {

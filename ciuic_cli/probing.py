@@ -24,7 +24,7 @@ from ciuic_cli.encoding import arranged, read_unit
 from ciuic_cli.passes.linear_algebra import solve_transposed
 from ciuic_cli.passes.quantize import BLOCK, Prepared, RowFeedback, prepare
 from ciuic_cli.planning import Plan
-from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.streaming import Override
 from ciuic_cli.units import Unit, importance_of
 

@@ -35,7 +35,8 @@ from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.runtime.routing import masking
-from ciuic_cli.statistics.collect import Statistics, collect_statistics
+from ciuic_cli.statistics.collect import collect_statistics
+from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.measure import KLMeter
 from ciuic_cli.summary import build_report
 from ciuic_cli.task import Task

@@ -12,7 +12,7 @@ from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.estimates import Mean
 from ciuic_cli.memory import peak_resident_bytes
 from ciuic_cli.planning import Plan, UnitPlan, stored_dtype
-from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.files import Statistics
 
 UNPREDICTED = (
     "They draft tokens ahead; the model's own predictions do not pass through them, so they are no part of the "

@@ -11,7 +11,7 @@ from ciuic_cli.checkpoint.model_map import Parameter
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.memory import matrix_bytes
 from ciuic_cli.passes.quantize import BLOCK, Importance
-from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
 from ciuic_cli.threads import one_thread
 
@@ -98,13 +98,12 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
         g = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
     if use is not None:
         frequency = (1 - UNIFORM_SHARE) * use.frequency + UNIFORM_SHARE / len(use.frequency)
-        trace = use.moment.diagonal().sum()
-        as_input = frequency * trace
+        as_input = frequency * use.energy
         if h is None or g is None:
-            h, g = use.moment / trace, as_input
+            h, g = use.moment, as_input
         else:
             both = g.sum() + as_input.sum()
-            h = (g.sum() * h + as_input.sum() * use.moment / trace) / both
+            h = (g.sum() * h + as_input.sum() * use.moment) / both
             g = g + as_input
     if h is None or g is None:  # not covered by the statistics; `level_uncovered` sets the scale
         h = torch.eye(unit.cols) / unit.cols

@@ -34,7 +34,7 @@ from ciuic_cli.planning import (
     stored_tensors,
     structures_of,
 )
-from ciuic_cli.statistics.collect import EmbeddingUse, Statistics
+from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 from ciuic_cli.units import EMBEDDING_ROLES, Unit, units_of
 
 ALL_WIDTHS = (2, 3, 4, 5, 6, 8)

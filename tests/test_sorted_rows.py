@@ -17,7 +17,7 @@ from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
 from ciuic_cli.planning import Arms, PassOptions, Plan, make_plan, with_sorted_rows
 from ciuic_cli.probing import disturbance
-from ciuic_cli.statistics.collect import Statistics
+from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import Unit, units_of
 
 OPTIONS = PassOptions((2, 3, 4, 5, 6, 8), window=12, prune="auto", rank="off")

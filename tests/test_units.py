@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ciuic_cli.statistics.collect import EmbeddingUse, Statistics
+from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 from ciuic_cli.units import UNIFORM_SHARE, Unit, importance_of, tempered
 
 
@@ -34,7 +34,7 @@ def test_tokens_that_the_text_lacks_keep_a_weight() -> None:
     wide = dataclasses.replace(head, role="up")  # too many outputs for a full G, but no tokens
     assert torch.allclose(importance_of(wide, _statistics(h=torch.eye(8), g=g)).outputs, mixed)
     embedding = dataclasses.replace(head, role="embedding")
-    use = EmbeddingUse(2 * torch.eye(8), torch.tensor([0.5, 0.5, 0.0, 0.0]))
+    use = EmbeddingUse(torch.eye(8) / 8, torch.full((4,), 16.0), torch.tensor([0.5, 0.5, 0.0, 0.0]))
     found = importance_of(embedding, _statistics(use=use))
     assert torch.allclose(found.inputs, torch.eye(8) / 8)
     share = torch.tensor([0.5, 0.5, 0.0, 0.0]) * (1 - UNIFORM_SHARE) + UNIFORM_SHARE / 4
@@ -45,7 +45,7 @@ def test_tokens_that_the_text_lacks_keep_a_weight() -> None:
 def test_a_tied_matrix_pays_for_both_uses() -> None:
     unit = Unit("model.embed_tokens.weight", None, "embedding", 4, 8)
     h, g = torch.diag(torch.arange(8.0)) / 28, torch.tensor([4.0, 1.0, 1.0, 2.0])
-    use = EmbeddingUse(torch.eye(8), torch.full((4,), 0.25))
+    use = EmbeddingUse(torch.eye(8) / 8, torch.full((4,), 8.0), torch.full((4,), 0.25))
     both = importance_of(unit, _statistics(h=h, g=g, use=use))
     head = importance_of(unit, _statistics(h=h, g=g))
     alone = importance_of(unit, _statistics(use=use))

@@ -1,219 +1,25 @@
-"""Statistics of a whole model: two sweeps over its layers, the results on disk, one file per matrix or stack."""
+"""Statistics of a whole model: two sweeps over its layers."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
+from ciuic_cli.statistics.files import CONTEXTS, EMBEDDING, ENERGY, FREQUENCY, Statistics, StatisticsWriter
 from ciuic_cli.statistics.marks import Journal, Marks
-from ciuic_cli.statistics.moments import Key, MomentRecorder, Moments, Watched
-from ciuic_cli.statistics.store import file_digest
+from ciuic_cli.statistics.moments import MomentRecorder, Moments, Watched
 from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
 from ciuic_cli.threads import one_thread
 from ciuic_cli.workers import Workers
-
-INDEX = "statistics.json"
-
-
-@dataclass(frozen=True)
-class EmbeddingUse:
-    """How the input embedding matters: the Fisher information at its output, and per token of the vocabulary.
-
-    moment: (n, n) float32, Σ g gᵀ / N over tokens; frequency: (vocabulary,) float32, the expected share of each
-    token as the model itself predicts it (smooth: no token has none).
-    """
-
-    moment: torch.Tensor
-    frequency: torch.Tensor
-
-
-class Statistics:
-    """Reads what `collect_statistics` wrote into `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = json.loads((folder / INDEX).read_text())
-        self.total_tokens: int = index["tokens"]
-        self._file: dict[str, str] = index["files"]
-        self._embedding_moments: dict[str, str] = index["embedding_moments"]
-        self._frequencies: dict[str, str] = index["frequencies"]
-        self._contexts: dict[str, str] = index["contexts"]
-        self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
-
-    def _read(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
-        if name not in self._file:
-            return None
-        key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
-        with safe_open(self.folder / self._file[name], framework="pt") as file:
-            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
-
-    def covers(self, name: str) -> bool:
-        """Whether anything was recorded for the matrix or its layer's pool of experts.
-
-        Nothing is where no gradient passes: an indexer's choice of tokens has none.
-        """
-        return name in self._file or name in self._embedding_moments
-
-    def tokens(self, name: str, expert: int | None = None) -> int:
-        """Calibration tokens that reached the matrix."""
-        if expert is None:
-            return self.total_tokens
-        return self._tokens.get(name, {}).get(str(expert), 0)
-
-    def input_moment(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        """H (n, n), unit trace; None when nothing was recorded."""
-        return self._shrunk(name, "inputs", expert)
-
-    def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        """G (m, m) or its diagonal (m,), per token of the text (not per token of the expert)."""
-        return self._shrunk(name, "outputs", expert)
-
-    def contexts(self, name: str) -> torch.Tensor | None:
-        """Of a head's rows: (vocabulary, n) v with Σ p(1-p) x xᵀ / Σ p(1-p) |x|² ≈ rest + v vᵀ, p the row's own
-        probability; None of other matrices.
-
-        v vᵀ is that of the mean input where the row's token is in question, held back as if one more context had
-        been seen that says nothing.
-        """
-        return self._only(self._contexts, name)
-
-    def embedding_use(self, name: str) -> EmbeddingUse | None:
-        moment, frequency = self._only(self._embedding_moments, name), self._only(self._frequencies, name)
-        return None if moment is None or frequency is None else EmbeddingUse(moment, frequency)
-
-    def _only(self, files: Mapping[str, str], name: str) -> torch.Tensor | None:
-        """The tensor of a file that has one."""
-        return load_file(self.folder / files[name])[_ONLY] if name in files else None
-
-    def _shrunk(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
-        """One matrix's moment; an expert's is shrunk towards the pool of its layer by token count.
-
-        The weight of the pool is that of as many tokens as the moment has dimensions (a diagonal: of
-        DIAGONAL_TOKENS), so that an expert without tokens has the pool's (scaled to one token in the text, hence
-        nearly free to change).
-        """
-        own = self._read(name, part, expert)
-        if expert is None:
-            return own
-        pool = self._read(name, part, None)
-        if pool is None:
-            return own
-        tokens = self.tokens(name, expert)
-        if own is not None and own.dim() < pool.dim():
-            mixed = self._mixed(name, part, tokens, own, pool.diagonal(), DIAGONAL_TOKENS)
-            return with_diagonal(pool, mixed)
-        return self._mixed(name, part, tokens, own, pool, pool.shape[0])
-
-    def _mixed(
-        self, name: str, part: str, tokens: int, own: torch.Tensor | None, pool: torch.Tensor, strength: int
-    ) -> torch.Tensor:
-        """An expert's own moment (or its diagonal) and its layer's, which counts for `strength` tokens."""
-        if part == "inputs":
-            return pool if own is None else (tokens * own + strength * pool) / (tokens + strength)
-        everyone = max(1, sum(self._tokens[name].values()))
-        per_routed = pool * (self.total_tokens / everyone)  # pool of one routed token
-        mine = torch.zeros_like(pool) if own is None else own * self.total_tokens  # sum over my tokens
-        mixed = (mine + strength * per_routed) / (tokens + strength)  # per routed token
-        return mixed * max(tokens, 1) / self.total_tokens
-
-
-_INDEXED = ("files", "embedding_moments", "frequencies", "contexts", "expert_tokens")
-_ONLY = "values"
-
-
-class _Writer:
-    """Writes each matrix's moments, normalised, to a file of its own; nothing is held twice in memory."""
-
-    def __init__(self, folder: Path, tokens: int) -> None:
-        self.folder, self.tokens = folder, tokens
-        self.files: dict[str, str] = {}
-        self.embedding_moments: dict[str, str] = {}
-        self.frequencies: dict[str, str] = {}
-        self.contexts: dict[str, str] = {}
-        self.expert_tokens: dict[str, dict[str, int]] = {}
-        self.digests: dict[str, str | None] = {}
-
-    def write(self, moments: Mapping[Key, Moments]) -> None:
-        by_name: dict[str, dict[int | None, Moments]] = {}
-        for (name, expert), found in moments.items():
-            by_name.setdefault(name, {})[expert] = found
-        for name, members in by_name.items():
-            self._write_one(name, members)
-
-    def _write_one(self, name: str, members: dict[int | None, Moments]) -> None:
-        experts = [
-            (e, found) for e, found in sorted(members.items(), key=lambda m: m[0] or 0) if e is not None
-        ]
-        if experts:
-            self.expert_tokens[name] = {str(expert): found.tokens for expert, found in experts}
-        if None not in members:
-            members[None] = _pool([found for _, found in experts])
-        tensors = {}
-        for expert, found in members.items():
-            label = name if expert is None else f"{name}|{expert}"
-            tensors[f"{label}|inputs"] = found.inputs.div_(max(found.energy, 1e-30))
-            tensors[f"{label}|outputs"] = found.outputs.div_(self.tokens)
-        self.files[name] = self._save(name, tensors)
-
-    def write_embedding_moment(self, name: str, moment: torch.Tensor) -> None:
-        self.embedding_moments[name] = self._save(f"{name}.embedding_moment", {_ONLY: moment})
-
-    def write_frequency(self, name: str, frequency: torch.Tensor) -> None:
-        self.frequencies[name] = self._save(f"{name}.frequency", {_ONLY: frequency})
-
-    def write_contexts(self, name: str, contexts: torch.Tensor) -> None:
-        self.contexts[name] = self._save(f"{name}.contexts", {_ONLY: contexts})
-
-    def _save(self, name: str, tensors: Mapping[str, torch.Tensor]) -> str:
-        file = f"{name}.safetensors"
-        save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, self.folder / file)
-        self.digests[file] = file_digest(self.folder / file)
-        return file
-
-    def state(self) -> dict[str, Any]:
-        """What is written so far, for `restore`."""
-        return {key: getattr(self, key) for key in (*_INDEXED, "digests")}
-
-    def restore(self, state: Mapping[str, Any]) -> bool:
-        """Take over what an earlier process wrote here; False, and nothing taken, where a file has other bytes."""
-        intact = all(file_digest(self.folder / file) == digest for file, digest in state["digests"].items())
-        if intact:
-            for key in (*_INDEXED, "digests"):
-                setattr(self, key, state[key])
-        return intact
-
-    def finish(self, workers: Workers) -> None:
-        """The first worker writes down who wrote what."""
-        found: dict[str, dict[str, Any]] = {key: {} for key in _INDEXED}
-        for theirs in workers.gather({key: getattr(self, key) for key in found}):
-            for key, mine in found.items():
-                mine |= theirs[key]
-        if workers.leads:
-            (self.folder / INDEX).write_text(json.dumps({"tokens": self.tokens, **found}))
-        workers.wait()
-
-
-def _pool(experts: Sequence[Moments]) -> Moments:
-    """The sums over all experts of a layer."""
-    first = experts[0]
-    pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs))
-    for found in experts:
-        pool.include(found)
-    return pool
-
 
 CHUNK = 4
 """Sequences that run through a layer at a time."""
@@ -253,9 +59,13 @@ def collect_statistics(
         device=device, dtype=compute_dtype(device),
     )  # fmt: skip
     return _Collection(
-        model_map, stream, _Writer(folder, batches.numel()), workers, Marks(journal, workers), seed, progress, chunk,
-        numbers, [range(begin, end) for begin, end in itertools.pairwise(ends)],
+        model_map, stream, StatisticsWriter(folder, batches.numel()), workers, Marks(journal, workers), seed, progress,
+        chunk, numbers, [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
+
+
+USUAL_PLACES = 8
+"""Places of a token that are as good a guess of what another one costs as the mean over all tokens."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +77,7 @@ class _Collection:
 
     map: ModelMap
     stream: LayerStream
-    writer: _Writer
+    writer: StatisticsWriter
     workers: Workers
     marks: Marks
     seed: int
@@ -397,26 +207,36 @@ class _Collection:
             total, spread, squares = found.outputs
             with one_thread():
                 frequency = total / total.sum()
-            self.writer.write_frequency(self._embedding_name(), frequency)
+            self.writer.write_single(FREQUENCY, self._embedding_name(), frequency)
             seen = spread.square() / squares.clamp_min(1e-30)  # contexts, as many as count
             kept = seen / ((seen + 1.0) * spread * importance).clamp_min(1e-30)
-            self.writer.write_contexts(name, found.inputs.mul_(kept.sqrt()[:, None]))
+            self.writer.write_single(CONTEXTS, name, found.inputs.mul_(kept.sqrt()[:, None]))
         self.writer.write(sums.totals)
 
     def _embedding(self) -> None:
-        """Fisher information at the embedding's output, from the gradients that arrived below the first layer."""
-        name = self._embedding_name()
-        width = self.map.parameters[name].shape[1]
+        """Fisher information of the embedding's rows, from the gradients that arrived below the first layer."""
+        name, device = self._embedding_name(), self.stream.device
+        vocabulary, width = self.map.parameters[name].shape
         sums = self._sums([name])
         for segment in self.segments:
-            part = _nothing(0, width, self.stream.device)
+            # Of sums over a token's places: their moment; |s|² and the number of places by token.
+            part = Moments(
+                torch.zeros(width, width, device=device), torch.zeros(2, vocabulary, device=device)
+            )
             for index in segment:
-                g = self.stream.gradient.get(f"0.{index}", self.stream.device).reshape(-1, width)
-                part.inputs.addmm_(g.T, g)
+                gradient = self.stream.gradient.get(f"0.{index}", device)
+                for tokens, g in zip(self.stream.chunks[index].to(device), gradient, strict=True):
+                    _add_places(part, tokens, g.reshape(len(tokens), -1, width).sum(1))
             sums.add({(name, None): part} if segment else {})
         if sums.totals:
-            moment = sums.totals[name, None].inputs / self.writer.tokens
-            self.writer.write_embedding_moment(name, moment)
+            found = sums.totals[name, None]
+            energy, places = found.outputs
+            with one_thread():
+                usual = found.energy / self.writer.tokens
+                moment = found.inputs / found.inputs.diagonal().sum().clamp_min(1e-30)
+            self.writer.write_single(EMBEDDING, name, moment)
+            energy = (energy + USUAL_PLACES * usual) / (places + USUAL_PLACES)
+            self.writer.write_single(ENERGY, name, energy)
 
     def _embedding_name(self) -> str:
         return next(p.name for p in self.map.parameters.values() if p.role == "embedding")
@@ -425,6 +245,18 @@ class _Collection:
 def label_seed(seed: int, sequence: int) -> int:
     """Of the labels of one sequence: the same whoever draws them."""
     return (seed << 30) + sequence
+
+
+def _add_places(sums: Moments, tokens: torch.Tensor, gradients: torch.Tensor) -> None:
+    """Add one sequence: tokens (t,), and gradients (t, n) at their places; sums.energy is that of places alone."""
+    present = tokens.unique()
+    where = (present[:, None] == tokens[None]).to(gradients.dtype)
+    together = where @ gradients
+    sums.inputs.addmm_(together.T, together)
+    sums.outputs[0, present] += together.square().sum(1)
+    sums.outputs[1, present] += where.sum(1)
+    with one_thread():
+        sums.energy += float(gradients.square().sum())
 
 
 def _nothing(rows: int, cols: int, device: torch.device) -> Moments:

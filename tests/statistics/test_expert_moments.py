@@ -11,7 +11,8 @@ import torch
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.statistics import experts
-from ciuic_cli.statistics.collect import Statistics, collect_statistics
+from ciuic_cli.statistics.collect import collect_statistics
+from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.moments import Moments, second_moment
 
 NAME = "model.layers.1.mlp.experts.down_proj"
