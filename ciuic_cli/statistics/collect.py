@@ -217,7 +217,7 @@ class _Collection:
         """Fisher information of the embedding's rows, from the gradients that arrived below the first layer."""
         name, device = self._embedding_name(), self.stream.device
         vocabulary, width = self.map.parameters[name].shape
-        sums = self._sums([name])
+        sums, scale = self._sums([name]), self.workers.tell(self.stream.embedding_scale)
         for segment in self.segments:
             # Of sums over a token's places: their moment; |s|² and the number of places by token.
             part = Moments(
@@ -226,7 +226,7 @@ class _Collection:
             for index in segment:
                 gradient = self.stream.gradient.get(f"0.{index}", device)
                 for tokens, g in zip(self.stream.chunks[index].to(device), gradient, strict=True):
-                    _add_places(part, tokens, g.reshape(len(tokens), -1, width).sum(1))
+                    _add_places(part, tokens, scale * g.reshape(len(tokens), -1, width).sum(1))
             sums.add({(name, None): part} if segment else {})
         if sums.totals:
             found = sums.totals[name, None]

@@ -21,7 +21,7 @@ from ciuic_cli.errors import InputError
 from ciuic_cli.memory import SIDE_BY_SIDE, matrix_bytes, return_freed_memory
 from ciuic_cli.statistics.on_use import BroughtOnUse
 from ciuic_cli.statistics.store import TensorFolder
-from ciuic_cli.threads import side_by_side
+from ciuic_cli.threads import one_thread, side_by_side
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, steps done, steps in all)."""
@@ -55,6 +55,14 @@ class _StandIn(nn.Module):
             raise TypeError("decoder layers are expected to take keyword arguments besides the hidden state")
         self.hidden, self.kwargs = hidden, kwargs
         return hidden if self.replacement is None else self.replacement
+
+
+@one_thread()
+def _scale(hidden: torch.Tensor, rows: torch.Tensor) -> float:
+    """What a model multiplies rows (b, t, n) of its embedding by before the first layer sees them, as hidden states."""
+    rows = rows.unsqueeze(-2) if hidden.dim() > rows.dim() else rows  # DeepSeek-V4: several residual streams
+    rows = rows.expand_as(hidden)
+    return float((hidden * rows).sum() / rows.square().sum().clamp_min(1e-30))
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:
@@ -100,6 +108,7 @@ class LayerStream:
         self.hidden = TensorFolder(folder / "hidden")
         self.gradient = TensorFolder(folder / "gradient")
         self.prefixes = list(model_map.layer_prefixes)
+        self.embedding_scale = 1.0
         self._arguments: dict[tuple[str, int], dict[str, Any]] = {}
 
     def layer(self, prefix: str) -> nn.Module:
@@ -179,6 +188,9 @@ class LayerStream:
             for index, tokens in enumerate(self.chunks):
                 self.model(input_ids=tokens.to(self.device), use_cache=False, logits_to_keep=1)
                 assert stand_ins[0].hidden is not None
+                if index == 0:
+                    rows = self.model.get_input_embeddings().weight[tokens.to(self.device)]
+                    self.embedding_scale = _scale(stand_ins[0].hidden, rows)
                 if f"0.{index}" not in self.hidden.contents():
                     self.hidden.put(f"0.{index}", stand_ins[0].hidden)
                 for prefix, stand_in in zip(self.prefixes, stand_ins, strict=True):

@@ -171,6 +171,24 @@ def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., P
     use = statistics.embedding_use("model.embed_tokens.weight")
     assert use is not None
     torch.testing.assert_close(use.frequency, p.mean(0), rtol=1e-4, atol=1e-7)
+    assert INDEX in {path.name for path in (tmp_path / "s").iterdir()}
+    spread = (p * (1 - p)).double()
+    seen = spread.sum(0).square() / spread.square().sum(0)
+    mean = spread.T @ hidden.double() / spread.sum(0)[:, None]
+    share = spread.sum(0) / (expected.double() * len(p)) * seen / (seen + 1)
+    contexts = statistics.contexts("lm_head.weight")
+    assert contexts is not None and statistics.contexts("model.embed_tokens.weight") is None
+    torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v4"])
+def test_an_embeddings_gradients_add_up_over_a_tokens_places(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    """Gemma multiplies the rows by a factor on their way, DeepSeek-V4 copies them into several streams."""
+    checkpoint = tiny_checkpoint(family, tie_word_embeddings=False)
+    use = _collect(checkpoint, tmp_path / "s", _batches()).embedding_use("model.embed_tokens.weight")
+    assert use is not None
     sequences = [_embedding_gradient(checkpoint, number) for number in range(len(_batches()))]
     together = torch.stack(sequences)  # (sequences, vocabulary, n)
     moment = torch.einsum("svn,svm->nm", together, together)
@@ -182,14 +200,6 @@ def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., P
     energy = use.energy * (places + collect.USUAL_PLACES) - collect.USUAL_PLACES * usual[0]
     by_token = together.square().sum((0, 2))
     torch.testing.assert_close(energy[seen], by_token[seen], rtol=1e-2, atol=1e-3 * float(by_token.max()))
-    assert INDEX in {path.name for path in (tmp_path / "s").iterdir()}
-    spread = (p * (1 - p)).double()
-    seen = spread.sum(0).square() / spread.square().sum(0)
-    mean = spread.T @ hidden.double() / spread.sum(0)[:, None]
-    share = spread.sum(0) / (expected.double() * len(p)) * seen / (seen + 1)
-    contexts = statistics.contexts("lm_head.weight")
-    assert contexts is not None and statistics.contexts("model.embed_tokens.weight") is None
-    torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
