@@ -25,6 +25,7 @@ from ciuic_cli.passes.quantize import Importance, prepare, removal_loss, round_p
 from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
+from ciuic_cli.statistics.moments import TOGETHER
 from ciuic_cli.statistics.streaming import compute_dtype
 from ciuic_cli.threads import side_by_side
 from ciuic_cli.units import EMBEDDING_ROLES, PLAIN_ROLES, Unit, full_outputs, units_of, working_bytes
@@ -191,7 +192,8 @@ def _seconds(
     weights = sum(parameter.numel for parameter in _run(model_map))
     roles = len({unit.role for unit in units if unit.role not in MTP_ROLES})
     moments = vocabulary_bytes(model_map) / 4 + sum(
-        _moment_work(p) * (_share(model_map) if len(p.shape) == 3 else 1) for p in _compressed(model_map)
+        _moment_work(p, text.length) * (_share(model_map) if len(p.shape) == 3 else 1)
+        for p in _compressed(model_map)
     )
     # Forward, again before the backward pass, and as much for the gradients there; then both moments of every token.
     total["statistics"] += text.tokens * (3 * routed + moments) * product + 2 * weights * read
@@ -200,10 +202,11 @@ def _seconds(
     return total
 
 
-def _moment_work(parameter: Parameter) -> float:
-    """Multiplications that one token adds to a parameter's moments."""
+def _moment_work(parameter: Parameter, length: int) -> float:
+    """Multiplications that one token of a sequence of so many adds to a parameter's moments."""
     rows, cols = parameter.shape[-2:]
-    return float(cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
+    meeting = 2 * min(length, TOGETHER) * (rows + cols) if len(parameter.shape) < 3 else 0
+    return float(meeting + cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
 
 
 def _experts(parameter: Parameter) -> int:

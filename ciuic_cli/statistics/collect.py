@@ -60,7 +60,7 @@ def collect_statistics(
     )  # fmt: skip
     return _Collection(
         model_map, stream, StatisticsWriter(folder, batches.numel()), workers, Marks(journal, workers), seed, progress,
-        chunk, numbers, [range(begin, end) for begin, end in itertools.pairwise(ends)],
+        chunk, batches.shape[1], numbers, [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
 
 
@@ -83,6 +83,7 @@ class _Collection:
     seed: int
     progress: Progress
     chunk: int
+    length: int
     numbers: list[int]
     segments: list[range]
 
@@ -142,7 +143,7 @@ class _Collection:
             ]
             sums = self._sums([item.name for item in watched])
             for segment in self.segments:
-                recorder = MomentRecorder(watched, self.stream.dtype)
+                recorder = MomentRecorder(watched, self.stream.dtype, self.length)
                 with recorder:
                     carry(segment)
                 sums.add(recorder.moments)

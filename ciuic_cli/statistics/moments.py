@@ -1,14 +1,20 @@
 """Second moments of every matrix's inputs and output gradients, recorded while a layer runs.
 
-For a matrix W (m outputs, n inputs) with input x_t and gradient g_t = d loss / d (W x_t) at token t, the Fisher
-information of W is the mean over tokens of (g gᵀ) ⊗ (x xᵀ). It is stored as a Kronecker product G ⊗ H,
-one step of power iteration from the identity (Tseng et al., "Model-Preserving Adaptive Rounding", 2025):
+For a matrix W (m outputs, n inputs) with input x_t and gradient g_t = d loss / d (W x_t) at token t, the gradient of W
+over a sequence is Σ g_t x_tᵀ, and the Fisher information of W the second moment of that sum. It is stored as a
+Kronecker product G ⊗ H, one step of power iteration from the identity (Tseng et al., "Model-Preserving Adaptive
+Rounding", 2025):
 
-    H = Σ |g_t|² x_t x_tᵀ / Σ |g_t|² |x_t|²          (n x n, unit trace)
-    G = Σ |x_t|² g_t g_tᵀ / N                         (m x m; its trace is the mean of |g|² |x|²)
+    H = Σ (g_s · g_t) x_s x_tᵀ / Σ (g_s · g_t) (x_s · x_t)          (n x n, unit trace)
+    G = Σ (x_s · x_t) g_s g_tᵀ / N                                   (m x m)
 
-so that KL per token ≈ ½ tr(Eᵀ G E H). Weighing each side by the other is what keeps attention sinks from
-dominating: their activations are huge, but hardly any gradient reaches them.
+over all pairs s, t of tokens of a sequence (N tokens in all; pairs s ≠ t count with `MEETING`), so that KL per token
+≈ ½ tr(Eᵀ G E H). Taking tokens for independent would leave the pairs with s = t: but the error of W is the same at
+every token, and where tokens have inputs in common, what it does at one adds to what it does at the next. Weighing
+each side by the other is what keeps attention sinks from dominating: their activations are huge, but hardly any
+gradient reaches them.
+
+An expert's tokens are few and far between; they are taken for independent.
 """
 
 from __future__ import annotations
@@ -26,6 +32,11 @@ from ciuic_cli.threads import one_thread
 FULL_FISHER_LIMIT = 16384
 """Outputs above which only the diagonal of G is kept (in practice: the head)."""
 
+MEETING = 0.25
+"""Weight of what two tokens of a sequence have in common, as against what each costs by itself: 1 would be unbiased,
+but is noisy from few sequences. Measured: docs/QUALITY.md."""
+TOGETHER = 1024
+"""Tokens of a sequence that are looked at together: the work for each of them grows with their number."""
 MOMENT_BLOCK = 128
 """Columns from which half a symmetric product is worth several smaller products."""
 
@@ -59,12 +70,21 @@ class Moments:
         return cls(inputs, outputs, dtype=dtype)
 
     def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add tokens: x (t, n) inputs and g (t, m) gradients, float32."""
+        """Add tokens whose errors do not meet: x (t, n) inputs and g (t, m) gradients, float32."""
         x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
         self._sum(self.inputs, x * g_norm)
         self._sum(self.outputs, g * x_norm)
         with one_thread():
             self.energy += float((x_norm * g_norm).square().sum())
+        self.tokens += x.shape[0]
+
+    def add_sequence(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Add the tokens of one sequence: x (t, n) inputs and g (t, m) gradients, float32."""
+        of_x, of_g = x @ x.T, g @ g.T
+        with one_thread():
+            self.energy += float(_meeting(of_x).mul_(of_g).sum())
+        self._sum(self.inputs, x, _meeting(of_g) @ x)
+        self._sum(self.outputs, g, _meeting(of_x) @ g)
         self.tokens += x.shape[0]
 
     def include(self, other: Moments) -> None:
@@ -74,29 +94,36 @@ class Moments:
         self.energy += other.energy
         self.tokens += other.tokens
 
-    def _sum(self, moment: torch.Tensor, vectors: torch.Tensor) -> None:
-        """Add the second moment of vectors (t, k), or its diagonal, in place."""
+    def _sum(self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """Add leftᵀ right of (t, k), which is symmetric, or its diagonal, in place. right: left itself if not given."""
+        right = left if right is None else right
         if moment.dim() == 1:
-            moment += vectors.square().sum(0)
+            moment += (left * right).sum(0)
         else:
-            moment += second_moment(vectors, self.dtype)
+            moment += symmetric_product(left, right, self.dtype)
 
 
-def second_moment(vectors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Vᵀ V, (n, n) float32, of vectors V (t, n) float32; on a GPU the factors are rounded to `dtype`.
+def _meeting(gram: torch.Tensor) -> torch.Tensor:
+    """A copy of the products (t, t) of tokens with each other, those of different ones weighed by `MEETING`."""
+    weighed = gram * MEETING
+    weighed.diagonal().copy_(gram.diagonal())
+    return weighed
+
+
+def symmetric_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """AᵀB, (n, n) float32, of A and B (t, n) float32 for which it is symmetric; on a GPU they are rounded to `dtype`.
 
     The sums are float32 in any case: rounded to bfloat16, a moment with one large direction is not positive definite
     any more. On a CPU, where a product has the dtype of its factors, these are float32 too; half of it is mirrored.
     """
-    if vectors.device.type == "cuda" and dtype != torch.float32:
-        rounded = vectors.to(dtype)
-        return torch.mm(rounded.T, rounded, out_dtype=torch.float32)
-    width = vectors.shape[1]
-    moment = torch.empty((width, width), device=vectors.device)
+    if left.device.type == "cuda" and dtype != torch.float32:
+        return torch.mm(left.to(dtype).T, right.to(dtype), out_dtype=torch.float32)
+    width = left.shape[1]
+    moment = torch.empty((width, width), device=left.device)
     step = max(MOMENT_BLOCK, -(-width // 8))
     for begin in range(0, width, step):
         end = min(begin + step, width)
-        torch.mm(vectors[:, begin:end].T, vectors[:, :end], out=moment[begin:end, :end])
+        torch.mm(left[:, begin:end].T, right[:, :end], out=moment[begin:end, :end])
         moment[:begin, begin:end] = moment[begin:end, :begin].T
     return moment
 
@@ -119,6 +146,7 @@ class MomentRecorder(TorchFunctionMode):
 
     watched: list[Watched]
     dtype: torch.dtype
+    length: int
     moments: dict[Key, Moments] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -181,8 +209,15 @@ class MomentRecorder(TorchFunctionMode):
         with torch.autocast(x.device.type, enabled=False):
             if expert is not None and name in self._pooled:
                 self._sums(key, shape, x.device, diagonals=True).add(x, gradient)
-                key = (name, None)
-            self._sums(key, shape, x.device).add(x, gradient)
+                self._sums((name, None), shape, x.device).add(x, gradient)
+            elif expert is not None or len(x) % self.length:
+                self._sums(key, shape, x.device).add(x, gradient)
+            else:
+                sums = self._sums(key, shape, x.device)
+                for begin in range(0, len(x), self.length):
+                    one = slice(begin, begin + self.length)
+                    for parts in zip(x[one].split(TOGETHER), gradient[one].split(TOGETHER), strict=True):
+                        sums.add_sequence(*parts)
 
     def _sums(self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False) -> Moments:
         if key not in self.moments:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.statistics import collect
+from ciuic_cli.statistics import collect, moments
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
 from ciuic_cli.units import TEMPER, importance_of, units_of
@@ -51,10 +51,22 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
         logits = model(input_ids=row[None]).logits[0]
         labels = collect._sample(logits.detach().softmax(-1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-    x = torch.cat([part.reshape(-1, part.shape[-1]) for part in x_parts])
-    g = torch.cat([part.reshape(-1, part.shape[-1]) for part in g_parts])
+    return _moments(
+        [part.reshape(-1, part.shape[-1]) for part in x_parts],
+        [part.reshape(-1, part.shape[-1]) for part in g_parts],
+    )
+
+
+def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """H and G from the inputs and gradients (t, ·) of sequences: those of whole sequences' and of single tokens'
+    gradients of the weight, mixed as `MEETING` says."""
+    share = moments.MEETING
+    weight_gradients = torch.stack([g.T @ x for x, g in zip(inputs, gradients, strict=True)])
+    x, g = torch.cat(inputs), torch.cat(gradients)
     g2, x2 = g.square().sum(1, keepdim=True), x.square().sum(1, keepdim=True)
-    return (x * g2).T @ x / (g2 * x2).sum(), (g * x2).T @ g / len(x)
+    h = share * torch.einsum("smi,smj->ij", weight_gradients, weight_gradients) + (1 - share) * (x * g2).T @ x
+    k = share * torch.einsum("sin,sjn->ij", weight_gradients, weight_gradients) + (1 - share) * (g * x2).T @ g
+    return h / h.trace(), k / len(x)
 
 
 @pytest.mark.parametrize(
@@ -66,9 +78,16 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
         ("deepseek_v3", "model.layers.1.mlp.shared_experts.down_proj.weight"),
     ],
 )
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
 def test_moments_equal_a_full_backward_pass(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str, name: str
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    name: str,
+    share: float,
 ) -> None:
+    monkeypatch.setattr(moments, "MEETING", share)
     checkpoint = tiny_checkpoint(family)
     statistics = _collect(checkpoint, tmp_path / "s", _batches())
     h, g = _reference(checkpoint, _batches(), name)
@@ -95,10 +114,12 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
         logits = model(input_ids=row[None]).logits[0]
         labels = collect._sample(logits.detach().softmax(-1), generator)
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-    x, g = torch.cat(x_parts), torch.cat(g_parts)  # (tokens, groups, n), (tokens, groups, m / groups)
-    x2, g2 = x.square().sum(-1, keepdim=True), g.square().sum(-1, keepdim=True)
-    h = torch.einsum("tgi,tgj->ij", x * g2, x) / (x2 * g2).sum()
-    blocks = [(g[:, i] * x2[:, i]).T @ g[:, i] / len(x) for i in range(x.shape[1])]
+    # (tokens, groups, n) and (tokens, groups, m / groups) of each sequence
+    count = x_parts[0].shape[1]
+    groups = [_moments([x[:, i] for x in x_parts], [g[:, i] for g in g_parts]) for i in range(count)]
+    traces = [float(k.trace()) for _, k in groups]
+    h = sum(trace * h for (h, _), trace in zip(groups, traces, strict=True)) / sum(traces)
+    blocks = [k for _, k in groups]
     found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
     assert found_h is not None and found_g is not None
     torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-4 * float(h.abs().max()))

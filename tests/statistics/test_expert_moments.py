@@ -13,7 +13,7 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.moments import Moments, second_moment
+from ciuic_cli.statistics.moments import Moments, symmetric_product
 
 NAME = "model.layers.1.mlp.experts.down_proj"
 
@@ -93,7 +93,7 @@ def test_a_moment_with_one_large_direction_stays_positive_definite(width: int) -
     generator = torch.Generator().manual_seed(width)
     vectors = 0.02 * torch.randn(3 * width, width, generator=generator)
     vectors += torch.randn(3 * width, 1, generator=generator) * torch.randn(width, generator=generator)
-    moment = second_moment(vectors, torch.bfloat16)
+    moment = symmetric_product(vectors, vectors, torch.bfloat16)
     exact = vectors.double().T @ vectors.double()
     torch.testing.assert_close(moment.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
     assert torch.equal(moment, moment.T)
