@@ -11,6 +11,7 @@ import torch
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, decode, decode_dense
 from ciuic_cli.passes.quantize import (
     BLOCK,
+    INPUT_DAMPING,
     OUTPUT_DAMPING,
     OUTPUT_SHRINKAGE,
     Importance,
@@ -44,6 +45,11 @@ def _believed(outputs: torch.Tensor) -> torch.Tensor:
     g = (1 - OUTPUT_SHRINKAGE) * outputs
     g.diagonal().copy_(outputs.diagonal() + OUTPUT_DAMPING * outputs.diagonal().mean())
     return g
+
+
+def _damped(inputs: torch.Tensor) -> torch.Tensor:
+    """H as the pass uses it."""
+    return inputs + INPUT_DAMPING * inputs.diagonal().mean() * torch.eye(len(inputs))
 
 
 def _loss(error: torch.Tensor, outputs: torch.Tensor, inputs: torch.Tensor) -> float:
@@ -165,7 +171,7 @@ def test_removal_is_the_loss_of_zero_rows() -> None:
         error = torch.zeros_like(weight)
         error[group * BLOCK : (group + 1) * BLOCK] = weight[group * BLOCK : (group + 1) * BLOCK]
         floored = g.clamp_min(float(g.mean()))
-        assert price == pytest.approx(_loss(error, floored, h), rel=0.03)  # H is damped by a hundredth
+        assert price == pytest.approx(_loss(error, floored, _damped(h)), rel=1e-4)
         assert price >= _loss(error, g, h)
 
 
@@ -226,10 +232,12 @@ def test_a_row_of_zeros_among_others_stays_close_to_zero() -> None:
 
 
 def _cost(error: torch.Tensor, importance: Importance) -> float:
-    """½ Σ_r g_r e_r H_r e_rᵀ, H_r = H + v_r v_rᵀ, for a diagonal G."""
+    """½ Σ_r g_r e_r H_r e_rᵀ, H_r = H + v_r v_rᵀ, for a diagonal G, with H as the pass uses it."""
     assert importance.contexts is not None
     along = (error * importance.contexts).sum(1).square()
-    return float(0.5 * (importance.outputs * (((error @ importance.inputs) * error).sum(1) + along)).sum())
+    return float(
+        0.5 * (importance.outputs * (((error @ _damped(importance.inputs)) * error).sum(1) + along)).sum()
+    )
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(48, 96), (37, 83)])
