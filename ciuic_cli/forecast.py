@@ -7,6 +7,7 @@ by the operations of their products, all by what else the machine is doing at th
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -25,7 +26,7 @@ from ciuic_cli.passes.quantize import Importance, prepare, removal_loss, round_p
 from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import TOGETHER
+from ciuic_cli.statistics.moments import MEETING_TOKENS
 from ciuic_cli.statistics.streaming import compute_dtype
 from ciuic_cli.threads import side_by_side
 from ciuic_cli.units import EMBEDDING_ROLES, PLAIN_ROLES, Unit, full_outputs, units_of, working_bytes
@@ -191,7 +192,8 @@ def _seconds(
     read = _time_reading(model_map, units)
     weights = sum(parameter.numel for parameter in _run(model_map))
     roles = len({unit.role for unit in units if unit.role not in MTP_ROLES})
-    moments = vocabulary_bytes(model_map) / 4 + sum(
+    contexts = math.prod(_width(model_map))
+    moments = contexts + sum(
         _moment_work(p, text.length) * (_share(model_map) if len(p.shape) == 3 else 1)
         for p in _compressed(model_map)
     )
@@ -205,7 +207,7 @@ def _seconds(
 def _moment_work(parameter: Parameter, length: int) -> float:
     """Multiplications that one token of a sequence of so many adds to a parameter's moments."""
     rows, cols = parameter.shape[-2:]
-    meeting = 2 * min(length, TOGETHER) * (rows + cols) if len(parameter.shape) < 3 else 0
+    meeting = 2 * min(length, MEETING_TOKENS) * (rows + cols) if len(parameter.shape) < 3 else 0
     return float(meeting + cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
 
 

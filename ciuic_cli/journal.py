@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from ciuic_cli.artifact.writer import CHECKSUMS, environment_fault, write_atomically
+from ciuic_cli.digests import file_digest
 from ciuic_cli.errors import EnvironmentFault, InputError
 
 _FINGERPRINT = "fingerprint.json"
@@ -175,8 +176,7 @@ def _digests(folder: Path) -> bytes:
     found = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_file():
-            with path.open("rb") as file:
-                found[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.name] = file_digest(path)
     return json.dumps(found).encode()
 
 

@@ -21,7 +21,7 @@ ROOT = Path(ciuic_cli.__file__).parent
 PACKAGE = "ciuic_cli"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "memory", "interruption", "console", "estimates", "workers", "threads"),
+    ("errors", "digests", "memory", "interruption", "console", "estimates", "workers", "threads"),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
     ("units", "planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import glob
-import hashlib
 import json
 import os
 import re
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 
 from ciuic_cli.artifact.layout import Shard, index_json
 from ciuic_cli.checkpoint.folder import checked_file
+from ciuic_cli.digests import file_digest
 from ciuic_cli.errors import EnvironmentFault
 
 CHECKSUMS = "ciuic_checksums.json"
@@ -152,9 +152,7 @@ def write_checksums(folder: Path) -> None:
     """SHA-256 and size of every file in the folder, for `ciuic inspect --verify`."""
     files = {}
     for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        files[path.name] = {"sha256": digest, "bytes": path.stat().st_size}
+        files[path.name] = {"sha256": file_digest(path), "bytes": path.stat().st_size}
     document = {"algorithm": "sha256", "files": files}
     (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 

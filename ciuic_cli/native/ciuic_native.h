@@ -25,11 +25,12 @@ CIUIC_EXPORT const char* ciuic_cpu_kernels();
 // Rounds W (rows x cols, already transformed) to the trellis code, with error feedback along inputs (A, cols x cols or
 // null) and along outputs (Bf, rows x rows or null). With E = W - What, tile (I, J) is encoded from the target
 //   T = W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} Bf_I'I^T P_I'J,   P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J
-// (YAQA's two-sided rounding; LDLQ when Bf is null). With direction and pull (each rows x cols, or both null; they need A), row r of
-// tile J is moved by pull_rJ d_r as well, d_r = sum_{J'>J} P_rJ' . direction_rJ': feedback of each row along one direction. `scale` holds one value per row, `row_bits` one per 16 rows; a row
-// whose scale is 0 is padding: its weights cost nothing and What is 0 there. What (rows x cols) receives the decoded
-// matrix and must not overlap W. `progress`, if not null, counts finished tiles; made very negative by another thread, it
-// stops the call within the time of a few tiles. The result does not depend on `threads`.
+// (YAQA's two-sided rounding; LDLQ when Bf is null). With direction and pull (each rows x cols, or both null; they need A),
+// row r of tile J moves by pull_rJ d_r as well, d_r = sum_{J'>J} P_rJ' . direction_rJ': feedback of each row along one
+// direction. `scale` holds one value per row, `row_bits` one per 16 rows; a row whose scale is 0 is padding: its weights cost
+// nothing and What is 0 there. What (rows x cols) receives the decoded matrix and must not overlap W. `progress`, if not null,
+// counts finished tiles; made very negative by another thread, it stops the call within the time of a few tiles. The result
+// does not depend on `threads`.
 CIUIC_EXPORT int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf,
                              const float* direction, const float* pull, const float* scale, const uint8_t* row_bits, int L,
                              int threads, uint8_t* codes, const int64_t* group_offset, float* What, long* progress);

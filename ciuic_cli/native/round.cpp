@@ -288,8 +288,8 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   Panels inputs(A, cols), outputs(Bf, rows);
   inputs.expect_users(rows / kTile);
   outputs.expect_users(cols / kTile);
-  const Matrix m = {W, rows, cols, inputs, outputs, direction, pull, scale, row_bits, window, codes, group_offset, What, mixed.get(),
-                    drift.data()};
+  const Matrix m = {W,        rows,   cols,  inputs,       outputs, direction,   pull,        scale,
+                    row_bits, window, codes, group_offset, What,    mixed.get(), drift.data()};
   size_t workspace = 0;
   for (long g = 0; g < rows / kTile; ++g)
     if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(row_bits[g], window));
@@ -323,7 +323,8 @@ int ciuic_round(const float* W, long rows, long cols, const float* A, const floa
       if (codes == nullptr) return CIUIC_BAD_ARGUMENT;
     }
   try {
-    return round_matrix(W, rows, cols, A, Bf, direction, pull, scale, row_bits, L, threads, codes, group_offset, What, progress);
+    return round_matrix(W, rows, cols, A, Bf, direction, pull, scale, row_bits, L, threads, codes, group_offset, What,
+                        progress);
   } catch (const std::bad_alloc&) {
     return CIUIC_NO_MEMORY;
   }

@@ -97,12 +97,12 @@ class RowFeedback:
     noise: torch.Tensor
 
 
-def row_feedback(inputs: Feedback, contexts: torch.Tensor | None) -> RowFeedback | None:
-    """For contexts v (m, n), in the basis of the inputs' feedback; None where there is nothing to feed back.
+def row_feedback(inputs: Feedback, contexts: torch.Tensor) -> RowFeedback | None:
+    """For contexts v (m, n), in the basis of the inputs' feedback; None where that has no factor.
 
     They become the direction, in their own memory.
     """
-    if contexts is None or inputs.factor is None or inputs.whitening is None:
+    if inputs.factor is None or inputs.whitening is None:
         return None
     pull, noise = torch.empty_like(contexts), torch.empty(len(contexts))
     for begin in range(0, len(contexts), ROWS_AT_ONCE):
@@ -158,8 +158,7 @@ class Prepared:
         importance: in this one's order. The inputs' side stays as it is; G is factored again.
         """
         order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
-        moment = importance.outputs[order[: self.rows]]
-        moment = moment if moment.dim() == 1 else moment[:, order[: self.rows]]
+        moment = importance.reordered(order[: self.rows]).outputs
         return _prepared(
             self.weight[order], self.inputs, None, self.input_noise[order], moment, self.rows, self.cols
         )
@@ -168,16 +167,19 @@ class Prepared:
 def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     """Transform a weight (m, n) float32 and its statistics, and factor the latter."""
     rows, cols = weight.shape
-    w = transform(torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK)))
+    w = _in_basis(weight)
     h = transform(transform(importance.inputs).T)
     h = h.add_(h.T.clone()).mul_(0.5)
     h.diagonal().add_(INPUT_DAMPING * h.diagonal().mean() + 1e-12)
-    inputs, contexts = block_ldl(h), importance.contexts
-    if contexts is not None:
-        contexts = transform(torch.nn.functional.pad(contexts, (0, 0, 0, -rows % BLOCK)))
-    own = row_feedback(inputs, contexts)
+    inputs = block_ldl(h)
+    own = None if importance.contexts is None else row_feedback(inputs, _in_basis(importance.contexts))
     noise = inputs.noise.sum().expand(len(w)) if own is None else inputs.noise.sum() + own.noise
     return _prepared(w, inputs, own, noise, importance.outputs, rows, cols)
+
+
+def _in_basis(matrix: torch.Tensor) -> torch.Tensor:
+    """(m, n) float32, transformed along its rows, to (m16, n16)."""
+    return transform(torch.nn.functional.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK)))
 
 
 def _prepared(
@@ -263,7 +265,7 @@ def round_prepared(
 def round_plain(weight: torch.Tensor, bits: int, *, window: int) -> PackedMatrix:
     """Round a matrix (m, n) at one width without statistics."""
     rows, cols = weight.shape
-    w = transform(torch.nn.functional.pad(weight, (0, 0, 0, -rows % BLOCK)))
+    w = _in_basis(weight)
     nothing = Feedback(None, torch.ones(1))
     unused, deviation = torch.zeros(0), w.square().mean(1).sqrt()
     prepared = Prepared(w, nothing, nothing, None, unused, deviation, unused, rows, cols)

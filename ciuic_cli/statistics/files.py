@@ -12,9 +12,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ciuic_cli.digests import file_digest
 from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
 from ciuic_cli.statistics.moments import Key, Moments
-from ciuic_cli.statistics.store import file_digest
+from ciuic_cli.statistics.store import has_digest
 from ciuic_cli.workers import Workers
 
 INDEX = "statistics.json"
@@ -135,7 +136,7 @@ class StatisticsWriter:
         self.folder, self.tokens = folder, tokens
         self.files: dict[str, dict[str, str]] = {kind: {} for kind in (MOMENTS, *SINGLE)}
         self.expert_tokens: dict[str, dict[str, int]] = {}
-        self.digests: dict[str, str | None] = {}
+        self.digests: dict[str, str] = {}
 
     def write(self, moments: Mapping[Key, Moments]) -> None:
         """Moments of matrices, or of experts of a stack; they are divided in place."""
@@ -175,7 +176,7 @@ class StatisticsWriter:
 
     def restore(self, state: Mapping[str, Any]) -> bool:
         """Take over what an earlier process wrote here; False, and nothing taken, where a file has other bytes."""
-        intact = all(file_digest(self.folder / file) == digest for file, digest in state["digests"].items())
+        intact = all(has_digest(self.folder / file, digest) for file, digest in state["digests"].items())
         if intact:
             self.files, self.expert_tokens, self.digests = (
                 state["files"],

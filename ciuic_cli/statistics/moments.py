@@ -35,7 +35,7 @@ FULL_FISHER_LIMIT = 16384
 MEETING = 0.25
 """Weight of what two tokens of a sequence have in common, as against what each costs by itself: 1 would be unbiased,
 but is noisy from few sequences. Measured: docs/QUALITY.md."""
-TOGETHER = 1024
+MEETING_TOKENS = 1024
 """Tokens of a sequence that are looked at together: the work for each of them grows with their number."""
 MOMENT_BLOCK = 128
 """Columns from which half a symmetric product is worth several smaller products."""
@@ -111,13 +111,15 @@ def _meeting(gram: torch.Tensor) -> torch.Tensor:
 
 
 def symmetric_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """AᵀB, (n, n) float32, of A and B (t, n) float32 for which it is symmetric; on a GPU they are rounded to `dtype`.
+    """AᵀB, (n, n) float32, of A and B (t, n) float32 for which it is symmetric; half of it is mirrored.
 
     The sums are float32 in any case: rounded to bfloat16, a moment with one large direction is not positive definite
-    any more. On a CPU, where a product has the dtype of its factors, these are float32 too; half of it is mirrored.
+    any more. So would one be of two factors that are rounded by themselves; only AᵀA on a GPU, where a product of
+    bfloat16 factors can be float32, has A rounded to `dtype`.
     """
-    if left.device.type == "cuda" and dtype != torch.float32:
-        return torch.mm(left.to(dtype).T, right.to(dtype), out_dtype=torch.float32)
+    if left is right and left.device.type == "cuda" and dtype != torch.float32:
+        rounded = left.to(dtype)
+        return torch.mm(rounded.T, rounded, out_dtype=torch.float32)
     width = left.shape[1]
     moment = torch.empty((width, width), device=left.device)
     step = max(MOMENT_BLOCK, -(-width // 8))
@@ -210,13 +212,17 @@ class MomentRecorder(TorchFunctionMode):
             if expert is not None and name in self._pooled:
                 self._sums(key, shape, x.device, diagonals=True).add(x, gradient)
                 self._sums((name, None), shape, x.device).add(x, gradient)
-            elif expert is not None or len(x) % self.length:
+            elif (
+                expert is not None or len(x) % self.length
+            ):  # some tokens, or pooled ones: of no one sequence
                 self._sums(key, shape, x.device).add(x, gradient)
             else:
                 sums = self._sums(key, shape, x.device)
                 for begin in range(0, len(x), self.length):
                     one = slice(begin, begin + self.length)
-                    for parts in zip(x[one].split(TOGETHER), gradient[one].split(TOGETHER), strict=True):
+                    for parts in zip(
+                        x[one].split(MEETING_TOKENS), gradient[one].split(MEETING_TOKENS), strict=True
+                    ):
                         sums.add_sequence(*parts)
 
     def _sums(self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False) -> Moments:

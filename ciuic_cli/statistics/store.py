@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ciuic_cli.digests import file_digest
+
 Contents = dict[str, tuple[Sequence[int], str]]
 """Shape and digest of each tensor by its name."""
 
@@ -49,16 +51,15 @@ class TensorFolder:
     def restore(self, contents: Mapping[str, Any]) -> bool:
         """Take over what an earlier process left here; False, and nothing taken, where a file has other bytes."""
         found: Contents = {name: (tuple(shape), digest) for name, (shape, digest) in contents.items()}
-        intact = all(file_digest(self.folder / name) == digest for name, (_, digest) in found.items())
+        intact = all(has_digest(self.folder / name, digest) for name, (_, digest) in found.items())
         if intact:
             self._contents = found
         return intact
 
 
-def file_digest(path: Path) -> str | None:
-    """SHA-256 of a file; None where there is none."""
+def has_digest(path: Path, digest: str) -> bool:
+    """Whether the file is there with these bytes."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_digest(path) == digest
     except FileNotFoundError:
-        return None
+        return False

@@ -98,3 +98,19 @@ def test_a_moment_with_one_large_direction_stays_positive_definite(width: int) -
     torch.testing.assert_close(moment.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
     assert torch.equal(moment, moment.T)
     assert float(torch.linalg.eigvalsh(moment.double())[0]) > 0
+
+
+def test_a_moment_of_tokens_that_meet_stays_positive() -> None:
+    """Products of different factors: one large direction in x, and gradients that agree."""
+    generator = torch.Generator().manual_seed(3)
+    x = 0.02 * torch.randn(300, 200, generator=generator)
+    x += torch.randn(300, 1, generator=generator) * torch.randn(200, generator=generator)
+    g = torch.randn(300, 40, generator=generator) + torch.randn(40, generator=generator)
+    found = Moments.zeros(40, 200, x.device, torch.bfloat16, full_outputs=True)
+    found.add_sequence(x, g)
+    for moment in (found.inputs, found.outputs):
+        values = torch.linalg.eigvalsh(moment.double())
+        torch.testing.assert_close(moment, moment.T, rtol=1e-4, atol=1e-6 * float(values[-1]))
+        assert float(values[0]) > -1e-6 * float(values[-1])
+    assert found.energy == pytest.approx(float(found.inputs.trace()), rel=1e-4)
+    assert found.energy == pytest.approx(float(found.outputs.trace()), rel=1e-4)
