@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# The CPU build where one is to be had under this version; set TORCH= to keep what pip chooses.
+# The version that was tested, the CPU build where the index has one; TORCH= leaves the choice to pip.
 TORCH ?= torch==2.13.0
 SAMPLE = samples/deepseek-v3-tiny
 OUT ?= build/demo
@@ -24,7 +24,7 @@ SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet $(TORCH)
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH))
 	$(BIN)/python -m pip install --quiet "scikit-build-core>=0.10" "cmake>=3.20" "ninja>=1.10"
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
 	touch $@

@@ -55,6 +55,7 @@ def arguments() -> argparse.Namespace:
         help="text to evaluate on (repeatable); default: the package's own evaluation text")  # fmt: skip
     add("--limit", type=int, help="windows per text at most (default: all)")
     add("--seqlen", type=int, default=1024, help="tokens per evaluation window")
+    add("--calibration", type=Path, metavar="FILE", help="text to calibrate on; default: the package's own")
     add("--nsamples", type=int, default=64, help=f"calibration sequences of {CALIBRATION_LENGTH} tokens")
     add("--bits", type=float, nargs="*", default=list(BITS), help="this tool's targets")
     add("--ours", type=named, action="append", default=[], metavar="BITS=FOLDER",
@@ -106,6 +107,7 @@ def shown(chosen: argparse.Namespace) -> str:
     """The command as the page shows it: what decides figures, without the places of files."""
     parts = ["python", "benchmarks/quality.py", chosen.model.name, f"--seqlen={chosen.seqlen}"]
     parts += [f"--text={name}={Path(file).name}" for name, file in chosen.text or ()]
+    parts += [f"--calibration={chosen.calibration.name}"] if chosen.calibration else []
     parts += [f"--limit={chosen.limit}"] if chosen.limit else []
     parts += ["--ablation"] if chosen.ablation else []
     parts += ["--only", *chosen.only] if chosen.only != ["*"] else []
@@ -117,14 +119,15 @@ def main() -> int:
     model_map = map_model(open_checkpoint(chosen.model))
     tokens = calibration_batch(
         open_tokenizer(chosen.model),
-        (),
+        [chosen.calibration] if chosen.calibration else (),
         nsamples=chosen.nsamples,
         seqlen=CALIBRATION_LENGTH,
         vocab_size=model_map.config.get_text_config().vocab_size,
     )
     own_text = Path(str(resources.files("ciuic_cli").joinpath("data/eval.txt")))
     texts = [Text(name, Path(file)) for name, file in chosen.text or [("mixed", str(own_text))]]
-    workshop = Workshop(chosen.out.resolve(), chosen.model.resolve(), tokens, chosen.threads)
+    calibration = chosen.calibration.resolve() if chosen.calibration else None
+    workshop = Workshop(chosen.out.resolve(), chosen.model.resolve(), tokens, chosen.threads, calibration)
     results = {"command": shown(chosen)} | measure_all(
         workshop,
         Measure(tuple(texts), chosen.seqlen, chosen.limit),

@@ -83,10 +83,21 @@ class Made:
 
 
 class Workshop:
-    """Where contestants are made from one checkpoint, and the calibration tokens that all of them get."""
+    """Where contestants are made from one checkpoint, and the calibration tokens that all of them get.
 
-    def __init__(self, out: Path, model: Path, tokens: torch.Tensor, threads: int | None) -> None:
+    calibration: the text that they are of; None: the package's own.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        model: Path,
+        tokens: torch.Tensor,
+        threads: int | None,
+        calibration: Path | None = None,
+    ) -> None:
         self.out, self.model, self.tokens, self.threads = out, model, tokens, threads
+        self.calibration = calibration
         self.inputs = digest(
             files_digest(model, ("config.json", "*.safetensors")),
             hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
@@ -161,6 +172,7 @@ class Workshop:
             command += ["--set", patch]
         command += ["--", "compress", self.model, out, "--target-bpw", contestant.options["bpw"]]
         command += ["--nsamples", count, "--seqlen", length, *contestant.options.get("arguments", ())]
+        command += ["--calibration", self.calibration] if self.calibration else []
         # No --force: an unfinished run of the same command goes on where it stopped.
         if not out.is_dir():
             run(command, place / "log.txt", "quantize", self.threads)

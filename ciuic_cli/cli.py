@@ -1,7 +1,7 @@
 """The `ciuic` command: options in, tables or one JSON object out; an error becomes a message and a code.
 
-Only this file knows the command line. Heavy modules are imported inside the commands, so that `--help` and
-wrong options answer at once.
+Only this file knows the command line. Heavy modules are imported inside the commands, so that `--help`, wrong
+options and wrong paths answer at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ciuic_cli import __version__
+from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.console import Console, run
 from ciuic_cli.errors import UsageError
 from ciuic_cli.tables import show_bench, show_compressed, show_description, show_evaluation, show_verification
@@ -220,7 +221,7 @@ def compress(
     seqlen: Annotated[
         int | None, typer.Option(min=32, max=1 << 20, show_default="by effort", help="Tokens per sequence.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of all that is random.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the statistics' random gradients.")] = 0,
     effort: Annotated[
         EffortLevel, typer.Option(help="How much work to spend on quality.")
     ] = EffortLevel.default,
@@ -256,6 +257,7 @@ def compress(
             "bits": parse_bits(bits),
             "device": parse_device(device),
         }
+        folder = locate(model)
         from ciuic_cli.pipeline import compress as run_compress
         from ciuic_cli.workers import leads
 
@@ -263,7 +265,7 @@ def compress(
             _announce_device(console, device)
         with console.progress() as progress:
             report = run_compress(
-                model,
+                folder,
                 out,
                 **options,
                 calibration=calibration or (),
@@ -303,11 +305,10 @@ def inspect(
     console = Console(json_mode=json)
 
     def action() -> None:
-        from ciuic_cli.checkpoint.folder import locate
+        folder = locate(path)
         from ciuic_cli.inspection import describe
         from ciuic_cli.verification import verify as run_verify
 
-        folder = locate(path)
         checked: dict[str, Any] = {}
         if verify:
             with console.progress() as progress:
@@ -349,15 +350,14 @@ def evaluate(
         parse_device(device)
         if prompt is not None and not prompt.strip():
             raise UsageError("--prompt is empty", remedy="give some words to continue")
+        folder = locate(path)
+        original = None if base is None else locate(base)
         from transformers.utils.logging import disable_progress_bar
 
-        from ciuic_cli.checkpoint.folder import locate
         from ciuic_cli.evaluate import evaluate as run_evaluate
         from ciuic_cli.evaluate import generate_text
 
         disable_progress_bar()  # transformers' own, of loading; ours shows the windows
-        folder = locate(path)
-        original = None if base is None else locate(base)
         _announce_device(console, device)
         with console.progress() as progress:
             found = run_evaluate(
@@ -393,11 +393,10 @@ def bench(
 
     def action() -> None:
         parse_device(device)
-        from ciuic_cli.bench import bench as run_bench
-        from ciuic_cli.checkpoint.folder import locate
-
         folder = locate(path)
         original = None if base is None else locate(base)
+        from ciuic_cli.bench import bench as run_bench
+
         _announce_device(console, device)
         with console.progress() as progress:
             found = run_bench(

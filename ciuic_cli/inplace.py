@@ -13,6 +13,7 @@ from ciuic_cli.errors import UsageError
 from ciuic_cli.interruption import ends_tidily
 from ciuic_cli.pipeline import compress
 from ciuic_cli.runtime.loading import pack_module_inplace
+from ciuic_cli.workers import several
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -36,6 +37,11 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise UsageError(
             "only transformers models can be compressed in place", remedy="pass a PreTrainedModel"
+        )
+    if several():
+        raise UsageError(
+            "a model is compressed in place by one process, not under torchrun",
+            remedy="compress its checkpoint with torchrun ... ciuic compress, and load the result everywhere",
         )
     if tokenizer is None:
         tokenizer = _own_tokenizer(model)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from ciuic_cli.artifact.losses import Losses, read_losses
 from ciuic_cli.artifact.reader import QUANT_METHOD, Artifact, Blob, open_artifact, require_dense
+from ciuic_cli.artifact.writer import REPORT
 from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, require_plausible
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.checkpoint.header import DTYPE_BITS
@@ -36,8 +38,9 @@ class Row:
     """One parameter: `stored` names its number format, `bits` are stored bits per weight, scales included.
 
     Of a compressed one: `widths` counts its groups of 16 rows by bits per weight, `rank` is that of its
-    low-rank part (the largest of a stack), `pruned` the share of its row groups that have no bits. `reason`
-    says why a parameter of an artifact is stored dense.
+    low-rank part (the largest of a stack), `pruned` the share of its row groups that have no bits; `predicted_kl` is
+    what it is predicted to lose, if the artifact's report says so. `reason` says why a parameter of an artifact is
+    stored dense.
     """
 
     name: str
@@ -50,18 +53,20 @@ class Row:
     widths: dict[int, int]
     rank: int = 0
     pruned: float = 0.0
+    predicted_kl: float | None = None
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Component:
-    """All parameters of one role: how many tensors and weights, their bytes, and bits per weight."""
+    """All parameters of one role: how many tensors and weights, their bytes, and bits per weight; predicted loss."""
 
     role: str
     tensors: int
     parameters: int
     bytes: int
     bits: float
+    predicted_kl: float | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Description:
     """A checkpoint or an artifact. `bits_per_weight` and `ratio` count all bytes of the safetensors files.
 
     `parameters` counts tied weights once and buffers not at all; `ratio` is `parameters` at 2 bytes each over
-    `file_bytes`. `overhead_bytes` are headers, buffers and tensors that are no part of the model.
+    `file_bytes`. `overhead_bytes` are headers, buffers and tensors that are no part of the model. `losses` are those
+    of an artifact with a report.
     """
 
     kind: str
@@ -89,12 +95,15 @@ class Description:
     dropped: tuple[str, ...]
     kept: tuple[str, ...]
     artifact: dict[str, Any] | None = None
+    losses: Losses | None = None
 
     def as_dict(self, tensors: bool = False) -> dict[str, Any]:
         """For JSON; the rows only where `tensors`."""
         result = asdict(self)
         if not tensors:
             del result["rows"]
+        if self.losses is not None:
+            del result["losses"]["by_tensor"]
         return result
 
 
@@ -211,6 +220,14 @@ def _describe_artifact(artifact: Artifact) -> Description:
     warnings = (
         [f"{len(unknown)} tensor(s) are not part of the model: {', '.join(unknown[:3])}"] if unknown else []
     )
+    losses = None
+    if (artifact.folder / REPORT).exists():
+        try:
+            losses = read_losses(artifact.folder)
+        except InputError as error:  # the report is for people, the weights can do without
+            warnings.append(f"no predicted loss is known: {REPORT}: {error.message}")
+        else:
+            rows = [replace(row, predicted_kl=losses.by_tensor.get(row.name)) for row in rows]
     files = len({entry.file for entry in artifact.tensors.values()})
     return _summarise(
         "artifact",
@@ -222,6 +239,7 @@ def _describe_artifact(artifact: Artifact) -> Description:
         warnings,
         artifact.mtp,
         artifact.quantization,
+        losses,
     )
 
 
@@ -289,6 +307,7 @@ def _summarise(
     warnings: Iterable[str],
     mtp: PredictionLayers,
     artifact: dict[str, Any] | None = None,
+    losses: Losses | None = None,
 ) -> Description:
     parameters = sum(row.parameters for row in rows)
     formats: Counter[str] = Counter()
@@ -313,6 +332,7 @@ def _summarise(
         dropped=() if mtp.kept else tuple(mtp.sentences()),
         kept=tuple(mtp.sentences()) if mtp.kept else (),
         artifact=artifact,
+        losses=losses,
     )
 
 
@@ -323,5 +343,7 @@ def _components(rows: list[Row]) -> tuple[Component, ...]:
     components = []
     for role, members in by_role.items():
         parameters, nbytes = sum(row.parameters for row in members), sum(row.bytes for row in members)
-        components.append(Component(role, len(members), parameters, nbytes, 8 * nbytes / max(1, parameters)))
+        known = [row.predicted_kl for row in members if row.predicted_kl is not None]
+        bits, loss = 8 * nbytes / max(1, parameters), sum(known) if known else None
+        components.append(Component(role, len(members), parameters, nbytes, bits, loss))
     return tuple(sorted(components, key=lambda component: -component.bytes))

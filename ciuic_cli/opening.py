@@ -35,8 +35,8 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     checkpoint = open_checkpoint(folder)
     model_map = map_model(checkpoint)
     _require_memory(model_map.stored_numel * (dtype or model_map.dtype).itemsize, place, folder)
-    if checkpoint.scales:
-        return _decoded(model_map, place, dtype)
+    if checkpoint.scales or checkpoint.config.get("quantization_config"):
+        return _decoded(model_map, place, dtype)  # also where a bf16 copy kept the config of the FP8 one
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(

@@ -22,6 +22,7 @@ from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_tokenizer
+from ciuic_cli.passes.quantize import BLOCK
 from ciuic_cli.planning import PassOptions, check_reachable
 from ciuic_cli.run import Progress, Run
 from ciuic_cli.statistics.calibration import calibration_batch
@@ -76,6 +77,8 @@ def compress(
     """
     if mtp not in ("keep", "drop"):
         raise UsageError(f"mtp is {mtp!r:.40}, not keep or drop")
+    if isinstance(rank, int) and (rank < 1 or rank % BLOCK):
+        raise UsageError(f"rank is {rank}", remedy=f"use off, auto, or a multiple of {BLOCK}")
     started = time.monotonic()
     steady_memory()
     out = Path(os.path.realpath(out))  # a link keeps pointing where it does; what it points to is written

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -115,6 +116,19 @@ class Plan:
     @property
     def predicted_kl(self) -> float:
         return sum(plan.predicted_kl for plan in self.units.values())
+
+    @cached_property
+    def rounding_kl(self) -> dict[str, float]:
+        """Predicted KL of each matrix without what removed structures cost: that is charged to down projections."""
+        found = {key: plan.predicted_kl for key, plan in self.units.items()}
+        for structure in self.removed:
+            found[structure.down] -= structure.loss
+        return found
+
+    @cached_property
+    def gone(self) -> dict[str, NDArray[np.bool_]]:
+        """The row groups that went with removed structures, as one mask per matrix that lost any."""
+        return prune.masks(self.removed, {key: len(plan.row_bits) for key, plan in self.units.items()})
 
 
 def blob_sizes(
@@ -247,6 +261,10 @@ def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
         taken = [s for s in structures if s.loss < worth(s)]
         solution.forced = prune.masks(taken, {arm.unit.key: arm.unit.groups for arm in arms})
         solution.taken = taken
+        for arm in arms:
+            gone = solution.forced.get(arm.unit.key)
+            if gone is not None and gone.all():
+                arm.rank = 0
         allocation = solution.solve()
     return solution.plan(allocation)
 

@@ -16,17 +16,17 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import stored_position
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
 from ciuic_cli.encoding import arranged, read_unit
+from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.linear_algebra import solve_transposed
 from ciuic_cli.passes.quantize import BLOCK, Prepared, RowFeedback, prepare
 from ciuic_cli.planning import Plan
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.streaming import Override
-from ciuic_cli.units import Unit, importance_of
+from ciuic_cli.units import UNSEEN_ROLES, Unit, importance_of
 
 LIMITS = (0.33, 10.0)
 """Corrections are kept between these: a handful of held-out sequences proves no more."""
@@ -95,7 +95,8 @@ def _spread(units: Sequence[Unit], layers: Sequence[str]) -> list[Unit]:
 def disturbance(
     model_map: ModelMap, statistics: Statistics, plan: Plan, units: Iterable[Unit], *, window: int
 ) -> Override:
-    """The weights of these matrices with noise like the code's at the plan's widths."""
+    """The weights of these matrices with noise like the code's at the plan's widths; removed structures stay as they
+    are."""
     chosen = {(unit.name, unit.expert): unit for unit in units}
 
     def override(name: str, expert: int | None) -> torch.Tensor | None:
@@ -107,7 +108,17 @@ def disturbance(
             read_unit(model_map, unit), importance_of(unit, statistics), arms.row_class
         )
         generator = torch.Generator().manual_seed(zlib.crc32(unit.key.encode()))
-        noisy = rounding_noise(prepare(weight, importance), arms.row_bits, window, generator)
+        prepared = prepare(weight, importance)
+        if arms.rank:
+            left, right = lowrank.factor(weight, prepared.outputs.noise[: unit.rows], arms.rank)
+            rest = prepare(weight - left @ right, importance)
+            noisy = rounding_noise(rest, arms.row_bits, window, generator) + left @ right
+        else:
+            noisy = rounding_noise(prepared, arms.row_bits, window, generator)
+        gone = plan.gone.get(unit.key)
+        if gone is not None:
+            rows = torch.from_numpy(gone).repeat_interleave(BLOCK)[: unit.rows]
+            noisy[rows] = weight[rows]
         if arms.row_class is None:
             return noisy
         return noisy[torch.from_numpy(stored_position(arms.row_class))]
@@ -122,7 +133,7 @@ def corrections_of(
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
-    Multi-token-prediction layers are left alone: the measured predictions do not pass through them.
+    Matrices without statistics are left alone (`units.UNSEEN_ROLES`).
 
     Args:
         probes: as `probes_of` has them.
@@ -131,8 +142,8 @@ def corrections_of(
     *single, whole = measured
     found = {}
     for units, value in zip(probes[:-1], single, strict=True):
-        found[units[0].role] = _compared(sum(plan.units[unit.key].predicted_kl for unit in units), value)
-    corrected = sum(plan.units[unit.key].predicted_kl * found[unit.role]["correction"] for unit in probes[-1])
+        found[units[0].role] = _compared(sum(plan.rounding_kl[unit.key] for unit in units), value)
+    corrected = sum(plan.rounding_kl[unit.key] * found[unit.role]["correction"] for unit in probes[-1])
     together = _compared(corrected, whole)
     for entry in found.values():
         entry["correction"] *= together["correction"]
@@ -142,7 +153,7 @@ def corrections_of(
 def _by_role(plan: Plan) -> dict[str, list[Unit]]:
     roles: dict[str, list[Unit]] = {}
     for unit_plan in plan.units.values():
-        if unit_plan.unit.role in MTP_ROLES:
+        if unit_plan.unit.role in UNSEEN_ROLES:
             continue
         roles.setdefault(unit_plan.unit.role, []).append(unit_plan.unit)
     return roles

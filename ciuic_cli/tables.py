@@ -63,15 +63,13 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
              f"{report['bits_per_weight']:8.3f}", ""],
         ],
     )  # fmt: skip
-    measured = report["measured_kl"]
-    tokens = report["statistics"]["held_out_tokens"]
-    beside = (
-        ""
-        if measured is None
-        else f", measured on {tokens:,} held-out calibration tokens {measured:.3g} "
-        f"± {report['measured_kl_stderr']:.2g}"
+    lost = _lost(
+        report["predicted_kl"],
+        report["measured_kl"],
+        report["measured_kl_stderr"],
+        report["statistics"]["held_out_tokens"],
     )
-    console.data(f"\nKL divergence in nats per token: predicted {report['predicted_kl']:.3g}{beside}\n")
+    console.data(f"\n{lost}\n")
     console.table(
         "by component",
         ["", "tensors", "weights", "before", "after", "bits", "predicted KL"],
@@ -84,6 +82,15 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
     console.data(
         f"{report['seconds']:.0f} s, {readable_bytes(report['peak_rss_bytes'])} of memory at the peak"
     )
+
+
+def _lost(predicted: float, measured: float | None, stderr: float | None, tokens: int) -> str:
+    beside = (
+        ""
+        if measured is None
+        else f", measured on {tokens:,} held-out calibration tokens {measured:.3g} ± {stderr or 0.0:.2g}"
+    )
+    return f"KL divergence in nats per token: predicted {predicted:.3g}{beside}"
 
 
 def _rest(report: Mapping[str, Any]) -> int:
@@ -129,27 +136,43 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
         f"{found.bits_per_weight:.3f} bits per weight, ratio {found.ratio:.3f} to 2 bytes each\n"
         f"weights stored as {formats}\n"
     )
+    lost = found.losses
+    if lost is not None:
+        console.data(_lost(lost.predicted, lost.measured, lost.stderr, lost.held_out_tokens) + "\n")
     rows: list[Sequence[object]] = [
-        [part.role, part.tensors, part.parameters, _bytes(part.bytes), f"{part.bits:6.3f}"]
+        [
+            part.role,
+            part.tensors,
+            part.parameters,
+            _bytes(part.bytes),
+            f"{part.bits:6.3f}",
+            _kl(part.predicted_kl),
+        ]
         for part in found.components
     ]
-    rows.append([_REST, None, None, _bytes(found.overhead_bytes), ""])
-    console.table("by component", ["", "tensors", "weights", "bytes", "bits"], rows)
+    rows.append([_REST, None, None, _bytes(found.overhead_bytes), "", ""])
+    shown = 5 if lost is None else 6
+    titles = ["", "tensors", "weights", "bytes", "bits", "predicted KL"]
+    console.table("by component", titles[:shown], [row[:shown] for row in rows])
     if tensors:
         console.data("")
         console.table(
             "tensors",
-            ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned"],
+            ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned", "predicted KL"],
             [
                 [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:6.3f}",
                  " ".join(f"{width}:{count}" for width, count in row.widths.items()), row.rank or None,
-                 f"{100 * row.pruned:.1f} %" if row.pruned else ""]
+                 f"{100 * row.pruned:.1f} %" if row.pruned else "", _kl(row.predicted_kl)]
                 for row in found.rows
             ],
         )  # fmt: skip
         reasons = Counter(row.reason for row in found.rows if row.reason)
         for reason, count in reasons.items():
             console.data(f"kept dense ({count} tensors): {reason}")
+
+
+def _kl(predicted: float | None) -> str:
+    return "" if predicted is None else f"{predicted:.2e}"
 
 
 def show_verification(console: Console, checked: Verification) -> None:

@@ -21,9 +21,12 @@ TEMPER = 0.7
 """Exponent of a token's importance: other texts have other frequencies than the calibration text, above all of tokens
 that are rare in it. (The same idea, with 0.75, draws word2vec's negative samples: Mikolov et al. 2013.)"""
 EMBEDDING_ROLES = ("embedding", "head")
-PLAIN_ROLES = (*EMBEDDING_ROLES, *MTP_ROLES)
-"""Matrices that lose no row and get no low-rank part: every token of a vocabulary may be wanted, and of
-multi-token-prediction layers no statistics say which rows or directions matter."""
+UNSEEN_ROLES = (*MTP_ROLES, "indexer")
+"""Matrices without statistics, which no probe measures: predictions do not pass through multi-token-prediction layers,
+and no gradient through an indexer's choice of tokens, which is of all of them where the text is as short as here."""
+PLAIN_ROLES = (*EMBEDDING_ROLES, *UNSEEN_ROLES)
+"""Matrices that lose no row and get no low-rank part: every token of a vocabulary may be wanted, and of others no
+statistics say which rows or directions matter."""
 CHANNEL_ROLES = ("down", "shared_expert_down")
 """Projections whose inputs are the channels of an MLP."""
 

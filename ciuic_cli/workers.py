@@ -24,9 +24,14 @@ PATIENCE = timedelta(days=14)
 _runs = itertools.count()
 
 
+def several() -> bool:
+    """Whether torchrun started more processes than this one."""
+    return dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+
+
 def leads() -> bool:
     """Whether this process is the one that speaks: the only one, or the first of several."""
-    return not dist.is_torchelastic_launched() or int(os.environ["RANK"]) == 0
+    return not several() or int(os.environ["RANK"]) == 0
 
 
 class Workers:
@@ -94,7 +99,7 @@ class Workers:
 @contextmanager
 def joined() -> Iterator[Workers]:
     """The workers that torchrun started, connected for the time of the block; without torchrun, this process alone."""
-    if not dist.is_torchelastic_launched() or int(os.environ["WORLD_SIZE"]) == 1:
+    if not several():
         yield Workers()
         return
     store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))

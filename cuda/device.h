@@ -34,6 +34,7 @@ CIUIC_DEVICE void block_sync() { __syncthreads(); }
 CIUIC_DEVICE void warp_sync() { __syncwarp(); }
 CIUIC_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 CIUIC_DEVICE s32 shuffle_xor(s32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
+CIUIC_DEVICE u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 
 // Bytes of b:a picked by the four low nibbles of `selector`, lowest first.
 CIUIC_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }

@@ -148,8 +148,8 @@ template <int K>
 CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bool have_trail, u32 lane) {
   for (u32 s = steps; s > 0; --s) {
     const bool met = have_trail && tile.trail[s] == prefix;
+    warp_sync();  // all lanes have read before any of them writes, here or in the next call
     if (met) return tile.trail[0];
-    warp_sync();
     const u32 window = best_window<K>(history + (u64)(s - 1) * Trellis<K>::PREFIXES, tile.target[s - 1], prefix, lane);
     if (lane == 0) {
       tile.trail[s] = (u16)prefix;

@@ -16,12 +16,14 @@ CIUIC_DEVICE void load_chunk(float (&v)[32], const CiuicTransform& p, u32 row, u
   hadamard(v, lane, p.log2_block, exchange);
 }
 
+CIUIC_DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
+
 // Nearest integer, at most 127 in size.
 CIUIC_DEVICE s32 round_to_byte(float value) { return (s32)rintf(fminf(fmaxf(value, -127.0f), 127.0f)); }
 
 CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) {
   CIUIC_DYNAMIC_SHARED(memory);
-  CIUIC_SHARED float shared_peak[16];
+  CIUIC_SHARED u32 shared_peak[16];
   CIUIC_SHARED s32 shared_sum[16][2];
   const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32, row = block_x();
   float* exchange = (float*)memory + warp * EXCHANGE_FLOATS;
@@ -33,22 +35,24 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
   float v[32];
   float scale = 1.0f;
   if (scaled) {
-    float peak = 0.0f;
+    u32 bits = 0;  // of the largest absolute value: NaN is larger than all others, and so stays visible
     for (u32 chunk = warp; chunk < chunks; chunk += warps) {
       load_chunk(v, p, row, chunk * CIUIC_CHUNK, lane, exchange);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) peak = fmaxf(peak, fabsf(v[i]));
+      for (int i = 0; i < 32; ++i) bits = larger(bits, float_to_bits(v[i]) & 0x7FFFFFFFu);
     }
 #pragma unroll
-    for (int mask = 16; mask; mask >>= 1) peak = fmaxf(peak, shuffle_xor(peak, mask));
-    if (lane == 0) shared_peak[warp] = peak;
+    for (int mask = 16; mask; mask >>= 1) bits = larger(bits, shuffle_xor(bits, mask));
+    if (lane == 0) shared_peak[warp] = bits;
     block_sync();
-    for (u32 w = 0; w < warps; ++w) peak = fmaxf(peak, shared_peak[w]);
-    if (p.mode == CIUIC_TO_BYTES)
-      scale = peak > 0.0f ? peak / 127.0f : 1.0f;
-    else if (peak > 0.0f)
+    for (u32 w = 0; w < warps; ++w) bits = larger(bits, shared_peak[w]);
+    if (bits == 0)
+      scale = 1.0f;
+    else if (p.mode == CIUIC_TO_BYTES)
+      scale = bits_to_float(bits) / 127.0f;
+    else
       // The power of two that brings the peak to [64, 128): exact to divide by, far from both ends of a half.
-      scale = bits_to_float(((float_to_bits(peak) >> 23) > 7 ? (float_to_bits(peak) >> 23) - 6 : 1) << 23);
+      scale = bits_to_float(((bits >> 23) > 7 ? (bits >> 23) - 6 : 1) << 23);
   }
   const float inverse_scale = 1.0f / scale;
 

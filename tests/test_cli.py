@@ -212,21 +212,23 @@ def test_dry_run_prints_one_object_and_writes_nothing(
 def test_options_reach_the_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 
-    def fake(model: str, out: Path, **options: Any) -> dict[str, Any]:
+    def fake(model: Path, out: Path, **options: Any) -> dict[str, Any]:
         print("a library that chats on stdout")
         seen.update(options, model=model, out=out)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(ciuic_cli.pipeline, "compress", fake)
+    model = tmp_path / "model"
+    model.mkdir()
     result = invoke(
-        "compress", "org/name", tmp_path, "--target-size", "1MiB", "--calibration", "a.txt", "--calibration", "b.txt",
+        "compress", model, tmp_path, "--target-size", "1MiB", "--calibration", "a.txt", "--calibration", "b.txt",
         "--nsamples", 7, "--seqlen", 99, "--seed", 5, "--effort", "best", "--prune", "0.1", "--rank", "32",
         "--bits", "4,3", "--device", "cpu", "--dry-run", "--force", "--json",
     )  # fmt: skip
     assert result.exit_code == 130
     assert result.stdout == "" and "interrupted" in result.stderr and "chats" in result.stderr
     expected = {
-        "model": "org/name", "out": tmp_path, "target_size": 2**20, "calibration": [Path("a.txt"), Path("b.txt")],
+        "model": model, "out": tmp_path, "target_size": 2**20, "calibration": [Path("a.txt"), Path("b.txt")],
         "nsamples": 7, "seqlen": 99, "seed": 5, "effort": "best", "prune": 0.1, "rank": 32, "bits": (3, 4),
         "device": "cpu", "dry_run": True, "force": True,
     }  # fmt: skip
@@ -239,7 +241,7 @@ def test_an_unexpected_exception_is_our_bug(monkeypatch: pytest.MonkeyPatch, tmp
         raise ZeroDivisionError("surprise")
 
     monkeypatch.setattr(ciuic_cli.pipeline, "compress", fake)
-    result = invoke("compress", "model", tmp_path)
+    result = invoke("compress", tmp_path, tmp_path / "out")
     assert result.exit_code == 1
     assert "a bug in ciuic" in result.stderr and "surprise" in result.stderr
 
@@ -362,19 +364,29 @@ def test_bench(made: tuple[Path, Path, Any], monkeypatch: pytest.MonkeyPatch, js
 # --- the process
 
 
-def test_version_and_help_load_nothing_heavy() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--version"], 0, f"ciuic {__version__}"),
+        (["--help"], 0, "compress"),
+        (["compress", "./nowhere", "out"], 3, "no such folder"),
+        (["inspect", "./nowhere"], 3, "no such folder"),
+        (["eval", "./nowhere"], 3, "no such folder"),
+        (["bench", "./nowhere"], 3, "no such folder"),
+    ],
+)
+def test_what_needs_no_model_loads_nothing_heavy(arguments: list[str], code: int, said: str) -> None:
     script = (
         "import sys\nfrom ciuic_cli import cli\n"
-        "try:\n    cli.main()\nexcept SystemExit as end:\n    assert not end.code\n"
+        "try:\n    cli.main()\nexcept SystemExit as end:\n    code = end.code or 0\n"
         "heavy = {'torch', 'transformers', 'numpy'} & sys.modules.keys()\n"
-        "assert not heavy, heavy\n"
+        "assert not heavy, heavy\nsys.exit(code)\n"
     )
-    for option, expected in (("--version", f"ciuic {__version__}"), ("--help", "compress")):
-        done = subprocess.run(
-            [sys.executable, "-c", script, option], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert expected in done.stdout
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert said in done.stdout + done.stderr
 
 
 def test_a_reader_that_leaves_early(made: tuple[Path, Path, Any]) -> None:

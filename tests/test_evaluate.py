@@ -362,6 +362,19 @@ def test_an_fp8_original_is_evaluated_decoded(
     assert evaluate(source, base=fp8, text=text, seqlen=64, limit=2, device="cpu")["kl_mean"] > 1e-6
 
 
+def test_a_dense_copy_with_the_config_of_the_fp8_one_is_what_its_files_say(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source = tiny_checkpoint("llama", dtype=torch.float32)
+    copied = tmp_path / "copied"
+    shutil.copytree(source, copied)
+    config = json.loads((copied / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (copied / "config.json").write_text(json.dumps(config))
+    found = evaluate(source, base=copied, text=text, seqlen=64, limit=2, device="cpu")
+    assert found["kl_mean"] < 1e-12
+
+
 # --- generated text
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ciuic_cli.artifact import losses
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -210,3 +211,47 @@ def test_only_headers_are_read(artifact: Path, tmp_path: Path) -> None:
 
     again = describe(edited(artifact, tmp_path / "m", overwrite))
     assert again.rows == found.rows and again.components == found.components
+
+
+def test_an_artifact_says_what_its_report_predicts(artifact: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifact, folder)
+    assert describe(folder).losses is None and not describe(folder).warnings
+    rows = [{"name": row.name, "predicted_kl": 1e-3} for row in describe(folder).rows if row.widths]
+    rows[0]["unpredicted"] = "not the model's"
+    report = {
+        "predicted_kl": 0.5, "measured_kl": 0.4, "measured_kl_stderr": 0.01, "components": rows,
+        "statistics": {"held_out_tokens": 2048},
+    }  # fmt: skip
+    (folder / "memory_report.json").write_text(json.dumps(report))
+    found = describe(folder)
+    assert found.losses is not None
+    assert (found.losses.predicted, found.losses.measured, found.losses.stderr) == (0.5, 0.4, 0.01)
+    known = {row.name for row in found.rows if row.predicted_kl == 1e-3}
+    assert known == {row["name"] for row in rows[1:]}
+    total = sum(part.predicted_kl or 0.0 for part in found.components)
+    assert total == pytest.approx(1e-3 * len(known))
+    assert found.as_dict()["losses"]["predicted"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "damage", ["[]", "{}", '{"predicted_kl": 1e999, "components": []}', "\x00", "{" * 9999]
+)
+def test_a_damaged_report_takes_nothing_but_the_losses(artifact: Path, tmp_path: Path, damage: str) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifact, folder)
+    (folder / "memory_report.json").write_text(damage)
+    found = describe(folder)
+    assert found.losses is None
+    assert [note for note in found.warnings if "memory_report.json" in note]
+    assert found.rows == describe(artifact).rows
+
+
+def test_a_report_over_its_limit_is_not_read(
+    artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "artifact"
+    shutil.copytree(artifact, folder)
+    (folder / "memory_report.json").write_text("{" + " " * 100 + "}")
+    monkeypatch.setattr(losses, "MAX_BYTES", 100)
+    assert [note for note in describe(folder).warnings if "at most 100 are accepted" in note]

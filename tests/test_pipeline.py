@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import ciuic_cli
 from ciuic_cli import pipeline
-from ciuic_cli.errors import InputError, TargetError, UsageError
+from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
 from ciuic_cli.verification import verify
 
 TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 60
@@ -127,6 +129,66 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
+def test_a_disk_that_fails_once_loses_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    _compress(source, tmp_path / "whole", text)
+    encoding: list[str] = []
+    read = os.preadv
+
+    def failing(*arguments: Any) -> int:
+        if encoding:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(EnvironmentFault, match="cannot read the file") as caught:
+        _compress(
+            source, out, text, progress=lambda what, *_: encoding.append(what) if what == "encode" else None
+        )
+    assert caught.value.tensor and "goes on" in str(caught.value.remedy)
+    encoding.clear()
+    hints: list[str] = []
+    _compress(source, out, text, hint=hints.append)
+    assert any("going on" in hint for hint in hints)
+    assert _weights(out) == _weights(tmp_path / "whole")
+
+
+def test_a_licence_that_leads_elsewhere_is_refused_at_once(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_checkpoint("llama_tied"), source)
+    (tmp_path / "LICENSE").write_text("terms")
+    (source / "LICENSE").symlink_to("../LICENSE")
+    steps: list[str] = []
+    with pytest.raises(InputError, match="leads outside"):
+        _compress(source, tmp_path / "out", text, progress=lambda what, *_: steps.append(what))
+    assert not steps
+
+
+def test_an_artifact_says_its_dtype(tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(tiny_checkpoint("llama_tied"), source)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("dtype", None)
+    config.pop("torch_dtype", None)
+    (source / "config.json").write_text(json.dumps(config))
+    _compress(source, tmp_path / "out", text)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_a_model_is_not_compressed_in_place_by_several_processes(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama"))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match="one process"):
+        ciuic_cli.apply_ciuic_compression(model)
+
+
 def test_a_changed_option_is_refused_with_the_difference(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
@@ -160,6 +222,14 @@ def test_passes_can_be_forced_and_forbidden(
     off = _compress(source, tmp_path / "off", text, prune="off", rank="off", bits=(4,), ratio=2.5)
     assert {k for row in off["components"] for k in row.get("widths", {})} == {"4"}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "forced") is not None
+
+
+@pytest.mark.parametrize("rank", [0, -16, 24])
+def test_ranks_are_multiples_of_16(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, rank: int
+) -> None:
+    with pytest.raises(UsageError, match=f"rank is {rank}"):
+        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, rank=rank)
 
 
 def test_unreachable_targets_stop_before_any_work(

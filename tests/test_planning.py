@@ -288,6 +288,23 @@ def test_an_expert_that_costs_nothing_goes_as_a_whole(tiny_checkpoint: Callable[
     assert plan.units[down.unit.key.replace("[2]", "[1]")].row_bits.any()
 
 
+def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Callable[..., Path]) -> None:
+    model_map = _map(tiny_checkpoint("deepseek_v3"))
+    options = PassOptions(ALL_WIDTHS, rank=16)
+    arms = _arms(model_map, options)
+    for arm in arms:
+        if arm.unit.expert is not None:
+            nbytes = factor_bytes(arm.unit.rows, arm.unit.cols, 16)
+            arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.unit.groups, 0.9, np.float32))]
+    down = next(arm for arm in arms if arm.unit.role == "expert_down" and arm.unit.expert == 2)
+    down.removal[:] = 1e-12
+    plan = make_plan(model_map, arms, _budget(model_map, 1.5), options)
+    assert down.unit.key in [s.down for s in plan.removed if s.block is None]
+    assert plan.units[down.unit.key].is_zero and plan.units[down.unit.key].lowrank_bytes == 0
+    assert plan.units[down.unit.key.replace("down_proj", "gate_up_proj")].is_zero
+    assert plan.units[down.unit.key.replace("[2]", "[1]")].rank == 16
+
+
 @pytest.mark.parametrize("share", [0.1, 0.3])
 def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -> None:
     model_map = _map(tiny_checkpoint("llama"))

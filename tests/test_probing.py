@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import numpy as np
 import pytest
+import torch
 
-from ciuic_cli.planning import Plan, UnitPlan
+from ciuic_cli import probing
+from ciuic_cli.passes.prune import Structure
+from ciuic_cli.passes.quantize import Importance
+from ciuic_cli.planning import PassOptions, Plan, UnitPlan
 from ciuic_cli.probing import LIMITS, PROBED_LAYERS, TOGETHER, correction_of, corrections_of, probes_of
 from ciuic_cli.units import Unit
 
@@ -70,6 +76,65 @@ def test_the_corrected_prediction_of_the_plan_is_what_was_measured() -> None:
     predicted = {"q": 0.003, "k": 0.004, "v": 0.005}
     found = _corrections(predicted, [0.004, 0.002, 0.009, 0.0111])
     assert sum(predicted[role] * found[role]["correction"] for role in predicted) == pytest.approx(0.0111)
+
+
+def test_what_removed_structures_cost_is_not_put_down_to_rounding() -> None:
+    plan = _plan({"gate": 0.004, "down": 0.02})
+    gone = Structure("down.weight", 1, (("gate.weight", 1),), 0.015)
+    plan = Plan(plan.units, {}, 0, 0, 0.0, (gone,))
+    found = corrections_of(plan, probes_of(plan, ()), [0.004, 0.005, 0.009])
+    assert found["gate"]["correction"] == pytest.approx(1.0)
+    assert found["down"]["predicted_kl"] == pytest.approx(0.005)
+    assert found[TOGETHER]["correction"] == pytest.approx(1.0)
+
+
+def _disturbed(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """A weight as the probe of the only matrix of the plan has it, all errors costing the same."""
+    importance = Importance(torch.eye(weight.shape[1]), torch.eye(weight.shape[0]))
+    monkeypatch.setattr(probing, "read_unit", lambda model_map, unit: weight)
+    monkeypatch.setattr(probing, "importance_of", lambda unit, statistics: importance)
+    (unit,) = (chosen.unit for chosen in plan.units.values())
+    nothing = cast(Any, None)
+    noisy = probing.disturbance(nothing, nothing, plan, [unit], window=16)(unit.name, None)
+    assert noisy is not None
+    return noisy
+
+
+def test_removed_rows_stay_as_they_are_in_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
+    unit = Unit("gate.weight", None, "gate", 32, 64)
+    chosen = UnitPlan(unit, np.array([4, 0], np.uint8), 0, 0, 0.0)
+    alone = Plan({unit.key: chosen}, {}, 0, 0, 0.0)
+    assert not _disturbed(monkeypatch, weight, alone)[
+        16:
+    ].any()  # left out by the budget: what the probe measures
+    gone = (Structure("down.weight", 1, ((unit.key, 1),), 0.0),)
+    noisy = _disturbed(monkeypatch, weight, Plan({unit.key: chosen}, {}, 0, 0, 0.0, gone))
+    assert torch.equal(noisy[16:], weight[16:]) and not torch.equal(noisy[:16], weight[:16])
+
+
+def test_a_probe_disturbs_what_the_low_rank_part_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(64, 16, generator=generator) @ torch.randn(16, 128, generator=generator)
+    weight = low + 0.1 * torch.randn(64, 128, generator=generator)
+    unit = Unit("q.weight", None, "q", 64, 128)
+    bits = np.full(4, 4, np.uint8)
+    errors = []
+    for rank in (0, 16):
+        plan = Plan({unit.key: UnitPlan(unit, bits, rank, 0, 0.0)}, {}, 0, 0, 0.0)
+        errors.append(float((_disturbed(monkeypatch, weight, plan) - weight).square().mean()))
+    # Energies of 16 + 0.01 and of less than 0.01 of the rest.
+    assert errors[1] < 1e-3 * errors[0]
+
+
+def test_an_indexer_is_not_probed_and_loses_no_row() -> None:
+    """Where the text is shorter than its reach it chooses every token: no error in it would show."""
+    plan = _plan({"q": 0.01, "indexer": 0.02})
+    probes = probes_of(plan, ())
+    assert {unit.role for probe in probes for unit in probe} == {"q"}
+    assert correction_of("indexer", corrections_of(plan, probes, [0.02, 0.02])) == pytest.approx(2.0)
+    (indexer,) = (chosen.unit for chosen in plan.units.values() if chosen.unit.role == "indexer")
+    assert 0 not in PassOptions((2, 4)).widths_for(indexer)
 
 
 def test_corrections_keep_their_limits() -> None:

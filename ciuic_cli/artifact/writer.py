@@ -25,7 +25,7 @@ REPORT = "memory_report.json"
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
-    "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
+    "tekken.json", "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ _MAX_CONFIG_BYTES = 16 << 20
 _MAX_INDEX_BYTES = 256 << 20
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
-_OPENED = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken")
+_OPENED = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", "LICENSE")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DOWNLOAD_AGAIN = "download the checkpoint again"
 

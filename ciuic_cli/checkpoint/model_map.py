@@ -99,7 +99,7 @@ class ModelMap:
         """The checkpoint's config.json as it holds for what is stored.
 
         Without `auto_map` and `quantization_config`; `tie_word_embeddings` false where the values differ; no
-        multi-token-prediction layers promised that are not kept.
+        multi-token-prediction layers promised that are not kept; with the model's dtype.
         """
         dropped = ("auto_map", "quantization_config")
         values = {key: value for key, value in self.checkpoint.config.items() if key not in dropped}
@@ -107,6 +107,9 @@ class ModelMap:
             values["tie_word_embeddings"] = False
         if values.get(COUNT_KEY) and not self.mtp.kept:
             values[COUNT_KEY] = 0
+        if not (values.get("dtype") or values.get("torch_dtype")):
+            # transformers would take it from the first file, where there may be nothing but blobs.
+            values["dtype"] = str(self.dtype).removeprefix("torch.")
         return values
 
     @cached_property

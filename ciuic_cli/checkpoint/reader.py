@@ -23,7 +23,7 @@ from ciuic_cli.checkpoint.folder import (
     shard_names,
 )
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import EnvironmentFault, InputError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -300,12 +300,7 @@ def _read_into(tensor: torch.Tensor, entry: TensorEntry, begin: int) -> None:
     try:
         descriptor = os.open(entry.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
-        raise InputError(
-            f"cannot open the file: {error.strerror}",
-            file=entry.file,
-            tensor=entry.name,
-            remedy="leave the checkpoint alone while it is read, and start again",
-        ) from error
+        raise _read_fault(error, entry) from error
     try:
         done = 0
         while done < len(view):
@@ -319,11 +314,16 @@ def _read_into(tensor: torch.Tensor, entry: TensorEntry, begin: int) -> None:
                 )
             done += got
     except OSError as error:
-        raise InputError(
-            f"cannot read the file: {error.strerror}",
-            file=entry.file,
-            tensor=entry.name,
-            remedy="check the disk",
-        ) from error
+        raise _read_fault(error, entry) from error
     finally:
         os.close(descriptor)
+
+
+def _read_fault(error: OSError, entry: TensorEntry) -> EnvironmentFault:
+    """Its header was read before: that it cannot be read now is the machine's fault, and may pass."""
+    return EnvironmentFault(
+        f"cannot read the file: {error.strerror}",
+        file=entry.file,
+        tensor=entry.name,
+        remedy="check the disk, and run the same command again: it goes on where it stopped",
+    )

@@ -46,6 +46,12 @@ def signs(cols_padded: int, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(_signs(cols_padded, seed).copy())
 
 
+@functools.lru_cache(maxsize=256)
+def _signs_on(device: torch.device, cols_padded: int, seed: int) -> torch.Tensor:
+    """Copied there once: each copy from ordinary memory makes the host wait for the device."""
+    return signs(cols_padded, seed).to(device)
+
+
 def transform(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """T applied along the last dimension, zero-padded to a multiple of 16.
 
@@ -76,7 +82,7 @@ def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
     cols = x.shape[-1]
     log2 = log2_block(cols)
     if x.device.type != "cpu":
-        return _apply_torch(x, signs(cols, seed).to(x.device), log2, inverse=inverse)
+        return _apply_torch(x, _signs_on(x.device, cols, seed), log2, inverse=inverse)
     rows = x.numel() // cols
     status = native.library().ciuic_hadamard(
         x.data_ptr(), rows, cols, log2, seed, int(inverse), torch.get_num_threads()

@@ -43,7 +43,7 @@ def _try(device: torch.device) -> tuple[bool, str]:
         if isinstance(launcher, CudaLauncher):
             for unit in _RUN_TIME_UNITS:
                 launcher.load(sources.UNITS[unit][0], 16)
-    except CiuicError as error:
+    except (CiuicError, RuntimeError) as error:  # the latter from cuda-bindings: a driver that it cannot load
         reason = str(error)
         warnings.warn(
             f"the CUDA kernels cannot be used on {device}; torch operations take their place and are much "

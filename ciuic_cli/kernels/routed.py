@@ -19,7 +19,12 @@ _FEW_TOKENS = 16
 
 
 def experts(
-    stack: DeviceStack, x: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype | None = None
+    stack: DeviceStack,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    *,
+    positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Every token times the experts it was sent to.
 
@@ -31,9 +36,10 @@ def experts(
         x: float32, float16 or bfloat16 [tokens, cols].
         ids: integer [tokens, k], the experts of each token; one outside 0 .. E-1 makes zeros.
         dtype: of the result; default x's.
+        positions: int32 [E, rows], where each row of an expert is stored; default: in their own order.
 
     Returns:
-        [tokens, k, rows].
+        [tokens, k, rows], the rows of each expert in their own order.
 
     Raises:
         UsageError: shapes, dtypes or devices that do not fit.
@@ -56,8 +62,12 @@ def experts(
     # Stable: the order of a run, and so the fragment that a pair falls into, is the same every time.
     in_order, order = torch.sort(ids.reshape(-1), stable=True)
     if ids.numel() > LARGEST_LAUNCH:
-        return _one_by_one(stack, flat, in_order, order, k, dtype).reshape(tokens, k, stack.rows)
-    return _one_launch(launcher, stack, flat, in_order, order, k, dtype).reshape(tokens, k, stack.rows)
+        y = _one_by_one(stack, flat, in_order, order, k, dtype, positions)
+    else:
+        y = _one_launch(launcher, stack, flat, in_order, order, k, dtype)
+        if positions is not None:  # an index as large as y, of eight bytes each: only for few pairs
+            y = y.gather(1, positions[ids.reshape(-1).clamp(0, stack.count - 1)].to(torch.int64))
+    return y.reshape(tokens, k, stack.rows)
 
 
 def _one_launch(
@@ -93,10 +103,12 @@ def _one_by_one(
     order: torch.Tensor,
     k: int,
     dtype: torch.dtype,
+    positions: torch.Tensor | None,
 ) -> torch.Tensor:
     y = torch.zeros((order.numel(), stack.rows), dtype=dtype, device=x.device)
     hit, counts = torch.unique_consecutive(in_order, return_counts=True)
     for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
         if 0 <= expert < stack.count and not stack.expert(expert).is_zero:
-            y[pairs] = linear([stack.expert(expert)], x[pairs // k], dtype)[0]
+            share = linear([stack.expert(expert)], x[pairs // k], dtype)[0]
+            y[pairs] = share if positions is None else share.index_select(-1, positions[expert])
     return y

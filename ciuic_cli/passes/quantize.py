@@ -170,10 +170,14 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     w = _in_basis(weight)
     h = transform(transform(importance.inputs).T)
     h = h.add_(h.T.clone()).mul_(0.5)
-    h.diagonal().add_(INPUT_DAMPING * h.diagonal().mean() + 1e-12)
+    with one_thread():
+        average = h.diagonal().mean()
+    h.diagonal().add_(INPUT_DAMPING * average + 1e-12)
     inputs = block_ldl(h)
     own = None if importance.contexts is None else row_feedback(inputs, _in_basis(importance.contexts))
-    noise = inputs.noise.sum().expand(len(w)) if own is None else inputs.noise.sum() + own.noise
+    with one_thread():
+        trace = inputs.noise.sum()
+    noise = trace.expand(len(w)) if own is None else trace + own.noise
     return _prepared(w, inputs, own, noise, importance.outputs, rows, cols)
 
 

@@ -109,6 +109,13 @@ def _forget(key: int, blob: weakref.ref[torch.Tensor]) -> None:
         del _parsed[key]
 
 
+def drop_stale(blob: torch.Tensor) -> None:
+    """Let go of what was parsed from a blob that has other memory since: it would keep the old one."""
+    known = _parsed.get(id(blob))
+    if known is not None and not known.fits(blob):
+        del _parsed[id(blob)]
+
+
 def weight_of(blob: torch.Tensor) -> Weight:
     """The matrix in a blob (uint8 [nbytes]), for the blob's device.
 

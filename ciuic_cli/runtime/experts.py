@@ -15,6 +15,7 @@ from torch import nn
 
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime import ops
+from ciuic_cli.runtime.modules import BlobModule
 
 STACKS = ("gate_up_proj", "down_proj")
 """The parameters of an experts module that are stored as stacks of blobs."""
@@ -36,7 +37,7 @@ def unsupported_reason(dense: nn.Module) -> str | None:
     return None
 
 
-class CompressedExperts(nn.Module):
+class CompressedExperts(BlobModule):
     """One layer's experts; both stacks are blobs of an ExpertStack, and only routed experts are decoded.
 
     Args:

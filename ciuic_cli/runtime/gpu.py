@@ -32,7 +32,8 @@ def stack(packed: ExpertStack, blob: torch.Tensor) -> Stack:
     if alike and all(expert.lowrank is None for expert in lean.experts):
         return GpuStack(kernels.DeviceStack(lean, blob))
     parts = zip(lean.experts, expert_blobs(lean, blob), strict=True)
-    return PlainStack(tuple(kernels.KernelMatrix(expert, part) for expert, part in parts))
+    experts = tuple(kernels.KernelMatrix(expert, part) for expert, part in parts)
+    return PlainStack(experts, kernels.KernelMatrix.small_batch)
 
 
 class GpuWeight(PlainWeight):
@@ -82,10 +83,7 @@ class GpuStack:
         return kernels.KernelMatrix(view.packed, view.blob, view)
 
     def product(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        y = kernels.experts(self.on_device, x, ids)
-        if self.positions is None:
-            return y
-        return y.gather(2, self.positions[ids.clamp(0, self.count - 1)].to(torch.int64))
+        return kernels.experts(self.on_device, x, ids, positions=self.positions)
 
 
 def _without_codes(packed: PackedMatrix) -> PackedMatrix:

@@ -6,10 +6,13 @@ devices, saving and tying work as they do for any module. Outputs have the dtype
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from ciuic_cli.runtime import ops
+from ciuic_cli.runtime.blobs import drop_stale
 
 
 def blob_parameter(nbytes: int, device: torch.device | str | None = None) -> nn.Parameter:
@@ -17,7 +20,19 @@ def blob_parameter(nbytes: int, device: torch.device | str | None = None) -> nn.
     return nn.Parameter(torch.empty(nbytes, dtype=torch.uint8, device=device), requires_grad=False)
 
 
-class CompressedLinear(nn.Module):
+class BlobModule(nn.Module):
+    """A module with blobs among its parameters."""
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BlobModule:
+        """As every module's (`to`, `cpu`, `cuda` call it); the device that is left keeps no copy."""
+        super()._apply(fn, recurse)
+        for parameter in self._parameters.values():
+            if parameter is not None:
+                drop_stale(parameter)
+        return self
+
+
+class CompressedLinear(BlobModule):
     """y = x W^T + bias with W (out_features, in_features) decoded inside the product.
 
     `weight` is the blob of a PackedMatrix, (nbytes,) uint8; `bias` is None or (out_features,) in a
@@ -86,7 +101,7 @@ class CompressedGroupedLinear(CompressedLinear):
         return ops.grouped_linear(x, self.blob, self.n_groups, self.out_features // self.n_groups)
 
 
-class CompressedEmbedding(nn.Module):
+class CompressedEmbedding(BlobModule):
     """Rows of a compressed table (num_embeddings, embedding_dim); only the rows asked for are decoded.
 
     `scale` multiplies the rows (Gemma's scaled embeddings), rounded to the dtype of the output as the dense

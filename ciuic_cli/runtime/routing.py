@@ -15,6 +15,7 @@ V4's hash routers look experts up in a table by token and have no choice to mask
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -65,7 +66,7 @@ def mask_router(router: nn.Module, pruned: torch.Tensor) -> None:
     column = torch.where(mask, NEVER, 0.0).to(device=weight.device, dtype=weight.dtype)
     router.register_buffer("masked_logits", column[:, None], persistent=False)
     if not isinstance(router, _MaskedLogits):
-        router.__class__ = _masked_class(type(router))
+        _become(router, _masked_class(type(router)))
 
 
 def _chooses(router: nn.Module) -> bool:
@@ -77,7 +78,14 @@ def unmask_router(router: nn.Module) -> None:
     """Give a router without a bias its own class back (a bias comes back with the router's weights)."""
     if isinstance(router, _MaskedLogits):
         del router.masked_logits
-        router.__class__ = type(router).__mro__[2]
+        _become(router, type(router).__mro__[2])
+
+
+def _become(router: nn.Module, kind: type) -> None:
+    """Change its class; a forward that accelerate keeps behind its hooks (models on several devices) changes too."""
+    router.__class__ = kind
+    if "_old_forward" in vars(router):
+        vars(router)["_old_forward"] = types.MethodType(kind.forward, router)  # type: ignore[attr-defined]
 
 
 def routers(model: nn.Module, pruned: Mapping[str, torch.Tensor]) -> Iterator[tuple[nn.Module, torch.Tensor]]:

@@ -16,6 +16,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.statistics.files import CONTEXTS, EMBEDDING, ENERGY, FREQUENCY, Statistics, StatisticsWriter
 from ciuic_cli.statistics.marks import Journal, Marks
 from ciuic_cli.statistics.moments import MomentRecorder, Moments, Watched
+from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
 from ciuic_cli.threads import one_thread
@@ -39,9 +40,9 @@ def collect_statistics(
 ) -> Statistics:
     """Record G and H of every compressible matrix over the calibration sequences.
 
-    A forward sweep keeps each layer's input on disk; at the end one label per token is sampled from the
-    model's own prediction, and a backward sweep, layer by layer, carries its gradient down. Peak memory is
-    one layer, its statistics twice, and one chunk of sequences.
+    A forward sweep keeps each layer's input on disk; at the end every token gets a random gradient whose second moment
+    is the Fisher information of the model's own prediction, and a backward sweep, layer by layer, carries it down.
+    Peak memory is one layer, its statistics twice, and one chunk of sequences.
 
     Args:
         batches: LongTensor (sequences, length).
@@ -119,16 +120,16 @@ class _Collection:
 
     def _resumed(self, steps: int) -> int:
         """How many steps are finished, with what they left taken over."""
-        last = self.marks.last(steps)
-        if last is None:
-            return 0
-        step, state = last
-        intact = (
-            self.stream.hidden.restore(state["hidden"])
-            and self.stream.gradient.restore(state["gradient"])
-            and self.writer.restore(state["written"])
-        )
-        return step + 1 if all(self.workers.gather(intact)) else 0
+        for step, state in self.marks.found(steps):
+            places: dict[str, TensorFolder | StatisticsWriter] = {
+                "hidden": self.stream.hidden, "gradient": self.stream.gradient, "written": self.writer,
+            }  # fmt: skip
+            intact = all(place.holds(state[name]) for name, place in places.items())
+            if all(self.workers.gather(intact)):
+                for name, place in places.items():
+                    place.take(state[name])
+                return step + 1
+        return 0
 
     def _sums(self, names: Sequence[str]) -> OrderedSums:
         return OrderedSums(self.workers, names, self.stream.device)
@@ -153,7 +154,7 @@ class _Collection:
         """G's diagonal and H of the head, and the gradient below it.
 
         The first worker, which owns them, keeps the rows' contexts and the mean prediction too. The head's diagonal
-        is the exact expectation p (1 - p) over the sampled label, so that rare tokens have a smooth estimate instead
+        is the exact expectation p (1 - p), so that rare tokens have a smooth estimate instead
         of a few counts.
         """
         device = self.stream.device
@@ -162,7 +163,13 @@ class _Collection:
             (p.tied_to or p.name for p in self.map.parameters.values() if p.role == "head"), "lm_head.weight"
         )
         inputs: list[torch.Tensor] = []
-        handle = head.register_forward_pre_hook(lambda _module, args: inputs.append(args[0].detach()))
+        outputs: list[torch.Tensor] = []
+
+        def note(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            inputs.append(args[0].detach())
+            outputs.append(output)
+
+        handle = head.register_forward_hook(note)
         vocabulary, width = head.weight.shape
         sequences = (
             number * self.chunk + row
@@ -180,12 +187,11 @@ class _Collection:
 
         def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
             probability = logits.detach()[0].float().softmax(-1)
-            gradient = probability.clone()
-            generator.manual_seed(label_seed(self.seed, next(sequences)))
-            gradient[torch.arange(len(gradient)), _sample(probability, generator)] -= 1.0
-            logits.backward(gradient[None].to(logits.dtype))
+            slope = _slope(logits, outputs.pop())
+            generator.manual_seed(sequence_seed(self.seed, next(sequences)))
+            logits.backward(_gradient(probability, generator)[None].to(logits.dtype))
             x = inputs.pop()[0].float()
-            spread = probability * (1 - probability)
+            spread = probability * (1 - probability) * slope
             trace = spread.sum(1)
             moments.inputs.addmm_((x * trace[:, None]).T, x)
             moments.outputs += x.square().sum(1) @ spread
@@ -240,11 +246,14 @@ class _Collection:
             self.writer.write_single(ENERGY, name, energy)
 
     def _embedding_name(self) -> str:
-        return next(p.name for p in self.map.parameters.values() if p.role == "embedding")
+        table = self.stream.model.get_input_embeddings()
+        owner = next(name for name, module in self.stream.model.named_modules() if module is table)
+        parameter = self.map.parameters[f"{owner}.weight"]
+        return parameter.tied_to or parameter.name
 
 
-def label_seed(seed: int, sequence: int) -> int:
-    """Of the labels of one sequence: the same whoever draws them."""
+def sequence_seed(seed: int, sequence: int) -> int:
+    """Of what is drawn for one sequence: the same whoever draws it."""
     return (seed << 30) + sequence
 
 
@@ -264,10 +273,24 @@ def _nothing(rows: int, cols: int, device: torch.device) -> Moments:
     return Moments.zeros(rows, cols, device, torch.float32, full_outputs=False)
 
 
-def _sample(probability: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """One label per row of (tokens, vocabulary), by inversion (torch.multinomial is many times slower)."""
-    cumulative = probability.cumsum(-1)
-    draw = (
-        torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
+def _slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | float:
+    """Squares of what logits (1, t, vocabulary) change by with the head's own output, element by element: what some
+    models do to it in between (a factor, a soft cap) makes errors of the head matter less."""
+    if logits is output:
+        return 1.0
+    (slope,) = torch.autograd.grad(logits.sum(), output, retain_graph=True)
+    return slope[0].float().square()
+
+
+def _gradient(probability: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random vectors in the logits, one per row of (tokens, vocabulary), of second moment diag(p) - p pᵀ.
+
+    That is the Fisher information of a label drawn from p, whose gradient would be p less a one at the label. √p with
+    random signs, less its mean, has the same moment and every label in each draw: no token's weight rests on whether
+    an unlikely label came up.
+    """
+    signs = torch.randint(
+        0, 2, probability.shape, generator=generator, device=probability.device, dtype=torch.int8
     )
-    return torch.searchsorted(cumulative, draw).clamp_(max=probability.shape[1] - 1)[:, 0]
+    drawn = probability.sqrt().mul_(signs.mul_(2).sub_(1))
+    return drawn.addcmul_(probability, drawn.sum(1, keepdim=True), value=-1.0)

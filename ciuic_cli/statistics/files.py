@@ -171,19 +171,17 @@ class StatisticsWriter:
         self.digests[file] = file_digest(self.folder / file)
 
     def state(self) -> dict[str, Any]:
-        """What is written so far, for `restore`."""
+        """What is written so far, for `holds` and `take`."""
         return {"files": self.files, "expert_tokens": self.expert_tokens, "digests": self.digests}
 
-    def restore(self, state: Mapping[str, Any]) -> bool:
-        """Take over what an earlier process wrote here; False, and nothing taken, where a file has other bytes."""
-        intact = all(has_digest(self.folder / file, digest) for file, digest in state["digests"].items())
-        if intact:
-            self.files, self.expert_tokens, self.digests = (
-                state["files"],
-                state["expert_tokens"],
-                state["digests"],
-            )
-        return intact
+    def holds(self, state: Mapping[str, Any]) -> bool:
+        """Whether all that an earlier process wrote here is still there with the same bytes."""
+        return all(has_digest(self.folder / file, digest) for file, digest in state["digests"].items())
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Go on from what an earlier process wrote here."""
+        self.files, self.expert_tokens = state["files"], state["expert_tokens"]
+        self.digests = state["digests"]
 
     def finish(self, workers: Workers) -> None:
         """The first worker writes down who wrote what."""

@@ -8,7 +8,7 @@ have marked it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from ciuic_cli.workers import Workers
@@ -31,22 +31,20 @@ class Marks:
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """This worker has finished the step; `state` is what it has on disk."""
         if self.journal is not None:
-            marked = {**state, "workers": self.workers.size}
-            self.journal.save(self._name(step), json.dumps(marked).encode())
+            self.journal.save(self._name(step), json.dumps(state).encode())
 
-    def last(self, steps: int) -> tuple[int, dict[str, Any]] | None:
-        """The last step, of so many, that all workers have marked, and this one's state then."""
-        mine = next((step for step in reversed(range(steps)) if self._load(step) is not None), -1)
-        common = min(self.workers.gather(mine))
-        state = self._load(common) if common >= 0 else None
-        usable = state is not None and state["workers"] == self.workers.size
-        if not all(self.workers.gather(usable)) or state is None:
-            return None
-        return common, state
+    def found(self, steps: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The steps, of so many, that all workers of a run with as many have marked, the last one first, and this one's
+        state then. Of some of them the files may be gone: marks of runs before the last one stay."""
+        mine = {step for step in range(steps) if self._load(step) is not None}
+        for step in sorted(set.intersection(*self.workers.gather(mine)), reverse=True):
+            state = self._load(step)
+            assert state is not None
+            yield step, state
 
     def _load(self, step: int) -> dict[str, Any] | None:
         data = None if self.journal is None else self.journal.load(self._name(step))
         return None if data is None else dict(json.loads(data))
 
     def _name(self, step: int) -> str:
-        return f"sweeps/{self.workers.rank}-{step:05d}"
+        return f"sweeps/{self.workers.rank}-of-{self.workers.size}-{step:05d}"

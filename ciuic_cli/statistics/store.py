@@ -45,16 +45,16 @@ class TensorFolder:
             (self.folder / self._dropped.pop()).unlink()
 
     def contents(self) -> Contents:
-        """What is in the folder, for `restore`."""
+        """What is in the folder, for `holds` and `take`."""
         return dict(self._contents)
 
-    def restore(self, contents: Mapping[str, Any]) -> bool:
-        """Take over what an earlier process left here; False, and nothing taken, where a file has other bytes."""
-        found: Contents = {name: (tuple(shape), digest) for name, (shape, digest) in contents.items()}
-        intact = all(has_digest(self.folder / name, digest) for name, (_, digest) in found.items())
-        if intact:
-            self._contents = found
-        return intact
+    def holds(self, contents: Mapping[str, Any]) -> bool:
+        """Whether all that an earlier process had here is still there with the same bytes."""
+        return all(has_digest(self.folder / name, digest) for name, (_, digest) in contents.items())
+
+    def take(self, contents: Mapping[str, Any]) -> None:
+        """Go on with what an earlier process had here."""
+        self._contents = {name: (tuple(shape), digest) for name, (shape, digest) in contents.items()}
 
 
 def has_digest(path: Path, digest: str) -> bool:

@@ -65,6 +65,11 @@ def _scale(hidden: torch.Tensor, rows: torch.Tensor) -> float:
     return float((hidden * rows).sum() / rows.square().sum().clamp_min(1e-30))
 
 
+def _differs(value: Any, other: Any) -> bool:
+    """Whether a tensor is not the other: what layers get besides the hidden state can be of the tokens (V4)."""
+    return isinstance(value, torch.Tensor) and value is not other and not torch.equal(value, other)
+
+
 def compute_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies it faster than float32 (twice on recent CPUs), else float32."""
     if device.type == "cuda":
@@ -110,6 +115,7 @@ class LayerStream:
         self.prefixes = list(model_map.layer_prefixes)
         self.embedding_scale = 1.0
         self._arguments: dict[tuple[str, int], dict[str, Any]] = {}
+        self._own: dict[tuple[str, int], dict[str, Any]] = {}
 
     def layer(self, prefix: str) -> nn.Module:
         return self.model.get_submodule(prefix.rstrip("."))
@@ -180,7 +186,7 @@ class LayerStream:
 
     def arguments(self, prefix: str, index: int) -> dict[str, Any]:
         """Keyword arguments with which the model calls the layer `prefix` on chunk `index`."""
-        return self._arguments[prefix, self.chunks[index].shape[0]]
+        return {**self._arguments[prefix, self.chunks[index].shape[0]], **self._own[prefix, index]}
 
     def begin(self) -> None:
         """Embed every chunk: the first layer's inputs, unless they are there still, and every layer's arguments."""
@@ -194,7 +200,12 @@ class LayerStream:
                 if f"0.{index}" not in self.hidden.contents():
                     self.hidden.put(f"0.{index}", stand_ins[0].hidden)
                 for prefix, stand_in in zip(self.prefixes, stand_ins, strict=True):
-                    self._arguments.setdefault((prefix, tokens.shape[0]), stand_in.kwargs)
+                    shared = self._arguments.setdefault((prefix, tokens.shape[0]), stand_in.kwargs)
+                    self._own[prefix, index] = {
+                        name: value
+                        for name, value in stand_in.kwargs.items()
+                        if _differs(value, shared[name])
+                    }
 
     def forward(self, progress: Progress) -> None:
         """All layers forward; what goes into the head stays in `hidden`."""

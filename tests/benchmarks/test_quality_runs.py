@@ -86,7 +86,13 @@ def test_what_is_made_is_kept_until_its_inputs_change(
     assert first == again and len(made) == 1 and first.stored == 32
     other = contestants.Contestant(four.name, four.tool, {"bpw": 4.0, "arguments": ["--rank", "off"]})
     changed = runs.Workshop(tmp_path / "out", model, tokens, 1).make(other)
-    assert changed.stored == 64 and changed.key != first.key and made[1][-2:] == ["--rank", "off"]
+    assert changed.stored == 64 and changed.key != first.key
+    assert made[1][made[1].index("--rank") :][:2] == ["--rank", "off"]
+    runs.Workshop(tmp_path / "out", model, tokens, 1, tmp_path / "text").make(
+        contestants.Contestant("other", four.tool, {"bpw": 3.0})
+    )
+    assert made[2][made[2].index("--calibration") + 1] == tmp_path / "text"
+    assert "--calibration" not in made[0]
 
 
 def test_dense_weights_keep_the_checkpoints_names(tmp_path: Path, model: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from ciuic_cli.checkpoint.folder import INDEX_NAME
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import EnvironmentFault, InputError
 
 
 def checkpoint(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Checkpoint:
@@ -64,7 +64,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         opened.read("w")
     assert caught.value.tensor == "w"
     (tmp_path / "m" / "model.safetensors").unlink()
-    with pytest.raises(InputError, match="cannot open"):
+    with pytest.raises(EnvironmentFault, match="cannot read"):
         opened.read("w")
 
 

@@ -52,6 +52,7 @@ inline s32 shuffle_xor(s32 value, int mask) {
   const u32 mine = (u32)value;
   return (s32)emu::exchange(&mine, 1)[(emu::thread() % 32) ^ mask][0];
 }
+inline u32 shuffle_xor(u32 value, int mask) { return (u32)shuffle_xor((s32)value, mask); }
 inline float shuffle_xor(float value, int mask) { return bits_to_float((u32)shuffle_xor((s32)float_to_bits(value), mask)); }
 
 inline u32 permute(u32 a, u32 b, u32 selector) {

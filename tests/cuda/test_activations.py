@@ -74,11 +74,15 @@ def test_a_row_of_zeros_is_zeros(emulator: Emulator) -> None:
         assert not got.values.any() and torch.isfinite(got.scale).all()
 
 
-def test_not_a_number_stays_visible(emulator: Emulator) -> None:
+@pytest.mark.parametrize("mode", [p.TO_BYTES, p.TO_HALF, p.TO_BFLOAT])
+def test_not_a_number_stays_visible(emulator: Emulator, mode: int) -> None:
     x = rows_of(48)
     x[0, 5] = float("nan")
-    got = activations.forward(emulator, emulator.tensor(x), 0, p.TO_BFLOAT)
-    assert got.values[0].isnan().any() and not got.values[1:].isnan().any()
+    got = activations.forward(emulator, emulator.tensor(x), 0, mode)
+    found = got.values.float()
+    if mode != p.TO_BFLOAT:
+        found = found * got.scale.reshape(-1, *[1] * (found.dim() - 1))
+    assert found[0].isnan().any() and not found[1:].isnan().any()
 
 
 def test_check_refuses() -> None:

@@ -55,6 +55,17 @@ def test_pairs(
     assert absent.any() and not y[absent].any()
 
 
+@pytest.mark.parametrize(("tokens", "k"), [(9, 3), (300, 2)])
+def test_rows_come_in_their_own_order(emulator: Emulator, stack: DeviceStack, tokens: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, COLS, generator=generator)
+    ids = torch.randint(0, COUNT, (tokens, k), generator=generator)
+    positions = torch.stack([torch.randperm(ROWS, generator=generator) for _ in range(COUNT)])
+    stored = experts(stack, emulator.tensor(x), emulator.tensor(ids))
+    y = experts(stack, emulator.tensor(x), emulator.tensor(ids), positions=positions.to(torch.int32))
+    assert torch.equal(y, stored.gather(2, positions[ids]))
+
+
 def test_all_tokens_at_one_expert(emulator: Emulator, stack: DeviceStack) -> None:
     x = torch.randn(11, COLS, generator=torch.Generator().manual_seed(1))
     ids = torch.full((11, 1), 4)

@@ -56,12 +56,19 @@ class Kernels:
             table = torch.cat([table, torch.zeros(100, table.shape[1])])
             return table[ids].to(dtype)
 
-        def experts(stack: Any, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        def experts(
+            stack: Any, x: torch.Tensor, ids: torch.Tensor, *, positions: torch.Tensor | None
+        ) -> torch.Tensor:
             self.calls.append("experts")
             whole = ExpertStack.from_buffer(stack.blob, where="device").experts
             zero = torch.zeros(stack.rows, stack.cols)
             table = torch.stack([*map(as_stored, whole), *[zero] * 8])
-            return torch.einsum("tc,tkrc->tkr", x, table[ids])
+            y = torch.einsum("tc,tkrc->tkr", x, table[ids])
+            return (
+                y
+                if positions is None
+                else y.gather(2, positions[ids.clamp(0, len(whole) - 1)].to(torch.int64))
+            )
 
         monkeypatch.setattr("ciuic_cli.kernels.runtime_matrix.linear", linear)
         monkeypatch.setattr(kernels, "embedding", embedding)

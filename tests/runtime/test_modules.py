@@ -9,6 +9,7 @@ import torch
 from packed_weights import as_tensor, dense, random_codes, relative_error
 from torch import nn
 
+from ciuic_cli.runtime import blobs
 from ciuic_cli.runtime.modules import (
     CompressedEmbedding,
     CompressedGroupedLinear,
@@ -69,6 +70,17 @@ def test_a_blob_that_is_replaced_is_read_again() -> None:
     assert relative_error(module(X), expected) < 1e-3
     module.weight = parameter()
     assert relative_error(module(X), X @ dense(MATRIX).T) < 1e-3
+
+
+def test_memory_that_a_module_has_left_is_not_kept() -> None:
+    module = CompressedLinear(40, 48, parameter())
+    module(X)
+    assert id(module.weight) in blobs._parsed
+    module._apply(torch.clone)  # as a move to another device
+    assert id(module.weight) not in blobs._parsed
+    assert relative_error(module(X), X @ dense(MATRIX).T) < 1e-3
+    module.to(torch.bfloat16)  # bytes stay where they are
+    assert id(module.weight) in blobs._parsed
 
 
 def test_embedding() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from packed_weights import as_tensor, random_codes
 from tiny_checkpoints import TINY_CONFIGS
 from transformers import AutoModelForCausalLM
@@ -91,6 +92,19 @@ def test_a_softmax_runs_over_the_experts_that_are_left(
     assert not (chosen == PRUNED).any()
     routing.unmask_router(router)
     assert type(router) is own and "masked_logits" not in dict(router.named_buffers())
+    assert (router(x)[2] == PRUNED).any()
+
+
+def test_a_router_behind_hooks_is_masked(tiny_checkpoint: Callable[..., Path]) -> None:
+    """accelerate, which spreads a model over devices, keeps each module's forward and calls it from its own."""
+    model = _model(tiny_checkpoint("mixtral"))
+    router = next(m for n, m in model.named_modules() if n.endswith("mlp.gate"))
+    x = torch.randn(50, router.hidden_dim, generator=torch.Generator().manual_seed(1))
+    add_hook_to_module(router, ModelHook())
+    assert (router(x)[2] == PRUNED).any()
+    routing.mask_router(router, torch.arange(router.num_experts) == PRUNED)
+    assert not (router(x)[2] == PRUNED).any()
+    routing.unmask_router(router)
     assert (router(x)[2] == PRUNED).any()
 
 

@@ -39,7 +39,7 @@ def _batches(sequences: int = 3, length: int = 24) -> torch.Tensor:
 
 
 def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """H and G of one linear from a full forward and backward pass, labels drawn in the same order."""
+    """H and G of one linear from a full forward and backward pass, the same gradients drawn."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     module = model.get_submodule(name.removesuffix(".weight"))
     x_parts, g_parts = [], []
@@ -47,10 +47,9 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach()))
     generator = torch.Generator()
     for number, row in enumerate(batches):
-        generator.manual_seed(collect.label_seed(0, number))
+        generator.manual_seed(collect.sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
-        labels = collect._sample(logits.detach().softmax(-1), generator)
-        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        logits.backward(collect._gradient(logits.detach().softmax(-1), generator))
     return _moments(
         [part.reshape(-1, part.shape[-1]) for part in x_parts],
         [part.reshape(-1, part.shape[-1]) for part in g_parts],
@@ -67,6 +66,14 @@ def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple
     h = share * torch.einsum("smi,smj->ij", weight_gradients, weight_gradients) + (1 - share) * (x * g2).T @ x
     k = share * torch.einsum("sin,sjn->ij", weight_gradients, weight_gradients) + (1 - share) * (g * x2).T @ g
     return h / h.trace(), k / len(x)
+
+
+def test_drawn_gradients_have_the_fisher_information_of_the_prediction() -> None:
+    probability = torch.tensor([0.9, 0.05, 0.03, 0.02])
+    drawn = collect._gradient(probability.expand(200_000, 4), torch.Generator().manual_seed(0))
+    expected = probability.diag() - probability.outer(probability)
+    torch.testing.assert_close(drawn.T @ drawn / len(drawn), expected, rtol=0, atol=5e-4)
+    assert float(drawn.sum(1).abs().max()) < 1e-5  # a shift of all logits changes no prediction
 
 
 @pytest.mark.parametrize(
@@ -110,10 +117,9 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach().flatten(0, -3)))
     generator = torch.Generator()
     for number, row in enumerate(_batches()):
-        generator.manual_seed(collect.label_seed(0, number))
+        generator.manual_seed(collect.sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
-        labels = collect._sample(logits.detach().softmax(-1), generator)
-        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        logits.backward(collect._gradient(logits.detach().softmax(-1), generator))
     # (tokens, groups, n) and (tokens, groups, m / groups) of each sequence
     count = x_parts[0].shape[1]
     groups = [_moments([x[:, i] for x in x_parts], [g[:, i] for g in g_parts]) for i in range(count)]
@@ -149,6 +155,24 @@ def test_chunks_do_not_matter(tiny_checkpoint: Callable[..., Path], tmp_path: Pa
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5 * float(left.abs().max()))
 
 
+def test_a_router_that_looks_tokens_up_gets_those_of_its_chunk(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """DeepSeek-V4's first layers choose experts by a table from tokens: it must see each chunk's own."""
+    checkpoint = tiny_checkpoint("deepseek_v4")
+    one = _collect(checkpoint, tmp_path / "one", _batches(6), chunk=2)
+    all_ = _collect(checkpoint, tmp_path / "all", _batches(6), chunk=6)
+    hashed = "model.layers.0.mlp.experts.down_proj"
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    table = model.get_submodule("model.layers.0.mlp.gate").tid2eid
+    expected = torch.bincount(table[_batches(6).reshape(-1)].reshape(-1).long(), minlength=4).tolist()
+    assert [one.tokens(hashed, expert) for expert in range(4)] == expected
+    for name in ("model.layers.0.self_attn.q_a_proj.weight", "model.layers.3.self_attn.q_b_proj.weight"):
+        for part in ("input_moment", "output_fisher"):
+            left, right = getattr(one, part)(name), getattr(all_, part)(name)
+            torch.testing.assert_close(left, right, rtol=1e-2, atol=1e-4 * float(left.abs().max()))
+
+
 def test_every_expert_has_statistics(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("deepseek_v3")
     statistics = _collect(checkpoint, tmp_path / "s", _batches())
@@ -167,12 +191,11 @@ def test_every_expert_has_statistics(tiny_checkpoint: Callable[..., Path], tmp_p
 
 
 def _embedding_gradient(checkpoint: Path, number: int) -> torch.Tensor:
-    """Of the embedding (vocabulary, n), for one sequence's labels, from a plain backward pass."""
+    """Of the embedding (vocabulary, n), for one sequence, from a plain backward pass."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(collect.label_seed(0, number))
+    generator = torch.Generator().manual_seed(collect.sequence_seed(0, number))
     logits = model(input_ids=_batches()[number][None]).logits[0]
-    labels = collect._sample(logits.detach().softmax(-1), generator)
-    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    logits.backward(collect._gradient(logits.detach().softmax(-1), generator))
     gradient = model.get_input_embeddings().weight.grad
     assert gradient is not None
     return gradient
@@ -200,6 +223,25 @@ def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., P
     contexts = statistics.contexts("lm_head.weight")
     assert contexts is not None and statistics.contexts("model.embed_tokens.weight") is None
     torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=1e-3, atol=1e-6)
+
+
+def test_what_follows_the_head_is_part_of_what_its_errors_cost(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Logits in a soft cap: c tanh(o / c) has the slope 1 - (l / c)²."""
+    cap = 0.5
+    checkpoint = tiny_checkpoint("gemma3", final_logit_softcapping=cap)
+    statistics = _collect(checkpoint, tmp_path / "s", _batches())
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        hidden = model.model(input_ids=_batches()).last_hidden_state.reshape(-1, model.config.hidden_size)
+        logits = cap * torch.tanh(model.lm_head(hidden) / cap)
+    p = logits.softmax(-1)
+    spread = p * (1 - p) * (1 - (logits / cap) ** 2) ** 2
+    found = statistics.output_fisher("model.embed_tokens.weight")
+    assert found is not None
+    expected = (spread * hidden.square().sum(1, keepdim=True)).mean(0)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v4"])
@@ -244,10 +286,3 @@ def test_contexts_are_taken_out_of_what_rows_share(
     torch.testing.assert_close(with_contexts.inputs + own, without.inputs, rtol=1e-3, atol=1e-5)
     assert float(torch.linalg.eigvalsh(with_contexts.inputs).min()) > -1e-6
     assert 0.01 < float(own.trace() / without.inputs.trace()) < 1.0
-
-
-def test_labels_follow_the_distribution() -> None:
-    p = torch.tensor([[0.5, 0.0, 0.3, 0.2]]).expand(20000, 4)
-    labels = collect._sample(p, torch.Generator().manual_seed(3))
-    share = torch.bincount(labels, minlength=4) / len(labels)
-    torch.testing.assert_close(share, p[0], atol=0.015, rtol=0)
