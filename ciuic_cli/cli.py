@@ -221,7 +221,9 @@ def compress(
     seqlen: Annotated[
         int | None, typer.Option(min=32, max=1 << 20, show_default="by effort", help="Tokens per sequence.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, max=2**32 - 1, help="Of the statistics' random gradients.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**32 - 1, help="Of the labels that the statistics sample.")
+    ] = 0,
     effort: Annotated[
         EffortLevel, typer.Option(help="How much work to spend on quality.")
     ] = EffortLevel.default,

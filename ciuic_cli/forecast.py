@@ -19,7 +19,6 @@ import torch
 
 from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
-from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.quantize import Importance, prepare, removal_loss, round_prepared
@@ -29,12 +28,22 @@ from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import MEETING_TOKENS
 from ciuic_cli.statistics.streaming import compute_dtype
 from ciuic_cli.threads import side_by_side
-from ciuic_cli.units import EMBEDDING_ROLES, PLAIN_ROLES, Unit, full_outputs, units_of, working_bytes
+from ciuic_cli.units import (
+    EMBEDDING_ROLES,
+    PLAIN_ROLES,
+    UNSEEN_ROLES,
+    Unit,
+    full_outputs,
+    units_of,
+    working_bytes,
+)
 
 CUT = 1024
 """Rows and columns of the matrices that are timed."""
 CODED_ROWS = 64
 """Rows of the part that is coded for its time."""
+REPEATS = 3
+"""Timings of each, of which the shortest counts: the others had company."""
 LOGIT_COPIES = 6
 PLAN_BYTES = 300
 """Of arms and plan in memory, per group of 16 rows."""
@@ -185,13 +194,13 @@ def _seconds(
     for unit, count in shapes.items():
         time_of = _time_matrix(unit, window, ranks)
         total["arms"] += count * time_of["arms"]
-        total["probe"] += 0.0 if unit.role in MTP_ROLES else count * time_of["probe"] * (1 + probed)
+        total["probe"] += 0.0 if unit.role in UNSEEN_ROLES else count * time_of["probe"] * (1 + probed)
         total["encode"] += count * time_of["encode"]
     product = _time_products(device)
     routed = _active_weights(model_map)
     read = _time_reading(model_map, units)
     weights = sum(parameter.numel for parameter in _run(model_map))
-    roles = len({unit.role for unit in units if unit.role not in MTP_ROLES})
+    roles = len({unit.role for unit in units if unit.role not in UNSEEN_ROLES})
     contexts = math.prod(_width(model_map))
     moments = contexts + sum(
         _moment_work(p, text.length) * (_share(model_map) if len(p.shape) == 3 else 1)
@@ -247,8 +256,10 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
     beside = _beside(unit)
 
     def clock(run: Callable[[], Any]) -> float:
-        made = side_by_side(range(beside), lambda _: run(), lambda _: beside == 1)
-        return _clock(lambda: list(made)) / beside
+        def together() -> None:
+            list(side_by_side(range(beside), lambda _: run(), lambda _: beside == 1))
+
+        return min(_clock(together) for _ in range(REPEATS)) / beside
 
     def noise() -> None:
         rounding_noise(prepared, bits, window, torch.Generator().manual_seed(0))
@@ -275,7 +286,7 @@ def _time_products(device: torch.device) -> float:
     """Seconds per weight and token of a float32 product of 512 tokens (the slower of the two in use)."""
     x, w = torch.randn(512, CUT, device=device), torch.randn(CUT, CUT, device=device)
     torch.nn.functional.linear(x, w)
-    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(3))
+    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(REPEATS))
     return best / (512 * CUT * CUT)
 
 

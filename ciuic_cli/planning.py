@@ -29,7 +29,7 @@ _SAFETENSORS_NAMES = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(slots=True)
 class Arms:
     """All arms of one matrix: predicted KL (groups, widths), corrected by `correction`, and exact bytes.
 
@@ -82,7 +82,7 @@ def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
             arm.removal = arm.removal * (typical / own)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class UnitPlan:
     """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token; row_class: as in `Arms`.
 

@@ -117,29 +117,38 @@ class Run:
         self._matrices(
             "arms", lambda unit: arms_to_bytes(unit_arms(self.map, self.statistics, unit, self.passes))
         )
+        first = self._first_plan()
+        return_freed_memory()
+        self.corrections = self._corrections(first)
+        arms = [
+            arm.sorted if arm.sorted is not None and first.units[arm.unit.key].row_class is not None else arm
+            for arm in self._arms()  # again: the probes needed the memory
+        ]
+        for arm in arms:
+            arm.correction = correction_of(arm.unit.role, self.corrections)
+        return make_plan(self.map, arms, self.task.budget, self.passes)
+
+    def _arms(self) -> list[Arms]:
+        """All arms, from the journal."""
         arms = [
             arms_from_bytes(self._made("arms", number), unit, self.passes)
             for number, unit in enumerate(self.units)
         ]
         level_uncovered(arms, self.statistics)
-        self.singular = sum(arm.singular for arm in arms)
-        first = make_plan(self.map, arms, self.task.budget, self.passes)
-        arms, first = self._sorted(arms, first)
-        self.corrections = self._corrections(first)
-        for arm in arms:
-            arm.rank = 0
-            arm.correction = correction_of(arm.unit.role, self.corrections)
-        return make_plan(self.map, arms, self.task.budget, self.passes)
+        return arms
 
-    def _sorted(self, arms: list[Arms], plan: Plan) -> tuple[list[Arms], Plan]:
-        """The same with rows sorted, if the budget has room for the classes."""
+    def _first_plan(self) -> Plan:
+        """The plan at uncorrected losses, with rows sorted where that pays and the budget has room for the classes."""
+        arms = self._arms()
+        self.singular = sum(arm.singular for arm in arms)
+        plan = make_plan(self.map, arms, self.task.budget, self.passes)
         candidates = with_sorted_rows(arms, plan)
         for arm in candidates:
             arm.rank = 0
         try:
-            return candidates, make_plan(self.map, candidates, self.task.budget, self.passes)
+            return make_plan(self.map, candidates, self.task.budget, self.passes)
         except TargetError:
-            return arms, plan
+            return plan
 
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
         probes = probes_of(plan, self.map.layer_prefixes)
@@ -188,6 +197,7 @@ class Run:
         steps = self._numbers()
 
         def payload(name: str) -> bytes:
+            return_freed_memory()
             if name not in steps:
                 value = self.map.read(name).to(stored_dtype(self.map, name)).contiguous()
                 return value.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -205,6 +215,7 @@ class Run:
             self.progress("write", written, plan.file_bytes)
 
         writer.write_shards(shards, folder, payload, count)
+        return_freed_memory()
         writer.write_index(shards, folder)
         writer.copy_companions(self.map.checkpoint.folder, folder)
         report = self.report(plan, started, self._measured_kl(plan))

@@ -31,7 +31,7 @@ CHANNEL_ROLES = ("down", "shared_expert_down")
 """Projections whose inputs are the channels of an MLP."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Unit:
     """One matrix of the budget: a 2-D parameter, or one expert of a stack."""
 

@@ -22,7 +22,7 @@ _STATUS = {
     -1: "an argument is out of range (null, negative, or a shape that is no multiple of 16)",
     -2: "bits per weight must be 2, 3, 4, 5, 6 or 8 and the window 12 to 16 bits long",
     -5: "the call was cancelled",
-    -4: "the matrix or its scales hold NaN or infinite values",
+    -4: "the matrix, its scales or its error feedback hold NaN or infinite values",
 }
 
 _pointer = ctypes.c_void_p

@@ -64,7 +64,7 @@ def round_matrix(
         (codes uint8, decoded matrix float32 [rows_padded, cols_padded]).
 
     Raises:
-        UsageError: shapes, bits or dtypes that do not fit, NaN or infinite weights.
+        UsageError: shapes, bits or dtypes that do not fit, NaN or infinite weights or feedback.
         EnvironmentFault: not enough memory.
     """
     rows, cols = weight.shape

@@ -130,7 +130,8 @@ struct Scratch {
   uint16_t windows[kMaxEncodeBatch][kTileWeights];
 };
 
-void prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* normalised) {
+// The tile's target; false where feedback has made it NaN or infinite.
+bool prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* normalised) {
   const Kernels& k = kernels();
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
   std::memset(feedback, 0, sizeof(float) * kTileWeights);
@@ -150,15 +151,18 @@ void prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* 
     for (int r = 0; r < kTile; ++r)
       for (int c = 0; c < kTile; ++c)
         target[kTile * r + c] += m.drift[row0 + r] * m.pull[(row0 + r) * m.cols + col0 + c];
+  float sum = 0.0f;  // 0 unless a target is NaN or infinite
   for (int r = 0; r < kTile; ++r) {
     const float scale = m.scale[row0 + r];
     const float to_levels = CIUIC_SIGMA / scale;
     for (int c = 0; c < kTile; ++c) {
       const int i = kTile * r + c;
       target[i] += m.W[(row0 + r) * m.cols + col0 + c];
+      sum += target[i] * 0.0f;
       normalised[i] = scale > 0.0f ? target[i] * to_levels : std::numeric_limits<float>::quiet_NaN();
     }
   }
+  return sum == 0.0f;
 }
 
 void finish(const Matrix& m, Tile tile, const float* feedback, const uint16_t* windows) {
@@ -221,6 +225,8 @@ class Schedule {
   bool cancelled() const { return cancelled_; }  // asked after all threads have left
   void fail() { failed_ = true; }
   bool failed() const { return failed_; }
+  void overflow() { overflown_ = true; }
+  bool overflown() const { return overflown_; }
 
   void done(const Tile* tiles, int count) {
     std::lock_guard<std::mutex> guard(mutex_);
@@ -244,7 +250,7 @@ class Schedule {
   std::vector<uint8_t> waiting_;
   std::deque<Tile> ready_[9];
   long remaining_ = 0;
-  std::atomic<bool> failed_{false};
+  std::atomic<bool> failed_{false}, overflown_{false};
   bool cancelled_ = false;
   long* progress_;
   std::mutex mutex_;
@@ -261,7 +267,8 @@ void work(const Matrix& m, Schedule& schedule, Scratch& s) {
     windows[i] = s.windows[i];
   }
   for (int count = schedule.take(tiles); count > 0; count = schedule.take(tiles)) {
-    for (int i = 0; i < count; ++i) prepare(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i]);
+    for (int i = 0; i < count; ++i)
+      if (!prepare(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i])) schedule.overflow();
     const int bits = m.row_bits[tiles[0].I];
     if (bits != 0 && k.encode_tiles(targets, count, bits, m.window, s.workspace.get(), windows) != 0) schedule.fail();
     for (int i = 0; i < count; ++i) {
@@ -303,6 +310,7 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   parallel_for(threads, threads, [&](long i) { work(m, schedule, *scratch[i]); });
   if (schedule.cancelled()) return CIUIC_CANCELLED;
   if (schedule.failed()) return CIUIC_NO_MEMORY;
+  if (schedule.overflown()) return CIUIC_NOT_FINITE;
   return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, window, 0, rows, What, 0, threads);
 }
 

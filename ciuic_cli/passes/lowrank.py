@@ -23,7 +23,7 @@ FACTOR_BITS = 6
 RANKS = (16, 32, 64)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class LowRankArm:
     """rank; exact bytes of both factors; remaining: (groups,) share of each row group's energy that is left."""
 

@@ -40,9 +40,9 @@ def collect_statistics(
 ) -> Statistics:
     """Record G and H of every compressible matrix over the calibration sequences.
 
-    A forward sweep keeps each layer's input on disk; at the end every token gets a random gradient whose second moment
-    is the Fisher information of the model's own prediction, and a backward sweep, layer by layer, carries it down.
-    Peak memory is one layer, its statistics twice, and one chunk of sequences.
+    A forward sweep keeps each layer's input on disk; at the end one label per token is sampled from the
+    model's own prediction, and a backward sweep, layer by layer, carries its gradient down. Peak memory is
+    one layer, its statistics twice, and one chunk of sequences.
 
     Args:
         batches: LongTensor (sequences, length).
@@ -154,7 +154,7 @@ class _Collection:
         """G's diagonal and H of the head, and the gradient below it.
 
         The first worker, which owns them, keeps the rows' contexts and the mean prediction too. The head's diagonal
-        is the exact expectation p (1 - p), so that rare tokens have a smooth estimate instead
+        is the exact expectation p (1 - p) over the sampled label, so that rare tokens have a smooth estimate instead
         of a few counts.
         """
         device = self.stream.device
@@ -283,14 +283,15 @@ def _slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | float:
 
 
 def _gradient(probability: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random vectors in the logits, one per row of (tokens, vocabulary), of second moment diag(p) - p pᵀ.
+    """That of the cross entropy with one label per token drawn from the prediction, in the logits (tokens, vocabulary).
 
-    That is the Fisher information of a label drawn from p, whose gradient would be p less a one at the label. √p with
-    random signs, less its mean, has the same moment and every label in each draw: no token's weight rests on whether
-    an unlikely label came up.
+    Labels are drawn by inversion: torch.multinomial is many times slower.
     """
-    signs = torch.randint(
-        0, 2, probability.shape, generator=generator, device=probability.device, dtype=torch.int8
+    cumulative = probability.cumsum(-1)
+    draw = (
+        torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
     )
-    drawn = probability.sqrt().mul_(signs.mul_(2).sub_(1))
-    return drawn.addcmul_(probability, drawn.sum(1, keepdim=True), value=-1.0)
+    labels = torch.searchsorted(cumulative, draw).clamp_(max=probability.shape[1] - 1)[:, 0]
+    gradient = probability.clone()
+    gradient[torch.arange(len(gradient)), labels] -= 1.0
+    return gradient

@@ -236,3 +236,15 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         trellis.round_matrix(torch.zeros(16, 16), ones, [4], input_feedback=torch.zeros(32, 32))
     with pytest.raises(UsageError, match="weight must be float32"):
         trellis.round_matrix(torch.zeros(16, 16).double(), ones, [4])
+
+
+@pytest.mark.parametrize("place", ["inputs", "outputs", "pull"])
+def test_feedback_that_is_not_finite_ruins_no_matrix_in_silence(place: str) -> None:
+    size = 48
+    inputs, outputs, pull = torch.eye(size), torch.eye(size), torch.zeros(size, size)
+    {"inputs": inputs, "outputs": outputs, "pull": pull}[place][40, 3] = float("inf")
+    with pytest.raises(UsageError, match="NaN or infinite"):
+        trellis.round_matrix(
+            gaussian(size, size), np.ones(size, np.float32), [4] * 3, L=12, input_feedback=inputs,
+            output_feedback=outputs, row_feedback=(torch.ones(size, size), pull),
+        )  # fmt: skip

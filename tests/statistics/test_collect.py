@@ -69,10 +69,10 @@ def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple
 
 
 def test_drawn_gradients_have_the_fisher_information_of_the_prediction() -> None:
-    probability = torch.tensor([0.9, 0.05, 0.03, 0.02])
-    drawn = collect._gradient(probability.expand(200_000, 4), torch.Generator().manual_seed(0))
+    probability = torch.tensor([0.6, 0.0, 0.3, 0.08, 0.02])
+    drawn = collect._gradient(probability.expand(100_000, 5), torch.Generator().manual_seed(0))
     expected = probability.diag() - probability.outer(probability)
-    torch.testing.assert_close(drawn.T @ drawn / len(drawn), expected, rtol=0, atol=5e-4)
+    torch.testing.assert_close(drawn.T @ drawn / len(drawn), expected, rtol=0, atol=4e-3)
     assert float(drawn.sum(1).abs().max()) < 1e-5  # a shift of all logits changes no prediction
 
 
