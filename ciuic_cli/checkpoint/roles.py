@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ciuic_cli.checkpoint.holding import experts_fault, matrix_fault
+
 _TILE = 16  # rows and columns of one tile of the code: a matrix is padded to whole tiles
 _PACKED_OVERHEAD = 48  # bytes of a packed matrix before its codes, besides one per row
 
@@ -130,18 +132,17 @@ def _classify_parameter(
         return Classification("bias", False, "bias: added, not multiplied; kept exactly")
     if "norm" in type(owner).__name__.lower() or "norm" in leaf:
         return Classification("norm", False, "norm: one number per channel, kept exactly")
-    if isinstance(owner, nn.Embedding):
-        return _by_size("embedding", tensor)
-    if isinstance(owner, nn.Linear) and short == "weight":
-        if owner is head:
-            return _by_size("head", tensor)
-        return _by_size(_linear_role(owner_name, leaf), tensor)
+    if isinstance(owner, (nn.Embedding, nn.Linear)) and short == "weight":
+        embedding = isinstance(owner, nn.Embedding)
+        role = "embedding" if embedding else "head" if owner is head else _linear_role(owner_name, leaf)
+        return _held(role, tensor, matrix_fault(owner), owner)
     if tensor.dim() == 3 and _is_expert_stack(owner, leaf):
         if not _rows_are_outputs(owner):
             return Classification(
                 _EXPERT_ROLES.get(short, "other"), False, "experts stored as (inputs, outputs): kept exactly"
             )
-        return _by_size(_EXPERT_ROLES.get(short, f"expert_{short.removesuffix('_proj')}"), tensor)
+        role = _EXPERT_ROLES.get(short, f"expert_{short.removesuffix('_proj')}")
+        return _held(role, tensor, experts_fault(owner), owner)
     if tensor.dim() < 2:
         return Classification("other", False, "a vector: too small to matter, kept exactly")
     return Classification(
@@ -182,6 +183,13 @@ def _linear_role(owner_name: str, leaf: str) -> str:
         table = _OLD_ATTENTION_ROLES if "attn" in owner_name or "attention" in owner_name else _OLD_MLP_ROLES
         return table.get(leaf, role)
     return role
+
+
+def _held(role: str, tensor: torch.Tensor, fault: str | None, owner: nn.Module) -> Classification:
+    """As the size decides, unless loading could not put codes in the module's place."""
+    if fault is not None:
+        return Classification(role, False, f"used by {type(owner).__name__}, {fault}: kept exactly")
+    return _by_size(role, tensor)
 
 
 def _by_size(role: str, tensor: torch.Tensor) -> Classification:

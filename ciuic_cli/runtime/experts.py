@@ -13,28 +13,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from ciuic_cli.checkpoint.holding import experts_fault
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.modules import BlobModule
-
-STACKS = ("gate_up_proj", "down_proj")
-"""The parameters of an experts module that are stored as stacks of blobs."""
-
-_LAYOUT_FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
-
-
-def unsupported_reason(dense: nn.Module) -> str | None:
-    """Why this experts module cannot hold packed stacks, or None if it can."""
-    if not all(name in dense._parameters for name in STACKS):
-        return f"it has no parameters {' and '.join(STACKS)}"
-    if not hasattr(dense, "_apply_gate"):
-        return "it does not follow transformers' experts interface"
-    for flag, expected in _LAYOUT_FLAGS.items():
-        if getattr(dense, flag, expected) != expected:
-            return f"its weights are laid out differently ({flag}={not expected})"
-    if getattr(dense, "has_post_expert_norm", False):
-        return "it normalises each expert's output"
-    return None
 
 
 class CompressedExperts(BlobModule):
@@ -50,7 +32,7 @@ class CompressedExperts(BlobModule):
     """
 
     def __init__(self, dense: nn.Module, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
-        reason = unsupported_reason(dense)
+        reason = experts_fault(dense)
         if reason is not None:
             raise InputError(f"{type(dense).__name__} cannot hold compressed experts: {reason}")
         super().__init__()

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ciuic_cli.checkpoint.holding import STACKS, experts_fault, factor_of, is_grouped, matrix_fault
 from ciuic_cli.errors import InputError
-from ciuic_cli.runtime.experts import STACKS, CompressedExperts, unsupported_reason
+from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import (
     CompressedEmbedding,
     CompressedGroupedLinear,
@@ -74,7 +75,7 @@ def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlo
 
 def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: torch.dtype) -> nn.Module:
     if any(stack in slots for stack in STACKS):
-        reason = unsupported_reason(dense)
+        reason = experts_fault(dense)
         missing = [stack for stack in STACKS if stack not in slots]
         if reason is None and missing:
             reason = f"{missing[0]} is not compressed"
@@ -83,27 +84,19 @@ def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: 
         return CompressedExperts(dense, *(slots[stack].parameter() for stack in STACKS))
     if set(slots) != {"weight"}:
         raise _cannot_hold(dense, name, f"only its weight can be compressed, not {', '.join(sorted(slots))}")
+    reason = matrix_fault(dense)
+    if reason is not None:
+        raise _cannot_hold(dense, name, reason)
     weight = slots["weight"].parameter()
     if isinstance(dense, nn.Embedding):
-        if type(dense).forward is not nn.Embedding.forward and _scale_of(dense) is None:
-            raise _cannot_hold(dense, name, "its class computes something else from the table")
         return CompressedEmbedding(
-            dense.num_embeddings, dense.embedding_dim, weight, dtype, _scale_of(dense), dense.padding_idx
+            dense.num_embeddings, dense.embedding_dim, weight, dtype, factor_of(dense), dense.padding_idx
         )
-    if isinstance(dense, nn.Linear):
-        shape = (dense.in_features, dense.out_features)
-        if type(dense).forward is nn.Linear.forward:
-            return CompressedLinear(*shape, weight, dense.bias)
-        if type(dense).__name__.endswith("GroupedLinear") and dense.bias is None:
-            return CompressedGroupedLinear(*shape, int(dense.n_groups), weight)
-        raise _cannot_hold(dense, name, "its class computes something else than x W^T")
-    raise _cannot_hold(dense, name, "it is neither a linear nor an embedding")
-
-
-def _scale_of(embedding: nn.Embedding) -> float | None:
-    """The factor of a scaled embedding (Gemma keeps it as a number beside a buffer that may be on meta)."""
-    value = getattr(embedding, "scalar_embed_scale", None)
-    return float(value) if isinstance(value, (int, float)) else None
+    assert isinstance(dense, nn.Linear)
+    shape = (dense.in_features, dense.out_features)
+    if is_grouped(dense):
+        return CompressedGroupedLinear(*shape, int(dense.n_groups), weight)  # type: ignore[arg-type]
+    return CompressedLinear(*shape, weight, dense.bias)
 
 
 def _cannot_hold(dense: nn.Module, name: str, reason: str) -> InputError:

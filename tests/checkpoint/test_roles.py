@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ciuic_cli.checkpoint.roles import Classification, classify
@@ -82,3 +83,33 @@ def test_routers_norms_biases_and_buffers_stay_dense() -> None:
     assert found["model.norm.weight"].role == "norm"
     assert found["model.layers.0.mlp.shared_expert_gate.weight"].role == "shared_expert_router"
     assert all(classified.reason for classified in found.values() if not classified.compress)
+
+
+class _Positions(nn.Embedding):
+    """As OPT's learned positions."""
+
+    def forward(self, positions: torch.Tensor) -> torch.Tensor:
+        return super().forward(positions + 2)
+
+
+class _Halved(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) / 2
+
+
+def test_what_codes_could_not_stand_in_for_is_kept() -> None:
+    """Else compress would end with an artifact that nothing can load."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain, self.halved = nn.Linear(64, 64), _Halved(64, 64)
+            self.tokens, self.positions = nn.Embedding(64, 64), _Positions(64, 64)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+    found = {name: classified for name, (classified, _) in classify(Model()).items()}
+    assert found["plain.weight"].compress and found["tokens.weight"].compress
+    for name in ("halved.weight", "positions.weight"):
+        assert not found[name].compress and "computes something else" in found[name].reason

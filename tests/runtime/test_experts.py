@@ -13,10 +13,11 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Confi
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
 
+from ciuic_cli.checkpoint.holding import experts_fault
 from ciuic_cli.codecs import trellis
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
-from ciuic_cli.runtime.experts import CompressedExperts, unsupported_reason
+from ciuic_cli.runtime.experts import CompressedExperts
 
 E, H, I = 4, 56, 24  # noqa: E741
 
@@ -108,9 +109,9 @@ def test_layouts_that_stacks_cannot_express() -> None:
     nemotron = NemotronHExperts(
         NemotronHConfig(**size, moe_intermediate_size=16, n_routed_experts=2, moe_latent_size=None)
     )
-    assert "has_bias" in str(unsupported_reason(oss))
-    assert "gate_up_proj" in str(unsupported_reason(nemotron))
-    assert "gate_up_proj" in str(unsupported_reason(nn.Linear(3, 3)))
-    assert unsupported_reason(v4()) is None
+    assert "has_bias" in str(experts_fault(oss))
+    assert "gate_up_proj" in str(experts_fault(nemotron))
+    assert "gate_up_proj" in str(experts_fault(nn.Linear(3, 3)))
+    assert experts_fault(v4()) is None
     with pytest.raises(InputError, match="GptOssExperts cannot hold"):
         CompressedExperts(oss, oss.gate_up_proj, oss.down_proj)
