@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense
+from ciuic_cli.artifact.reader import Blob, check_format, read_blobs, require_dense
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.codecs.stack import ExpertStack
@@ -62,6 +63,8 @@ class CiuicQuantizer(HfQuantizer):
     """Loads artifacts of `ciuic compress` with their weights left compressed; see the module's docstring."""
 
     requires_calibration = True
+    pruned: Mapping[str, torch.Tensor] | None = None
+    """Mask (E,) of the pruned experts by name of the experts module; None: not read from files."""
 
     def _process_model_before_weight_loading(
         self,
@@ -95,11 +98,17 @@ class CiuicQuantizer(HfQuantizer):
             if len(stored) == 1:
                 slots[source if stored[0] == target else target] = slots[stored[0]]
         swap_modules(model, slots, dtype or torch.get_default_dtype())
+        # From the files: where layers are offloaded, their parameters will be on the meta device.
+        self.pruned = {
+            in_model[name].removesuffix(".down_proj"): pruned_experts(_stack_in(blob, name))
+            for name, blob in artifact.blobs.items()
+            if len(blob.shape) == 3 and name.endswith(".down_proj") and in_model[name] in expected
+        }
         _ignore_predictors(model, PredictionLayers.from_dict(getattr(self.quantization_config, "mtp", None)))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        finish_modules(model)
+        finish_modules(model, self.pruned)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
@@ -124,12 +133,18 @@ class CiuicQuantizer(HfQuantizer):
         return True
 
 
-def finish_modules(model: Any) -> None:
-    """Settle what needs the parameters in place (after loading, or after an exchange in place)."""
-    pruned: dict[str, torch.Tensor] = {}
+def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Settle what needs the parameters in place (after loading, or after an exchange in place).
+
+    pruned: mask (E,) of the pruned experts by name of the experts module; default: from the blobs in the modules.
+    """
+    if pruned is None:
+        pruned = {
+            name: pruned_experts(ExpertStack.from_buffer(module.down_proj.data.cpu(), where=name))
+            for name, module in model.named_modules()
+            if isinstance(module, CompressedExperts)
+        }
     for name, module in model.named_modules():
-        if isinstance(module, CompressedExperts):
-            pruned[name] = pruned_experts(ExpertStack.from_buffer(module.down_proj.data.cpu(), where=name))
         if not isinstance(module, CompressedLinear):
             continue
         if name.endswith("indexer.weights_proj"):
@@ -140,6 +155,12 @@ def finish_modules(model: Any) -> None:
             module.bias.data = module.bias.data[: module.out_features].clone()
     for router, mask in routers(model, pruned):
         mask_router(router, mask)
+
+
+def _stack_in(blob: Blob, name: str) -> ExpertStack:
+    """The stack in a file, its codes left there."""
+    data = np.memmap(blob.entry.file, dtype=np.uint8, mode="r")[blob.entry.begin : blob.entry.end]
+    return ExpertStack.from_buffer(data, where=name)
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:

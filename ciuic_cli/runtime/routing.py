@@ -31,7 +31,8 @@ NEVER = -1e4
 
 def pruned_experts(down: ExpertStack) -> torch.Tensor:
     """Mask (E,) of the experts whose down projection is all zeros, low-rank part included."""
-    return torch.tensor([expert.is_zero for expert in down.experts])
+    # On the CPU: while transformers builds a model, tensors come into being on the meta device.
+    return torch.tensor([expert.is_zero for expert in down.experts], device="cpu")
 
 
 def mask_for(pruned: torch.Tensor, *, top_k: int, groups: int = 1, chosen_groups: int = 1) -> torch.Tensor:
@@ -63,7 +64,8 @@ def mask_router(router: nn.Module, pruned: torch.Tensor) -> None:
         bias.data[mask.to(bias.device)] = NEVER
         return
     weight = router.get_parameter("weight")
-    column = torch.where(mask, NEVER, 0.0).to(device=weight.device, dtype=weight.dtype)
+    place = "cpu" if weight.is_meta else weight.device  # meta: offloaded, and brought for each call
+    column = torch.where(mask, NEVER, 0.0).to(device=place, dtype=weight.dtype)
     router.register_buffer("masked_logits", column[:, None], persistent=False)
     if not isinstance(router, _MaskedLogits):
         _become(router, _masked_class(type(router)))

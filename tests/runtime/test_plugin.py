@@ -137,6 +137,24 @@ def test_device_map(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
     assert torch.equal(model(prompt).logits, plain(prompt).logits)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_wait_on_the_disk(
+    family: str, artifact: Callable[..., Any], prompt: torch.Tensor, tmp_path: Path
+) -> None:
+    """What a model larger than its devices comes to: experts pruned in it stay masked."""
+    folder = artifact(family).folder
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    parts = [name for name, _ in plain.named_children() if name != "model"]
+    parts += [f"model.{name}" for name, _ in plain.model.named_children() if name != "layers"]
+    layers = {f"model.layers.{n}": "disk" if n else "cpu" for n in range(len(plain.model.layers))}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, device_map=dict.fromkeys(parts, "cpu") | layers, offload_folder=tmp_path
+    )
+    assert all(parameter.is_meta for parameter in offloaded.model.layers[1].parameters())
+    assert torch.equal(offloaded(prompt).logits, plain(prompt).logits)
+
+
 def test_gradients_reach_the_embeddings_output(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
     made = artifact("deepseek_v3", rank=5)
     model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
