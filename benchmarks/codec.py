@@ -145,7 +145,7 @@ def matmul(threads: int) -> None:
         matrix = random_matrix(512, 4096, bits)
         out = torch.zeros(512, 4096)
         arguments = (*matrix.native_arguments, 0, 512, out.data_ptr(), 0, threads)
-        took = seconds(lambda: native.library().ciuic_decode(*arguments), threads, 30)  # noqa: B023
+        took = seconds(lambda: native.interface().ciuic_decode(*arguments), threads, 30)  # noqa: B023
         print(f"| {bits} | {out.numel() / took / 1e9:.2f} |")
 
 

@@ -107,7 +107,7 @@ def encode_unit(
     if chosen.rank:
         row_weight = prepared.outputs.noise[: unit.rows]
         factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window)
-        prepared = prepare(weight - product, importance)
+        prepared = prepared.with_weight(weight - product)
     return round_prepared(
         prepared, chosen.row_bits, lowrank=factors, row_class=chosen.row_class, window=window
     )

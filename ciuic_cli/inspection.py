@@ -25,8 +25,6 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
-from ciuic_cli.codecs.packing import PackedMatrix
-from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 
 DENSE_BYTES = 2
@@ -183,14 +181,6 @@ def _describe_artifact(artifact: Artifact) -> Description:
         )
     predictors = _predictors(artifact, set(classified))
     require_dense(artifact, {name: tensor for name, (_, tensor) in classified.items()})
-    maps: dict[Path, np.ndarray[Any, np.dtype[np.uint8]]] = {}
-
-    def mapped(blob: Blob) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        file = blob.entry.file
-        if file not in maps:
-            maps[file] = np.memmap(file, dtype=np.uint8, mode="r")
-        return maps[file][blob.entry.begin : blob.entry.end]
-
     rows = []
     for name, (found, tensor) in classified.items():
         if name in ties or found.buffer:
@@ -206,16 +196,12 @@ def _describe_artifact(artifact: Artifact) -> Description:
                 tensor=name,
                 remedy="the files of two artifacts are mixed; fetch or compress it again",
             )
-        rows.append(_packed_row(name, found, blob, mapped(blob)))
+        rows.append(_packed_row(name, found, blob))
     for name, found in predictors.items():
         if found.buffer:
             continue
         blob = artifact.blobs.get(name)
-        rows.append(
-            _dense_row(artifact, name, found)
-            if blob is None
-            else _packed_row(name, found, blob, mapped(blob))
-        )
+        rows.append(_dense_row(artifact, name, found) if blob is None else _packed_row(name, found, blob))
     unknown = [name for name in artifact.tensors if name not in classified and name not in predictors]
     warnings = (
         [f"{len(unknown)} tensor(s) are not part of the model: {', '.join(unknown[:3])}"] if unknown else []
@@ -271,13 +257,8 @@ def _dense_row(artifact: Artifact, name: str, found: Classification) -> Row:
     return Row(name, found.role, entry.shape, entry.dtype, entry.numel, entry.nbytes, bits, {}, reason=reason)
 
 
-def _packed_row(
-    name: str, found: Classification, blob: Blob, data: np.ndarray[Any, np.dtype[np.uint8]]
-) -> Row:
-    if len(blob.shape) == 3:
-        matrices = ExpertStack.from_buffer(data, where=name).experts
-    else:
-        matrices = (PackedMatrix.from_buffer(data, where=name),)
+def _packed_row(name: str, found: Classification, blob: Blob) -> Row:
+    matrices = blob.matrices()
     counts: Counter[int] = Counter()
     for matrix in matrices:
         widths, groups = np.unique(matrix.row_bits, return_counts=True)

@@ -108,13 +108,12 @@ def disturbance(
             read_unit(model_map, unit), importance_of(unit, statistics), arms.row_class
         )
         generator = torch.Generator().manual_seed(zlib.crc32(unit.key.encode()))
-        prepared = prepare(weight, importance)
+        prepared, exact = prepare(weight, importance), torch.zeros(1)
         if arms.rank:
             left, right = lowrank.factor(weight, prepared.outputs.noise[: unit.rows], arms.rank)
-            rest = prepare(weight - left @ right, importance)
-            noisy = rounding_noise(rest, arms.row_bits, window, generator) + left @ right
-        else:
-            noisy = rounding_noise(prepared, arms.row_bits, window, generator)
+            exact = left @ right
+            prepared = prepared.with_weight(weight - exact)
+        noisy = rounding_noise(prepared, arms.row_bits, window, generator) + exact
         gone = plan.gone.get(unit.key)
         if gone is not None:
             rows = torch.from_numpy(gone).repeat_interleave(BLOCK)[: unit.rows]

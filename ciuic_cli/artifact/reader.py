@@ -36,6 +36,13 @@ class Blob:
     entry: TensorEntry
     shape: tuple[int, ...]
 
+    def matrices(self) -> tuple[PackedMatrix, ...]:
+        """The matrix, or each expert's; their codes stay in the file."""
+        data = np.memmap(self.entry.file, dtype=np.uint8, mode="r")[self.entry.begin : self.entry.end]
+        if len(self.shape) == 3:
+            return ExpertStack.from_buffer(data, where=self.entry.name).experts
+        return (PackedMatrix.from_buffer(data, where=self.entry.name),)
+
 
 @dataclass(frozen=True)
 class ArtifactFiles:

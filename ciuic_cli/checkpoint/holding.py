@@ -10,13 +10,17 @@ from torch import nn
 STACKS = ("gate_up_proj", "down_proj")
 """The parameters of an experts module that are stored as stacks of blobs."""
 
-_LAYOUT_FLAGS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
+_LAYOUT_FLAGS = {"has_gate": True, "has_bias": False, "is_concatenated": True}
 
 
 def experts_fault(dense: nn.Module) -> str | None:
     """Why this experts module cannot hold packed stacks, or None if it can."""
     if not all(name in dense._parameters for name in STACKS):
         return f"it has no parameters {' and '.join(STACKS)}"
+    up, down = (dense.get_parameter(name).shape for name in STACKS)
+    as_outputs = up[2] == down[1] and up[1] in (down[2], 2 * down[2])
+    if getattr(dense, "is_transposed", False) or not as_outputs:
+        return "its experts are stored as (inputs, outputs)"
     if not hasattr(dense, "_apply_gate"):
         return "it does not follow transformers' experts interface"
     for flag, expected in _LAYOUT_FLAGS.items():

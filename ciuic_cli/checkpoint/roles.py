@@ -137,10 +137,6 @@ def _classify_parameter(
         role = "embedding" if embedding else "head" if owner is head else _linear_role(owner_name, leaf)
         return _held(role, tensor, matrix_fault(owner), owner)
     if tensor.dim() == 3 and _is_expert_stack(owner, leaf):
-        if not _rows_are_outputs(owner):
-            return Classification(
-                _EXPERT_ROLES.get(short, "other"), False, "experts stored as (inputs, outputs): kept exactly"
-            )
         role = _EXPERT_ROLES.get(short, f"expert_{short.removesuffix('_proj')}")
         return _held(role, tensor, experts_fault(owner), owner)
     if tensor.dim() < 2:
@@ -161,14 +157,6 @@ def _is_router(leaf: str, owner: nn.Module, parent: nn.Module | None) -> bool:
 
 def _is_expert_stack(owner: nn.Module, leaf: str) -> bool:
     return leaf == "experts" or "Experts" in type(owner).__name__
-
-
-def _rows_are_outputs(owner: nn.Module) -> bool:
-    """Whether the stacks are (experts, outputs, inputs); a few families have (experts, inputs, outputs)."""
-    up, down = getattr(owner, "gate_up_proj", None), getattr(owner, "down_proj", None)
-    if not isinstance(up, torch.Tensor) or not isinstance(down, torch.Tensor):
-        return not getattr(owner, "is_transposed", False)
-    return up.shape[2] == down.shape[1] and up.shape[1] in (down.shape[2], 2 * down.shape[2])
 
 
 def _linear_role(owner_name: str, leaf: str) -> str:

@@ -53,7 +53,7 @@ def _candidates() -> list[Path]:
 
 
 @functools.lru_cache(maxsize=1)
-def library() -> ctypes.CDLL:
+def interface() -> ctypes.CDLL:
     """The loaded library, its functions typed.
 
     CIUIC_NATIVE_LIBRARY names another build of it (for example one with sanitizers).
@@ -89,7 +89,7 @@ def library() -> ctypes.CDLL:
 
 def cpu_kernels() -> str:
     """Kernels in use: "avx512vnni", "avx2" or "portable"; CIUIC_CPU_KERNELS in the environment forces one."""
-    return library().ciuic_cpu_kernels().decode()
+    return interface().ciuic_cpu_kernels().decode()
 
 
 def check(status: int, what: str) -> None:

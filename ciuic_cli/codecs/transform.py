@@ -84,7 +84,7 @@ def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
     if x.device.type != "cpu":
         return _apply_torch(x, _signs_on(x.device, cols, seed), log2, inverse=inverse)
     rows = x.numel() // cols
-    status = native.library().ciuic_hadamard(
+    status = native.interface().ciuic_hadamard(
         x.data_ptr(), rows, cols, log2, seed, int(inverse), torch.get_num_threads()
     )
     native.check(status, "Hadamard transform")

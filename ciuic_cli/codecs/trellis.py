@@ -86,7 +86,7 @@ def round_matrix(
     decoded = torch.empty_like(weight)
     done = ctypes.c_long(0) if progress is None else progress
     status = _interruptible(
-        lambda: native.library().ciuic_round(
+        lambda: native.interface().ciuic_round(
             weight.data_ptr(),
             rows,
             cols,
@@ -153,7 +153,7 @@ def decode(
     half = out_dtype == torch.bfloat16 and not original_basis
     dtype = torch.bfloat16 if half else torch.float32
     out = torch.empty((row_end - row_begin, packed.cols_padded), dtype=dtype)
-    status = native.library().ciuic_decode(
+    status = native.interface().ciuic_decode(
         *packed.native_arguments,
         row_begin,
         row_end,
@@ -190,7 +190,7 @@ def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None
         first, last = int(index.min()), int(index.max())
         raise UsageError(f"rows {first} to {last} are outside a matrix of {packed.rows} rows")
     out = torch.empty((index.numel(), packed.cols_padded), dtype=torch.float32)
-    status = native.library().ciuic_decode_rows(
+    status = native.interface().ciuic_decode_rows(
         *packed.native_arguments,
         index.data_ptr(),
         index.numel(),
@@ -247,7 +247,7 @@ def matmul(
     batch = x.numel() // packed.cols
     if batch == 0:
         return y.to(out_dtype)
-    status = native.library().ciuic_matmul(
+    status = native.interface().ciuic_matmul(
         *packed.native_arguments,
         packed.log2_block,
         packed.seed,

@@ -158,9 +158,15 @@ class Prepared:
         importance: in this one's order. The inputs' side stays as it is; G is factored again.
         """
         order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
-        moment = importance.reordered(order[: self.rows]).outputs
+        outputs = _output_feedback(importance.reordered(order[: self.rows]).outputs.float(), len(self.weight))
         return _prepared(
-            self.weight[order], self.inputs, None, self.input_noise[order], moment, self.rows, self.cols
+            self.weight[order], self.inputs, outputs, None, self.input_noise[order], self.rows, self.cols
+        )
+
+    def with_weight(self, weight: torch.Tensor) -> Prepared:
+        """Another matrix (m, n) in the same place: the statistics are factored already."""
+        return _prepared(
+            _in_basis(weight), self.inputs, self.outputs, self.own, self.input_noise, self.rows, self.cols
         )
 
 
@@ -178,7 +184,8 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     with one_thread():
         trace = inputs.noise.sum()
     noise = trace.expand(len(w)) if own is None else trace + own.noise
-    return _prepared(w, inputs, own, noise, importance.outputs, rows, cols)
+    outputs = _output_feedback(importance.outputs.float(), len(w))
+    return _prepared(w, inputs, outputs, own, noise, rows, cols)
 
 
 def _in_basis(matrix: torch.Tensor) -> torch.Tensor:
@@ -189,13 +196,12 @@ def _in_basis(matrix: torch.Tensor) -> torch.Tensor:
 def _prepared(
     w: torch.Tensor,
     inputs: Feedback,
+    outputs: Feedback,
     own: RowFeedback | None,
     input_noise: torch.Tensor,
-    moment: torch.Tensor,
     rows: int,
     cols: int,
 ) -> Prepared:
-    outputs = _output_feedback(moment.float(), len(w))
     deviation = w.square().mean(1).sqrt()
     row_loss = 0.5 * outputs.noise * deviation.square() * input_noise
     return Prepared(w, inputs, outputs, own, input_noise, deviation, row_loss, rows, cols)

@@ -15,13 +15,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ciuic_cli.artifact.reader import Blob, check_format, read_blobs, require_dense
+from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.codecs.stack import ExpertStack
@@ -100,7 +99,7 @@ class CiuicQuantizer(HfQuantizer):
         swap_modules(model, slots, dtype or torch.get_default_dtype())
         # From the files: where layers are offloaded, their parameters will be on the meta device.
         self.pruned = {
-            in_model[name].removesuffix(".down_proj"): pruned_experts(_stack_in(blob, name))
+            in_model[name].removesuffix(".down_proj"): pruned_experts(blob.matrices())
             for name, blob in artifact.blobs.items()
             if len(blob.shape) == 3 and name.endswith(".down_proj") and in_model[name] in expected
         }
@@ -140,7 +139,7 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
     """
     if pruned is None:
         pruned = {
-            name: pruned_experts(ExpertStack.from_buffer(module.down_proj.data.cpu(), where=name))
+            name: pruned_experts(ExpertStack.from_buffer(module.down_proj.data.cpu(), where=name).experts)
             for name, module in model.named_modules()
             if isinstance(module, CompressedExperts)
         }
@@ -155,12 +154,6 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
             module.bias.data = module.bias.data[: module.out_features].clone()
     for router, mask in routers(model, pruned):
         mask_router(router, mask)
-
-
-def _stack_in(blob: Blob, name: str) -> ExpertStack:
-    """The stack in a file, its codes left there."""
-    data = np.memmap(blob.entry.file, dtype=np.uint8, mode="r")[blob.entry.begin : blob.entry.end]
-    return ExpertStack.from_buffer(data, where=name)
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:

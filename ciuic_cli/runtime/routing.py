@@ -16,23 +16,23 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.packing import PackedMatrix
 
 NEVER = -1e4
 """Far below every score and logit, and exact in half precision."""
 
 
-def pruned_experts(down: ExpertStack) -> torch.Tensor:
+def pruned_experts(down: Sequence[PackedMatrix]) -> torch.Tensor:
     """Mask (E,) of the experts whose down projection is all zeros, low-rank part included."""
     # On the CPU: while transformers builds a model, tensors come into being on the meta device.
-    return torch.tensor([expert.is_zero for expert in down.experts], device="cpu")
+    return torch.tensor([expert.is_zero for expert in down], device="cpu")
 
 
 def mask_for(pruned: torch.Tensor, *, top_k: int, groups: int = 1, chosen_groups: int = 1) -> torch.Tensor:

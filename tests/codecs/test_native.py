@@ -68,12 +68,12 @@ def test_all_instruction_sets_give_the_same_bytes() -> None:
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CIUIC_NATIVE_LIBRARY", str(tmp_path / "absent.so"))
-    native.library.cache_clear()
+    native.interface.cache_clear()
     with pytest.raises(EnvironmentFault, match="not installed") as caught:
-        native.library()
+        native.interface()
     assert caught.value.exit_code == 5
     monkeypatch.undo()
-    native.library.cache_clear()
+    native.interface.cache_clear()
     assert native.cpu_kernels() in ("avx512vnni", "avx2", "portable")
 
 
@@ -81,15 +81,15 @@ def test_a_file_that_is_no_library_is_refused(monkeypatch: pytest.MonkeyPatch, t
     wrong = tmp_path / "libciuic_native.so"
     wrong.write_bytes(b"not a library")
     monkeypatch.setenv("CIUIC_NATIVE_LIBRARY", str(wrong))
-    native.library.cache_clear()
+    native.interface.cache_clear()
     with pytest.raises(EnvironmentFault, match="does not load"):
-        native.library()
+        native.interface()
     monkeypatch.undo()
-    native.library.cache_clear()
+    native.interface.cache_clear()
 
 
 def test_the_native_functions_refuse_null_and_nonsense() -> None:
-    lib = native.library()
+    lib = native.interface()
     assert lib.ciuic_round(None, 16, 16, *[None] * 6, 16, 1, None, None, None, None) == -1
     assert lib.ciuic_decode(None, None, None, None, 16, 16, 16, 0, 16, None, 0, 1) == -1
     assert lib.ciuic_hadamard(None, 1, 16, 4, 0, 0, 1) == -1

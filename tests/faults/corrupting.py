@@ -259,7 +259,7 @@ def main() -> int:
     )
     options = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    print(f"native library: {native.library()._name}", flush=True)
+    print(f"native library: {native.interface()._name}", flush=True)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="corruptions-") as folder:
         harness = Harness(Path(folder), options.seed, options.tiny)

@@ -142,7 +142,7 @@ class Kernels:
         passed = [
             argument.ctypes.data if isinstance(argument, np.ndarray) else argument for argument in arguments
         ]
-        status = getattr(native.library(), name)(*passed)
+        status = getattr(native.interface(), name)(*passed)
         assert status == 0, f"{name} refused what the reader accepts: {status}"
 
     def heard(self, array: Array) -> None:

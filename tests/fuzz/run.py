@@ -27,9 +27,9 @@ def watch_library() -> None:
     """Tell libFuzzer of the native library's counters."""
     from atheris import core_with_libfuzzer  # its symbols are those of libFuzzer
 
-    from ciuic_cli.codecs.native import library
+    from ciuic_cli.codecs.native import interface
 
-    fuzzer, watched = ctypes.CDLL(core_with_libfuzzer.__file__), library()
+    fuzzer, watched = ctypes.CDLL(core_with_libfuzzer.__file__), interface()
     size = ctypes.c_size_t.in_dll(watched, "ciuic_coverage_size").value
     counters = ctypes.addressof((ctypes.c_uint8 * size).in_dll(watched, "ciuic_coverage_counters"))
     places = (_Place * size)(*((counters + number, 0) for number in range(size)))

@@ -147,7 +147,7 @@ def native_functions(data: bytes, folder: Folder) -> None:
     offsets = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
     scale = np.array(np.frombuffer(_endless(body[3:], 4 * rows), np.float32))
     signed = [int.from_bytes(_endless(body[at:], 1), "little", signed=True) for at in range(6)]
-    library = native.library()
+    library = native.interface()
     pointers = [array.ctypes.data for array in (codes, offsets, bits, scale)]
     if which == 0:
         begin, end = signed[0] % (rows + 3) - 1, signed[1] % (rows + 3) - 1
