@@ -32,7 +32,7 @@ class Measure:
         key = digest(made.key, contents(text.file), self.seqlen, self.limit)
         kept = workshop.place / "evaluations" / f"{slug}.{text.name}.{key}.json"
         if not kept.is_file():
-            command: list[Any] = [sys.executable, "-m", "ciuic_cli.cli", "eval", made.folder]
+            command: list[Any] = [sys.executable, "-m", "ciuic_cli", "eval", made.folder]
             command += ["--base", workshop.model, "--text", text.file, "--seqlen", self.seqlen, "--json"]
             command += [] if self.limit is None else ["--limit", self.limit]
             log, printed = kept.with_suffix(".log"), kept.with_suffix(".unfinished")

@@ -127,7 +127,7 @@ def compress(source: Path, out: Path, arguments: list[str]) -> dict[str, Any]:
     command = [
         sys.executable,
         "-m",
-        "ciuic_cli.cli",
+        "ciuic_cli",
         "compress",
         str(source),
         str(out / "artifact"),

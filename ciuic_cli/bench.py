@@ -48,7 +48,8 @@ def bench(
     Raises:
         InputError: a model that cannot be opened.
         UsageError: the model has fewer positions than -p and -n need.
-        EnvironmentFault: no such device, memory exhausted, a measuring process that was killed.
+        EnvironmentFault: no such device, memory exhausted or too small for -p, -n and the batch, a measuring process
+        that was killed.
     """
     options = {
         "prompt_tokens": prompt_tokens,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -17,13 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, positions_of
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
-from ciuic_cli.memory import peak_resident_bytes, resident_bytes, return_freed_memory
-from ciuic_cli.opening import file_bytes, open_model
+from ciuic_cli.memory import exhaustion, peak_resident_bytes, resident_bytes, return_freed_memory
+from ciuic_cli.opening import file_bytes, free_memory, open_model
 from ciuic_cli.runtime.loading import choose_device
+from ciuic_cli.streams import keep_stdout
 
 
 def measure(
@@ -51,6 +54,7 @@ def measure(
     folder = locate(path)
     config = build_config(read_config(folder), folder / "config.json")
     _require_positions(config, prompt_tokens + new_tokens, folder)
+    _require_memory(token_bytes(config, prompt_tokens, new_tokens, batch_size), place)
     build_meta_model(config, torch.bfloat16, folder / "config.json")  # its code is in memory before we count
     if place.type == "cuda":
         torch.cuda.init()
@@ -138,14 +142,43 @@ def _require_positions(config: Any, needed: int, folder: Path) -> None:
         )
 
 
+def token_bytes(config: Any, prompt_tokens: int, new_tokens: int, batch_size: int) -> int:
+    """At least so many bytes are taken, besides the weights, by what `measure` runs the model on.
+
+    Token ids, one hidden state of the prompt, the last logits, and the cache: what its attention layers keep of a
+    token, numbers of 2 bytes. Multi-head latent attention keeps the latent at least.
+    """
+    text = config.get_text_config()
+    latent, heads = getattr(text, "kv_lora_rank", None), getattr(text, "num_attention_heads", 0)
+    pairs = getattr(text, "num_key_value_heads", None) or heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    tokens = prompt_tokens + new_tokens
+    cached = sum(
+        min(tokens, (getattr(layer, "sliding_window", None) or math.inf) - 1)
+        for layer in DynamicCache(config=config).layers
+        if isinstance(layer, DynamicLayer)
+    )
+    numbers = prompt_tokens * text.hidden_size + text.vocab_size + (latent or 2 * pairs * width) * cached
+    return batch_size * (8 * prompt_tokens + 2 * int(numbers))
+
+
+def _require_memory(needed: int, place: torch.device) -> None:
+    free = free_memory(place)
+    if needed > free:
+        raise EnvironmentFault(
+            f"the tokens of -p, -n and --batch-size take at least {needed / 1e9:.3g} GB besides the weights; "
+            f"{free / 1e9:.3g} GB are free on {place}",
+            remedy="use a smaller -p, -n or --batch-size",
+        )
+
+
 def _spread(values: list[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "stdev": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def main(request: str) -> None:
     """Answer one request; anything but our own errors leaves a traceback on stderr and no answer."""
-    answer_to = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints must not mix with the answer
+    answer_to = keep_stdout()
 
     def say(message: dict[str, Any]) -> None:
         os.write(answer_to, json.dumps(message).encode() + b"\n")
@@ -155,10 +188,10 @@ def main(request: str) -> None:
     disable_progress_bar()
     try:
         say(measure(**json.loads(request), progress=lambda done, total: say({"progress": [done, total]})))
-    except CiuicError as error:
-        say(_told(error))
-    except (MemoryError, torch.OutOfMemoryError):
-        fault = EnvironmentFault("memory is exhausted", remedy="try a smaller -p, -n or --batch-size")
+    except BaseException as error:  # a panic of a Rust library is no Exception
+        fault = error if isinstance(error, CiuicError) else exhaustion(error)
+        if fault is None:
+            raise
         say(_told(fault))
 
 

@@ -35,7 +35,7 @@ _UNITS = {
     for power, letter in enumerate("KMGT", start=1)
     for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
-_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)")
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:[0-9]+")
 
 EXIT_CODES = (
@@ -73,7 +73,7 @@ def parse_size(text: str) -> int:
     found = _SIZE.fullmatch(text.strip())
     unit = found[2].upper() if found else ""
     if found is None or unit not in ("", "B", *_UNITS):
-        raise UsageError(f"{text!r} is no size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
+        raise UsageError(f"{text!r:.60} is no size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
     size = Decimal(found[1]) * _UNITS.get(unit, 1)
     if size == 0:
         raise UsageError("a model cannot be 0 bytes long", remedy="write a size like 8GiB, 500MB or 4365952")
@@ -203,7 +203,12 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and n
 def compress(
     model: _Model,
     out: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Folder to write; must not exist, unless --force.")
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            readable=False,  # as below: what cannot be read is bad input, and said by us
+            help="Folder to write; must not exist, unless --force.",
+        ),
     ],
     ratio: Annotated[
         float | None, typer.Option(show_default="4", help="Bytes at 2 per parameter over bytes of OUT.")
@@ -213,7 +218,8 @@ def compress(
         str | None, typer.Option(help="Instead: bytes, such as 8GiB, 500MB or 4365952.")
     ] = None,
     calibration: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="UTF-8 text to calibrate on (repeatable).")
+        list[Path] | None,
+        typer.Option(metavar="FILE", readable=False, help="UTF-8 text to calibrate on (repeatable)."),
     ] = None,
     nsamples: Annotated[
         int | None, typer.Option(min=2, max=1 << 20, show_default="by effort", help="Calibration sequences.")
@@ -335,7 +341,8 @@ def evaluate(
     path: _Path,
     base: _Base = None,
     text: Annotated[
-        Path | None, typer.Option(metavar="FILE", show_default="the package's own", help="UTF-8 text.")
+        Path | None,
+        typer.Option(metavar="FILE", readable=False, show_default="the package's own", help="UTF-8 text."),
     ] = None,
     seqlen: Annotated[int, typer.Option(min=64, max=1 << 20, help="Tokens per window.")] = 1024,
     limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Windows at most.")] = None,
@@ -382,11 +389,15 @@ def bench(
     path: _Path,
     base: _Base = None,
     prompt_tokens: Annotated[
-        int, typer.Option("-p", "--prompt-tokens", min=1, help="Tokens to prefill.")
+        int, typer.Option("-p", "--prompt-tokens", min=1, max=1 << 30, help="Tokens to prefill.")
     ] = 512,
-    new_tokens: Annotated[int, typer.Option("-n", "--new-tokens", min=1, help="Tokens to decode.")] = 128,
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Measured runs.")] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    new_tokens: Annotated[
+        int, typer.Option("-n", "--new-tokens", min=1, max=1 << 30, help="Tokens to decode.")
+    ] = 128,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", min=1, max=1 << 30, help="Measured runs.")
+    ] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences at once.")] = 1,
     device: _Device = "auto",
     json: _Json = False,
 ) -> None:
@@ -418,8 +429,17 @@ def bench(
 
 
 def main() -> None:
-    """The console script: runs one command and exits with its code."""
-    app()
+    """Run the command that the process was started with, and exit with its code."""
+    sys.exit(run(Console(), _dispatch))
+
+
+def _dispatch() -> None:
+    try:
+        app()
+    except SystemExit as end:
+        if isinstance(end.__context__, BrokenPipeError):  # typer and Rich would leave with code 1
+            raise end.__context__ from None
+        raise
 
 
 if __name__ == "__main__":

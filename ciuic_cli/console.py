@@ -25,14 +25,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ciuic_cli.errors import CiuicError, EnvironmentFault
-from ciuic_cli.interruption import Interruption, ends_tidily
+from ciuic_cli.interruption import INTERRUPTED, Interruption, check, ends_tidily
+from ciuic_cli.memory import exhaustion
+from ciuic_cli.streams import silence_stdout
 
 MAX_NAME = 160
 """Characters of a name that are shown; the middle of a longer one is left out."""
 
-INTERRUPTED = 130
 _BUG = 1
-_TORCH_OUT_OF_MEMORY = "DefaultCPUAllocator: can't allocate memory"
 _PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
 _PIPE_WIDTH = 160  # table width where stdout is no terminal
 _HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
@@ -103,7 +103,6 @@ class Console:
         self.quiet = quiet
         self._out = _rich(sys.stdout if stdout is None else stdout, pipe_width=_PIPE_WIDTH)
         self._err = _rich(sys.stderr if stderr is None else stderr, pipe_width=None)
-        self._err.ignore_broken_pipe = True
 
     def data(self, text: str) -> None:
         """A result for people on stdout (nothing in JSON mode). Line breaks stay, other controls do not."""
@@ -159,7 +158,20 @@ class Console:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A `progress(what, done, total)` callable: a bar on a terminal, a line now and then elsewhere."""
+        """A `progress(what, done, total)` callable: a bar on a terminal, a line now and then elsewhere.
+
+        All long work calls it at its steps, so it raises the KeyboardInterrupt that was lost in between.
+        """
+        with self._shown() as show:
+
+            def step(what: str, done: int, total: int) -> None:
+                check()
+                show(what, done, total)
+
+            yield step
+
+    @contextmanager
+    def _shown(self) -> Iterator[Progress]:
         if self.quiet:
             yield lambda what, done, total: None
         elif self._err.is_terminal:
@@ -177,19 +189,18 @@ def run(console: Console, action: Callable[[], object]) -> int:
     """Run a command and turn its errors into a message and an exit code (0, 1 to 5, 130).
 
     A reader that closes stdout early (`| head`) is no error: the rest is not printed, and the code is 0.
-    SIGTERM and SIGHUP end it as Ctrl-C does. An unexpected exception is a bug of ours: its traceback is
-    printed, and the code is 1.
+    SIGTERM and SIGHUP end it as Ctrl-C does; one that came to nothing while it worked still makes the code 130. An
+    unexpected exception is a bug of ours: its traceback is printed, and the code is 1.
     """
     with ends_tidily() as interruption:
         try:
             action()
             console.close()
+            interruption.check()
             return 0
-        except BrokenPipeError:
-            _silence_stdout()
-            console.hint("stdout was closed early; the rest is not printed")
-            return 0
-        except (Exception, KeyboardInterrupt) as error:
+        except SystemExit:
+            raise
+        except BaseException as error:  # a panic of a Rust library is no Exception
             code = _report(console, error, interruption)
             _flush_or_silence_stdout()
             return code
@@ -200,6 +211,10 @@ def _report(console: Console, error: BaseException, interruption: Interruption) 
     if isinstance(error, KeyboardInterrupt) or interruption.signal is not None:
         console.hint("interrupted")
         return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        silence_stdout()
+        console.hint("stdout was closed early; the rest is not printed")
+        return 0
     fault = error if isinstance(error, CiuicError) else _as_fault(error)
     if fault is None:
         console.bug(error)
@@ -210,48 +225,28 @@ def _report(console: Console, error: BaseException, interruption: Interruption) 
 
 def _as_fault(error: BaseException) -> EnvironmentFault | None:
     """What the machine refuses, however a library says it; None for what is a bug of ours."""
-    if isinstance(error, OSError):
+    fault = exhaustion(error)
+    if fault is None and isinstance(error, OSError):
         return EnvironmentFault(
             f"the system refuses: {error.strerror or error}",
             file=None if error.filename is None else str(error.filename),
             remedy="check disk space and permissions",
         )
-    if type(error).__name__ == "OutOfMemoryError":
-        return EnvironmentFault("device memory is exhausted", remedy="free the GPU, or use --device cpu")
-    if isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and _TORCH_OUT_OF_MEMORY in str(error)
-    ):
-        return EnvironmentFault(
-            "memory is exhausted", remedy="free memory, or use a smaller --seqlen or --nsamples"
-        )
-    return None
+    return fault
 
 
 def _flush_or_silence_stdout() -> None:
     try:
         sys.stdout.flush()
     except (OSError, ValueError):
-        _silence_stdout()
-
-
-def _silence_stdout() -> None:
-    # Python flushes stdout once more at exit; without this that would print "Exception ignored ...".
-    try:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)
-    except (OSError, ValueError, AttributeError):
-        sys.stdout = io.StringIO()
+        silence_stdout()
 
 
 class _Sink(RichConsole):
     """Rich's console, but a closed pipe is for `run` to handle: Rich would leave with code 1."""
 
-    ignore_broken_pipe = False  # of stderr: nobody reads the hints, and the work goes on
-
     def on_broken_pipe(self) -> None:
-        if not self.ignore_broken_pipe:
-            raise BrokenPipeError
+        raise BrokenPipeError
 
 
 def _rich(stream: TextIO | None, pipe_width: int | None) -> _Sink:

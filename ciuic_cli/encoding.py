@@ -21,7 +21,7 @@ from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, 
 from ciuic_cli.passes.sort import row_classes, sorting_pays
 from ciuic_cli.planning import Arms, PassOptions, Plan
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.units import CHANNEL_ROLES, PLAIN_ROLES, Unit, importance_of
+from ciuic_cli.units import CHANNEL_ROLES, Unit, importance_of
 
 _LOG = logging.getLogger(__name__)
 _DAMPED = "%s: a singular Hessian, damped by %.3g of its mean diagonal more than usual"
@@ -44,8 +44,7 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     importance = replace(importance, contexts=None)  # as large as the matrix, and used up
     gone = removal_loss(weight, importance)
     rest = {}
-    if options.rank != "off" and unit.role not in PLAIN_ROLES:
-        ranks = lowrank.RANKS if options.rank == "auto" else (int(options.rank),)
+    if ranks := options.ranks_for(unit):
         rest = lowrank.rests(weight, prepared.outputs.noise[: unit.rows], ranks)
     arms = _priced(prepared, gone, rest, unit, options)
     damping = max(prepared.inputs.damping, prepared.outputs.damping)

@@ -17,7 +17,13 @@ from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.estimates import Floats, mean_of
 from ciuic_cli.opening import expected_bytes, free_memory, open_model, open_tokenizer
 from ciuic_cli.runtime.loading import choose_device
-from ciuic_cli.statistics.calibration import beginning, read_text, tokenize
+from ciuic_cli.statistics.calibration import (
+    beginning,
+    read_text,
+    require_known,
+    tokenize,
+    tokenizer_faults,
+)
 
 MINIMUM_TOKENS = 32
 """A last, partial window counts if it predicts at least so many tokens."""
@@ -33,11 +39,13 @@ def default_text() -> str:
     return resources.files("ciuic_cli").joinpath("data/eval.txt").read_text(encoding="utf-8")
 
 
-def windows_of(text: str, tokenizer: Any, seqlen: int, limit: int | None) -> list[torch.Tensor]:
+def windows_of(
+    text: str, tokenizer: Any, seqlen: int, limit: int | None, file: str | Path | None = None
+) -> list[torch.Tensor]:
     """Consecutive windows of at most seqlen tokens, each with the tokenizer's own beginning (BOS).
 
     Returns LongTensors (length,). They do not overlap; a rest that predicts fewer than MINIMUM_TOKENS is left
-    out. Raises InputError if no window remains, UsageError if seqlen is too small.
+    out. Raises InputError, naming the text's `file`, if no window remains, UsageError if seqlen is too small.
     """
     prefix = beginning(tokenizer)
     body = seqlen - len(prefix)
@@ -49,6 +57,7 @@ def windows_of(text: str, tokenizer: Any, seqlen: int, limit: int | None) -> lis
     if not windows:
         raise InputError(
             f"the text has {len(ids)} tokens; more than {MINIMUM_TOKENS} are needed",
+            file=file,
             remedy="give a longer text",
         )
     return windows[:limit]
@@ -128,10 +137,12 @@ def evaluate(
     if positions < seqlen:
         hint(f"windows of {positions:,} tokens instead of {seqlen:,}: the model has no more positions")
         seqlen = positions
-    windows = windows_of(content, open_tokenizer(folders[0]), seqlen, limit)
+    tokenizer = open_tokenizer(folders[0])
+    windows = windows_of(content, tokenizer, seqlen, limit, text)
+    highest = (int(window.max()) for window in windows)
+    require_known(tokenizer, highest, configs[0].get_text_config().vocab_size)
     dtype = _dtype(folders, choose_device(device))
     model = open_model(folders[0], device, dtype)
-    _require_vocabulary(model, windows, folders[0])
     reference = None if base is None else open_model(folders[1], device, dtype)
     sums: list[dict[str, Floats]] = []
     for number, window in enumerate(windows):
@@ -165,7 +176,10 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
 
     tokenizer = open_tokenizer(path)
     model = open_model(path, device)
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"].to(model.device)
+    with tokenizer_faults(tokenizer.name_or_path):
+        found = tokenizer(prompt)["input_ids"]
+    require_known(tokenizer, found, model.config.get_text_config().vocab_size)
+    ids = torch.tensor([found], device=model.device)
     own = model.generation_config
     # In the model's own place: generate() fills in from there what a given configuration leaves open, and the
     # penalties that a checkpoint asks for would not be greedy.
@@ -179,7 +193,8 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
         ),
     )
     output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    with tokenizer_faults(tokenizer.name_or_path):
+        return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
 def _dtype(folders: list[Path], place: torch.device) -> torch.dtype | None:
@@ -194,17 +209,6 @@ def _logits(model: Any, window: torch.Tensor) -> torch.Tensor:
     output = model(input_ids=window[None].to(model.device), use_cache=False)
     logits: torch.Tensor = output.logits[0, :-1]
     return logits
-
-
-def _require_vocabulary(model: Any, windows: list[torch.Tensor], folder: Path) -> None:
-    rows = model.config.get_text_config().vocab_size
-    highest = max(int(window.max()) for window in windows)
-    if highest >= rows:
-        raise InputError(
-            f"the tokenizer gives token {highest}, the model has only {rows}",
-            file=folder,
-            remedy="check that tokenizer and weights belong together",
-        )
 
 
 def _summary(sums: list[dict[str, Floats]]) -> dict[str, Any]:

@@ -13,13 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from ciuic_cli.artifact.losses import Losses, read_losses
-from ciuic_cli.artifact.reader import QUANT_METHOD, Artifact, Blob, open_artifact, require_dense
+from ciuic_cli.artifact.model import meta_model
+from ciuic_cli.artifact.reader import (
+    QUANT_METHOD,
+    Artifact,
+    Blob,
+    open_artifact,
+    require_compressed,
+    require_dense,
+)
 from ciuic_cli.artifact.writer import REPORT
-from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, require_plausible
-from ciuic_cli.checkpoint.folder import locate, read_config
+from ciuic_cli.checkpoint.folder import locate, read_config, unreplaced
 from ciuic_cli.checkpoint.header import DTYPE_BITS
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.mtp import PredictionLayers
@@ -111,10 +117,11 @@ def describe(path: str | Path) -> Description:
     Raises InputError for whatever makes it unreadable (see `open_checkpoint`, `map_model`, `open_artifact`).
     """
     folder = locate(path)
-    if is_artifact(read_config(folder)):
-        return _describe_artifact(open_artifact(folder))
-    checkpoint = open_checkpoint(folder)
-    return _describe_checkpoint(checkpoint, map_model(checkpoint))
+    with unreplaced(folder):
+        if is_artifact(read_config(folder)):
+            return _describe_artifact(open_artifact(folder))
+        checkpoint = open_checkpoint(folder)
+        return _describe_checkpoint(checkpoint, map_model(checkpoint))
 
 
 def is_artifact(config: dict[str, Any]) -> bool:
@@ -162,9 +169,7 @@ def _describe_checkpoint(checkpoint: Checkpoint, model_map: ModelMap) -> Descrip
 
 
 def _describe_artifact(artifact: Artifact) -> Description:
-    config = build_config(artifact.config, artifact.folder / "config.json")
-    require_plausible(config, artifact.shapes, artifact.folder / "config.json")
-    model: Any = build_meta_model(config, torch.bfloat16, artifact.folder / "config.json")
+    model = meta_model(artifact)
     classified = classify(model)
     ties = {
         target: source
@@ -180,23 +185,15 @@ def _describe_artifact(artifact: Artifact) -> Description:
             remedy="the artifact is damaged; fetch or compress it again",
         )
     predictors = _predictors(artifact, set(classified))
-    require_dense(artifact, {name: tensor for name, (_, tensor) in classified.items()})
+    expected = {name: tensor for name, (_, tensor) in classified.items()}
+    require_dense(artifact, expected)
+    require_compressed(artifact, expected)
     rows = []
-    for name, (found, tensor) in classified.items():
+    for name, (found, _) in classified.items():
         if name in ties or found.buffer:
             continue
         blob = artifact.blobs.get(name)
-        if blob is None:
-            rows.append(_dense_row(artifact, name, found))
-            continue
-        if blob.shape != tuple(tensor.shape):
-            raise InputError(
-                f"the compressed matrix has shape {blob.shape}, the config makes it {tuple(tensor.shape)}",
-                file=blob.entry.file,
-                tensor=name,
-                remedy="the files of two artifacts are mixed; fetch or compress it again",
-            )
-        rows.append(_packed_row(name, found, blob))
+        rows.append(_dense_row(artifact, name, found) if blob is None else _packed_row(name, found, blob))
     for name, found in predictors.items():
         if found.buffer:
             continue

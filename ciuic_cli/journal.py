@@ -6,30 +6,37 @@ import fcntl
 import hashlib
 import json
 import os
-import shutil
+import stat
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ciuic_cli.artifact.writer import CHECKSUMS, environment_fault, write_atomically
+from ciuic_cli.artifact.writer import CHECKSUMS, clear_away, environment_fault, write_atomically
 from ciuic_cli.digests import file_digest
 from ciuic_cli.errors import EnvironmentFault, InputError
 
+_LOCK = "lock"
 _FINGERPRINT = "fingerprint.json"
 _PUBLISHED = "published"
+_SHORT = 40
+"""Characters of a value that a message shows."""
 
 
 class Journal:
     """The work folder of one output, locked for one process at a time (a context manager).
 
     Finished steps are files: each is written under another name, synced and renamed, so that a step is
-    either done or not there; `digest` guards against a torn one.
+    either done or not there; a digest guards against a torn one. What is no regular file or folder as they are
+    written here counts as not there: links are not followed, pipes not waited for.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.folder = out.parent / f".{out.name}.ciuic"
-        self._ended = out.parent / f".{out.name}.ciuic.ended"
+        self.ended = out.parent / f".{out.name}.ciuic.ended"
+        """The folder's name while it is removed."""
         self._lock: int | None = None
 
     def __enter__(self) -> Journal:
@@ -48,17 +55,33 @@ class Journal:
         return self
 
     def _open_lock(self) -> int:
+        lock = self.folder / _LOCK
         try:
+            _clear_unless(stat.S_ISDIR, self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            _clear_unless(stat.S_ISREG, lock)
+            handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise EnvironmentFault(
                 f"cannot make the work folder: {error.strerror}",
                 file=self.folder,
                 remedy="check the permissions of the output's parent folder",
             ) from error
+        self._hold(handle, fcntl.LOCK_EX)
+        return handle
+
+    def require_free(self) -> None:
+        """Raise EnvironmentFault if a run is writing this output now."""
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            handle = os.open(self.folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
+        except OSError:  # none has begun, or `__enter__` will say what is wrong
+            return
+        self._hold(handle, fcntl.LOCK_SH)
+        os.close(handle)
+
+    def _hold(self, handle: int, kind: int) -> None:
+        try:
+            fcntl.flock(handle, kind | fcntl.LOCK_NB)
         except OSError as error:
             pid = os.read(handle, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(handle)
@@ -67,12 +90,11 @@ class Journal:
                 file=self.out,
                 remedy="wait until it ends, or choose another output folder",
             ) from error
-        return handle
 
     def _is_current(self, handle: int) -> bool:
         """Whether the locked file is still the one that others would find."""
         try:
-            return os.fstat(handle).st_ino == (self.folder / "lock").stat().st_ino
+            return os.fstat(handle).st_ino == (self.folder / _LOCK).stat().st_ino
         except FileNotFoundError:
             return False
 
@@ -80,6 +102,9 @@ class Journal:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._lock is not None:
+            with suppress(OSError):
+                if os.listdir(self.folder) == [_LOCK]:  # nothing was begun
+                    self.remove()
             os.close(self._lock)
             self._lock = None
 
@@ -103,34 +128,52 @@ class Journal:
             found = None
         if found is None:
             self.clear()  # whatever lies here is of another run, or of one that cannot be told
+        else:
+            self._tidy()
         write_atomically(path, json.dumps(fingerprint, indent=2, sort_keys=True).encode())
         return found is not None
 
     def clear(self) -> None:
         """Forget all steps; the lock stays."""
         for path in self.folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            elif path.name != "lock":
+            if path.name != _LOCK:
+                clear_away(path)
+
+    def _tidy(self) -> None:
+        """Remove what no finished step has left: links, pipes, unfinished writes, torn files beside the folders."""
+        for place, folders, files in os.walk(self.folder):
+            for name in (*folders, *files):
+                path = Path(place, name)
+                mode = path.lstat().st_mode
+                ours = stat.S_ISREG(mode) or (
+                    stat.S_ISDIR(mode) and "." not in name
+                )  # no folder of ours has a dot
+                if not ours or name.endswith(".part"):
+                    clear_away(path)
+        for path in self.folder.iterdir():
+            if path.is_file() and path.name not in (_LOCK, _FINGERPRINT) and self.load(path.name) is None:
                 path.unlink()
 
     def remove(self) -> None:
         """The run is over: nothing of it stays. It loses its name first: a kill leaves all of the journal or none."""
         self.sweep()
         try:
-            self.folder.rename(self._ended)
+            self.folder.rename(self.ended)
         except OSError:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError):
+                clear_away(self.folder)
         self.sweep()
 
     def sweep(self) -> None:
         """Remove what a run left that was killed in `remove`. Needs no lock: nobody goes on from there."""
-        shutil.rmtree(self._ended, ignore_errors=True)
+        with suppress(OSError):
+            clear_away(self.ended)
 
     def save(self, name: str, data: bytes) -> None:
         """Finish the step `name` with its result."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
+        _clear_unless(stat.S_ISREG, path)
         write_atomically(path, hashlib.sha256(data).digest() + data)
 
     def publishing(self, folder: Path) -> None:
@@ -156,9 +199,8 @@ class Journal:
 
     def load(self, name: str) -> bytes | None:
         """The result of a finished step; None if it is not there or torn."""
-        try:
-            stored = (self.folder / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
+        stored = _bytes(self.folder / name)
+        if stored is None:
             return None
         digest, data = stored[:32], stored[32:]
         return data if hashlib.sha256(data).digest() == digest else None
@@ -166,10 +208,25 @@ class Journal:
     @staticmethod
     def _json(path: Path) -> dict[str, Any] | None:
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            found = json.loads(_bytes(path) or b"")
+        except (ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
+
+
+def _bytes(path: Path) -> bytes | None:
+    """What a regular file has; None if there is none."""
+    try:
+        return path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else None
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _clear_unless(kind: Callable[[int], bool], path: Path) -> None:
+    """Remove what is at `path` if it is not of this kind."""
+    with suppress(FileNotFoundError):
+        if not kind(path.lstat().st_mode):
+            clear_away(path)
 
 
 def _digests(folder: Path) -> bytes:
@@ -181,14 +238,16 @@ def _digests(folder: Path) -> bytes:
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What changed, with both values where they are short enough to say something; five of one kind are enough."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
-            found.append(f"{key}: {', '.join(changed[:5])} changed")
+            found += _differences(before, after)[:5]
+        elif max(len(str(before)), len(str(after))) > _SHORT:
+            found.append(f"{key} changed")
         else:
             found.append(f"{key}: {before} before, {after} now")
     return found

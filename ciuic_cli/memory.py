@@ -1,18 +1,54 @@
-"""Memory of this process: how much there is of it, and that what was freed goes back to the system."""
+"""Memory of this process: how much there is of it, what says that there is no more, and what was freed goes back."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import resource
 import sys
 from pathlib import Path
 
-import psutil
+from ciuic_cli.errors import EnvironmentFault
+
+_NO_MEMORY = (
+    "can't allocate memory",  # torch's allocator
+    "cannot allocate memory",  # the system's own words, of a library that keeps no error number
+    "std::bad_alloc",
+    "failed to map segment",  # the dynamic linker, of a library that is imported
+)
+_NO_THREAD = ("can't start new thread", "threadpoolbuilderror")  # Python; rayon, which tokenizers use
+
+
+def exhaustion(error: BaseException) -> EnvironmentFault | None:
+    """The fault behind an exception that says that memory or threads are used up, however a library says it.
+
+    None for any other exception.
+    """
+    said = str(error).lower()
+    if type(error).__name__ == "OutOfMemoryError":
+        return EnvironmentFault("device memory is exhausted", remedy="free the GPU, or use --device cpu")
+    if any(words in said for words in _NO_THREAD):
+        return EnvironmentFault(
+            "the system starts no more threads",
+            remedy="end other processes, free memory, or raise the limits (ulimit -u, ulimit -v)",
+        )
+    if (
+        isinstance(error, MemoryError)
+        or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+        or any(words in said for words in _NO_MEMORY)
+    ):
+        return EnvironmentFault(
+            "memory is exhausted",
+            remedy="free memory or raise its limit (ulimit -v), or use a smaller --seqlen, --nsamples or --batch-size",
+        )
+    return None
 
 
 def resident_bytes() -> int:
     """Bytes resident now."""
+    import psutil  # here: every command imports this module
+
     return int(psutil.Process().memory_info().rss)
 
 

@@ -1,4 +1,4 @@
-"""Open any model that can be measured: an artifact, a dense checkpoint, or one in FP8 or FP4."""
+"""Open any model that can be measured: an artifact, or a checkpoint, read as `compress` reads it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import psutil
 import torch
 
 from ciuic_cli.artifact.reader import open_artifact
-from ciuic_cli.checkpoint.folder import locate, read_config
-from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.folder import locate, read_config, read_json, unreplaced
+from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.inspection import is_artifact
 from ciuic_cli.runtime.loading import choose_device, load
+from ciuic_cli.statistics.calibration import tokenizer_faults
 
 
 def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> Any:
@@ -31,18 +32,20 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     folder = locate(path)
     place = choose_device(device)
     if is_artifact(read_config(folder)):
-        return load(folder, device=place, dtype=dtype).eval()
-    checkpoint = open_checkpoint(folder)
-    model_map = map_model(checkpoint)
+        with unreplaced(folder):
+            return _answering(load(folder, device=place, dtype=dtype))
+    model_map = map_model(open_checkpoint(folder))
     _require_memory(model_map.stored_numel * (dtype or model_map.dtype).itemsize, place, folder)
-    if checkpoint.scales or checkpoint.config.get("quantization_config"):
-        return _decoded(model_map, place, dtype)  # also where a bf16 copy kept the config of the FP8 one
-    from transformers import AutoModelForCausalLM
+    model = model_map.skeleton(dtype=dtype)
+    model_map.materialise(model, "", dtype, place)
+    model.generation_config = open_generation_config(folder) or model.generation_config
+    return _answering(model)
 
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype or "auto", trust_remote_code=False, use_safetensors=True
-    )
-    return model.eval().to(place)
+
+def _answering(model: Any) -> Any:
+    """The model in evaluation mode, its outputs with names, whatever its config.json asks for."""
+    model.config.return_dict = True
+    return model.eval()
 
 
 def open_tokenizer(path: str | Path) -> Any:
@@ -50,14 +53,25 @@ def open_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = locate(path)
-    try:
+    with tokenizer_faults(folder):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    except Exception as error:  # transformers and tokenizers raise whatever a damaged file makes them raise
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def open_generation_config(folder: Path) -> Any:
+    """transformers' GenerationConfig of a model's folder, None if there is none; raises InputError if it is damaged."""
+    from transformers import GenerationConfig
+
+    name = "generation_config.json"
+    if not (folder / name).is_file():
+        return None
+    values = read_json(folder, name)
+    try:
+        return GenerationConfig.from_dict(values)
+    except Exception as error:
         raise InputError(
-            f"the tokenizer cannot be loaded: {reason}",
-            file=folder,
-            remedy="copy tokenizer.json and tokenizer_config.json of the original there",
+            f"transformers refuses it: {type(error).__name__}: {error!s:.300}",
+            file=folder / name,
+            remedy="download it again, or remove it",
         ) from error
 
 
@@ -92,14 +106,3 @@ def _require_memory(needed: int, place: torch.device, folder: Path) -> None:
             file=folder,
             remedy="free memory, or use --device cpu" if place.type == "cuda" else "free memory",
         )
-
-
-def _decoded(model_map: ModelMap, place: torch.device, dtype: torch.dtype | None) -> Any:
-    """The model with its weights decoded tensor by tensor; transformers has no CPU path for FP8."""
-    from transformers import GenerationConfig
-
-    model = model_map.skeleton(dtype=dtype)
-    model_map.materialise(model, "", dtype, place)
-    if (model_map.checkpoint.folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(model_map.checkpoint.folder)
-    return model.eval()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from safetensors import SafetensorError
@@ -18,15 +18,15 @@ from ciuic_cli.checkpoint.architecture import positions_of
 from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.errors import InputError, TargetError, UsageError
+from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
-from ciuic_cli.opening import open_tokenizer
+from ciuic_cli.opening import open_generation_config, open_tokenizer
 from ciuic_cli.passes.quantize import BLOCK
-from ciuic_cli.planning import PassOptions, check_reachable
+from ciuic_cli.planning import PassOptions, check_reachable, largest_bytes
 from ciuic_cli.run import Progress, Run
 from ciuic_cli.statistics.calibration import calibration_batch
-from ciuic_cli.task import EFFORTS, Options, Task, budget_of, check_output
+from ciuic_cli.task import EFFORTS, Options, Task, budget_of, check_apart, check_output
 from ciuic_cli.workers import Workers, joined
 
 Hint = Callable[[str], None]
@@ -61,7 +61,7 @@ def compress(
 
     Args:
         model: folder or hub id of a safetensors checkpoint.
-        out: folder of the artifact; must not exist unless `force`.
+        out: folder of the artifact; must not exist unless `force`, and not appear during the run.
         ratio: bytes of all parameters at 2 bytes each, over bytes of the artifact's safetensors files.
         target_bpw: instead of ratio: stored bits per parameter. target_size: instead of ratio: bytes.
         calibration: UTF-8 text files; none: the package's own mix.
@@ -86,9 +86,12 @@ def compress(
     def task() -> Task:
         checkpoint = open_checkpoint(model)
         if workers.leads:
+            check_apart(out, checkpoint, calibration)
             if not dry_run:
                 Journal(out).sweep()
-            check_output(out, checkpoint, force=force, dry_run=dry_run)
+                for place in (out, *out.parents):
+                    Journal(place).require_free()
+                check_output(out, force=force)
         model_map = map_model(checkpoint)
         for warning in model_map.warnings:
             hint(warning)
@@ -100,14 +103,17 @@ def compress(
         budget = budget_of(original, ratio, target_bpw, target_size)
         level = EFFORTS[effort]
         length = _sequence_length(seqlen, level.seqlen, positions_of(model_map.config))
+        widths = tuple(sorted(set(bits)))
+        passes = PassOptions(widths, level.window, prune, rank)
+        check_reachable(model_map, budget, passes)
+        budget = min(budget, largest_bytes(model_map, passes))
         options = Options(
             original / budget, effort, level.window, nsamples or level.nsamples, length,
-            seed, prune, rank, tuple(sorted(set(bits))), mtp, device,
+            seed, prune, rank, widths, mtp, device,
         )  # fmt: skip
-        passes = PassOptions(options.bits, options.window, prune, rank)
-        check_reachable(model_map, budget, passes)
         if workers.leads and not dry_run:
             writer.require_space(out, 2 * budget)  # the codes, in the journal and in the artifact
+        open_generation_config(checkpoint.folder)  # it goes with the artifact
         batches = calibration_batch(
             open_tokenizer(checkpoint.folder),
             [Path(file) for file in calibration],
@@ -149,22 +155,27 @@ def _lead(
     if expected is not None:
         hint(expected.sentence())
     with ExitStack() as stack:
-        place = Path(stack.enter_context(TemporaryDirectory(prefix="ciuic-"))) / "plan" if dry_run else out
+        place = stack.enter_context(_temporary_place()) if dry_run else out
         journal = stack.enter_context(Journal(place))
+        left: list[Path] = []
+        if not dry_run:
+            left = writer.recover(out)
+            check_output(out, force=force)  # another run may have ended meanwhile
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
             hint(f"going on with the unfinished run in {journal.folder}")
         try:
             with _disk_faults(journal):
-                if not dry_run:
-                    writer.recover(out)
-                check_output(  # another run may have ended meanwhile
-                    out, task.checkpoint, force=force, dry_run=dry_run
-                )
                 finished: dict[str, Any] | None = None
                 if resumed and journal.published():
                     hint("the earlier run had written the output already")
                     finished = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
+                elif left:
+                    raise EnvironmentFault(
+                        "cannot remove what an earlier run left",
+                        file=left[0],
+                        remedy="remove it yourself, or choose another output folder",
+                    )
                 workers.tell((place, finished))
                 if finished is None:
                     run = Run(task, journal, workers, progress)
@@ -173,7 +184,8 @@ def _lead(
                         finished = run.report(plan, started)
                     else:
                         run.encode(plan)
-                        finished = run.finish(plan, out, started)
+                        finished, old = run.finish(plan, out, started, replace=force)
+                        left = [] if old is None else [old]
                 if expected is not None:
                     finished["forecast"] = expected.as_dict()
         except KeyboardInterrupt:
@@ -184,6 +196,8 @@ def _lead(
             journal.remove()  # to go on would end the same way
             raise
         journal.remove()
+        for path in left:
+            hint(f"the new output is in place, but the old one cannot be removed: remove {path} yourself")
         workers.tell(finished)
     return finished
 
@@ -200,6 +214,22 @@ def _follow(task: Callable[[], Task], workers: Workers, dry_run: bool) -> dict[s
                 run.encode(plan)
     told: dict[str, Any] = workers.tell(None)
     return told
+
+
+@contextmanager
+def _temporary_place() -> Iterator[Path]:
+    """Where the journal of a dry run lies: nothing of it stays, and what cannot be written there is $TMPDIR's fault."""
+    with TemporaryDirectory(prefix="ciuic-") as folder:
+        try:
+            yield Path(folder) / "plan"
+        except EnvironmentFault as fault:
+            if fault.file is None or not Path(fault.file).is_relative_to(folder):
+                raise
+            raise EnvironmentFault(
+                fault.message,
+                file=gettempdir(),
+                remedy="free disk space there, or set TMPDIR to a folder on another disk, and start again",
+            ) from fault
 
 
 @contextmanager

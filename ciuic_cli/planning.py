@@ -17,7 +17,7 @@ from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import BITS, packed_nbytes
 from ciuic_cli.codecs.stack import stack_header_nbytes
-from ciuic_cli.errors import TargetError
+from ciuic_cli.errors import TargetError, UsageError
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import BLOCK, predicted_loss
 from ciuic_cli.statistics.files import Statistics
@@ -192,6 +192,13 @@ class PassOptions:
         prunable = self.prune != "off" and unit.role not in PLAIN_ROLES
         return ((0,) if prunable else ()) + self.widths
 
+    def ranks_for(self, unit: Unit) -> tuple[int, ...]:
+        """The ranks a matrix's low-rank part may have, all below its full rank."""
+        if self.rank == "off" or unit.role in PLAIN_ROLES:
+            return ()
+        ranks = lowrank.RANKS if self.rank == "auto" else (int(self.rank),)
+        return tuple(rank for rank in ranks if rank < min(unit.rows, unit.cols))
+
 
 def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
     """What can go together: blocks of 16 MLP channels, and whole routed experts."""
@@ -270,12 +277,44 @@ def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
 
 
 def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> None:
-    """Raise `TargetError` if even the smallest arms are over the budget; needs no statistics."""
+    """Raise `TargetError` if even the smallest arms are over the budget; needs no statistics.
+
+    Raises `UsageError` for a rank that no matrix can have.
+    """
+    arms = _blank_arms(model_map, options)
+    if isinstance(options.rank, int):
+        if not any(arm.lowrank for arm in arms):
+            raise UsageError(
+                f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
+                remedy="use a smaller one, or auto",
+            )
+        for arm in arms:
+            arm.rank = options.rank
+    _Solution(model_map, arms, budget, {}).solve()
+
+
+def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:
+    """The most that the safetensors files can take, whatever the budget: all arms at their largest, rows sorted."""
+    arms = _blank_arms(model_map, options)
+    for arm in arms:
+        arm.rank = max((part.rank for part in arm.lowrank), default=0)
+        arm.row_class = np.broadcast_to(np.uint8(0), arm.unit.rows)
+    widest = {arm.unit.key: np.full(arm.unit.groups, max(arm.widths), np.uint8) for arm in arms}
+    return stored_bytes(lay_out(stored_tensors(model_map, blob_sizes(model_map, arms, widest))))
+
+
+def _blank_arms(model_map: ModelMap, options: PassOptions) -> list[Arms]:
+    """Every matrix's arms with their bytes, and no loss."""
     arms = []
     for unit in units_of(model_map.parameters.values()):
         nothing = np.zeros(unit.groups)
-        arms.append(Arms(unit, options.widths_for(unit), options.window, nothing, nothing))
-    _Solution(model_map, arms, budget, {}).solve()
+        remaining = np.broadcast_to(np.float32(1), unit.groups)
+        parts = [
+            lowrank.LowRankArm(rank, lowrank.factor_bytes(unit.rows, unit.cols, rank), remaining)
+            for rank in options.ranks_for(unit)
+        ]
+        arms.append(Arms(unit, options.widths_for(unit), options.window, nothing, nothing, parts))
+    return arms
 
 
 def _choose_ranks(arms: list[Arms], price: float) -> bool:
@@ -338,7 +377,8 @@ class _Solution:
                 f"a ratio of {original / least:.3f}",
                 remedy=f"ask for --ratio {np.floor(original / least * 100) / 100:.2f} or less"
                 + (", or allow lower widths with --bits" if BITS[1] not in self.widths else "")
-                + (", or --prune auto" if 0 not in self.widths else ""),
+                + (", or --prune auto" if 0 not in self.widths else "")
+                + (", or --rank auto" if any(arm.rank for arm in self.arms) else ""),
             ) from error
 
     def row_bits(self, allocation: Allocation) -> dict[str, NDArray[np.uint8]]:

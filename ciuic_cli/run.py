@@ -164,8 +164,10 @@ class Run:
     def _meter(self) -> KLMeter:
         """Measures KL on the held-out sequences; built once, the original's predictions with it."""
         if self._kl_meter is None:
+            folder = self.journal.folder / f"meter-{self.workers.rank}"
+            writer.clear_away(folder)  # a killed run's
             self._kl_meter = KLMeter(
-                self.map, self.task.held_out, self.journal.folder / f"meter-{self.workers.rank}",
+                self.map, self.task.held_out, folder,
                 device=self.device, progress=lambda what, done, total: None,
             )  # fmt: skip
         return self._kl_meter
@@ -179,19 +181,25 @@ class Run:
             ).to_bytes(),
         )
 
-    def finish(self, plan: Plan, out: Path, started: float) -> dict[str, Any]:
-        """Write the coded matrices and all that belongs to them, and give the folder its name; returns the report."""
+    def finish(
+        self, plan: Plan, out: Path, started: float, *, replace: bool
+    ) -> tuple[dict[str, Any], Path | None]:
+        """Write the coded matrices and all that belongs to them, and give the folder its name.
+
+        Returns the report, and what is left of an old output that cannot be removed.
+        """
         partial = writer.partial_of(out)
         shutil.rmtree(partial, ignore_errors=True)
         try:
             partial.mkdir(parents=True)
             report = self._write(plan, partial, started)
+            self.task.require_unchanged()
             self.journal.publishing(partial)
-            writer.publish(partial, out)
+            left = writer.publish(partial, out, replace=replace)
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-        return report
+        return report, left
 
     def _write(self, plan: Plan, folder: Path, started: float) -> dict[str, Any]:
         steps = self._numbers()

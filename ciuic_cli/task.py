@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ from ciuic_cli import __version__
 from ciuic_cli.artifact import writer
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.reader import Checkpoint
-from ciuic_cli.errors import InputError
+from ciuic_cli.digests import sampled_digest
+from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.forecast import Forecast, Text, forecast
 from ciuic_cli.journal import Journal
 from ciuic_cli.planning import PassOptions
@@ -90,13 +93,7 @@ class Task:
 
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a run to go on: program, options, text, and the source files."""
-        files = {}
-        for path in self.checkpoint.files():
-            status = path.stat()
-            files[os.path.relpath(path, self.checkpoint.folder.resolve())] = [
-                status.st_size,
-                status.st_mtime_ns,
-            ]
+        folder = self.checkpoint.folder.resolve()
         config = json.dumps(self.checkpoint.config, sort_keys=True, default=str).encode()
         return {
             "version": __version__,
@@ -104,8 +101,38 @@ class Task:
             "budget": self.budget,
             "calibration": hashlib.sha256(self.batches.numpy().tobytes()).hexdigest(),
             "config": hashlib.sha256(config).hexdigest(),
-            "weights": files,
+            "weights": {os.path.relpath(path, folder): mark for path, mark in self._weights.items()},
         }
+
+    @cached_property
+    def _weights(self) -> dict[Path, list[Any] | None]:
+        """The source files as they were when they were first asked for."""
+        return {path: _mark(path) for path in self.checkpoint.files()}
+
+    def require_unchanged(self) -> None:
+        """Raise InputError if a source file is another one than when the run began."""
+        for path, mark in self._weights.items():
+            if _mark(path) != mark:
+                raise InputError(
+                    "the file changed during the run",
+                    file=path,
+                    remedy="leave the checkpoint alone while it is compressed, and start again",
+                )
+
+
+def _mark(path: Path) -> list[Any] | None:
+    """What tells a source file from another of its name: size, time, and samples of its bytes; None: it is gone."""
+    try:
+        status = path.stat()
+        return [status.st_size, status.st_mtime_ns, sampled_digest(path)]
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise EnvironmentFault(
+            f"cannot read the file: {error.strerror}",
+            file=path,
+            remedy="check the disk, and run the same command again",
+        ) from error
 
 
 def _held_out(count: int) -> torch.Tensor:
@@ -114,16 +141,25 @@ def _held_out(count: int) -> torch.Tensor:
     return torch.arange(count) % every == every - 1
 
 
-def check_output(out: Path, checkpoint: Checkpoint, *, force: bool, dry_run: bool) -> None:
-    """Refuse an output that exists, is the input, or cannot be written, before any work."""
+def check_apart(out: Path, checkpoint: Checkpoint, calibration: Sequence[str | Path]) -> None:
+    """Refuse an output that is the input, lies in it, or holds a file that the run reads."""
     source = checkpoint.folder.resolve()
     if out == source or source in out.parents:
         raise InputError("the output is the input", file=out, remedy="choose another output folder")
-    if out in source.parents:
-        raise InputError("the input lies inside the output", file=out, remedy="choose another output folder")
-    if dry_run:
-        return
-    if out.exists() and not out.is_dir():
+    companions = writer.companions(checkpoint.folder).values()
+    for path in (source, *checkpoint.files(), *companions, *calibration):
+        if out in Path(os.path.realpath(path)).parents:
+            raise InputError(
+                "the input lies inside the output", file=path, remedy="choose another output folder"
+            )
+
+
+def check_output(out: Path, *, force: bool) -> None:
+    """Refuse an output that exists (with `force`: that is no folder), or cannot be written, before any work."""
+    place = _existing_parent(out)
+    if os.path.ismount(out):
+        raise InputError("the output is a mount point", file=out, remedy="choose a folder inside of it")
+    if os.path.lexists(out) and not out.is_dir():
         raise InputError("the output is a file", file=out, remedy="choose a folder")
     if out.exists() and not force and not Journal(out).published():
         raise InputError(
@@ -131,11 +167,43 @@ def check_output(out: Path, checkpoint: Checkpoint, *, force: bool, dry_run: boo
             file=out,
             remedy="choose another folder, or replace it with --force (in Python: force=True)",
         )
-    for place in (out, next(path for path in out.parents if path.exists())):
-        if place.exists() and not writer.is_writable(place):
+    for folder in (out, place):
+        if folder.exists() and not writer.is_writable(folder):
             raise InputError(
-                "the output's folder is read-only", file=place, remedy="choose a folder you can write to"
+                "the output's folder is read-only", file=folder, remedy="choose a folder you can write to"
             )
+    if out.exists() and not writer.may_rename(out):
+        raise InputError(
+            "the output belongs to another user, and only its owner may replace it (sticky folder)",
+            file=out,
+            remedy="choose another output folder",
+        )
+
+
+def _existing_parent(out: Path) -> Path:
+    """The folder that exists and below which all is to be made; refuses a path that cannot be."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        raise InputError("the output's path is not UTF-8", file=out, remedy="choose another name") from error
+    if any(os.path.islink(part) for part in (out, *out.parents)):  # `out` is a real path otherwise
+        raise InputError(
+            "the output's path is a circle of symbolic links", file=out, remedy="choose another output folder"
+        )
+    missing = [part for part in out.parents if not os.path.exists(part)]
+    place = out.parents[len(missing)]
+    if not place.is_dir():
+        raise InputError(
+            "the output lies below a file, not a folder", file=place, remedy="choose another output folder"
+        )
+    limit = os.pathconf(place, "PC_NAME_MAX")
+    if any(len(os.fsencode(part.name)) > limit for part in (Journal(out).ended, *missing)):
+        raise InputError(
+            f"the output's name is too long: with the endings of the work folders it passes {limit} bytes",
+            file=out,
+            remedy="choose a shorter name",
+        )
+    return place
 
 
 def budget_of(original: int, ratio: float, target_bpw: float | None, target_size: int | None) -> int:

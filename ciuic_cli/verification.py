@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ciuic_cli.artifact.writer import CHECKSUMS
-from ciuic_cli.checkpoint.folder import checked_file, locate, read_json
-from ciuic_cli.errors import CiuicError, InputError
+from ciuic_cli.checkpoint.folder import checked_file, locate, read_json, unreplaced
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 
 _BLOCK = 1 << 20
 _REMEDY = "fetch the artifact again, or compress the original again"
@@ -44,9 +45,14 @@ def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done,
 
     `progress(done, total)` counts bytes. The list itself is checked by its form: it must be exactly what
     the writer would write of its content. Raises InputError if the folder has no such list or if it is
-    unreadable.
+    unreadable, EnvironmentFault if the system does not let a listed file be read.
     """
     folder = locate(path)
+    with unreplaced(folder):
+        return _verify(folder, progress)
+
+
+def _verify(folder: Path, progress: Callable[[int, int], None]) -> Verification:
     listed = _read_list(folder)
     problems: list[tuple[str, str]] = []
     total = sum(size for _, size in listed.values())
@@ -92,8 +98,8 @@ def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
             or set(value) != {"sha256", "bytes"}
             or not isinstance(value["sha256"], str)
             or not _SHA256.fullmatch(value["sha256"])
-            or not isinstance(value["bytes"], int)
-            or value["bytes"] < 0
+            or type(value["bytes"]) is not int
+            or not 0 <= value["bytes"] < 1 << 63
         ):
             raise _damaged_list(file, f"the entry of {name!r:.100} is not a SHA-256 and a size")
         listed[name] = (value["sha256"], value["bytes"])
@@ -110,7 +116,7 @@ def _damaged_list(file: Path, what: str) -> InputError:
 
 
 def _check_file(folder: Path, name: str, digest: str, size: int) -> str | None:
-    if not (folder / name).exists():
+    if not os.path.exists(folder / name):  # unlike Path.exists, no error for a name that no file can have
         return "the file is missing"
     try:
         file = checked_file(folder, name)
@@ -125,7 +131,11 @@ def _check_file(folder: Path, name: str, digest: str, size: int) -> str | None:
             while block := stream.read(_BLOCK):
                 running.update(block)
     except OSError as error:
-        return f"the file cannot be read: {error.strerror}"
+        raise EnvironmentFault(
+            f"the file cannot be read: {error.strerror}",
+            file=folder / name,
+            remedy="check its permissions and the disk",
+        ) from error
     return (
         None if running.hexdigest() == digest else "its content does not have the checksum that was written"
     )

@@ -22,16 +22,27 @@ from ciuic_cli.errors import EnvironmentFault
 PATIENCE = timedelta(days=14)
 """How long a worker waits for the others: as long as a large model may take."""
 _runs = itertools.count()
+_NOT_STARTED_RIGHT = "start the processes with torchrun; without it, unset TORCHELASTIC_RUN_ID"
 
 
 def several() -> bool:
     """Whether torchrun started more processes than this one."""
-    return dist.is_torchelastic_launched() and int(os.environ["WORLD_SIZE"]) > 1
+    return dist.is_torchelastic_launched() and _told("WORLD_SIZE") > 1
 
 
 def leads() -> bool:
     """Whether this process is the one that speaks: the only one, or the first of several."""
-    return not several() or int(os.environ["RANK"]) == 0
+    return not several() or _told("RANK") == 0
+
+
+def _told(name: str) -> int:
+    """A number that torchrun gives its processes."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise EnvironmentFault(
+            f"torchrun should have set {name} to a number; it is {text!r:.40}", remedy=_NOT_STARTED_RIGHT
+        )
+    return int(text)
 
 
 class Workers:
@@ -102,10 +113,15 @@ def joined() -> Iterator[Workers]:
     if not several():
         yield Workers()
         return
-    store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
+    try:
+        store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
+    except (ValueError, RuntimeError) as error:  # torch's DistError is a RuntimeError
+        raise EnvironmentFault(
+            f"the workers cannot meet: {' '.join(str(error).split()):.300}", remedy=_NOT_STARTED_RIGHT
+        ) from error
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(_told("LOCAL_RANK") % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
     run = dist.PrefixStore(f"ciuic.{next(_runs)}", store)
     dist.init_process_group(

@@ -7,7 +7,7 @@
 //
 // Costs are relative to that of prefix 0, one step before (which keeps them small), and stored as halves for every step;
 // the trace-back recomputes each minimum from them instead of storing 2^(L-K) decisions of K bits.
-// Tail-biting: the search enters the tile through its own last weights (`lead_in` of them), and see close().
+// Tail-biting: the search enters the tile through its own last weights (CIUIC_LEAD_IN of them), and see close().
 #include "parameters.h"
 #include "trellis_decode.h"
 
@@ -203,7 +203,7 @@ CIUIC_DEVICE void encode(const CiuicEncode& p) {
     for (u32 i = thread; i < WEIGHTS; i += threads) tile.target[i] = clamp_target(p.targets[(u64)index * WEIGHTS + i]);
     for (u32 i = thread; i < T::PREFIXES; i += threads) best[i] = 0.0f;
     block_sync();
-    for (u32 s = WEIGHTS - p.lead_in; s < WEIGHTS; ++s) forward_step<K>(best, history, tile.target[s]);
+    for (u32 s = WEIGHTS - CIUIC_LEAD_IN(CIUIC_L); s < WEIGHTS; ++s) forward_step<K>(best, history, tile.target[s]);
     for (u32 s = 0; s < WEIGHTS; ++s) forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, tile.target[s]);
     if (thread < 32) close<K>(tile, best, history, lane);
     block_sync();

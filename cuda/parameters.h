@@ -103,7 +103,6 @@ struct CiuicEncode {
   float* decoded;        // [tiles][256], in the units of targets
   u16* scratch;          // [grid x][256 + 1][2^(L-K)] halves
   u32 tiles;
-  u32 lead_in;  // weights before the tile's first, its own last, that the search comes through: 1 .. 256
 };
 
 #endif

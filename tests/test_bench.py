@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from tiny_checkpoints import TINY_CONFIGS
 
 from ciuic_cli import bench as module
 from ciuic_cli import benching
@@ -144,6 +145,37 @@ def test_errors_come_back_as_they_were_raised(tiny_checkpoint: Callable[..., Pat
         bench(tiny_checkpoint("llama"), **{**QUICK, "prompt_tokens": 300})
     assert caught.value.file == str(tiny_checkpoint("llama"))
     assert caught.value.remedy == "use a smaller -p or -n"
+
+
+@pytest.mark.parametrize("family", sorted(TINY_CONFIGS))
+def test_the_bytes_of_the_tokens_are_no_more_than_what_the_cache_takes(
+    tiny_checkpoint: Callable[..., Path], family: str
+) -> None:
+    from ciuic_cli.opening import open_model
+
+    model = open_model(tiny_checkpoint(family), "cpu")
+    batch, prompt = 2, 24
+    with torch.inference_mode():
+        ids = torch.ones(batch, prompt, dtype=torch.long)
+        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+    held = storage_bytes(
+        tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None
+    )
+    config = model.config
+    rest = batch * (8 * prompt + 2 * (prompt * config.hidden_size + config.vocab_size))
+    counted = benching.token_bytes(config, prompt, 0, batch) - rest
+    assert 0.5 * held <= counted <= held
+
+
+@pytest.mark.parametrize("absurd", [{"batch_size": 10**9}, {"new_tokens": 10**12}])
+def test_tokens_that_do_not_fit_are_refused_before_anything_is_loaded(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, absurd: dict[str, int]
+) -> None:
+    monkeypatch.setattr(benching, "open_model", lambda *arguments: pytest.fail("it was loaded"))
+    monkeypatch.setattr(benching, "positions_of", lambda config: None)
+    with pytest.raises(EnvironmentFault, match=r"take at least [0-9.e+]+ GB.* are free on cpu") as caught:
+        measure(str(tiny_checkpoint("llama")), **{**QUICK, **absurd})
+    assert caught.value.remedy == "use a smaller -p, -n or --batch-size"
 
 
 def test_a_folder_that_is_no_model_is_an_input_error(tmp_path: Path) -> None:

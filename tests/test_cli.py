@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -393,9 +395,68 @@ def test_a_reader_that_leaves_early(made: tuple[Path, Path, Any]) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
-        [sys.executable, "-m", "ciuic_cli.cli", "inspect", str(made[1]), "--json"],
+        [sys.executable, "-m", "ciuic_cli", "inspect", str(made[1]), "--json"],
         stdout=writing, stderr=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     os.close(writing)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        ("ciuic --version > /dev/full", 5, "No space left"),
+        ("ciuic --help > /dev/full", 5, "No space left"),
+        ("ciuic compress --help > /dev/full", 5, "No space left"),
+        ("(ciuic --version; echo $? >&2) | true", 0, "closed early"),
+        ("(ciuic compress --help; echo $? >&2) | true", 0, "closed early"),
+        ("ciuic --help >&-", 0, ""),
+        ("ciuic inspect ./nowhere 2> /dev/full", 3, ""),
+        ("ciuic inspect ./nowhere 2>&-", 3, ""),
+        ("ciuic inspect ./nowhere <&- >&- 2>&-", 3, ""),
+        ("(ciuic inspect ./nowhere 2>&1; exit $?) | true; exit ${PIPESTATUS[0]}", 3, ""),
+        ("ciuic inspect --nothing 2> /dev/full", 2, ""),
+        ("ciuic inspect ./nowhere", 3, "no such folder"),
+    ],
+)
+def test_streams_that_are_full_or_closed(command: str, code: int, said: str) -> None:
+    script = f'ciuic() {{ "{sys.executable}" -m ciuic_cli "$@"; }}; {command}'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
+
+
+def test_stdout_is_ours_alone(made: tuple[Path, Path, Any]) -> None:
+    script = (
+        "import os, sys\nfrom ciuic_cli import inspection\nfrom ciuic_cli.__main__ import main\n"
+        "describe = inspection.describe\n"
+        "inspection.describe = lambda path: (os.write(1, b'native'), print('chats'), describe(path))[-1]\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, "inspect", str(made[1]), "--json"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kind"] == "artifact"
+    assert "native" in done.stderr and "chats" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("module", ["typer", "rich.table", "torch"])
+def test_interrupted_while_it_is_imported(number: signal.Signals, module: str) -> None:
+    """By the console script that pyproject.toml names, and whatever it is that is being imported."""
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+    home, function = project["project"]["scripts"]["ciuic"].split(":")
+    script = (
+        "import signal, sys\n"
+        "class Finder:\n"
+        "    def find_spec(name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n            signal.raise_signal({int(number)})\n"
+        "sys.meta_path.insert(0, Finder)\n"
+        f"from {home} import {function}\n{function}()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "inspect", "."], capture_output=True, text=True)
+    assert done.returncode == INTERRUPTED
+    assert done.stderr == "interrupted\n" and done.stdout == ""

@@ -27,7 +27,23 @@ def test_sizes(written: str, expected: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "written", ["", "GiB", "8G", "-1MB", "1e9", "0", "0MB", "1.5", "1.5B", "8 GiB x", "nan", "٣MB"]
+    "written",
+    [
+        "",
+        "GiB",
+        "8G",
+        "-1MB",
+        "1e9",
+        "0",
+        "0MB",
+        "1.5",
+        "1.5B",
+        "8 GiB x",
+        "nan",
+        "٣MB",
+        "9" * 400,
+        "9" * 5000,
+    ],
 )
 def test_wrong_sizes(written: str) -> None:
     with pytest.raises(UsageError):

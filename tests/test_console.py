@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -13,10 +14,16 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupting import lose
 
 from ciuic_cli import console as console_module
 from ciuic_cli.console import Console, printable, readable_bytes, run, to_json
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
+
+
+class Panic(BaseException):
+    """As Rust libraries raise it."""
+
 
 ROOT = Path(console_module.__file__).parents[1]
 
@@ -134,6 +141,9 @@ def test_error_shows_message_file_tensor_and_remedy() -> None:
         (KeyboardInterrupt(), 130),
         (MemoryError(), 5),
         (OSError(28, "No space left on device", "/x/out"), 5),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), 5),
+        (Panic("ThreadPoolBuildError { kind: IOError(Os { code: 11 }) }"), 5),
+        (Panic("index out of bounds"), 1),
         (RuntimeError("oops"), 1),
     ],
 )
@@ -227,6 +237,23 @@ def test_progress_bars_on_a_terminal_reach_the_end() -> None:
         progress("[red]encode", 0, 4)
         progress("[red]encode", 4, 4)
     assert "[red]encode" in stream.getvalue() and "100%" in stream.getvalue()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_interruption_that_python_lost_ends_the_work(quiet: bool, steps: int) -> None:
+    sink, _, err = pair(quiet=quiet)
+    done: list[int] = []
+
+    def action() -> None:
+        with sink.progress() as progress:
+            lose(signal.SIGINT)
+            for step in range(steps):
+                progress("encode", step, steps)
+                done.append(step)
+
+    assert run(sink, action) == 130 and done == []
+    assert ("interrupted" in err.getvalue()) is not quiet
 
 
 @pytest.mark.parametrize(

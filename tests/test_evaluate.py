@@ -285,9 +285,9 @@ def test_unusable_text_is_refused_before_any_model_is_loaded(
     file = tmp_path / "text.txt"
     if content is not None:
         file.write_bytes(content)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=message) as caught:
         evaluate(tiny_checkpoint("llama"), text=file)
-    assert not loaded
+    assert caught.value.file == str(file) and not loaded
 
 
 def test_an_absent_base_is_refused_before_any_model_is_loaded(
@@ -314,15 +314,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
 ) -> None:
     folder = tmp_path / "m"
     shutil.copytree(tiny_checkpoint("llama", vocab_size=64), folder)
-    with pytest.raises(InputError, match="the model has only 64"):
+    with pytest.raises(InputError, match="the model has only 64") as caught:
         evaluate(folder, text=text, device="cpu")
+    assert caught.value.file == str(folder / "tokenizer.json")
+    with pytest.raises(InputError, match="the model has only 64"):
+        generate_text(folder, "The mill", device="cpu", max_new_tokens=1)
 
 
 def test_predictions_that_are_not_finite_are_no_result(
     tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     def ruin(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.norm.weight"][3] = math.nan
+        tensors["model.norm.weight"][:] = 3e38
 
     folder = changed(tiny_checkpoint("llama"), tmp_path / "m", ruin)
     with pytest.raises(InputError, match="not finite"):

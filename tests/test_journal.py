@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from ciuic_cli.artifact.writer import clear_away
 from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.journal import Journal
 
@@ -102,16 +104,26 @@ def test_going_on_needs_the_same_run(tmp_path: Path) -> None:
 
 
 def test_36_the_differences_are_listed(tmp_path: Path) -> None:
-    before = {"seed": 0, "weights": {"a": [1, 2], "b": [3, 4]}, "budget": 7, "same": 1}
-    after = {"seed": 5, "weights": {"a": [1, 2], "b": [3, 9], "c": [0, 0]}, "same": 1, "extra": True}
+    before = {
+        "options": {"seed": 0, "rank": 1},
+        "weights": {"a": "1" * 64, "b": "2" * 64},
+        "budget": 7,
+        "same": 1,
+    }
+    after = {
+        "options": {"seed": 5, "rank": 1},
+        "weights": {"a": "1" * 64, "b": "3" * 64, "c": "4" * 64},
+        "same": 1,
+        "extra": True,
+    }
     with Journal(tmp_path / "out") as journal:
         journal.begin(before, restart=False)
         journal.save("step", b"result")
         with pytest.raises(InputError) as caught:
             journal.begin(after, restart=False)
         text = str(caught.value)
-        assert "seed: 0 before, 5 now" in text
-        assert "weights: b, c changed" in text
+        assert "seed: 0 before, 5 now" in text and "rank" not in text
+        assert "b changed; c changed" in text
         assert "budget: 7 before, None now" in text
         assert "extra: None before, True now" in text
         assert "same" not in text.replace("same command", "")
@@ -135,7 +147,7 @@ def test_starting_afresh_forgets_every_step_but_not_the_lock(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "not json"])
+@pytest.mark.parametrize("text", ["", "{", "not json", "[" * 100_000, "[]"])
 def test_a_torn_fingerprint_is_none(tmp_path: Path, text: str) -> None:
     with Journal(tmp_path / "out") as journal:
         (journal.folder / "fingerprint.json").write_text(text)
@@ -159,4 +171,81 @@ def test_a_kill_during_removal_leaves_no_half_journal(
         another.sweep()
         assert [path.name for path in tmp_path.iterdir()] == [".out.ciuic"]
         another.remove()
+    assert list(tmp_path.iterdir()) == []
+
+
+SPOILS: dict[str, Callable[[Path], object]] = {
+    "folder": lambda path: (path / "x").mkdir(parents=True),
+    "loop": lambda path: path.symlink_to(path.name),
+    "pipe": os.mkfifo,
+    "file": lambda path: path.write_text("mine"),
+    "link": lambda path: path.symlink_to(path.parents[2] / "elsewhere"),
+}
+
+
+@pytest.mark.parametrize("kind", SPOILS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fingerprint.json",
+        "lock",
+        "sealed",
+        "step",
+        "many",
+        "many/0",
+        "many/1",
+        ".step.part",
+        "many/.1.part",
+        "many/x.safetensors",
+    ],
+)
+def test_36_what_no_step_has_written_counts_as_not_there(tmp_path: Path, name: str, kind: str) -> None:
+    """Nothing hangs, nothing outside the journal is touched, and every step can be done again."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "0").write_text("mine")
+    steps = ("step", "sealed", "many/0", "many/1")
+    place = tmp_path / "place"
+    with Journal(place / "out") as journal:
+        journal.begin({"seed": 0}, restart=False)
+        for step in steps[:-1]:
+            journal.save(step, b"result")
+    clear_away(journal.folder / name)
+    SPOILS[kind](journal.folder / name)
+    with Journal(place / "out") as journal:
+        assert not journal.published()
+        going_on = journal.begin({"seed": 0}, restart=False)
+        assert going_on == (name != "fingerprint.json")
+        found = list(journal.folder.rglob("*"))
+        assert all(path.is_file() or (path.is_dir() and "." not in path.name) for path in found)
+        assert not any(path.is_symlink() for path in found)
+        for step in steps:
+            whole = going_on and step != "many/1" and not f"{step}/".startswith(f"{name}/")
+            assert journal.load(step) == (b"result" if whole else None)
+            journal.save(step, b"again")
+            assert journal.load(step) == b"again"
+        assert not list(journal.folder.rglob("*.part"))
+        journal.remove()
+    assert list(place.iterdir()) == []
+    assert (elsewhere / "0").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["loop", "pipe", "file", "link"])
+def test_36_a_journal_that_is_no_folder_counts_as_not_there(tmp_path: Path, kind: str) -> None:
+    elsewhere, place = tmp_path / "elsewhere", tmp_path / "place" / "deep"
+    place.mkdir(parents=True)
+    with Journal(tmp_path / "out") as journal:
+        journal.begin({"seed": 0}, restart=False)
+    journal.folder.rename(elsewhere)
+    SPOILS[kind](Journal(place / "out").folder)
+    with Journal(place / "out") as journal:
+        assert journal.begin({"seed": 0}, restart=False) is False
+        journal.remove()
+    assert list(place.iterdir()) == []
+    assert (elsewhere / "fingerprint.json").exists()
+
+
+def test_a_lock_without_a_run_leaves_nothing(tmp_path: Path) -> None:
+    with Journal(tmp_path / "out"):
+        pass
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system, and what oneDNN keeps is bounded unless the user said otherwise."""
+"""Freed memory goes back, what oneDNN keeps is bounded unless the user said otherwise, and exhaustion is known."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from ciuic_cli.memory import exhaustion
 
 FREED = """
 import numpy as np
@@ -46,3 +48,31 @@ def test_a_limit_of_the_users_own_is_kept(name: str, before: str | None, after: 
         [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment
     )
     assert done.stdout.strip() == after
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "memory is exhausted"),
+        (OSError(12, "Cannot allocate memory"), "memory is exhausted"),
+        (RuntimeError("unable to mmap 67992 bytes from file </x>: Cannot allocate memory (12)"), "memory is"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "memory is"),
+        (RuntimeError("std::bad_alloc"), "memory is exhausted"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "memory is exhausted"),
+        (RuntimeError("can't start new thread"), "no more threads"),
+        (BaseException("ThreadPoolBuildError { kind: IOError(Os { code: 11 }) }"), "no more threads"),
+        (OutOfMemoryError("CUDA out of memory"), "device memory is exhausted"),
+        (OSError(28, "No space left on device"), None),
+        (ImportError("no module named torch"), None),
+        (ValueError("a size of 3"), None),
+    ],
+)
+def test_what_says_that_there_is_no_more(error: BaseException, said: str | None) -> None:
+    fault = exhaustion(error)
+    assert (fault is None) == (said is None)
+    if fault is not None:
+        assert str(said) in fault.message and fault.remedy and fault.exit_code == 5

@@ -246,6 +246,22 @@ def test_unreachable_targets_stop_before_any_work(
     assert list(tmp_path.glob("*out*")) == []
 
 
+@pytest.mark.parametrize("size", [10**12, 10**400], ids=["terabyte", "absurd"])
+def test_no_more_space_is_asked_for_than_can_be_written(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    text: Path,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr("ciuic_cli.artifact.writer.require_space", lambda out, nbytes: asked.append(nbytes))
+    report = _compress(tiny_checkpoint("llama"), tmp_path / "out", text, target_size=size)
+    assert asked == [2 * report["budget_bytes"]]
+    assert 0.8 * report["budget_bytes"] < report["artifact_bytes"] <= report["budget_bytes"]
+    assert report["budget_bytes"] < report["original_bytes"]
+
+
 def test_existing_output_is_kept_unless_forced(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:

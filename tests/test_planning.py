@@ -21,13 +21,14 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.encoding import unit_arms
-from ciuic_cli.errors import TargetError
+from ciuic_cli.errors import TargetError, UsageError
 from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
 from ciuic_cli.planning import (
     Arms,
     PassOptions,
     Plan,
     check_reachable,
+    largest_bytes,
     level_uncovered,
     make_plan,
     stored_dtype,
@@ -330,6 +331,34 @@ def test_a_target_out_of_reach_names_the_best_ratio(
     check_reachable(model_map, _budget(model_map, best), options)
     with pytest.raises(TargetError):
         check_reachable(model_map, _budget(model_map, best + 0.02), options)
+
+
+def test_a_rank_takes_its_bytes_from_what_can_be_reached(tiny_checkpoint: Callable[..., Path]) -> None:
+    model_map = _map(tiny_checkpoint("llama"))
+    with pytest.raises(TargetError) as caught:
+        check_reachable(model_map, 1000, PassOptions(ALL_WIDTHS, rank="off"))
+    assert "--rank" not in str(caught.value.remedy)
+    best = float(str(caught.value.remedy).split("--ratio ")[1].split()[0])
+    check_reachable(model_map, _budget(model_map, best), PassOptions(ALL_WIDTHS))
+    with pytest.raises(TargetError) as caught:
+        check_reachable(model_map, _budget(model_map, best), PassOptions(ALL_WIDTHS, rank=16))
+    assert "--rank auto" in str(caught.value.remedy)
+
+
+def test_a_rank_that_no_matrix_can_have_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
+    model_map = _map(tiny_checkpoint("llama"))
+    with pytest.raises(UsageError, match="--rank 999999984"):
+        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(ALL_WIDTHS, rank=999_999_984))
+
+
+@pytest.mark.parametrize(("rank", "share"), [("off", 0.95), ("auto", 0.0), (16, 0.0)])
+def test_no_plan_is_larger_than_the_largest(
+    tiny_checkpoint: Callable[..., Path], rank: str | int, share: float
+) -> None:
+    model_map, options = _map(tiny_checkpoint("llama")), PassOptions(ALL_WIDTHS, rank=rank)
+    largest = largest_bytes(model_map, options)
+    plan = make_plan(model_map, _arms(model_map, options), 1 << 50, options)
+    assert share * largest < plan.file_bytes <= largest < 2 * model_map.stored_numel
 
 
 def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: Callable[..., Path]) -> None:

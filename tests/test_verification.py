@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import random
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ciuic_cli.artifact import writer
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.verification import CHECKSUMS, verify
 
 
@@ -100,6 +103,47 @@ def test_names_in_the_list_cannot_lead_outside(folder: Path) -> None:
     assert "outside" in problems["../secret"]
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000 + "y", "\ud800"])
+def test_names_that_no_file_can_have(folder: Path, name: str) -> None:
+    document = json.loads((folder / CHECKSUMS).read_text())
+    document["files"][name] = {"sha256": "0" * 64, "bytes": 1}
+    (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
+    assert dict(verify(folder).problems) == {name: "the file is missing"}
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def refuse(path: Path, *rest: Any, **named: Any) -> Any:
+        if path.name == "model.safetensors":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(EnvironmentFault, match="Permission denied") as caught:
+        verify(folder)
+    assert caught.value.file == str(folder / "model.safetensors")
+    assert "permissions" in str(caught.value.remedy)
+
+
+def test_a_folder_that_is_replaced_meanwhile_is_not_called_damaged(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "new")
+    (tmp_path / "new" / "model.safetensors").write_bytes(b"other")
+    (tmp_path / "new" / CHECKSUMS).unlink()
+    writer.write_checksums(tmp_path / "new")
+
+    def replace(done: int, total: int) -> None:
+        if (tmp_path / "new").exists():
+            folder.rename(tmp_path / "old")
+            (tmp_path / "new").rename(folder)
+
+    with pytest.raises(InputError, match="was replaced"):
+        verify(folder, replace)
+    assert not verify(folder).problems
+
+
 @pytest.mark.parametrize(
     "files",
     [
@@ -107,6 +151,8 @@ def test_names_in_the_list_cannot_lead_outside(folder: Path) -> None:
         {"a": {"sha256": "zz", "bytes": 1}},
         {"a": {"sha256": "0" * 64, "bytes": -1}},
         {"a": {"sha256": "0" * 64}},
+        {"a": {"sha256": "0" * 64, "bytes": True}},
+        {"a": {"sha256": "0" * 64, "bytes": 10**400}},
     ],
 )
 def test_entries_that_are_no_checksums(folder: Path, files: object) -> None:

@@ -19,10 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.pipeline import compress
 from ciuic_cli.statistics.moments import Key, Moments
 from ciuic_cli.statistics.sums import SEGMENTS, OrderedSums, segments_of, share_of
-from ciuic_cli.workers import Workers
+from ciuic_cli.workers import Workers, joined, leads, several
 
 CPU = torch.device("cpu")
 SETTINGS = {"ratio": 3.0, "nsamples": 20, "seqlen": 48, "effort": "fast"}
@@ -132,11 +133,39 @@ def _torchrun(
     words = [f"--{name}={value}" for name, value in SETTINGS.items()]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
-        *("-m", "ciuic_cli.cli", "compress", str(model), str(out), "--calibration", str(text)),
+        *("-m", "ciuic_cli", "compress", str(model), str(out), "--calibration", str(text)),
     ]
     return subprocess.Popen(
         [*command, *words, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "WORLD_SIZE to a number; it is ''"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE to a number; it is 'many'"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK to a number; it is '-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "cannot meet.*MASTER_ADDR"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "cannot meet.*'x'",
+        ),
+    ],
+)
+def test_half_of_torchruns_settings(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], said: str
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", **settings}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentFault, match=said) as caught:
+        if not leads() or not several():
+            return
+        with joined():
+            pass
+    assert "torchrun" in str(caught.value.remedy)
 
 
 def _weights(out: Path) -> bytes:

@@ -8,8 +8,9 @@ checksum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,14 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
-from ciuic_cli.checkpoint.folder import check_links, checked_file, locate, read_config, shard_names
+from ciuic_cli.checkpoint.folder import (
+    check_files,
+    checked_file,
+    locate,
+    read_config,
+    shard_names,
+    unreplaced,
+)
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
@@ -31,17 +39,20 @@ _DAMAGED = "the artifact is damaged or not one of ours; fetch or compress it aga
 
 @dataclass(frozen=True)
 class Blob:
-    """One compressed tensor: where it lies and what it decodes to, (rows, cols) or (experts, rows, cols)."""
+    """One compressed tensor: where it lies and what it decodes to, (rows, cols) or (experts, rows, cols).
+
+    data: its bytes, uint8 (nbytes,), mapped from the file that was checked, whatever has its name by now.
+    """
 
     entry: TensorEntry
     shape: tuple[int, ...]
+    data: npt.NDArray[np.uint8] = field(repr=False, compare=False)
 
     def matrices(self) -> tuple[PackedMatrix, ...]:
         """The matrix, or each expert's; their codes stay in the file."""
-        data = np.memmap(self.entry.file, dtype=np.uint8, mode="r")[self.entry.begin : self.entry.end]
         if len(self.shape) == 3:
-            return ExpertStack.from_buffer(data, where=self.entry.name).experts
-        return (PackedMatrix.from_buffer(data, where=self.entry.name),)
+            return ExpertStack.from_buffer(self.data, where=self.entry.name).experts
+        return (PackedMatrix.from_buffer(self.data, where=self.entry.name),)
 
 
 @dataclass(frozen=True)
@@ -81,7 +92,12 @@ def open_artifact(path: str | Path) -> Artifact:
     inconsistent files, a tensor in two of them, blobs whose fields are impossible.
     """
     folder = locate(path)
-    check_links(folder)
+    with unreplaced(folder):
+        return _open(folder)
+
+
+def _open(folder: Path) -> Artifact:
+    check_files(folder)
     config = read_config(folder)
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
@@ -140,6 +156,29 @@ def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor])
         raise InputError(fault, file=entry.file, tensor=name, remedy=_DAMAGED)
 
 
+def require_compressed(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:
+    """Refuse a compressed tensor of another shape than the model's, before anything of that shape is allocated.
+
+    One that the model lacks (of a multi-token-prediction layer, say) may be as large as the largest that it has.
+    `expected` as in `require_dense`. Raises InputError naming file and tensor.
+    """
+    largest = max((tensor.numel() for tensor in expected.values()), default=0)
+    for name, blob in artifact.blobs.items():
+        wanted = expected.get(name)
+        if wanted is not None and blob.shape != tuple(wanted.shape):
+            fault = f"the config makes it {tuple(wanted.shape)}"
+        elif wanted is None and math.prod(blob.shape) > largest:
+            fault = "more than any of the model's own"
+        else:
+            continue
+        raise InputError(
+            f"the compressed matrix has shape {blob.shape}, {fault}",
+            file=blob.entry.file,
+            tensor=name,
+            remedy="the files of two artifacts are mixed; fetch or compress it again",
+        )
+
+
 def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
     """Parse the safetensors headers of an artifact's files and the headers of all blobs in them.
 
@@ -166,7 +205,8 @@ def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
         if packed:
             mapped = np.memmap(file, dtype=np.uint8, mode="r")
             for entry in packed:
-                blobs[entry.name] = Blob(entry, _blob_shape(mapped[entry.begin : entry.end], entry))
+                data = mapped[entry.begin : entry.end]
+                blobs[entry.name] = Blob(entry, _blob_shape(data, entry), data)
     return ArtifactFiles(tensors, blobs, file_bytes)
 
 

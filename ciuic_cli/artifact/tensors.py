@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors import safe_open
 
-from ciuic_cli.artifact.reader import open_artifact
-from ciuic_cli.codecs.packing import PackedMatrix
-from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.artifact.model import meta_model
+from ciuic_cli.artifact.reader import open_artifact, require_compressed
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.errors import InputError
 
@@ -28,6 +26,7 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
         InputError: not an artifact, a damaged one, or one without such a tensor.
     """
     artifact = open_artifact(path)
+    require_compressed(artifact, meta_model(artifact).state_dict())
     name = artifact.mtp.shared.get(name, name)
     entry = artifact.tensors.get(name)
     if entry is None:
@@ -40,8 +39,6 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
     if name not in artifact.blobs:
         with safe_open(entry.file, framework="pt") as file:
             return file.get_tensor(name)
-    blob = np.fromfile(entry.file, dtype=np.uint8, count=entry.nbytes, offset=entry.begin)
-    if len(artifact.blobs[name].shape) == 3:
-        stack = ExpertStack.from_buffer(blob, where=name)
-        return torch.stack([decode_dense(expert) for expert in stack.experts])
-    return decode_dense(PackedMatrix.from_buffer(blob, where=name))
+    blob = artifact.blobs[name]
+    matrices = [decode_dense(matrix) for matrix in blob.matrices()]
+    return torch.stack(matrices) if len(blob.shape) == 3 else matrices[0]

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from ciuic_cli.artifact.layout import Shard, index_json
 from ciuic_cli.checkpoint.folder import checked_file
 from ciuic_cli.digests import file_digest
-from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.errors import EnvironmentFault, InputError
 
 CHECKSUMS = "ciuic_checksums.json"
 REPORT = "memory_report.json"
@@ -90,6 +91,20 @@ def is_writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK | os.X_OK) and bool(folder.stat().st_mode & 0o222)
 
 
+def may_rename(path: Path) -> bool:
+    """Whether the sticky bit of its folder lets us rename `path`: then only its owner or the folder's may."""
+    parent = path.parent.stat()
+    return not parent.st_mode & stat.S_ISVTX or os.geteuid() in (0, parent.st_uid, path.stat().st_uid)
+
+
+def clear_away(path: Path) -> None:
+    """Remove a file, a folder with all that is in it, or a link but not what it leads to; or nothing."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def require_space(destination: Path, nbytes: int) -> None:
     """Raise EnvironmentFault if the disk has not even `nbytes` free for what will be written beside `destination`.
 
@@ -128,12 +143,25 @@ def write_shards(
             os.fsync(file.fileno())
 
 
-def copy_companions(source: Path, folder: Path) -> list[str]:
-    """Copy the tokenizer's and generation's files (never code) from the checkpoint; returns their names."""
-    copied = [name for name in _COPIED if (source / name).is_file()]
-    for name in copied:
-        shutil.copyfile(checked_file(source, name), folder / name)
-    return copied
+def companions(source: Path) -> dict[str, Path]:
+    """The tokenizer's and generation's files (never code) of a checkpoint: names and real paths.
+
+    Raises InputError if one leads outside the checkpoint or cannot be read.
+    """
+    found = {name: checked_file(source, name) for name in _COPIED if (source / name).is_file()}
+    for name, path in found.items():
+        try:
+            path.open("rb").close()
+        except OSError as error:
+            raise InputError(
+                f"cannot read the file: {error.strerror}", file=source / name, remedy="check its permissions"
+            ) from error
+    return found
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    for name, path in companions(source).items():
+        shutil.copyfile(path, folder / name)
 
 
 def write_index(shards: list[Shard], folder: Path) -> None:
@@ -166,55 +194,90 @@ def _aside_of(destination: Path) -> Path:
     return destination.with_name(f".{destination.name}.replaced")
 
 
-def recover(destination: Path) -> None:
-    """Put right what a killed run left: half a folder goes, an old folder that was put aside comes back."""
+def recover(destination: Path) -> list[Path]:
+    """Put right what a killed run left: an old folder that was put aside comes back, half a folder goes.
+
+    Returns what cannot be removed.
+    """
+    partial, aside = partial_of(destination), _aside_of(destination)
     try:
-        shutil.rmtree(partial_of(destination), ignore_errors=True)
-        aside = _aside_of(destination)
         if aside.exists() and not destination.exists():
             aside.rename(destination)
-        shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         raise environment_fault(error, destination) from error
+    return [path for path in (partial, aside) if not _removed(path)]
 
 
-def publish(folder: Path, destination: Path) -> None:
-    """Give the finished `folder` its name; an existing destination is exchanged in one step, then removed."""
+def _removed(path: Path) -> bool:
+    """Remove what is at `path`; False where the system refuses."""
+    try:
+        clear_away(path)
+    except OSError:
+        return False
+    return True
+
+
+def publish(folder: Path, destination: Path, *, replace: bool) -> Path | None:
+    """Give the finished `folder` its name; with `replace`, a folder that has it is exchanged in one step.
+
+    The old one is then removed; returns what is left of it where the system refuses that. Raises EnvironmentFault if
+    anything else is there: it is not touched.
+    """
     for path in folder.iterdir():
         sync_file(path)
     sync_folder(folder)
+    old = None
     try:
-        if not destination.exists():
-            folder.rename(destination)
-        elif _exchange(folder, destination):
-            shutil.rmtree(folder)
+        if not (replace and destination.is_dir() and not destination.is_symlink()):
+            _rename_to_free(folder, destination)
+        elif _renamed(folder, destination, _EXCHANGE):
+            old = folder
         else:
-            _replace_in_two_steps(folder, destination)
+            old = _replace_in_two_steps(folder, destination)
     except OSError as error:
         raise environment_fault(error, destination) from error
     sync_folder(destination.parent)
+    return None if old is None or _removed(old) else old
 
 
-def _replace_in_two_steps(folder: Path, destination: Path) -> None:
-    """Where the system cannot exchange: the old one is put aside, and back if the new one cannot take its place."""
+def _rename_to_free(folder: Path, destination: Path) -> None:
+    """Rename, but never onto anything. Without renameat2 a moment passes between the look and the step."""
+    if _renamed(folder, destination, _NOREPLACE):
+        return
+    if os.path.lexists(destination):
+        raise EnvironmentFault(
+            "the output appeared while the run was working",
+            file=destination,
+            remedy="move it away and run the same command again: it goes on where it stopped",
+        )
+    folder.rename(destination)
+
+
+def _replace_in_two_steps(folder: Path, destination: Path) -> Path:
+    """Where the system cannot exchange: the old one is put aside, and back if the new one cannot take its place.
+
+    Returns where the old one is.
+    """
     aside = _aside_of(destination)
-    shutil.rmtree(aside, ignore_errors=True)
     destination.rename(aside)
     try:
         folder.rename(destination)
     except OSError:
         aside.rename(destination)
         raise
-    shutil.rmtree(aside)
+    return aside
 
 
-def _exchange(first: Path, second: Path) -> bool:
-    """Swap two paths in one step (Linux renameat2); False where the system cannot."""
+_NOREPLACE, _EXCHANGE = 1, 2
+"""Flags of Linux' renameat2."""
+
+
+def _renamed(first: Path, second: Path, flag: int) -> bool:
+    """Rename with renameat2; False where the system cannot or refuses."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
-    at_working_directory, exchange = -100, 2
+    at_working_directory = -100
     return bool(
-        rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), exchange)
-        == 0
+        rename(at_working_directory, os.fsencode(first), at_working_directory, os.fsencode(second), flag) == 0
     )

@@ -44,7 +44,7 @@ _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "mult")
 _FEW = 64
 """So many layers or experts are believed without asking the files."""
-_IGNORED = ("auto_map", "quantization_config", "transformers_version", "_name_or_path")
+_IGNORED = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
 
 
 def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedConfig:
@@ -73,6 +73,8 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             file=file,
             remedy="only decoder-only language models can be compressed",
         )
+    if getattr(config, "is_encoder_decoder", False):
+        _absurd("is_encoder_decoder", True, "false: only decoders can be compressed", file)
     _check_routing(config, file)
     return config
 
@@ -198,8 +200,8 @@ def _check_routing(config: PretrainedConfig, file: Path | None) -> None:
     best = getattr(text, "topk_group", None)
     if not experts:
         return
-    if isinstance(chosen, int) and chosen > experts:
-        _absurd("num_experts_per_tok", chosen, f"at most the number of experts, {experts}", file)
+    if isinstance(chosen, int) and not 1 <= chosen <= experts:
+        _absurd("num_experts_per_tok", chosen, f"between 1 and the number of experts, {experts}", file)
     if isinstance(groups, int) and (groups < 1 or experts % groups):
         _absurd("n_group", groups, f"a divisor of the number of experts, {experts}", file)
     if isinstance(groups, int) and isinstance(best, int) and not 1 <= best <= groups:

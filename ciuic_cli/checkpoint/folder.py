@@ -11,18 +11,22 @@ import json
 import os
 import re
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 _MAX_CONFIG_BYTES = 16 << 20
-_MAX_INDEX_BYTES = 256 << 20
+_MAX_READ_BYTES = 256 << 20
+"""Of any file that is read whole: the index, and what a tokenizer's loader reads."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
 _OPENED = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", "LICENSE")
+_TEMPLATES = "additional_chat_templates"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DOWNLOAD_AGAIN = "download the checkpoint again"
 
@@ -31,12 +35,16 @@ def locate(path: str | Path) -> Path:
     """The checkpoint's folder: `path` itself, or the hub's snapshot if `path` is a hub id such as `org/name`.
 
     From the hub come only safetensors, JSON and tokenizer files. Raises InputError if there is no such folder
-    and the hub does not have it or cannot be reached.
+    and the hub does not have it or cannot be reached, EnvironmentFault if the folder may not be read.
     """
     folder = Path(path)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # False for a path that no folder can have, where Path.is_dir raises
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise EnvironmentFault(
+                "the folder cannot be read: permission denied", file=folder, remedy="check its permissions"
+            )
         return folder
-    if folder.exists():
+    if os.path.exists(folder):
         raise InputError(
             "this is a file, not a checkpoint folder", file=folder, remedy="give the folder that contains it"
         )
@@ -46,6 +54,31 @@ def locate(path: str | Path) -> Path:
             "no such folder", file=folder, remedy="check the path, or give a hub id such as org/name"
         )
     return _download(name)
+
+
+@contextmanager
+def unreplaced(folder: Path) -> Iterator[None]:
+    """Raise InputError if the folder has become another one meanwhile: what was read, or refused, is of both."""
+
+    def identity() -> tuple[int, int] | None:
+        try:
+            status = folder.stat()
+        except FileNotFoundError:
+            return None
+        return status.st_dev, status.st_ino
+
+    before = identity()
+    replaced = InputError(
+        "the folder was replaced while it was read", file=folder, remedy="run the same command again"
+    )
+    try:
+        yield
+    except (CiuicError, OSError) as error:
+        if identity() != before:
+            raise replaced from error
+        raise
+    if identity() != before:
+        raise replaced
 
 
 def _download(name: str) -> Path:
@@ -84,9 +117,9 @@ def checked_file(folder: Path, name: str) -> Path:
     link = folder / name
     try:
         real = link.resolve()
-    except (OSError, RuntimeError) as error:  # a circle of links: RuntimeError before Python 3.13
+    except (OSError, RuntimeError, ValueError) as error:  # a circle of links: RuntimeError before Python 3.13
         raise InputError(
-            "the path cannot be followed: a circle of symbolic links, or too long a name",
+            "the path cannot be followed: a circle of symbolic links, or a name that no file can have",
             file=link,
             remedy=_DOWNLOAD_AGAIN,
         ) from error
@@ -110,24 +143,34 @@ def checked_file(folder: Path, name: str) -> Path:
     return real
 
 
-def check_links(folder: Path) -> None:
-    """Refuse symbolic links that leave the folder, for every file that we or a tokenizer's loader might open.
+def check_files(folder: Path) -> None:
+    """Refuse symbolic links that leave the folder, and files too large to be what their name says, for every file
+    that we or a tokenizer's loader might open.
 
     Raises InputError as `checked_file` does.
     """
-    for entry in folder.iterdir():
-        if entry.is_symlink() and entry.name.endswith(_OPENED):
-            checked_file(folder, entry.name)
+    for entry in [*folder.iterdir(), *(folder / _TEMPLATES).glob("*")]:
+        if not entry.name.endswith((*_OPENED, _TEMPLATES)):
+            continue
+        name = str(entry.relative_to(folder))
+        if entry.is_symlink():
+            checked_file(folder, name)
+        if entry.suffix != ".safetensors" and entry.is_file():
+            _require_size(entry, _MAX_READ_BYTES)
+
+
+def _require_size(file: Path, most: int) -> None:
+    size = file.stat().st_size
+    if size > most:
+        raise InputError(
+            f"the file has {size} bytes; at most {most} are accepted", file=file, remedy=_DOWNLOAD_AGAIN
+        )
 
 
 def read_json(folder: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
     """The JSON object in `folder/name`. Raises InputError if it is absent, too large, or not an object."""
     file = checked_file(folder, name)
-    size = file.stat().st_size
-    if size > max_bytes:
-        raise InputError(
-            f"the file has {size} bytes; at most {max_bytes} are accepted", file=file, remedy=_DOWNLOAD_AGAIN
-        )
+    _require_size(file, max_bytes)
     try:
         value = json.loads(file.read_bytes().decode("utf-8"))
     except OSError as error:
@@ -189,7 +232,7 @@ def shard_names(folder: Path) -> tuple[list[str], dict[str, str] | None]:
 
 def _weight_map(folder: Path) -> dict[str, str]:
     file = folder / INDEX_NAME
-    weight_map = read_json(folder, INDEX_NAME, _MAX_INDEX_BYTES).get("weight_map")
+    weight_map = read_json(folder, INDEX_NAME, _MAX_READ_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError("the index has no weight_map", file=file, remedy=_DOWNLOAD_AGAIN)
     for tensor, name in weight_map.items():

@@ -33,7 +33,7 @@ FP4_BLOCK = 32
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), dtype=torch.float32)
 _FINITE_PART = 1 << 22
-_SCALE_REMEDY = "download the checkpoint again, or use its bf16 version"
+SCALE_REMEDY = "download the checkpoint again, or use its bf16 version"
 
 
 def decode_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -101,7 +101,7 @@ def scale_block(
             f"an FP8 or FP4 weight must have 2 dimensions, not {len(shape)}",
             file=file,
             tensor=tensor,
-            remedy=_SCALE_REMEDY,
+            remedy=SCALE_REMEDY,
         )
     rows, cols = shape
     if math.prod(scale_shape) == 1 and not fp4:
@@ -119,7 +119,7 @@ def scale_block(
         f"the scale has shape {scale_shape}; the weight {shape} needs {expected}",
         file=file,
         tensor=tensor,
-        remedy=_SCALE_REMEDY,
+        remedy=SCALE_REMEDY,
     )
 
 
@@ -164,7 +164,7 @@ def require_finite(tensor: torch.Tensor, name: str, *, file: Path | None = None)
     count = count_nonfinite(tensor)
     if count:
         raise InputError(
-            f"{count} of {tensor.numel()} weights are NaN or infinite",
+            f"{count} of {tensor.numel()} values are NaN or infinite in float32",
             file=file,
             tensor=name,
             remedy="download the checkpoint again; if it is meant to be so, it cannot be compressed",

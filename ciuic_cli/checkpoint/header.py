@@ -47,7 +47,7 @@ DTYPE_BITS: dict[str, int] = {
 }
 """Bits per element of every dtype that is read."""
 
-_LFS_MAGIC = b"version https://git-lfs.github.com/spec/"
+_POINTER = b"version https://"  # how a git-LFS pointer begins, of every age
 _MAX_SIZE = 2**63 - 1
 _DOWNLOAD_AGAIN = "download it again; the copy on disk is damaged or incomplete"
 
@@ -124,7 +124,7 @@ def _read_raw_header(descriptor: int, file: Path, file_bytes: int) -> tuple[byte
     if file_bytes == 0:
         raise InputError("the file is empty", file=file, remedy=_DOWNLOAD_AGAIN)
     start = os.pread(descriptor, 64, 0)
-    if start.startswith(_LFS_MAGIC):
+    if start.startswith(_POINTER):
         raise InputError(
             "this is a git-LFS pointer, not the weights", file=file, remedy="run `git lfs pull` in the folder"
         )
@@ -186,7 +186,21 @@ def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
         raise InputError(f"the header is not JSON: {reason}", file=file, remedy=damaged) from error
     if not isinstance(entries, dict):
         raise InputError("the header is JSON but not an object", file=file, remedy=damaged)
+    for name in entries:
+        if not _is_unicode(name):
+            raise InputError(
+                "the name of a tensor is half a Unicode character", file=file, tensor=name, remedy=damaged
+            )
     return entries
+
+
+def _is_unicode(text: str) -> bool:
+    """Not so where JSON escapes one half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _metadata(value: object, file: Path) -> dict[str, str]:

@@ -16,7 +16,7 @@ from ciuic_cli.errors import InputError
 
 COUNT_KEY = "num_nextn_predict_layers"
 """In config.json: how many such layers there are. vLLM and SGLang rely on it and look for their weights."""
-_LAYER = re.compile(r"^(.*?\blayers\.)(\d+)\.")
+_LAYER = re.compile(r"^(.*?\blayers\.)(\d{1,9})\.")
 _MTP = re.compile(r"^((?:.*\.)?mtp\.(?:layers\.)?(?:\d+\.)?)")
 
 

@@ -8,6 +8,7 @@ does, on names and meta tensors only, so that a family that transformers learns 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
@@ -20,7 +21,6 @@ from transformers.core_model_loading import (
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
-    dot_natural_key,
     rename_source_key,
 )
 
@@ -96,7 +96,7 @@ def plan_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> Plan:
     collected: dict[str, dict[str, list[str]]] = {}
     chosen: dict[str, WeightConverter | None] = {}
     unexpected = []
-    for name in sorted(shapes, key=dot_natural_key):
+    for name in sorted(shapes, key=_natural_key):
         target, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if target not in state and name in state:
             target, pattern = rename_source_key(name, [], [], prefix, state)
@@ -111,6 +111,12 @@ def plan_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> Plan:
         assembly = _assemble(target, sources, chosen[target], model, shapes)
         assemblies.update((name, assembly) for name in assembly.shapes if name in state)
     return Plan(assemblies, tuple(unexpected))
+
+
+def _natural_key(name: str) -> list[tuple[int, int, str]]:
+    """Sorts as from_pretrained does, numbers by their value, however many digits they have."""
+    parts = [part.lstrip("0") if part.isdecimal() else part for part in name.split(".")]
+    return [(0, len(part), part) if not part or part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def _stacks_experts(converter: WeightConverter) -> bool:
@@ -162,6 +168,12 @@ def _assemble(
     return Assembly(target, sources, converter, {name: tuple(value.shape) for name, value in built.items()})
 
 
+def _varying_numbers(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The numbers in which the names differ, in order; none where there is one name alone."""
+    columns = zip(*(re.findall(r"\d+", name) for name in names), strict=False)
+    return next((column for column in columns if len(set(column)) > 1), ())
+
+
 def _stack_shape(
     target: str,
     sources: dict[str, tuple[str, ...]],
@@ -169,11 +181,19 @@ def _stack_shape(
     shapes: dict[str, tuple[int, ...]],
 ) -> tuple[int, int, int]:
     absent = [pattern for pattern in converter.source_patterns if pattern not in sources]
+    gaps = [
+        f"expert {number} is missing beside {names[0]}"
+        for names in sources.values()
+        for number, found in enumerate(_varying_numbers(names))
+        if found != str(number)
+    ]
     counts = {len(names) for names in sources.values()}
     firsts = [shapes[names[0]] for names in sources.values()]
     different = [name for names in sources.values() for name in names if shapes[name] != shapes[names[0]]]
     if absent:
         detail = f"none match {absent[0]}"
+    elif gaps:
+        detail = gaps[0]
     elif len(counts) > 1:
         detail = f"{' or '.join(str(count) for count in sorted(counts))} of each kind"
     elif different:

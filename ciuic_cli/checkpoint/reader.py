@@ -16,7 +16,7 @@ import torch
 from ciuic_cli.checkpoint import formats
 from ciuic_cli.checkpoint.folder import (
     INDEX_NAME,
-    check_links,
+    check_files,
     checked_file,
     locate,
     read_config,
@@ -50,6 +50,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 _FP8 = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
 _PACKED_FP4 = ("I8", "U8", "F4")
+_SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
 _MAX_READ = 1 << 30  # Linux transfers at most 2 GiB in one call
 _SUPPORTED_QUANTIZATION = ("fp8",)
 
@@ -89,7 +90,7 @@ class Checkpoint:
                     f"FP4 needs an even last dimension, not {shape}",
                     file=entry.file,
                     tensor=name,
-                    remedy="download the checkpoint again, or use its bf16 version",
+                    remedy=formats.SCALE_REMEDY,
                 )
             shape[-1] //= 2
         begin = entry.begin
@@ -136,7 +137,7 @@ class Checkpoint:
                 f"{entry.dtype} weight without its scale (looked for {', '.join(_scale_names(name))})",
                 file=entry.file,
                 tensor=name,
-                remedy="download the checkpoint again, or use its bf16 version",
+                remedy=formats.SCALE_REMEDY,
             )
         block = self._block(name, fp4)
         stored = self.read(name, rows)
@@ -146,11 +147,16 @@ class Checkpoint:
     def read_finite(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """As `read_dense`; raises InputError if any number read is NaN or infinite."""
         values = self.read_dense(name, rows)
-        formats.require_finite(values, name, file=self.entry(name).file)
+        if formats.count_nonfinite(values):
+            scale = self.scales.get(name)
+            if scale is not None:  # the fault may be its own
+                decoded = formats.decode_scales(self.read(scale))
+                formats.require_finite(decoded, scale, file=self.entry(scale).file)
+            formats.require_finite(values, name, file=self.entry(name).file)
         return values
 
     def check_scales(self) -> None:
-        """Require from headers alone that every FP8 and FP4 weight has a scale of the right shape."""
+        """Require from headers alone that every FP8 and FP4 weight has a scale that fits it."""
         for name, entry in self.tensors.items():
             if entry.dtype in _FP8 and name not in self.scales and name.endswith("weight"):
                 self.read_dense(name, (0, 0))
@@ -160,6 +166,13 @@ class Checkpoint:
     def _block(self, name: str, fp4: bool) -> tuple[int, int]:
         entry = self.entry(name)
         scale = self.entry(self.scales[name])
+        if scale.dtype not in _SCALE_DTYPES:
+            raise InputError(
+                f"the scale has dtype {scale.dtype}; known are {', '.join(_SCALE_DTYPES)}",
+                file=scale.file,
+                tensor=scale.name,
+                remedy=formats.SCALE_REMEDY,
+            )
         return formats.scale_block(
             self.dense_shape(name),
             scale.shape,
@@ -182,7 +195,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     they are not, quantization formats other than FP8, and scales that are absent or of the wrong shape.
     """
     folder = locate(path)
-    check_links(folder)
+    check_files(folder)
     config = read_config(folder)
     names, weight_map = shard_names(folder)
     method = _quantization_method(config)

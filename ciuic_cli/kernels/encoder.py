@@ -55,15 +55,7 @@ def encode(targets: torch.Tensor, bits: int, window_bits: int = 16) -> tuple[tor
         decoded=decoded.data_ptr(),
         scratch=scratch.data_ptr(),
         tiles=tiles,
-        lead_in=_lead_in(bits, window_bits),
     )
     threads = max(32, min(_THREADS, prefixes))
     launcher.launch(f"encode_k{bits}", (blocks, 1), threads, 4 * prefixes, parameters, window_bits)
     return codes, decoded
-
-
-def _lead_in(bits: int, window_bits: int) -> int:
-    """The sooner paths forget their past, the shorter the way in; as in the native encoder."""
-    if window_bits <= 13:
-        return 24
-    return 48 if bits <= 3 else 32

@@ -56,7 +56,7 @@ class LowRank(ctypes.Structure):
 
 
 class Encode(ctypes.Structure):
-    _fields_ = _fields("targets codes decoded scratch", words="tiles lead_in")
+    _fields_ = _fields("targets codes decoded scratch", words="tiles")
 
 
 MIRRORS: dict[str, type[ctypes.Structure]] = {

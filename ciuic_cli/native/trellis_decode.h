@@ -24,6 +24,10 @@
 #define CIUIC_SIGMA 147.8f       // standard deviation of the byte sum, sqrt(4 (256^2 - 1) / 12)
 #define CIUIC_UNIT_BYTES 32      // bytes of one unit of a tile: 16 rows x 16 bits
 
+// Weights before a tile's first, its own last, that an encoder's search comes through before it enters the tile, to choose
+// where the circle closes. At L = 16, 256 would gain 0.1 % of MSE more, 48 lose 0.4 %; short windows forget sooner.
+#define CIUIC_LEAD_IN(window_bits) ((window_bits) <= 13 ? 32 : 128)
+
 // Which unit holds the last bit of the window of column c, and how far the window lies from that unit's end.
 CIUIC_HD constexpr int ciuic_unit_of_column(int column, int bits) { return ((column + 1) * bits + 15) / 16 - 1; }
 CIUIC_HD constexpr int ciuic_shift_of_column(int column, int bits) {

@@ -18,10 +18,6 @@ namespace CIUIC_ISA {
 
 // Above the cost of any path over the few weights until every prefix can be reached, and far enough below 2^31.
 static const int32_t kUnreachable = 1 << 30;
-// Weights before the tile's first that the search sees before it enters the tile, to choose where the circle closes: so many
-// that a whole extra pass would gain less than 0.3 % of MSE. Paths forget their past the sooner the shorter the window and
-// the more bits shift in.
-static int lead_in(int bits, int window) { return window <= 13 || bits >= 6 ? 32 : bits <= 3 ? 64 : 48; }
 
 static const float kLargestTarget = 576.0f;  // beyond the largest level, 510; bounds the costs
 
@@ -197,7 +193,7 @@ static void encode_batch_of(const float* const* targets, Search& search, uint16_
     std::memset(search.spare[t][1], 0, sizeof(int32_t) * search.prefixes);
     start[t] = search.spare[t][1];
   }
-  const int lead = lead_in(search.bits, search.window);
+  const int lead = CIUIC_LEAD_IN(search.window);
   forward<Tiles>(search, tiles, kTileWeights - lead, lead, start, false);
   for (int t = 0; t < Tiles; ++t) start[t] = search.history[t];
   forward<Tiles>(search, tiles, 0, kTileWeights, start, true);

@@ -15,6 +15,7 @@ from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
+from ciuic_cli.memory import exhaustion
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
 Blob = torch.Tensor | np.ndarray | bytes
@@ -40,7 +41,7 @@ def load(
 
     Raises:
         InputError: not an artifact, of a newer format, incomplete or damaged.
-        EnvironmentFault: the device is not there.
+        EnvironmentFault: the device is not there, or its memory or the machine's is exhausted.
         UsageError: the device's name is none.
     """
     place = choose_device(device)
@@ -68,11 +69,12 @@ def load(
         raise InputError(
             error.message, file=error.file or artifact.folder, tensor=error.tensor, remedy=error.remedy
         ) from error
-    except (CiuicError, MemoryError, torch.OutOfMemoryError):
+    except CiuicError:
         raise
-    except (
-        Exception
-    ) as error:  # transformers raises whatever a damaged config or generation_config leads it to
+    except Exception as error:  # whatever a damaged config or generation_config leads transformers to
+        fault = exhaustion(error)
+        if fault is not None:
+            raise fault from error
         reason = " ".join(str(error).split())
         raise InputError(
             f"transformers cannot load the artifact: {type(error).__name__}: {reason:.300}",

@@ -12,7 +12,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.digests import file_digest
+from ciuic_cli.errors import InputError
 from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
 from ciuic_cli.statistics.moments import Key, Moments
 from ciuic_cli.statistics.store import has_digest
@@ -166,6 +168,12 @@ class StatisticsWriter:
         self._save(kind, name, f"{name}.{kind}.safetensors", {kind: tensor})
 
     def _save(self, kind: str, name: str, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        if any(count_nonfinite(tensor) for tensor in tensors.values()):
+            raise InputError(
+                "the calibration text drives its statistics to NaN or infinity",
+                tensor=name,
+                remedy="its weights, or those beside it, are finite but too large: download the checkpoint again",
+            )
         save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, self.folder / file)
         self.files[kind][name] = file
         self.digests[file] = file_digest(self.folder / file)

@@ -18,7 +18,7 @@ from torch import nn
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
-from ciuic_cli.memory import SIDE_BY_SIDE, matrix_bytes, return_freed_memory
+from ciuic_cli.memory import SIDE_BY_SIDE, exhaustion, matrix_bytes, return_freed_memory
 from ciuic_cli.statistics.on_use import BroughtOnUse
 from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.threads import one_thread, side_by_side
@@ -222,7 +222,8 @@ class LayerStream:
         with self.weights(prefix) as layer, torch.no_grad(), self.precision():
             for index in range(len(self.chunks)):
                 hidden = self.hidden.get(f"{number}.{index}", self.device)
-                output = layer(hidden, **self.arguments(prefix, index))
+                with self._faults_of_config(prefix):
+                    output = layer(hidden, **self.arguments(prefix, index))
                 output = output[0] if isinstance(output, tuple) else output
                 self._require_finite(output, prefix)
                 self.hidden.put(f"{number + 1}.{index}", output)
@@ -237,6 +238,21 @@ class LayerStream:
         """Remove the files of what was released."""
         self.hidden.sweep()
         self.gradient.sweep()
+
+    @contextmanager
+    def _faults_of_config(self, prefix: str) -> Iterator[None]:
+        """What the original's layer cannot run with: sizes or choices in config.json that do not fit."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            if self.override is not None or exhaustion(error) is not None:
+                raise
+            raise InputError(
+                f"transformers cannot run this layer: {type(error).__name__}: {error!s:.300}",
+                file=self.map.checkpoint.folder / "config.json",
+                tensor=prefix.rstrip("."),
+                remedy="config.json and the weights may not belong together: download both again",
+            ) from error
 
     def _require_finite(self, output: torch.Tensor, prefix: str) -> None:
         """The original's activations; what changed weights lead to is for the measurement to show."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_checkpoints import TINY_CONFIGS
 
 import ciuic_cli
+from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
-from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.codecs.trellis import decode, decode_dense
 from ciuic_cli.errors import InputError
 
 SECTION = {
@@ -43,17 +46,20 @@ def stack() -> ExpertStack:
     return ExpertStack(tuple(_matrix(24, 40, seed) for seed in (5, 6, 7)))
 
 
-@pytest.fixture(scope="module")
-def artifact(ranked: PackedMatrix, stack: ExpertStack, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("artifact")
-    blobs = {"ranked.weight": ranked, "experts": stack}
+def _write(folder: Path, blobs: dict[str, PackedMatrix | ExpertStack]) -> Path:
     stored = {
         name: torch.frombuffer(bytearray(blob.to_bytes()), dtype=torch.uint8) for name, blob in blobs.items()
     }
     stored["norm.weight"] = torch.linspace(0, 1, 7).to(torch.bfloat16)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps({"quantization_config": SECTION}))
+    config = {"model_type": "llama", **TINY_CONFIGS["llama"], "vocab_size": 263}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": SECTION}))
     return folder
+
+
+@pytest.fixture(scope="module")
+def artifact(ranked: PackedMatrix, stack: ExpertStack, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _write(tmp_path_factory.mktemp("artifact"), {"ranked.weight": ranked, "experts": stack})
 
 
 def test_a_matrix_with_its_low_rank_part(artifact: Path, ranked: PackedMatrix) -> None:
@@ -86,3 +92,43 @@ def test_a_name_that_is_not_there(artifact: Path) -> None:
     with pytest.raises(InputError, match="no such tensor") as caught:
         ciuic_cli.read_tensor(artifact, "lm_head.weight")
     assert caught.value.tensor == "lm_head.weight"
+
+
+def _empty(rows: int, cols: int) -> PackedMatrix:
+    """A matrix without codes: a few bytes, whatever its number of columns."""
+    nothing = np.zeros(0, np.uint8)
+    groups = -(-rows // 16)
+    return PackedMatrix(
+        rows, cols, 12, 0, 0.01, np.zeros(groups, np.uint8), np.zeros(rows, np.uint8), nothing
+    )
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "unknown.weight"])
+@pytest.mark.parametrize("blob", [_empty(1, 1 << 30), ExpertStack((_empty(1, 1 << 30), _empty(1, 1 << 30)))])
+def test_a_shape_that_is_not_the_models_is_refused_before_it_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, blob: PackedMatrix | ExpertStack
+) -> None:
+    monkeypatch.setattr("ciuic_cli.artifact.tensors.decode_dense", lambda matrix: pytest.fail("decoded"))
+    with pytest.raises(InputError, match="has shape") as caught:
+        ciuic_cli.read_tensor(_write(tmp_path, {name: blob}), name)
+    assert caught.value.tensor == name and (caught.value.file or "").endswith("model.safetensors")
+
+
+def test_a_name_that_the_library_cannot_read_is_an_input_error(artifact: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(artifact, folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes().replace(b'"norm.weight"', b'"norm.\\ud800"'))
+    with pytest.raises(InputError, match="Unicode") as caught:
+        ciuic_cli.read_tensor(folder, "norm.\ud800")
+    assert caught.value.file == str(file)
+
+
+def test_a_file_that_is_replaced_meanwhile_changes_nothing(artifact: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(artifact, folder)
+    expected = ciuic_cli.read_tensor(folder, "ranked.weight")
+    blob = open_artifact(folder).blobs["ranked.weight"]
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").write_bytes(bytes(10_000))
+    assert torch.equal(decode_dense(blob.matrices()[0]), expected)

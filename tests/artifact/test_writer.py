@@ -99,28 +99,72 @@ def test_other_bytes_than_planned_are_our_bug(tmp_path: Path) -> None:
         writer.write_shards(lay_out(BLOBS), tmp_path, lambda name: b"abc", lambda nbytes: None)
 
 
-@pytest.mark.parametrize("exchange", [True, False])
-@pytest.mark.parametrize("existing", [True, False])
+NEW = {"weights": "new", "config": "new"}
+OLD = {"weights": "old", writer.CHECKSUMS: "old"}
+
+
+@pytest.fixture(params=["renameat2", "two renames"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With renameat2 and, where the system or the file system lacks it, without."""
+    if request.param == "two renames":
+        monkeypatch.setattr(writer, "_renamed", lambda first, second, flag: False)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("old", [None, {}, OLD])
 def test_37_publishing_gives_the_folder_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool, existing: bool
+    tmp_path: Path, way: str, old: dict[str, str] | None
 ) -> None:
-    """With renameat2 and, where the system or the file system lacks it, with two renames."""
-    if not exchange:
-        monkeypatch.setattr(writer, "_exchange", lambda first, second: False)
-    new = _folder(tmp_path / ".out.partial", weights="new", config="new")
+    new = _folder(tmp_path / ".out.partial", **NEW)
     out = tmp_path / "out"
-    if existing:
-        _folder(out, weights="old", other="old")
-    writer.publish(new, out)
-    assert _content(out) == {"weights": "new", "config": "new"}
+    if old is not None:
+        _folder(out, **old)
+    assert writer.publish(new, out, replace=old is not None) is None
+    assert _content(out) == NEW
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling"])
+def test_37_publishing_touches_nothing_that_was_not_to_be_replaced(
+    tmp_path: Path, way: str, kind: str, replace: bool
+) -> None:
+    new, out = _folder(tmp_path / ".out.partial", **NEW), tmp_path / "out"
+    if kind == "file":
+        out.write_text("mine")
+    elif kind in ("link", "dangling"):
+        out.symlink_to(_folder(tmp_path / "other", **OLD) if kind == "link" else "nowhere")
+    else:
+        _folder(out, **OLD)
+    before = out.lstat()
+    if replace and kind == "folder":
+        writer.publish(new, out, replace=True)
+        assert _content(out) == NEW
+        return
+    with pytest.raises(EnvironmentFault, match="appeared while the run was working") as caught:
+        writer.publish(new, out, replace=replace)
+    assert caught.value.file == str(out) and "run the same command again" in str(caught.value.remedy)
+    assert (out.lstat().st_ino, out.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert _content(new) == NEW
+
+
+def test_37_an_old_folder_that_cannot_be_removed_is_named(
+    tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
+    monkeypatch.setattr(writer.shutil, "rmtree", _failing(errno.EACCES))
+    left = writer.publish(new, out, replace=True)
+    assert left is not None and _content(left) == OLD and _content(out) == NEW
+    assert writer.recover(out) == [left]
+    monkeypatch.undo()
+    assert writer.recover(out) == [] and [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
 def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
     """Both names exist before, during and after: the inodes change places."""
     first, second = _folder(tmp_path / "a", file="a"), _folder(tmp_path / "b", file="b")
     inodes = first.stat().st_ino, second.stat().st_ino
-    if writer._exchange(first, second):
+    if writer._renamed(first, second, writer._EXCHANGE):
         assert (second.stat().st_ino, first.stat().st_ino) == inodes
         assert _content(first) == {"file": "b"}
     else:  # a system without renameat2: nothing may have changed
@@ -129,23 +173,45 @@ def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
 
 def test_an_exchange_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
     first = _folder(tmp_path / "a", file="a")
-    assert writer._exchange(first, tmp_path / "absent") is False
+    assert writer._renamed(first, tmp_path / "absent", writer._EXCHANGE) is False
     assert _content(first) == {"file": "a"}
 
 
 def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
-    assert writer._exchange(tmp_path, tmp_path) is False
+    assert writer._renamed(tmp_path, tmp_path / "other", writer._NOREPLACE) is False
 
 
 def test_34_publishing_that_fails_leaves_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new, out = _folder(tmp_path / ".out.partial", weights="new"), _folder(tmp_path / "out", weights="old")
-    monkeypatch.setattr(writer, "_exchange", _failing(errno.EACCES))
+    new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
+    monkeypatch.setattr(writer, "_renamed", _failing(errno.EACCES))
     with pytest.raises(EnvironmentFault, match="permissions"):
-        writer.publish(new, out)
-    assert _content(out) == {"weights": "old"}
+        writer.publish(new, out, replace=True)
+    assert _content(out) == OLD
+
+
+@pytest.mark.parametrize(
+    ("owners", "sticky", "may"),
+    [((7, 7), True, False), ((0, 7), True, True), ((7, 0), True, True), ((7, 7), False, True)],
+)
+def test_37_a_sticky_folder_binds_all_but_the_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: tuple[int, int], sticky: bool, may: bool
+) -> None:
+    """The user and the owners of folder and parent, 0: ourselves."""
+    out = _folder(tmp_path / "out")
+    tmp_path.chmod(0o1777 if sticky else 0o777)
+    real = Path.stat
+
+    def stat(path: Path, **options: Any) -> Any:
+        found = list(real(path, **options))
+        found[4] = 1000 + owners[path != out]
+        return os.stat_result(found)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert writer.may_rename(out) is may
 
 
 def test_companions_are_data_and_never_code(tmp_path: Path) -> None:
@@ -154,7 +220,7 @@ def test_companions_are_data_and_never_code(tmp_path: Path) -> None:
                                 "model.safetensors": "weights", "pytorch_model.bin": "pickle"}
     )  # fmt: skip
     out = _folder(tmp_path / "out")
-    assert sorted(writer.copy_companions(source, out)) == ["generation_config.json", "tokenizer.json"]
+    writer.copy_companions(source, out)
     assert sorted(_content(out)) == ["generation_config.json", "tokenizer.json"]
 
 
@@ -165,6 +231,14 @@ def test_16_a_companion_that_leads_outside_is_not_copied(tmp_path: Path) -> None
     with pytest.raises(InputError, match="outside"):
         writer.copy_companions(source, out)
     assert _content(out) == {}
+
+
+def test_37_a_companion_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _folder(tmp_path / "source", **{"generation_config.json": "{}"})
+    monkeypatch.setattr(Path, "open", _failing(errno.EACCES))  # modes do not bind the superuser
+    with pytest.raises(InputError, match="Permission denied") as caught:
+        writer.companions(source)
+    assert caught.value.file == str(source / "generation_config.json")
 
 
 def test_26_the_config_names_no_code(tmp_path: Path) -> None:
@@ -190,8 +264,8 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
 def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new, out = _folder(tmp_path / ".out.partial", weights="new"), _folder(tmp_path / "out", weights="old")
-    monkeypatch.setattr(writer, "_exchange", lambda first, second: False)
+    new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
+    monkeypatch.setattr(writer, "_renamed", lambda first, second, flag: False)
     rename = Path.rename
 
     def second_fails(self: Path, target: Path) -> Path:
@@ -201,8 +275,8 @@ def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
 
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(EnvironmentFault):
-        writer.publish(new, out)
-    assert _content(out) == {"weights": "old"}
+        writer.publish(new, out, replace=True)
+    assert _content(out) == OLD
 
 
 def test_34_an_interrupted_write_leaves_no_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,7 @@ def test_27_an_encoder_is_no_language_model() -> None:
         ("head_dim", 1 << 50),
         ("num_local_experts", 10**8),
         ("kv_lora_rank", -3),
+        ("is_encoder_decoder", True),
     ],
 )
 def test_27_absurd_or_negative_sizes(key: str, value: Any) -> None:
@@ -85,6 +86,16 @@ def test_27_what_transformers_itself_refuses_is_an_input_error() -> None:
     assert "transformers refuses" in refusal(num_key_value_heads="many").message
     with pytest.raises(InputError, match="no model can be built"):
         build_meta_model(build_config({**LLAMA, "hidden_act": "nonsense"}), torch.bfloat16)
+
+
+@pytest.mark.parametrize("chosen", [0, 5])
+def test_a_token_goes_to_at_least_one_expert_and_to_no_more_than_there_are(chosen: int) -> None:
+    error = refusal(model_type="mixtral", num_local_experts=4, num_experts_per_tok=chosen)
+    assert "num_experts_per_tok" in error.message and "between 1 and" in error.message
+
+
+def test_outputs_have_names_whatever_the_config_asks_for() -> None:
+    assert build_config({**LLAMA, "return_dict": False}).return_dict is True
 
 
 def test_sizes_in_a_nested_text_config_are_checked() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from ciuic_cli.checkpoint.folder import INDEX_NAME, checked_file, locate, read_config, read_json, shard_names
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import EnvironmentFault, InputError
 
 
 def write_index(folder: Path, weight_map: object) -> None:
@@ -162,6 +162,15 @@ def test_missing_folder_file_instead_of_folder_and_missing_config(tmp_path: Path
     weights(tmp_path / "m.safetensors", "w")
     assert "is a file" in refusal(tmp_path / "m.safetensors").message
     assert "no config.json" in refusal(tmp_path).message
+
+
+def test_a_folder_that_may_not_be_read_is_not_called_empty(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, *rest, **named: False)
+    with pytest.raises(EnvironmentFault, match="permission") as caught:
+        locate(folder)
+    assert caught.value.file == str(folder)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\ufeff{}", "[" * 100_000])

@@ -262,7 +262,7 @@ long emu_offset(const char* name) {
   MEMBER(CiuicLowRank, blob); MEMBER(CiuicLowRank, group_offset); MEMBER(CiuicLowRank, z); MEMBER(CiuicLowRank, out);
   MEMBER(CiuicLowRank, rank); MEMBER(CiuicLowRank, cols_padded);
   MEMBER(CiuicEncode, targets); MEMBER(CiuicEncode, codes); MEMBER(CiuicEncode, decoded); MEMBER(CiuicEncode, scratch);
-  MEMBER(CiuicEncode, tiles); MEMBER(CiuicEncode, lead_in);
+  MEMBER(CiuicEncode, tiles);
   return -1;
 }
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ciuic_cli import cli
+from ciuic_cli.artifact.writer import CHECKSUMS
 
 QUICK = ("--nsamples", "4", "--seqlen", "64", "--effort", "fast")
 INDEX = "model.safetensors.index.json"
@@ -81,7 +82,7 @@ def invoke(*arguments: object) -> Outcome:
 
 def command(*arguments: object) -> list[str]:
     """The same as a process of its own."""
-    return [sys.executable, "-m", "ciuic_cli.cli", *map(str, arguments)]
+    return [sys.executable, "-m", "ciuic_cli", *map(str, arguments)]
 
 
 def spawn(*arguments: object, **options: Any) -> Outcome:
@@ -188,8 +189,7 @@ class Victim:
         done = Outcome(-1, "", "")
         for name in commands:
             if name == "replace":
-                self.out.mkdir()
-                (self.out / "old.txt").write_text("old")
+                old_artifact(self.out)
             before, temporary = snapshot(self.folder), bystanders()
             if name == "inspect":
                 done = invoke("inspect", self.model)
@@ -209,6 +209,12 @@ class Victim:
             if name == "replace":
                 shutil.rmtree(self.out)
         return done
+
+
+def old_artifact(out: Path) -> None:
+    """What --force may replace."""
+    out.mkdir(parents=True)
+    (out / CHECKSUMS).write_text("old")
 
 
 def harmless(done: Outcome) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from ciuic_cli import cli
+from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.journal import Journal
@@ -141,7 +142,8 @@ class Harness:
         options = ["--force"] if old else []
         if old:
             self.out.mkdir()
-            (self.out / "old.txt").write_text("old")
+            for name in ("old.txt", CHECKSUMS):
+                (self.out / name).write_text("old")
         number = signal.SIGKILL if kill_at else self.random.choice(SIGNALS)
         pid = self.start(*options, kill_at=kill_at)
         if not kill_at:
@@ -173,7 +175,10 @@ class Harness:
             assert not old or self.out.with_name(".out.replaced").exists(), "the old artifact is gone"
             self.counts["no output yet"] += 1
         elif (self.out / "old.txt").exists():
-            assert (self.out / "old.txt").read_text() == "old" and len(list(self.out.iterdir())) == 1
+            assert {path.name: path.read_text() for path in self.out.iterdir()} == {
+                "old.txt": "old",
+                CHECKSUMS: "old",
+            }
             self.counts["old output intact"] += 1
         else:
             assert self.bytes_of(self.out) == self.expected

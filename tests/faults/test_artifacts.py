@@ -39,6 +39,11 @@ def copy(artifact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(artifact, tmp_path / "copy"))
 
 
+def edit_config(folder: Path, **values: object) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **values}))
+
+
 def flip(file: Path, generator: random.Random, begin: int = 0, end: int | None = None) -> int:
     raw = bytearray(file.read_bytes())
     place = generator.randrange(begin, len(raw) if end is None else end)
@@ -142,6 +147,37 @@ def test_fault_39_a_dense_tensor_of_another_shape(copy: Path, seed: int, text: P
         done = invoke(*words)
         assert done.code == 3 and name in done.field("tensor") and done.field("try"), done.stderr
         harmless(done)
+
+
+@pytest.mark.parametrize("values", [{"num_experts_per_tok": 0}, {"is_encoder_decoder": True}], ids=str)
+def test_a_config_that_no_forward_pass_survives_is_refused(
+    copy: Path, text: Path, values: dict[str, object]
+) -> None:
+    edit_config(copy, **values)
+    for words in (["inspect", copy], ["eval", copy, "--text", text, "--seqlen", 64, "--limit", 1]):
+        done = invoke(*words)
+        assert done.code == 3 and next(iter(values)) in done.stderr, done.stderr
+        assert "config.json" in done.field("file") and done.field("try")
+        harmless(done)
+
+
+def test_outputs_without_names_can_be_asked_for(copy: Path, text: Path) -> None:
+    edit_config(copy, return_dict=False)
+    done = invoke("eval", copy, "--text", text, "--seqlen", 64, "--limit", 1)
+    assert done.code == 0, done.stderr
+
+
+def test_an_artifact_that_is_replaced_while_it_is_read_is_not_called_damaged(
+    copy: Path, artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def replaced(found: object) -> object:
+        copy.rename(copy.with_name("old"))
+        shutil.copytree(artifact, copy)
+        raise InputError("damaged")
+
+    monkeypatch.setattr("ciuic_cli.inspection.meta_model", replaced)
+    done = invoke("inspect", copy)
+    assert done.code == 3 and "was replaced" in done.stderr and "again" in done.field("try"), done.stderr
 
 
 # --- 40

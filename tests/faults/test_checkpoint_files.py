@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attacks import INDEX, Victim, seeded
+from attacks import INDEX, Outcome, Victim, harmless, invoke, put_together, seeded, snapshot, take_apart
 from safetensors.torch import load_file
 
 Make = Callable[..., Victim]
 SHARDED = {"max_shard_size": "30KB"}
+TOKENIZER_DAMAGE: tuple[dict[str, object], ...] = (
+    {"post_processor": {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<bos>", "type_id": 0}}],
+                        "pair": [], "special_tokens": {}}},
+    {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
+    {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "absent"}},
+)  # fmt: skip
+"""Parts of a tokenizer.json that can be loaded and cannot be used: panics of its library, and an exception."""
+
+
+def spoil_tokenizer(folder: Path, damage: dict[str, object]) -> None:
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
 
 
 @seeded(2, campaign=6)
@@ -159,6 +172,24 @@ def test_fault_25_only_pickles(victim: Make, seed: int, name: str) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.parametrize("damage", TOKENIZER_DAMAGE, ids=str)
+def test_a_tokenizer_that_fails_in_use_is_named(victim: Make, damage: dict[str, object]) -> None:
+    v = victim(0, "llama")
+    spoil_tokenizer(v.model, damage)
+    before = snapshot(v.folder)
+    for done in (v.compress(), invoke("eval", v.model, "--text", v.text)):
+        assert done.code == 3, done.stderr
+        done.says("the tokenizer does not work")
+        assert "tokenizer.json" in done.field("file") and "copy" in done.field("try")
+        harmless(done)
+    assert snapshot(v.folder) == before
+
+
+def test_a_tokenizer_of_another_model_is_named(victim: Make) -> None:
+    v = victim(0, "llama", vocab_size=64)
+    v.refused("the model has only 64", file="tokenizer.json", commands=["compress"])
+
+
 @seeded(2, campaign=4)
 @pytest.mark.parametrize("known", [True, False])
 def test_fault_26_auto_map_is_never_executed(victim: Make, seed: int, known: bool) -> None:
@@ -180,3 +211,99 @@ def test_fault_26_auto_map_is_never_executed(victim: Make, seed: int, known: boo
         v.edit_config(model_type=f"evil{seed}", architectures=["Evil"])
         v.refused(f"evil{seed}", "never executed", file="config.json")
     assert not marker.exists()
+
+
+def measured(v: Victim, model: Path) -> Outcome:
+    """`ciuic eval` of the checkpoint itself."""
+    done = invoke("eval", model, "--text", v.text, "--seqlen", 64, "--limit", 2, "--json")
+    harmless(done)
+    return done
+
+
+@pytest.mark.parametrize("kind", ["no metadata", "null metadata", "stale file", "other name", "hostile name"])
+def test_a_checkpoint_is_measured_as_it_is_compressed(victim: Make, kind: str) -> None:
+    v = victim(0, "llama", **({} if kind in ("other name", "hostile name") else SHARDED))
+    expected = json.loads(measured(v, v.model).stdout)["perplexity"]
+    index = v.model / INDEX
+    if "metadata" in kind:
+        content = json.loads(index.read_text())
+        index.write_text(
+            json.dumps({"weight_map": content["weight_map"]} | ({"metadata": None} if "null" in kind else {}))
+        )
+    elif kind == "stale file":
+        (v.model / "model.safetensors").write_bytes(b"left by another download")
+    elif kind == "other name":
+        v.shards[0].rename(v.model / "odd.safetensors")
+    else:
+        header, data = take_apart(v.shards[0])
+        header["\x1b[31mx\x9b.\u202eweight"] = {
+            "dtype": "BF16",
+            "shape": [3],
+            "data_offsets": [len(data), len(data) + 6],
+        }
+        put_together(v.shards[0], header, data + bytes(6))
+    done = measured(v, v.model)
+    assert done.code == 0, done.stderr
+    assert json.loads(done.stdout)["perplexity"] == expected
+
+
+@pytest.mark.parametrize("content", ["null", "[1]", "5", "[" * 6000])
+def test_a_damaged_generation_config_is_named(victim: Make, content: str) -> None:
+    v = victim(0, "llama")
+    (v.model / "generation_config.json").write_text(content)
+    v.refused(file="generation_config.json", commands=["compress"])
+    assert measured(v, v.model).code == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "chat_template.jinja", "generation_config.json", "LICENSE"]
+)
+def test_files_that_are_read_whole_have_a_limit(victim: Make, name: str) -> None:
+    v = victim(0, "llama")
+    with (v.model / name).open("ab") as file:
+        file.truncate(300 << 20)
+    v.refused("at most", file=name)
+
+
+def test_fault_16_a_folder_of_templates_that_leads_outside(victim: Make) -> None:
+    v = victim(0, "llama")
+    outside = v.folder / "outside"
+    outside.mkdir()
+    (outside / "tool.jinja").write_text("x")
+    (v.model / "additional_chat_templates").symlink_to(outside)
+    v.refused("leads outside", file="additional_chat_templates")
+
+
+def test_a_path_that_no_folder_can_have(victim: Make) -> None:
+    v = victim(0, "llama")
+    v.model = v.folder / ("x" * 300)
+    v.refused("no such folder")
+
+
+def test_a_beginning_as_long_as_the_sequences(victim: Make) -> None:
+    v = victim(0, "llama")
+    single = [{"SpecialToken": {"id": "<bos>", "type_id": 0}}] * 64 + [
+        {"Sequence": {"id": "A", "type_id": 0}}
+    ]
+    tokens = {"<bos>": {"id": "<bos>", "ids": [1], "tokens": ["<bos>"]}}
+    spoil_tokenizer(
+        v.model,
+        {
+            "post_processor": {
+                "type": "TemplateProcessing",
+                "single": single,
+                "pair": single,
+                "special_tokens": tokens,
+            }
+        },
+    )
+    v.refused("--seqlen 64", code=2, file="tokenizer.json", commands=["compress"])
+
+
+@pytest.mark.parametrize(
+    "values", [{"n_group": None}, {"topk_group": None}, {"num_experts_per_tok": None}, {"head_dim": 4}]
+)
+def test_fault_27_a_choice_that_the_layers_cannot_run_with(victim: Make, values: dict[str, object]) -> None:
+    v = victim(0, "deepseek_v3")
+    v.edit_config(**values)
+    v.refused(file="config.json", commands=["compress"])

@@ -53,6 +53,20 @@ def test_fault_19_the_index_names_tensors_that_no_shard_has(victim: Make, seed: 
 
 
 @seeded(2, campaign=4)
+def test_fault_19_an_expert_under_another_number_is_missing(victim: Make, seed: int) -> None:
+    v = victim(seed, "deepseek_v3")
+    part = v.random.choice(["gate", "up", "down"])
+    number = v.random.randrange(6)
+    name = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[name.format(9, part)] = tensors.pop(name.format(number, part))
+
+    v.edit_tensors(rename)
+    v.refused(f"expert {number} is missing", f"{part}_proj", file="model")
+
+
+@seeded(2, campaign=4)
 def test_fault_20_unexpected_tensors_are_a_warning(victim: Make, seed: int) -> None:
     v = victim(seed, "llama")
     extra = [f"model.layers.0.side{v.random.randrange(99)}.weight", "unheard.of"]
@@ -136,6 +150,13 @@ def test_fault_22_weights_that_drive_the_activations_to_infinity(
     v.refused("NaN or infin", file="model", commands=["compress"])
 
 
+@pytest.mark.parametrize("name", ["model.norm.weight", "lm_head.weight", "model.embed_tokens.weight"])
+def test_fault_22_weights_that_drive_the_statistics_to_infinity(victim: Make, name: str) -> None:
+    v = victim(0, "llama")
+    v.edit_tensors(lambda tensors: tensors[name].fill_(3e38))
+    v.refused("NaN or infin", tensor="", commands=["compress"])
+
+
 @pytest.mark.parametrize(
     "values",
     [{"rms_norm_eps": math.nan}, {"rms_norm_eps": -5.0}, {"rope_parameters": {"rope_theta": math.nan}}],
@@ -203,6 +224,23 @@ def test_fault_24_a_scale_of_the_wrong_shape(victim: Make, seed: int, shape: tup
     v = victim(seed, "deepseek_v3")
     name = to_fp8(v, lambda tensors, name: tensors.update({f"{name}_scale_inv": torch.ones(shape)}))
     v.refused("scale has shape", file="model.safetensors", tensor=name, remedy="bf16")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.complex64, torch.float8_e4m3fn])
+def test_fault_24_a_scale_of_another_dtype(victim: Make, dtype: torch.dtype) -> None:
+    v = victim(0, "deepseek_v3")
+
+    def change(tensors: dict[str, torch.Tensor], name: str) -> None:
+        tensors[f"{name}_scale_inv"] = tensors[f"{name}_scale_inv"].to(dtype)
+
+    name = to_fp8(v, change)
+    v.refused("scale has dtype", file="model.safetensors", tensor=f"{name}_scale_inv", remedy="bf16")
+
+
+def test_fault_24_nan_in_a_scale_names_the_scale(victim: Make) -> None:
+    v = victim(0, "deepseek_v3")
+    name = to_fp8(v, lambda tensors, name: tensors[f"{name}_scale_inv"].fill_(math.nan))
+    v.refused("NaN", file="model.safetensors", tensor=f"{name}_scale_inv", commands=["compress"])
 
 
 @seeded(2, campaign=4)
@@ -293,11 +331,11 @@ def test_fault_28_dimensions_that_no_block_divides(victim: Make, family: str) ->
 
 
 HOSTILE = [
+    f"model.layers.{'9' * 5000}.weight",
     "model.\x1b[2J\x1b]0;owned\x07.weight",
     "[bold red]model[/bold red].[link=file:///etc/passwd]x[/link]",
     "a\u202eb\u2066c\u200b.weight",
     "line\r\nbreak\x00\x08\x7f\x9b31m",
-    "\ud800 half a character",
     "<script>alert(1)</script>",
     "x" * (1 << 20),
     "\x1b[31m" * 200_000,

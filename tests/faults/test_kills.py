@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attacks import BASE_SEED, QUICK, Victim, command, harmless, invoke, seeded, snapshot
+from attacks import BASE_SEED, QUICK, Victim, command, harmless, invoke, old_artifact, seeded, snapshot
 
 from ciuic_cli.artifact import writer
 
@@ -134,13 +134,11 @@ def test_fault_35_killed_between_the_two_steps_of_a_replacement(
 ) -> None:
     """Where the system cannot exchange two folders, the old one is put aside first."""
     v = victim(0, "llama")
-    v.out.mkdir()
-    (v.out / "old.txt").write_text("old")
-    v.out.rename(v.folder / ".out.replaced")
+    old_artifact(v.folder / ".out.replaced")
     writer.partial_of(v.out).mkdir()
     refused = v.compress()
     assert refused.code == 3 and "exists already" in refused.stderr
-    assert (v.out / "old.txt").read_text() == "old"
+    assert (v.out / writer.CHECKSUMS).read_text() == "old"
     assert v.compress("--force").code == 0
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
 

@@ -9,7 +9,9 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +21,15 @@ from attacks import (
     command,
     harmless,
     invoke,
+    old_artifact,
     seeded,
     snapshot,
     weights,
 )
 
 import ciuic_cli
-from ciuic_cli.errors import InputError
+from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.pipeline import compress
 
 Make = Callable[..., Victim]
@@ -34,31 +38,44 @@ Make = Callable[..., Victim]
 # --- 36: resuming
 
 
-def start_and_stop(v: Victim, *options: object) -> None:
+def run_with(v: Victim, step: str, event: Callable[[], object], **options: Any) -> None:
+    """A run during which something happens, before its first report of a step."""
+    events = [event]
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == step and events:
+            events.pop()()
+
+    compress(
+        v.model, v.out, calibration=[v.text], ratio=2.5, nsamples=4, seqlen=64, effort="fast", progress=progress,
+        **options,
+    )  # fmt: skip
+
+
+def start_and_stop(v: Victim) -> None:
     """A run that is interrupted when its arms are priced."""
 
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == "encode":
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compress(
-            v.model,
-            v.out,
-            calibration=[v.text],
-            ratio=2.5,
-            nsamples=4,
-            seqlen=64,
-            effort="fast",
-            progress=interrupt,
-        )
+        run_with(v, "encode", interrupt)
+
+
+def change_weights(v: Victim, scale: float = 1.5) -> None:
+    """Other weights in files of the same size and time."""
+    file = v.shards[0]
+    before = file.stat()
+    v.edit_tensors(lambda tensors: tensors["lm_head.weight"].mul_(scale))
+    assert file.stat().st_size == before.st_size
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 @seeded(1, campaign=4)
 @pytest.mark.parametrize(
     ("change", "difference"),
     [
-        (["--seed", 7], "seed"),
+        (["--seed", 7], "seed: 0 before, 7 now"),
         (["--ratio", 2.4], "budget"),
         (["--bits", "4,5"], "bits"),
         (["--prune", "off"], "prune"),
@@ -79,7 +96,7 @@ def test_fault_36_a_changed_run_is_refused_with_the_difference(
         v.text = tmp_path / "other.txt"
         v.text.write_text(words[::-1])
     elif change == "weights":
-        v.edit_tensors(lambda tensors: tensors["lm_head.weight"].mul_(1.5))
+        change_weights(v)
     elif change == "config":
         v.edit_config(rms_norm_eps=2e-6)
     before = snapshot(v.folder)
@@ -111,6 +128,14 @@ def test_fault_36_a_torn_journal_goes_on_from_the_last_good_step(victim: Make, s
     assert done.code == 0, done.stderr
     assert weights(v.out) == weights(v.folder / "whole")
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out", "whole"]
+
+
+def test_fault_36_weights_that_change_during_the_run_give_no_output(victim: Make) -> None:
+    v = victim(0, "llama")
+    with pytest.raises(InputError, match="changed during the run") as caught:
+        run_with(v, "write", lambda: change_weights(v))
+    assert caught.value.file == str(v.shards[0])
+    assert [path.name for path in v.folder.iterdir()] == ["model"]
 
 
 def test_fault_36_steps_of_an_unknown_run_are_not_used(victim: Make) -> None:
@@ -175,6 +200,110 @@ def test_fault_37_the_output_is_the_input_or_around_it(victim: Make, options: tu
         refused_output(v, out, "the input lies inside the output", options=options)
 
 
+def test_fault_37_the_output_holds_what_the_run_reads(victim: Make) -> None:
+    v = victim(0, "llama")
+    hub = v.folder / "hub"
+    blobs, snapshot_ = hub / "blobs", hub / "snapshots" / "r"
+    old_artifact(blobs)
+    snapshot_.mkdir(parents=True)
+    for number, file in enumerate(sorted(v.model.iterdir())):
+        file.rename(blobs / str(number))
+        (snapshot_ / file.name).symlink_to(f"../../blobs/{number}")
+    v.model.rmdir()
+    v.model = snapshot_
+    for options in ((), ("--force",)):
+        refused_output(v, blobs, "the input lies inside the output", options=options)
+    old_artifact(v.out)
+    text = v.out / "text.txt"
+    text.write_text("text")
+    options = ("--force", "--calibration", text)
+    assert "text.txt" in refused_output(v, v.out, "inside the output", options=options).field("file")
+
+
+def test_fault_37_paths_that_cannot_be_written(victim: Make) -> None:
+    v = victim(0, "llama")
+    (v.folder / "file").write_text("mine")
+    (v.folder / "loop").symlink_to("loop")
+    for out, words in {
+        v.folder / "file" / "x" / "out": "below a file",
+        v.folder / "loop": "circle of symbolic links",
+        v.folder / "loop" / "out": "circle of symbolic links",
+        v.folder / os.fsdecode(b"\xff"): "not UTF-8",
+        v.folder / ("o" * 250): "too long",
+        v.folder / ("o" * 300) / "out": "too long",
+    }.items():
+        for options in ((), ("--force",)):
+            refused_output(v, out, words, options=options)
+    assert v.compress(out=v.folder / ("o" * 242)).code == 0
+
+
+def test_fault_37_the_output_of_another_user_in_a_sticky_folder(
+    victim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = victim(0, "llama")
+    old_artifact(v.out)
+    v.folder.chmod(0o1777)
+    monkeypatch.setattr(os, "geteuid", lambda: v.out.stat().st_uid + 1)
+    refused_output(v, v.out, "another user", options=("--force",))
+
+
+def mount_points() -> list[str]:
+    return [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("options", [(), ("--force",)])
+def test_fault_37_the_output_is_a_mount_point(victim: Make, options: tuple[str, ...]) -> None:
+    v = victim(0, "llama")
+    place = next(Path(name) for name in mount_points() if os.path.isdir(name))
+    refused_output(v, place, "mount point", options=options)
+
+
+@pytest.mark.parametrize(("kind", "force"), [("artifact", False), ("folder", False), ("file", True)])
+def test_fault_37_an_output_that_appears_during_the_run_is_not_touched(
+    victim: Make, kind: str, force: bool
+) -> None:
+    v = victim(0, "llama")
+    makers: dict[str, Callable[[], object]] = {
+        "folder": lambda: old_output(v),
+        "artifact": lambda: old_artifact(v.out),
+        "file": lambda: v.out.write_text("mine"),
+    }
+    with pytest.raises(EnvironmentFault, match="appeared while the run was working"):
+        run_with(v, "write", makers[kind], force=force)
+    appeared = v.folder / "appeared"
+    v.out.rename(appeared)
+    assert sorted(path.name for path in v.folder.iterdir()) == [".out.ciuic", "appeared", "model"]
+    makers[kind]()
+    assert appeared.is_file() or snapshot(appeared) == snapshot(v.out)
+    v.out.rename(v.folder / "again")
+    again = v.compress(*(["--force"] if force else []))
+    assert again.code == 0 and "going on" in again.stderr, again.stderr
+    assert not (v.folder / ".out.ciuic").exists()
+
+
+def test_fault_37_an_old_output_that_cannot_be_removed_is_named(
+    victim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = victim(0, "llama")
+    old_artifact(v.out)
+    unlink = os.unlink
+
+    def refusing(path: Any, *arguments: Any, **options: Any) -> None:
+        if path == CHECKSUMS:
+            raise PermissionError(1, os.strerror(1), path)
+        unlink(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", refusing)
+    done = v.compress("--force")
+    assert done.code == 0, done.stderr
+    left = v.folder / ".out.partial"
+    done.says("cannot be removed", str(left))
+    assert invoke("inspect", v.out, "--verify").code == 0
+    assert sorted(path.name for path in v.folder.iterdir()) == [".out.partial", "model", "out"]
+    again = v.compress("--force")
+    assert again.code == 5 and again.field("file") == str(left) and "forward" not in again.stderr
+
+
 @pytest.mark.parametrize("options", [(), ("--force",)])
 @pytest.mark.parametrize("what", ["parent", "output"])
 def test_fault_37_the_output_is_read_only(victim: Make, options: tuple[str, ...], what: str) -> None:
@@ -182,7 +311,7 @@ def test_fault_37_the_output_is_read_only(victim: Make, options: tuple[str, ...]
     parent = v.folder / "parent"
     out = parent / "out"
     out.mkdir(parents=True)
-    (out / "mine.txt").write_text("mine")
+    (out / CHECKSUMS).write_text("mine")
     if not options and what == "parent":
         shutil.rmtree(out)
     folder = parent if what == "parent" else out
@@ -198,8 +327,7 @@ def test_fault_37_the_output_is_read_only(victim: Make, options: tuple[str, ...]
 def test_fault_37_a_link_keeps_pointing_where_it_does(victim: Make) -> None:
     v = victim(0, "llama")
     elsewhere = v.folder / "disk"
-    (elsewhere / "real").mkdir(parents=True)
-    (elsewhere / "real" / "old.txt").write_text("old")
+    old_artifact(elsewhere / "real")
     v.out.symlink_to(elsewhere / "real")
     refused_output(v, v.out, "exists already")
     assert v.compress("--force").code == 0
@@ -207,10 +335,13 @@ def test_fault_37_a_link_keeps_pointing_where_it_does(victim: Make) -> None:
     assert [path.name for path in elsewhere.iterdir()] == ["real"]
 
 
-def test_fault_37_a_second_run_names_the_first_one(victim: Make) -> None:
+@pytest.mark.parametrize("existing", [False, True])
+def test_fault_37_a_second_run_names_the_first_one(victim: Make, existing: bool) -> None:
     v = victim(0, "llama")
+    if existing:
+        old_artifact(v.out)
     first = subprocess.Popen(
-        command(*v.arguments(), "--nsamples", 64),
+        command(*v.arguments(), "--nsamples", 64, *(["--force"] if existing else [])),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -219,8 +350,8 @@ def test_fault_37_a_second_run_names_the_first_one(victim: Make) -> None:
         assert first.stderr is not None
         next(line for line in first.stderr if line.startswith("forward"))
         first.send_signal(signal.SIGSTOP)
-        for options in ((), ("--force",)):
-            done = invoke(*v.arguments(), *options)
+        for out, options in product((v.out, v.out / "inside"), ((), ("--force",))):
+            done = invoke(*v.arguments(out), *options)
             assert done.code == 5, done.stderr
             done.says(f"PID {first.pid}")
             assert done.field("try")

@@ -2,30 +2,39 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
 import resource
 import shutil
+import signal
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from attacks import (
     QUICK,
     Victim,
+    bystanders,
     harmless,
     invoke,
+    old_artifact,
     seeded,
     snapshot,
     spawn,
     unfinished,
     weights,
 )
+from interrupting import lose
 
 import ciuic_cli
+from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.statistics.collect import collect_statistics
 
 Make = Callable[..., Victim]
 
@@ -55,14 +64,19 @@ def test_fault_30_an_unreachable_ratio(victim: Make, seed: int, bits: str, optio
 
 
 @pytest.mark.parametrize(
-    "options", [["--target-size", "1"], ["--target-size", "3kB"], ["--target-bpw", "0.01"]]
+    "options",
+    [
+        *(["--target-size", size] for size in ("1", "3kB")),
+        *(["--target-bpw", bits] for bits in ("0.01", "1e-5", "1e-320")),
+        *(["--ratio", ratio] for ratio in ("1e9", "1e300")),
+    ],
 )
 def test_fault_30_other_unreachable_targets(victim: Make, options: list[str]) -> None:
     v = victim(1, "llama")
     for more in ([], ["--dry-run"]):
         before = snapshot(v.folder)
         done = invoke("compress", v.model, v.out, "--calibration", v.text, *QUICK, *options, *more)
-        assert done.code == 4 and "cannot be reached" in done.stderr
+        assert done.code == 4 and "cannot be reached" in done.stderr and "--ratio" in done.field("try")
         assert snapshot(v.folder) == before
 
 
@@ -87,6 +101,7 @@ def test_fault_30_a_size_of_nothing_is_wrong_usage(victim: Make, size: str) -> N
         (b"\xff\xfe" + "text ".encode("utf-16-le") * 500, "UTF-8"),
         ("caf\u00e9 ".encode("latin-1") * 500, "UTF-8"),
         (b"fine " * 400 + b"\x80", "UTF-8"),
+        ("text ".encode("utf-16-le") * 500, "UTF-8"),
     ],
 )
 def test_fault_31_calibration_text_that_cannot_be_used(
@@ -107,8 +122,42 @@ def test_fault_31_absent_text_a_folder_and_one_bad_of_two(victim: Make, tmp_path
     v.refused("cannot be read", file="none.txt", commands=["compress"])
     v.text = v.model
     v.refused("cannot be read", file="model", commands=["compress"])
+    for place in (tmp_path / "pipe", Path("/dev/zero")):  # the one never answers, the other never ends
+        if not place.exists():
+            os.mkfifo(place)
+        v.text = place
+        v.refused("not a regular file", file=place.name, commands=["compress"])
+        done = invoke("eval", v.model, "--text", place)
+        assert done.code == 3 and place.name in done.field("file"), done.stderr
     v.text = good
     v.refused("UTF-8", file="bad.txt", options=["--calibration", bad], commands=["compress"])
+
+
+def test_fault_31_a_text_of_many_gigabytes(victim: Make, tmp_path: Path) -> None:
+    v = victim(0)
+    v.text = tmp_path / "large.txt"
+    with v.text.open("wb") as file:
+        file.truncate(1 << 36)
+    v.refused("more than", file="large.txt", remedy="part", commands=["compress"])
+
+
+@pytest.mark.parametrize("what", ["compress", "eval"])
+def test_fault_31_a_text_that_may_not_be_read(
+    victim: Make, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    v = victim(0, "llama")
+    monkeypatch.setattr("os.access", lambda path, *rest, **named: Path(path) != v.text)
+    opened = Path.open
+
+    def refuse(path: Path, *rest: Any, **named: Any) -> Any:
+        if path == v.text:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *rest, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    done = v.compress() if what == "compress" else invoke("eval", v.model, "--text", v.text)
+    assert done.code == 3 and "Permission denied" in done.stderr and v.text.name in done.field("file")
+    harmless(done)
 
 
 # --- 32, 33: statistics
@@ -167,8 +216,7 @@ def test_fault_33_a_singular_hessian_is_damped_and_said(victim: Make, seed: int,
 @seeded(1, campaign=4)
 def test_fault_34_no_file_may_grow(victim: Make, seed: int) -> None:
     v = victim(seed, "llama")
-    v.out.mkdir()
-    (v.out / "old.txt").write_text("old")
+    old_artifact(v.out)
     limit = v.random.choice([0, 100, 5000, 20_000, v.random.randrange(40_000)])
     done = spawn(
         *v.arguments(), "--force",
@@ -177,7 +225,7 @@ def test_fault_34_no_file_may_grow(victim: Make, seed: int) -> None:
     assert done.code == 5, done.stderr
     harmless(done)
     assert "File too large" in done.stderr and done.field("file") and done.field("try")
-    assert [path.name for path in v.out.iterdir()] == ["old.txt"] and not unfinished(v.folder)
+    assert (v.out / CHECKSUMS).read_text() == "old" and not unfinished(v.folder)
     assert v.compress("--force").code == 0
     whole = v.folder / "whole"
     assert v.compress(out=whole).code == 0
@@ -242,6 +290,21 @@ def test_fault_34_the_disk_fills_up_during_the_run(
     assert weights(out) == weights(v.out)
 
 
+@pytest.mark.skipif(not MAY_MOUNT, reason="only the superuser can mount a small file system")
+def test_fault_34_a_dry_run_fills_the_folder_for_temporary_files(
+    victim: Make, small_disk: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = victim(0, "llama")
+    disk = small_disk(100)
+    monkeypatch.setattr(tempfile, "tempdir", str(disk))
+    done = v.compress("--dry-run")
+    assert done.code == 5 and "No space left" in done.stderr, done.stderr
+    harmless(done)
+    assert done.field("file") == str(disk)
+    assert "TMPDIR" in done.field("try") and "goes on" not in done.field("try")
+    assert not list(disk.iterdir())
+
+
 # --- 38: devices
 
 
@@ -285,3 +348,22 @@ def test_fault_38_memory_is_exhausted(
     done = v.compress()
     assert done.code == 5 and "memory is exhausted" in done.stderr and not v.out.exists()
     harmless(done)
+
+
+# --- interruptions
+
+
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_signal_that_python_loses_ends_the_run(
+    victim: Make, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    def losing(*arguments: Any, **more: Any) -> Any:
+        lose(signal.SIGTERM)
+        return collect_statistics(*arguments, **more)
+
+    monkeypatch.setattr("ciuic_cli.run.collect_statistics", losing)
+    v = victim(0, "llama")
+    temporary = bystanders()
+    done = v.compress(*options)
+    assert done.code == 130 and "interrupted" in done.stderr, done.stderr
+    assert "encode" not in done.stderr and not v.out.exists() and bystanders() == temporary

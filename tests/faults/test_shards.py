@@ -55,7 +55,7 @@ def test_fault_04_header_over_100_mb(victim: Make, seed: int) -> None:
 
 
 @seeded(2, campaign=8)
-@pytest.mark.parametrize("way", ["utf8", "cut", "list", "deep", "number", "text"])
+@pytest.mark.parametrize("way", ["utf8", "cut", "list", "deep", "number", "text", "surrogate"])
 def test_fault_05_header_not_utf8_or_not_json(victim: Make, seed: int, way: str) -> None:
     v = victim(seed)
     shard = v.shard()
@@ -69,9 +69,11 @@ def test_fault_05_header_not_utf8_or_not_json(victim: Make, seed: int, way: str)
         "deep": b"[" * (50_000 + place),
         "number": b'{"w": ' + b"9" * (5000 + place) + b"}",
         "text": v.random.randbytes(40).hex().encode(),
+        "surrogate": raw.replace(b'weight"', b'weight\\ud800"', 1),
     }[way]
     put_together(shard, spoilt, data)
-    v.refused("UTF-8" if way == "utf8" else "JSON", file=shard.name, remedy=AGAIN)
+    word = {"utf8": "UTF-8", "surrogate": "half a Unicode character"}.get(way, "JSON")
+    v.refused(word, file=shard.name, remedy=AGAIN)
 
 
 @seeded(2, campaign=8)
@@ -175,12 +177,13 @@ def test_fault_11_truncated_inside_the_header(victim: Make, seed: int) -> None:
 
 
 @seeded(2, campaign=6)
-def test_fault_12_a_git_lfs_pointer_instead_of_weights(victim: Make, seed: int) -> None:
+@pytest.mark.parametrize("host", ["git-lfs.github.com", "hawser.github.com"])
+def test_fault_12_a_git_lfs_pointer_instead_of_weights(victim: Make, seed: int, host: str) -> None:
     v = victim(seed)
     shard = v.shard()
     digest = v.random.randbytes(32).hex()
     shard.write_text(
-        f"version https://git-lfs.github.com/spec/v1\noid sha256:{digest}\nsize {v.random.randrange(10**10)}\n"
+        f"version https://{host}/spec/v1\noid sha256:{digest}\nsize {v.random.randrange(10**10)}\n"
     )
     v.refused("git-LFS pointer", file=shard.name, remedy="git lfs pull")
 

@@ -55,6 +55,20 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_device("cuda:2")
 
 
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")]
+)
+def test_a_machine_without_memory_is_no_damaged_artifact(
+    artifact: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def exhausted(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", exhausted)
+    with pytest.raises(EnvironmentFault, match="memory is exhausted"):
+        load(artifact("llama").folder, device="cpu")
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3"])
 def test_packing_a_loaded_model(

@@ -1,0 +1,25 @@
+"""The process of `ciuic`: its signals and streams are settled before anything that takes long is imported."""
+
+from __future__ import annotations
+
+import sys
+
+from ciuic_cli.interruption import INTERRUPTED, ends_tidily
+from ciuic_cli.streams import settle_streams
+
+
+def main() -> None:
+    """The console script: runs one command and exits with its code."""
+    with ends_tidily(last=True):
+        settle_streams()
+        try:
+            from ciuic_cli.cli import main as command_line
+
+            command_line()
+        except KeyboardInterrupt:  # before there was a console, or after its last word
+            print("interrupted", file=sys.stderr)
+            sys.exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()
