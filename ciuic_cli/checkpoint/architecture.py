@@ -8,7 +8,8 @@ weights have shapes and no memory.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ciuic_cli.errors import InputError
+from ciuic_cli.memory import exhaustion
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65_536
@@ -216,10 +218,23 @@ def _absurd(key: str, value: object, expected: str, file: Path | None) -> None:
     )
 
 
-def _refused(what: str, error: Exception, file: Path | None) -> InputError:
+@contextmanager
+def running_as_configured(file: Path, module: str | None = None) -> Iterator[None]:
+    """For running transformers' own code on the original's weights: what it cannot do with the sizes and choices in
+    config.json becomes an InputError that names the file, and the module if it is known."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if exhaustion(error) is not None:
+            raise
+        raise _refused("transformers cannot run the model", error, file, module) from error
+
+
+def _refused(what: str, error: Exception, file: Path | None, module: str | None = None) -> InputError:
     reason = " ".join(str(error).split())
     return InputError(
         f"{what}: {type(error).__name__}: {reason:.300}",
         file=file,
+        tensor=module,
         remedy="download config.json again, or update transformers",
     )

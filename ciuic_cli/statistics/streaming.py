@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ciuic_cli.checkpoint.architecture import running_as_configured
 from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
-from ciuic_cli.memory import SIDE_BY_SIDE, exhaustion, matrix_bytes, return_freed_memory
+from ciuic_cli.memory import SIDE_BY_SIDE, matrix_bytes, return_freed_memory
 from ciuic_cli.statistics.on_use import BroughtOnUse
 from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.threads import one_thread, side_by_side
@@ -222,7 +223,7 @@ class LayerStream:
         with self.weights(prefix) as layer, torch.no_grad(), self.precision():
             for index in range(len(self.chunks)):
                 hidden = self.hidden.get(f"{number}.{index}", self.device)
-                with self._faults_of_config(prefix):
+                with self._as_configured(prefix):
                     output = layer(hidden, **self.arguments(prefix, index))
                 output = output[0] if isinstance(output, tuple) else output
                 self._require_finite(output, prefix)
@@ -239,20 +240,11 @@ class LayerStream:
         self.hidden.sweep()
         self.gradient.sweep()
 
-    @contextmanager
-    def _faults_of_config(self, prefix: str) -> Iterator[None]:
-        """What the original's layer cannot run with: sizes or choices in config.json that do not fit."""
-        try:
-            yield
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            if self.override is not None or exhaustion(error) is not None:
-                raise
-            raise InputError(
-                f"transformers cannot run this layer: {type(error).__name__}: {error!s:.300}",
-                file=self.map.checkpoint.folder / "config.json",
-                tensor=prefix.rstrip("."),
-                remedy="config.json and the weights may not belong together: download both again",
-            ) from error
+    def _as_configured(self, prefix: str) -> AbstractContextManager[None]:
+        """Only the original's weights can be at odds with config.json; changed ones have run as those before."""
+        if self.override is not None:
+            return nullcontext()
+        return running_as_configured(self.map.checkpoint.folder / "config.json", prefix.rstrip("."))
 
     def _require_finite(self, output: torch.Tensor, prefix: str) -> None:
         """The original's activations; what changed weights lead to is for the measurement to show."""

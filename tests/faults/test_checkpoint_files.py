@@ -307,3 +307,4 @@ def test_fault_27_a_choice_that_the_layers_cannot_run_with(victim: Make, values:
     v = victim(0, "deepseek_v3")
     v.edit_config(**values)
     v.refused(file="config.json", commands=["compress"])
+    assert measured(v, v.model).code == 3
