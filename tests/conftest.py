@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from tiny_checkpoints import make_checkpoint
+
+
+@pytest.fixture(scope="session", autouse=True)
+def usual_signals() -> None:
+    """As in a terminal: a background job, and every process that it starts, would ignore SIGINT (nohup: SIGHUP)."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")
