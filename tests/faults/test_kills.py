@@ -36,7 +36,7 @@ def test_fault_43_interrupted_runs_lose_nothing() -> None:
 @pytest.mark.campaign
 def test_fault_35_killed_while_it_tidies_up() -> None:
     """At every touch from the last parts of the output to the end of the journal."""
-    said = kills(120, 3 + BASE_SEED, "--last")
+    said = kills(160, 3 + BASE_SEED, "--last")
     assert "had ended before" in said and "new output complete" in said and "no output yet" in said, said
 
 
