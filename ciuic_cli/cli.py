@@ -23,7 +23,7 @@ import typer
 from ciuic_cli import __version__
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.console import Console, run
-from ciuic_cli.errors import UsageError
+from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.tables import show_bench, show_compressed, show_description, show_evaluation, show_verification
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -160,10 +160,21 @@ def _execute(console: Console, action: Callable[[], None]) -> NoReturn:
     """Run a command and leave with its exit code; what libraries print to stdout goes to stderr."""
 
     def guarded() -> None:
+        _require_working_directory()
         with redirect_stdout(sys.stderr):
             action()
 
     raise typer.Exit(run(console, guarded))
+
+
+def _require_working_directory() -> None:
+    """Libraries end the process where it is gone, with words that nobody understands."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise EnvironmentFault(
+            "the working directory was removed", remedy="change to a folder that exists"
+        ) from error
 
 
 def _announce_device(console: Console, device: str) -> None:

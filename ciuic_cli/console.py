@@ -14,7 +14,6 @@ import os
 import sys
 import time
 import traceback
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
@@ -24,41 +23,18 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from ciuic_cli.display import printable
 from ciuic_cli.errors import CiuicError, EnvironmentFault
 from ciuic_cli.interruption import INTERRUPTED, Interruption, check, ends_tidily
 from ciuic_cli.memory import exhaustion
 from ciuic_cli.streams import silence_stdout
 
-MAX_NAME = 160
-"""Characters of a name that are shown; the middle of a longer one is left out."""
-
 _BUG = 1
 _PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
 _PIPE_WIDTH = 160  # table width where stdout is no terminal
-_HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: the step's name, and how far it is, in any unit."""
-
-
-def printable(name: object, limit: int = MAX_NAME) -> str:
-    """`name` as harmless text of at most `limit` characters and a count of those left out.
-
-    Control characters, escape sequences, bidirectional and other invisible marks become backslash escapes.
-    """
-    text = str(name)
-    cut = len(text) - limit
-    if cut > 0:
-        # Cut first: escaping a name of a megabyte would only make it longer.
-        half = limit // 2
-        text = f"{text[:half]}[... {cut} more characters ...]{text[-(limit - half) :]}"
-    return "".join(_visible(character) for character in text)
-
-
-def _visible(character: str) -> str:
-    if character == "\\" or unicodedata.category(character) not in _HIDDEN_CATEGORIES:
-        return character
-    return character.encode("unicode_escape", "surrogatepass").decode("ascii")
 
 
 def readable_bytes(count: float) -> str:
@@ -143,11 +119,10 @@ class Console:
 
     def error(self, error: CiuicError) -> None:
         """The message, file, tensor and remedy of an expected error on stderr."""
-        text = Text.assemble(("error: ", "bold red"), printable(error.message, limit=4096))
-        for label, value in (("file", error.file), ("tensor", error.tensor), ("try", error.remedy)):
-            if value:
-                limit = 4096 if label == "try" else MAX_NAME * 2
-                text.append(f"\n  {label}: {printable(value, limit)}")
+        message, *rest = error.shown()
+        text = Text.assemble(("error: ", "bold red"), message[1])
+        for label, value in rest:
+            text.append(f"\n  {label}: {value}")
         self._err.print(text, soft_wrap=True)
 
     def bug(self, error: BaseException) -> None:

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import os
 
+from ciuic_cli.display import MAX_NAME, printable
+
+_MAX_SENTENCE = 4096
+
 
 class CiuicError(Exception):
     """A failure that we foresaw.
@@ -35,11 +39,20 @@ class CiuicError(Exception):
         self.tensor = tensor
         self.remedy = remedy
 
+    def shown(self) -> list[tuple[str, str]]:
+        """("error", the message), then those that are known of "file", "tensor" and "try", all harmless to print."""
+        places = [("file", self.file), ("tensor", self.tensor)]
+        return [
+            ("error", printable(self.message, _MAX_SENTENCE)),
+            *((label, printable(place, MAX_NAME * 2)) for label, place in places if place),
+            *([("try", printable(self.remedy, _MAX_SENTENCE))] if self.remedy else []),
+        ]
+
     def __str__(self) -> str:
-        places = [f"file {self.file}" if self.file else "", f"tensor {self.tensor}" if self.tensor else ""]
-        where = ", ".join(place for place in places if place)
-        text = f"{self.message} ({where})" if where else self.message
-        return f"{text}. {self.remedy}" if self.remedy else text
+        shown = dict(self.shown())
+        where = ", ".join(f"{label} {shown[label]}" for label in ("file", "tensor") if label in shown)
+        text = f"{shown['error']} ({where})" if where else shown["error"]
+        return f"{text}. {shown['try']}" if "try" in shown else text
 
 
 class UsageError(CiuicError):

@@ -15,6 +15,7 @@ _NO_MEMORY = (
     "can't allocate memory",  # torch's allocator
     "cannot allocate memory",  # the system's own words, of a library that keeps no error number
     "std::bad_alloc",
+    "could not create a primitive",  # oneDNN, whatever it lacked; our products are of kinds that it knows
     "failed to map segment",  # the dynamic linker, of a library that is imported
 )
 _NO_THREAD = ("can't start new thread", "threadpoolbuilderror")  # Python; rayon, which tokenizers use

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ciuic_cli.console import printable, readable_bytes
+from ciuic_cli.console import readable_bytes
+from ciuic_cli.display import printable
 
 Row = Mapping[str, Any]
 

@@ -20,6 +20,7 @@ from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
 from ciuic_cli.errors import TargetError
 from ciuic_cli.estimates import Mean
+from ciuic_cli.interruption import check
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import SIDE_BY_SIDE, return_freed_memory
 from ciuic_cli.planning import (
@@ -194,6 +195,7 @@ class Run:
             partial.mkdir(parents=True)
             report = self._write(plan, partial, started)
             self.task.require_unchanged()
+            check()
             self.journal.publishing(partial)
             left = writer.publish(partial, out, replace=replace)
         except BaseException:

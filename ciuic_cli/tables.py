@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ciuic_cli.console import Console, printable, readable_bytes
+from ciuic_cli.console import Console, readable_bytes
+from ciuic_cli.display import printable
 from ciuic_cli.report import padding_sentence, pass_sentence
 
 if TYPE_CHECKING:

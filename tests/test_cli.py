@@ -124,6 +124,15 @@ def test_missing_folder(tmp_path: Path, command: list[str], json_option: list[st
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    result = invoke("inspect", tmp_path)
+    assert result.exit_code == 5 and "the working directory was removed" in result.stderr
+
+
 def test_pickles_only(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from interrupting import lose
 
 from ciuic_cli import console as console_module
-from ciuic_cli.console import Console, printable, readable_bytes, run, to_json
+from ciuic_cli.console import Console, readable_bytes, run, to_json
+from ciuic_cli.display import MAX_NAME, printable
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
 
 
@@ -91,7 +92,7 @@ def test_29_hostile_names_are_harmless(name: str, shown: str) -> None:
     sink.table("t", ["name"], [[name]])
     sink.data(name.replace("\n", ""))
     sink.error(InputError("m", tensor=name, file=name))
-    for text in (out.getvalue(), err.getvalue()):
+    for text in (out.getvalue(), err.getvalue(), str(InputError("m", tensor=name, file=name))):
         assert "\x1b" not in text and "\x9b" not in text and "\u202e" not in text
     assert shown.split("\\")[0][:8] in err.getvalue()
 
@@ -100,7 +101,7 @@ def test_29_a_name_of_a_megabyte_is_cut_in_the_middle() -> None:
     name = "begin" + "\x1b[31m" * 200_000 + "end"
     shown = printable(name)
     assert shown.startswith("begin") and shown.endswith("end") and len(shown) < 1000
-    assert f"{len(name) - console_module.MAX_NAME} more characters" in shown
+    assert f"{len(name) - MAX_NAME} more characters" in shown
     sink, _, err = pair()
     sink.error(InputError("bad", tensor=name))
     assert len(err.getvalue()) < 4000

@@ -62,6 +62,7 @@ class OutOfMemoryError(RuntimeError):
         (RuntimeError("unable to mmap 67992 bytes from file </x>: Cannot allocate memory (12)"), "memory is"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "memory is"),
         (RuntimeError("std::bad_alloc"), "memory is exhausted"),
+        (RuntimeError("could not create a primitive"), "memory is exhausted"),
         (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "memory is exhausted"),
         (RuntimeError("can't start new thread"), "no more threads"),
         (BaseException("ThreadPoolBuildError { kind: IOError(Os { code: 11 }) }"), "no more threads"),
