@@ -30,7 +30,9 @@ from attacks import (
 import ciuic_cli
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.interruption import ends_tidily
 from ciuic_cli.pipeline import compress
+from ciuic_cli.task import Task
 
 Make = Callable[..., Victim]
 
@@ -136,6 +138,21 @@ def test_fault_36_weights_that_change_during_the_run_give_no_output(victim: Make
         run_with(v, "write", lambda: change_weights(v))
     assert caught.value.file == str(v.shards[0])
     assert [path.name for path in v.folder.iterdir()] == ["model"]
+
+
+def test_fault_35_a_signal_lost_in_the_last_step_publishes_nothing(
+    victim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python drops what is raised in a `__del__`; the run remembers it, and asks before it gives the output its name."""
+    v = victim()
+    with ends_tidily() as interruption:
+        monkeypatch.setattr(
+            Task, "require_unchanged", lambda self: setattr(interruption, "signal", signal.SIGTERM)
+        )
+        with pytest.raises(KeyboardInterrupt):
+            run_with(v, "encoding", lambda: None)
+        interruption.signal = None
+    assert not v.out.exists()
 
 
 def test_fault_36_steps_of_an_unknown_run_are_not_used(victim: Make) -> None:
