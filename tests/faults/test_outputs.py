@@ -9,6 +9,7 @@ import stat
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -143,12 +144,11 @@ def test_fault_36_weights_that_change_during_the_run_give_no_output(victim: Make
 def test_fault_35_a_signal_lost_in_the_last_step_publishes_nothing(
     victim: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python drops what is raised in a `__del__`; the run remembers it, and asks before it gives the output its name."""
-    v = victim()
+    """What Python drops in a `__del__` is remembered, and looked at before the output gets its name."""
+    v = victim(0, "llama")
     with ends_tidily() as interruption:
-        monkeypatch.setattr(
-            Task, "require_unchanged", lambda self: setattr(interruption, "signal", signal.SIGTERM)
-        )
+        lost = partial(setattr, interruption, "signal", signal.SIGTERM)
+        monkeypatch.setattr(Task, "require_unchanged", lambda task: lost())
         with pytest.raises(KeyboardInterrupt):
             run_with(v, "encoding", lambda: None)
         interruption.signal = None
