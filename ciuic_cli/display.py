@@ -1,4 +1,4 @@
-"""Names from other people's files, harmless to show: what a terminal would obey becomes visible, and long ones short."""
+"""Names from other people's files, harmless to show: what a terminal would obey becomes visible, what is long short."""
 
 from __future__ import annotations
 
