@@ -174,14 +174,17 @@ class Journal:
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_unless(stat.S_ISREG, path)
-        write_atomically(path, hashlib.sha256(data).digest() + data)
+        write_atomically(path, _digest(name, data) + data)
 
     def publishing(self, folder: Path) -> None:
         """Note that the finished `folder` is about to take the output's name."""
         self.save(_PUBLISHED, (folder / CHECKSUMS).read_bytes())
 
     def published(self) -> bool:
-        """Whether the output is what `publishing` announced: only this journal's removal was left to do."""
+        """Whether the output is the one that `publishing` announced: only this journal's removal was left to do.
+
+        Its files may have been damaged since.
+        """
         announced = self.load(_PUBLISHED)
         try:
             return announced is not None and announced == (self.out / CHECKSUMS).read_bytes()
@@ -203,7 +206,7 @@ class Journal:
         if stored is None:
             return None
         digest, data = stored[:32], stored[32:]
-        return data if hashlib.sha256(data).digest() == digest else None
+        return data if _digest(name, data) == digest else None
 
     @staticmethod
     def _json(path: Path) -> dict[str, Any] | None:
@@ -212,6 +215,11 @@ class Journal:
         except (ValueError, RecursionError):
             return None
         return found if isinstance(found, dict) else None
+
+
+def _digest(name: str, data: bytes) -> bytes:
+    """32 bytes by which a step is known to be whole, and to be that step and no other."""
+    return hashlib.sha256(name.encode() + b"\0" + data).digest()
 
 
 def _bytes(path: Path) -> bytes | None:

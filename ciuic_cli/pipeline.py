@@ -27,6 +27,7 @@ from ciuic_cli.planning import PassOptions, check_reachable, largest_bytes
 from ciuic_cli.run import Progress, Run
 from ciuic_cli.statistics.calibration import calibration_batch
 from ciuic_cli.task import EFFORTS, Options, Task, budget_of, check_apart, check_output
+from ciuic_cli.verification import verify
 from ciuic_cli.workers import Workers, joined
 
 Hint = Callable[[str], None]
@@ -164,12 +165,11 @@ def _lead(
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
             hint(f"going on with the unfinished run in {journal.folder}")
+        finished = _finished_earlier(journal, out, replace=force) if resumed else None
         try:
             with _disk_faults(journal):
-                finished: dict[str, Any] | None = None
-                if resumed and journal.published():
+                if finished is not None:
                     hint("the earlier run had written the output already")
-                    finished = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
                 elif left:
                     raise EnvironmentFault(
                         "cannot remove what an earlier run left",
@@ -200,6 +200,27 @@ def _lead(
             hint(f"the new output is in place, but the old one cannot be removed: remove {path} yourself")
         workers.tell(finished)
     return finished
+
+
+def _finished_earlier(journal: Journal, out: Path, *, replace: bool) -> dict[str, Any] | None:
+    """The report of an output that the run which left this journal had finished; None if there is none.
+
+    Raises InputError where it was damaged since, or with `replace` returns None: it is written again.
+    """
+    if not journal.published():
+        return None
+    try:
+        verify(out).require_intact(out)
+    except InputError as error:
+        if replace:
+            return None
+        raise InputError(
+            f"an earlier run had finished this output, and it was damaged since: {error.message}",
+            file=error.file,
+            remedy="write it again from that run's steps with --force (in Python: force=True)",
+        ) from error
+    found: dict[str, Any] = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
+    return found
 
 
 def _follow(task: Callable[[], Task], workers: Workers, dry_run: bool) -> dict[str, Any]:

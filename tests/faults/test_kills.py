@@ -15,6 +15,7 @@ import pytest
 from attacks import BASE_SEED, QUICK, Victim, command, harmless, invoke, old_artifact, seeded, snapshot
 
 from ciuic_cli.artifact import writer
+from ciuic_cli.verification import verify
 
 Make = Callable[..., Victim]
 HARNESS = Path(__file__).with_name("killing.py")
@@ -127,6 +128,31 @@ def test_fault_35_killed_after_the_output_took_its_name(
     assert snapshot(v.out) == before
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
     assert v.compress().code == 3  # and from now on it is an output like any other
+
+
+@pytest.mark.parametrize("damaged", ["model.safetensors", writer.REPORT])
+@pytest.mark.parametrize("how", ["removed", "cut"])
+def test_fault_35_an_output_damaged_after_a_kill_is_not_taken_for_whole(
+    victim: Make, monkeypatch: pytest.MonkeyPatch, damaged: str, how: str
+) -> None:
+    """The steps stay until the output is whole; only --force writes it again, as over any other output."""
+    v = victim(0, "llama")
+    monkeypatch.setattr("ciuic_cli.journal.Journal.remove", lambda journal: None)
+    assert v.compress().code == 0
+    monkeypatch.undo()
+    before = snapshot(v.out)
+    if how == "removed":
+        (v.out / damaged).unlink()
+    else:
+        os.truncate(v.out / damaged, 1)
+    refused = v.compress()
+    assert refused.code == 3 and "damaged since" in refused.stderr and damaged in refused.field("file")
+    harmless(refused)
+    again = v.compress("--force")
+    assert again.code == 0 and "going on" in again.stderr, again.stderr
+    assert snapshot(v.out)["model.safetensors"] == before["model.safetensors"]
+    assert verify(v.out).problems == ()
+    assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
 
 
 def test_fault_35_killed_between_the_two_steps_of_a_replacement(
