@@ -38,6 +38,7 @@ class Journal:
         self.ended = out.parent / f".{out.name}.ciuic.ended"
         """The folder's name while it is removed."""
         self._lock: int | None = None
+        self._made: list[Path] = []
 
     def __enter__(self) -> Journal:
         while self._lock is None:
@@ -58,6 +59,7 @@ class Journal:
         lock = self.folder / _LOCK
         try:
             _clear_unless(stat.S_ISDIR, self.folder)
+            self._made += [place for place in self.folder.parents if not place.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             _clear_unless(stat.S_ISREG, lock)
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -107,6 +109,9 @@ class Journal:
                     self.remove()
             os.close(self._lock)
             self._lock = None
+        for place in self._made:
+            with suppress(OSError):  # what is not empty stays
+                place.rmdir()
 
     def begin(self, fingerprint: dict[str, Any], *, restart: bool) -> bool:
         """Compare with the run that left this journal; True if there is one to go on from.

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from ciuic_cli import __version__
@@ -101,17 +102,18 @@ class Task:
             "budget": self.budget,
             "calibration": hashlib.sha256(self.batches.numpy().tobytes()).hexdigest(),
             "config": hashlib.sha256(config).hexdigest(),
-            "weights": {os.path.relpath(path, folder): mark for path, mark in self._weights.items()},
+            "weights": {os.path.relpath(path, folder): self._marks[path] for path in self.checkpoint.files()},
         }
 
     @cached_property
-    def _weights(self) -> dict[Path, list[Any] | None]:
-        """The source files as they were when they were first asked for."""
-        return {path: _mark(path) for path in self.checkpoint.files()}
+    def _marks(self) -> dict[Path, list[Any] | None]:
+        """The source files, and those that go with the artifact, as they were when they were first asked for."""
+        companions = writer.companions(self.checkpoint.folder).values()
+        return {path: _mark(path) for path in (*self.checkpoint.files(), *companions)}
 
     def require_unchanged(self) -> None:
-        """Raise InputError if a source file is another one than when the run began."""
-        for path, mark in self._weights.items():
+        """Raise InputError if a file of the source is another one than when the run began, or gone."""
+        for path, mark in self._marks.items():
             if _mark(path) != mark:
                 raise InputError(
                     "the file changed during the run",
@@ -157,8 +159,10 @@ def check_apart(out: Path, checkpoint: Checkpoint, calibration: Sequence[str | P
 def check_output(out: Path, *, force: bool) -> None:
     """Refuse an output that exists (with `force`: that is no folder), or cannot be written, before any work."""
     place = _existing_parent(out)
-    if os.path.ismount(out):
-        raise InputError("the output is a mount point", file=out, remedy="choose a folder inside of it")
+    for mounted in _mount_points(out):
+        raise InputError(
+            "a file system is mounted there", file=mounted, remedy="choose a folder inside of it"
+        )
     if os.path.lexists(out) and not out.is_dir():
         raise InputError("the output is a file", file=out, remedy="choose a folder")
     if out.exists() and not force and not Journal(out).published():
@@ -178,6 +182,12 @@ def check_output(out: Path, *, force: bool) -> None:
             file=out,
             remedy="choose another output folder",
         )
+
+
+def _mount_points(folder: Path) -> list[Path]:
+    """`folder` and what is in it, as far as other file systems are mounted there: no renaming moves those."""
+    mounted = [Path(part.mountpoint) for part in psutil.disk_partitions(all=True)]
+    return [place for place in mounted if place.is_relative_to(folder)]
 
 
 def _existing_parent(out: Path) -> Path:

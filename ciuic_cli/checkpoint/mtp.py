@@ -8,6 +8,8 @@ They draft tokens ahead for speculative decoding. DeepSeek-V3 ships one as layer
 from __future__ import annotations
 
 import re
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,8 @@ from ciuic_cli.errors import InputError
 COUNT_KEY = "num_nextn_predict_layers"
 """In config.json: how many such layers there are. vLLM and SGLang rely on it and look for their weights."""
 _LAYER = re.compile(r"^(.*?\blayers\.)(\d{1,9})\.")
+_MARKS = frozenset({"eh_proj", "enorm", "hnorm"})
+"""What such a layer has, under a decoder layer's number, that a decoder layer has not."""
 _MTP = re.compile(r"^((?:.*\.)?mtp\.(?:layers\.)?(?:\d+\.)?)")
 
 
@@ -98,9 +102,39 @@ def _checked(section: Any) -> tuple[tuple[PredictionLayer, ...], bool, int, dict
 
 
 def layer_of(name: str, layers: int) -> str | None:
-    """The prediction layer a checkpoint's tensor belongs to, or None; `layers` is the number of the model's own."""
+    """The layer that a tensor belongs to if it is none of the model's own `layers`; None for all others.
+
+    It is a prediction layer if `predicts` says so of its tensors' names.
+    """
     match = _LAYER.match(name)
     if match is not None and int(match[2]) >= layers and "mtp" not in match[1]:
         return f"{match[1]}{match[2]}"
     match = _MTP.match(name)
     return match[1].rstrip(".") if match is not None else None
+
+
+def predicts(names: Iterable[str]) -> bool:
+    """Whether these tensors, all of one layer by `layer_of`, are a prediction layer's."""
+    return any(_MTP.match(name) or _MARKS & set(name.split(".")) for name in names)
+
+
+def uncounted(places: Iterable[str], tensors: Iterable[str], layers: int) -> str | None:
+    """The first of `places` that has all that one of the model's own `layers` has; None if there is none.
+
+    places: layers by `layer_of` that do not predict. tensors: all names of the checkpoint.
+    """
+    inside: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for name in tensors:
+        match = _LAYER.match(name)
+        if match is not None:
+            inside[match[1], match[2]].add(name[match.end() :])
+    usual: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for (base, number), names in inside.items():
+        if int(number) < layers:
+            usual[base].add(frozenset(names))
+    for place in places:
+        stack, _, number = place.rpartition(".")
+        base = f"{stack}."
+        if any(names <= inside[base, number] for names in usual[base]):
+            return place
+    return None

@@ -12,8 +12,10 @@ from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from attacks import (
@@ -155,6 +157,36 @@ def test_fault_35_a_signal_lost_in_the_last_step_publishes_nothing(
     assert not v.out.exists()
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("how", ["removed", "changed"])
+def test_fault_36_companions_that_change_during_the_run_give_no_output(
+    victim: Make, name: str, how: str
+) -> None:
+    v = victim(0, "llama")
+    place = v.model / name
+    if not place.exists():
+        place.write_text("{}")
+
+    def change() -> None:
+        if how == "removed":
+            place.unlink()
+        else:
+            place.write_text(place.read_text() + " ")
+
+    with pytest.raises(InputError, match="changed during the run") as caught:
+        run_with(v, "write", change)
+    assert caught.value.file == str(place)
+    assert [path.name for path in v.folder.iterdir()] == ["model"]
+
+
+def test_a_refused_run_takes_the_folders_along_that_it_made(victim: Make) -> None:
+    v = victim(0, "llama")
+    v.out = v.folder / "a" / "b" / "out"
+    with pytest.raises(InputError):
+        run_with(v, "write", lambda: change_weights(v))
+    assert [path.name for path in v.folder.iterdir()] == ["model"]
+
+
 def test_fault_36_steps_of_an_unknown_run_are_not_used(victim: Make) -> None:
     v = victim(0, "llama")
     start_and_stop(v)
@@ -272,7 +304,16 @@ def mount_points() -> list[str]:
 def test_fault_37_the_output_is_a_mount_point(victim: Make, options: tuple[str, ...]) -> None:
     v = victim(0, "llama")
     place = next(Path(name) for name in mount_points() if os.path.isdir(name))
-    refused_output(v, place, "mount point", options=options)
+    refused_output(v, place, "mounted there", options=options)
+
+
+def test_fault_37_a_mount_inside_the_output(victim: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--force would remove what is on it, and could not remove the folder."""
+    v = victim(0, "llama")
+    out = old_output(v)
+    found = SimpleNamespace(mountpoint=str(out / "data"))
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [found])
+    assert str(out / "data") in refused_output(v, out, "mounted there", options=("--force",)).field("file")
 
 
 @pytest.mark.parametrize(("kind", "force"), [("artifact", False), ("folder", False), ("file", True)])
