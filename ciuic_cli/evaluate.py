@@ -173,7 +173,10 @@ def evaluate(
 
 @torch.inference_mode()
 def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_new_tokens: int = 64) -> str:
-    """What a model says after `prompt`, greedily; prompt included."""
+    """What a model says after `prompt`, greedily; prompt included.
+
+    Raises UsageError if the model has fewer positions than that takes.
+    """
     from transformers import GenerationConfig
 
     tokenizer = open_tokenizer(path)
@@ -181,6 +184,13 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
     with tokenizer_faults(tokenizer.name_or_path):
         found = tokenizer(prompt)["input_ids"]
     require_known(tokenizer, found, model.config.get_text_config().vocab_size)
+    positions, needed = positions_of(model.config), len(found) + max_new_tokens
+    if positions is not None and needed > positions:
+        raise UsageError(
+            f"the prompt and what is to follow take {needed:,} tokens, the model has {positions:,} positions",
+            file=path,
+            remedy="shorten the prompt",
+        )
     ids = torch.tensor([found], device=model.device)
     own = model.generation_config
     # In the model's own place: generate() fills in from there what a given configuration leaves open, and the

@@ -403,3 +403,8 @@ def test_an_artifact_generates_too(artifact: tuple[Path, Path]) -> None:
     said = generate_text(artifact[1], "The mill", device="cpu", max_new_tokens=4)
     assert said.startswith("The mill")
     assert len(said) > len("The mill")
+
+
+def test_a_prompt_beyond_the_positions_is_refused(artifact: tuple[Path, Path]) -> None:
+    with pytest.raises(UsageError, match="positions"):
+        generate_text(artifact[0], "The mill " * 2000, device="cpu")
