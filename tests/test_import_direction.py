@@ -168,6 +168,21 @@ def test_the_passes_touch_no_files_models_or_terminal() -> None:
             assert reached <= {"passes", "budget", "codecs", "threads", "errors", "display"}, module
 
 
+AT_HAND = {f"{PACKAGE}.{module}" for module in ("cli", "inplace", "runtime.loading", "runtime.plugin")}
+"""Modules with which `make test` begins too; a process for each of the others takes minutes."""
+
+
+@pytest.mark.parametrize(
+    "module", [m if m in AT_HAND else pytest.param(m, marks=pytest.mark.campaign) for m in MODULES]
+)
+def test_any_module_may_be_imported_first(module: str) -> None:
+    """Unpickling in a new process does: it imports the module that has the class, whichever that is."""
+    found = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert found.returncode == 0, found.stderr
+
+
 def test_the_front_door_imports_nothing_heavy_but_registers() -> None:
     top_level = {
         node.module

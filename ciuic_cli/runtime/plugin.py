@@ -222,3 +222,6 @@ def _refuse_missing(
             file=folder,
             remedy="the artifact is incomplete or belongs to another model; compress it again",
         )
+
+
+register_with_transformers()

@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 REGISTRY_MODULE = "transformers.quantizers.auto"
 """The module that holds transformers' mapping from `quant_method` to quantizer classes."""
+PLUGIN_MODULE = "ciuic_cli.runtime.plugin"
+"""The module that holds ours: it imports the registry, and registers when it has run itself."""
 
 
 def register() -> None:
@@ -60,8 +62,14 @@ class _RegistryFinder(importlib.abc.MetaPathFinder):
 
         def execute_then_register(module: types.ModuleType) -> None:
             execute(module)
-            register()
+            if not _plugin_is_half_loaded():  # else it came first (unpickling does that), and registers at its end
+                register()
 
         # On the instance, so that the loader keeps its type (tracebacks and `inspect` rely on it).
         loader.exec_module = execute_then_register  # type: ignore[method-assign]
         return spec
+
+
+def _plugin_is_half_loaded() -> bool:
+    plugin = sys.modules.get(PLUGIN_MODULE)
+    return plugin is not None and not hasattr(plugin, "register_with_transformers")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoModelForCausalLM
 
 
 def run(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
@@ -42,6 +45,20 @@ def test_registered_when_transformers_is_there_already() -> None:
         "print(auto.AUTO_QUANTIZER_MAPPING['ciuic'].__name__)"
     )
     assert done.stdout.strip() == "CiuicQuantizer", done.stderr
+
+
+def test_registered_when_the_plugin_comes_first(artifact: Callable[..., Any], tmp_path: Path) -> None:
+    """A loaded model's config comes back in a process that knows nothing of the package yet (spawn, Ray, dask)."""
+    config = AutoModelForCausalLM.from_pretrained(artifact("llama").folder).config
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
+    done = run(
+        "import pathlib, pickle, sys\n"
+        "config = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "from transformers.quantizers import auto\n"
+        "print(type(config.quantization_config).__name__, auto.AUTO_QUANTIZER_MAPPING['ciuic'].__name__)",
+        tmp_path / "config.pickle",
+    )
+    assert done.stdout.strip() == "CiuicConfig CiuicQuantizer", done.stderr
 
 
 def test_loading_without_the_import_raises(artifact: Callable[..., Any]) -> None:
