@@ -137,6 +137,16 @@ class _MaskedLogits:
         ones = torch.ones(len(flat), 1, dtype=flat.dtype, device=flat.device)
         return own.forward(wider, torch.cat([flat, ones], dim=1), *args, **kwargs)
 
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        """By the router's own class: this one is made, and pickle would look for its name in vain."""
+        return _new_masked, (type(self).__mro__[2],), self.__getstate__()
 
-def _masked_class(own: type) -> type:
+
+def _new_masked(own: type) -> Any:
+    """An empty masked router, whose state comes from a pickle or a copy."""
+    kind = _masked_class(own)
+    return kind.__new__(kind)
+
+
+def _masked_class(own: type) -> Any:
     return type(f"Masked{own.__name__}", (_MaskedLogits, own), {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,31 @@ def test_a_router_behind_hooks_is_masked(tiny_checkpoint: Callable[..., Path]) -
     assert not (router(x)[2] == PRUNED).any()
     routing.unmask_router(router)
     assert (router(x)[2] == PRUNED).any()
+
+
+@pytest.mark.parametrize("family", ["deepseek_v2", "mixtral"])
+def test_a_model_with_masked_routers_is_pickled_saved_and_copied(
+    family: str, artifact: Callable[..., Any], tmp_path: Path
+) -> None:
+    """One without biases, whose masked routers are of a class that no module has by name."""
+    model = _model(artifact(family).folder)
+    torch.save(model, tmp_path / "model.pt")
+    again = (
+        pickle.loads(pickle.dumps(model)),
+        torch.load(tmp_path / "model.pt", weights_only=False),
+        copy.deepcopy(model),
+    )
+    before = _chosen(model, _ids())
+    for other in again:
+        routers = [m for m in other.modules() if isinstance(m, routing._MaskedLogits)]
+        assert routers and not {id(m) for m in routers} & {id(m) for m in model.modules()}
+        with torch.no_grad():
+            assert torch.equal(other(_ids()).logits, model(_ids()).logits)
+        chosen = _chosen(other, _ids())
+        assert chosen.keys() == before.keys()
+        assert all(torch.equal(chosen[name], before[name]) for name in chosen)
+        routing.unmask_router(routers[0])
+        assert not isinstance(routers[0], routing._MaskedLogits)
 
 
 def test_as_many_stay_as_must_be_chosen() -> None:
