@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
-from ciuic_cli.checkpoint.mtp import PredictionLayers
+from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
@@ -103,7 +104,7 @@ class CiuicQuantizer(HfQuantizer):
             for name, blob in artifact.blobs.items()
             if len(blob.shape) == 3 and name.endswith(".down_proj") and in_model[name] in expected
         }
-        _ignore_predictors(model, PredictionLayers.from_dict(getattr(self.quantization_config, "mtp", None)))
+        _ignore_predictors(model, _predictors(self.quantization_config))
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
@@ -116,6 +117,22 @@ class CiuicQuantizer(HfQuantizer):
         transformers notes that none was used, and so `save_pretrained` converts nothing either.
         """
         return []
+
+    def get_state_dict_and_metadata(
+        self, model: Any
+    ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
+        """What `save_pretrained` asks before it writes the config: a model in memory has no prediction layers to save,
+        so the copy promises none, and a warning says so where the artifact had kept them.
+        """
+        if getattr(model.config, COUNT_KEY, None):
+            setattr(model.config, COUNT_KEY, 0)
+        if _predictors(self.quantization_config).kept:
+            warnings.warn(
+                "the saved copy has no multi-token-prediction layers: they were kept in the artifact's files, but "
+                "transformers does not load them. To copy an artifact with them, copy its folder",
+                stacklevel=3,
+            )
+        return super().get_state_dict_and_metadata(model)
 
     def is_serializable(self, safe_serialization: bool | None = None) -> bool:
         """`save_pretrained` writes the blobs as they are."""
@@ -190,6 +207,11 @@ def _name_in_model(name: str, expected: dict[str, torch.Tensor], prefix: str) ->
         return shorter
     longer = f"{prefix}.{name}"
     return longer if longer in expected else name
+
+
+def _predictors(config: QuantizationConfigMixin) -> PredictionLayers:
+    """The multi-token-prediction layers of the original, kept in the artifact's files or not."""
+    return PredictionLayers.from_dict(getattr(config, "mtp", None))
 
 
 def _ignore_predictors(model: Any, mtp: PredictionLayers) -> None:
