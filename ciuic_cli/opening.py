@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from ciuic_cli.artifact.reader import open_artifact
+from ciuic_cli.checkpoint.architecture import require_token_ids
 from ciuic_cli.checkpoint.folder import locate, read_config, read_json, unreplaced
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -33,6 +34,9 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     place = choose_device(device)
     if is_artifact(read_config(folder)):
         with unreplaced(folder):
+            open_generation_config(
+                folder
+            )  # transformers reads it, and finds out what is wrong while it generates
             return _answering(load(folder, device=place, dtype=dtype))
     model_map = map_model(open_checkpoint(folder))
     _require_memory(model_map.stored_numel * (dtype or model_map.dtype).itemsize, place, folder)
@@ -65,6 +69,7 @@ def open_generation_config(folder: Path) -> Any:
     if not (folder / name).is_file():
         return None
     values = read_json(folder, name)
+    require_token_ids(values, folder / name)
     try:
         return GenerationConfig.from_dict(values)
     except Exception as error:

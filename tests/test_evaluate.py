@@ -20,6 +20,7 @@ from ciuic_cli import evaluate as module
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.estimates import mean_of
 from ciuic_cli.evaluate import evaluate, generate_text, token_figures, windows_of
+from ciuic_cli.opening import open_model
 from ciuic_cli.pipeline import compress
 
 SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
@@ -408,3 +409,29 @@ def test_an_artifact_generates_too(artifact: tuple[Path, Path]) -> None:
 def test_a_prompt_beyond_the_positions_is_refused(artifact: tuple[Path, Path]) -> None:
     with pytest.raises(UsageError, match="positions"):
         generate_text(artifact[0], "The mill " * 2000, device="cpu")
+
+
+@pytest.mark.parametrize("key", ["bos_token_id", "eos_token_id", "pad_token_id"])
+@pytest.mark.parametrize("value", ["1", {}, math.nan, 1.5, True, 2**63, -(10**30), [1, "2"], [[1]]])
+def test_special_tokens_that_are_none_are_refused(
+    tiny_checkpoint: Callable[..., Path], artifact: tuple[Path, Path], tmp_path: Path, key: str, value: object
+) -> None:
+    """By the file that has them, whether a checkpoint's or an artifact's: generation would fail somewhere in torch."""
+    for number, source in enumerate((tiny_checkpoint("llama"), artifact[1])):
+        for name in ("generation_config.json", "config.json"):
+            folder = tmp_path / f"{number}{name}"
+            shutil.copytree(source, folder)
+            content = json.loads((source / name).read_text()) if (source / name).exists() else {}
+            (folder / name).write_text(json.dumps(content | {key: value}))
+            with pytest.raises(InputError, match=f"{key} is ") as caught:
+                open_model(folder, "cpu")
+            assert caught.value.file == str(folder / name)
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 5000, [], [1, 2]])
+def test_special_tokens_that_models_have_are_read(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, value: object
+) -> None:
+    shutil.copytree(tiny_checkpoint("llama"), tmp_path / "m")
+    (tmp_path / "m/generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    assert generate_text(tmp_path / "m", "The mill", device="cpu", max_new_tokens=2).startswith("The mill")

@@ -44,6 +44,8 @@ _EXPERT_KEYS = (
 )
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
 _WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "mult")
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_MAX_TOKEN = 2**31 - 1
 _FEW = 64
 """So many layers or experts are believed without asking the files."""
 _IGNORED = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
@@ -165,6 +167,7 @@ def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
         value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)
     ]
     for section in sections:
+        require_token_ids(section, file)
         for key, value in section.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 if key in _POSITIVE and value is not None:
@@ -183,6 +186,23 @@ def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
             least = 1 if key in _POSITIVE or key in _POSITION_KEYS else 0
             if not least <= value <= limit:
                 _absurd(key, value, f"between {least} and {limit}", file)
+
+
+def require_token_ids(values: dict[str, Any], file: Path | None = None) -> None:
+    """Refuse special tokens, in a config.json or generation_config.json, of which torch can make no tensor.
+
+    -1 is an old way to write that there is none, and some models end with a token behind their vocabulary's last.
+    Raises InputError naming the key.
+    """
+    for key in _TOKEN_KEYS:
+        value = values.get(key)
+        for token in value if isinstance(value, list) else [value]:
+            if token is not None and not (type(token) is int and -1 <= token <= _MAX_TOKEN):
+                raise InputError(
+                    f"{key} is {value!r:.60}, which must be null, a token's number, or a list of such",
+                    file=file,
+                    remedy="correct it, or download the file again",
+                )
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
