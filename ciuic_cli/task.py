@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,8 +19,9 @@ from ciuic_cli import __version__
 from ciuic_cli.artifact import writer
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.reader import Checkpoint
+from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.digests import sampled_digest
-from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.errors import InputError
 from ciuic_cli.forecast import Forecast, Text, forecast
 from ciuic_cli.journal import Journal
 from ciuic_cli.planning import PassOptions
@@ -124,17 +126,10 @@ class Task:
 
 def _mark(path: Path) -> list[Any] | None:
     """What tells a source file from another of its name: size, time, and samples of its bytes; None: it is gone."""
-    try:
+    with reading(path), suppress(FileNotFoundError):
         status = path.stat()
         return [status.st_size, status.st_mtime_ns, sampled_digest(path)]
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise EnvironmentFault(
-            f"cannot read the file: {error.strerror}",
-            file=path,
-            remedy="check the disk, and run the same command again",
-        ) from error
+    return None
 
 
 def _held_out(count: int) -> torch.Tensor:

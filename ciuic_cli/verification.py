@@ -13,7 +13,8 @@ from typing import Any
 
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.folder import checked_file, locate, read_json, unreplaced
-from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
+from ciuic_cli.checkpoint.reading import reading
+from ciuic_cli.errors import CiuicError, InputError
 
 _BLOCK = 1 << 20
 _REMEDY = "fetch the artifact again, or compress the original again"
@@ -44,8 +45,8 @@ def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done,
     """Compare size and SHA-256 of every file with `ciuic_checksums.json`.
 
     `progress(done, total)` counts bytes. The list itself is checked by its form: it must be exactly what
-    the writer would write of its content. Raises InputError if the folder has no such list or if it is
-    unreadable, EnvironmentFault if the system does not let a listed file be read.
+    the writer would write of its content. Raises InputError if the folder has no such list or one in
+    another form, EnvironmentFault if the system does not let a file be read.
     """
     folder = locate(path)
     with unreplaced(folder):
@@ -82,7 +83,9 @@ def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
         )
     document = read_json(folder, CHECKSUMS)
     # A flipped bit in the list's own white space or numbers must show as well.
-    if checked_file(folder, CHECKSUMS).read_bytes() != encode_list(document):
+    with reading(file):
+        content = checked_file(folder, CHECKSUMS).read_bytes()
+    if content != encode_list(document):
         raise _damaged_list(file, "it is not in the form in which it was written")
     files = document.get("files")
     if (
@@ -122,20 +125,14 @@ def _check_file(folder: Path, name: str, digest: str, size: int) -> str | None:
         file = checked_file(folder, name)
     except CiuicError as error:
         return error.message
-    found = file.stat().st_size
-    if found != size:
-        return f"the file has {found} bytes, not {size}"
-    running = hashlib.sha256()
-    try:
+    with reading(folder / name):
+        found = file.stat().st_size
+        if found != size:
+            return f"the file has {found} bytes, not {size}"
+        running = hashlib.sha256()
         with file.open("rb") as stream:
             while block := stream.read(_BLOCK):
                 running.update(block)
-    except OSError as error:
-        raise EnvironmentFault(
-            f"the file cannot be read: {error.strerror}",
-            file=folder / name,
-            remedy="check its permissions and the disk",
-        ) from error
     return (
         None if running.hexdigest() == digest else "its content does not have the checksum that was written"
     )

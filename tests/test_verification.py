@@ -128,6 +128,25 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(
     assert "permissions" in str(caught.value.remedy)
 
 
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_list_that_the_disk_refuses_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, after: int
+) -> None:
+    """It is read twice: as JSON, and byte for byte."""
+    read, calls = Path.read_bytes, []
+
+    def refuse(path: Path) -> bytes:
+        calls.append(path)
+        if len(calls) > after:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(EnvironmentFault, match="Input/output error") as caught:
+        verify(folder)
+    assert caught.value.file == str(folder / CHECKSUMS)
+
+
 def test_a_folder_that_is_replaced_meanwhile_is_not_called_damaged(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "new")
     (tmp_path / "new" / "model.safetensors").write_bytes(b"other")

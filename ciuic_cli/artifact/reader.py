@@ -30,6 +30,7 @@ from ciuic_cli.checkpoint.folder import (
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
+from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
@@ -184,7 +185,8 @@ def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
 
     A blob is a one-dimensional uint8 tensor; an artifact has no others of that kind. Raises InputError,
     naming file and tensor, for anything that `read_header`, `PackedMatrix.from_buffer` or
-    `ExpertStack.from_buffer` refuses, and for a tensor that is in two files.
+    `ExpertStack.from_buffer` refuses, and for a tensor that is in two files; EnvironmentFault if a file cannot be
+    read or mapped.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
@@ -203,7 +205,8 @@ def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
             tensors[name] = entry
         packed = [entry for entry in header.tensors.values() if entry.dtype == "U8" and len(entry.shape) == 1]
         if packed:
-            mapped = np.memmap(file, dtype=np.uint8, mode="r")
+            with reading(file):
+                mapped = np.memmap(file, dtype=np.uint8, mode="r")
             for entry in packed:
                 data = mapped[entry.begin : entry.end]
                 blobs[entry.name] = Blob(entry, _blob_shape(data, entry), data)

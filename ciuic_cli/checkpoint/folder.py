@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -168,15 +169,22 @@ def _require_size(file: Path, most: int) -> None:
 
 
 def read_json(folder: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in `folder/name`. Raises InputError if it is absent, too large, or not an object."""
+    """The JSON object in `folder/name`.
+
+    Raises InputError if it is absent, too large, may not be read, or is not an object, EnvironmentFault if the disk
+    refuses.
+    """
     file = checked_file(folder, name)
     _require_size(file, max_bytes)
+    with reading(folder / name):
+        try:
+            content = file.read_bytes()
+        except PermissionError as error:
+            raise InputError(
+                f"cannot read the file: {error.strerror}", file=folder / name, remedy="check its permissions"
+            ) from error
     try:
-        value = json.loads(file.read_bytes().decode("utf-8"))
-    except OSError as error:
-        raise InputError(
-            f"cannot read the file: {error.strerror}", file=folder / name, remedy="check its permissions"
-        ) from error
+        value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise InputError(f"not a JSON file: {reason}", file=folder / name, remedy=_DOWNLOAD_AGAIN) from error

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.errors import InputError
 
 MAX_HEADER_BYTES = 100_000_000
@@ -97,7 +98,8 @@ def read_header(file: Path) -> Header:
 
     Raises InputError for every way in which the file can be wrong (see FAULTS: empty, truncated, a git-LFS
     pointer, a header that is too long, not JSON, has duplicate keys, unknown dtypes, or tensors whose spans
-    disagree with their shapes, overlap, leave holes or do not end with the file).
+    disagree with their shapes, overlap, leave holes or do not end with the file), EnvironmentFault if it cannot be
+    read although it can be opened.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
@@ -106,10 +108,11 @@ def read_header(file: Path) -> Header:
             f"cannot open the file: {error.strerror}", file=file, remedy="check the path and its permissions"
         ) from error
     try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise InputError("not a regular file", file=file, remedy="give a folder of safetensors files")
-        raw, length = _read_raw_header(descriptor, file, status.st_size)
+        with reading(file):
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                raise InputError("not a regular file", file=file, remedy="give a folder of safetensors files")
+            raw, length = _read_raw_header(descriptor, file, status.st_size)
     finally:
         os.close(descriptor)
     entries = _parse_json(raw, file)

@@ -23,7 +23,8 @@ from ciuic_cli.checkpoint.folder import (
     shard_names,
 )
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
-from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.checkpoint.reading import reading
+from ciuic_cli.errors import InputError
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -310,33 +311,19 @@ def _read_into(tensor: torch.Tensor, entry: TensorEntry, begin: int) -> None:
         return
     raw: Any = tensor.view(-1).view(torch.uint8).numpy()
     view = memoryview(raw)
-    try:
+    with reading(entry.file, entry.name):  # its header was read before
         descriptor = os.open(entry.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-    except OSError as error:
-        raise _read_fault(error, entry) from error
-    try:
-        done = 0
-        while done < len(view):
-            got = os.preadv(descriptor, [view[done : done + _MAX_READ]], begin + done)
-            if got == 0:
-                raise InputError(
-                    "the file ends inside the tensor: it has changed since it was opened",
-                    file=entry.file,
-                    tensor=entry.name,
-                    remedy="leave the checkpoint alone while it is read, and start again",
-                )
-            done += got
-    except OSError as error:
-        raise _read_fault(error, entry) from error
-    finally:
-        os.close(descriptor)
-
-
-def _read_fault(error: OSError, entry: TensorEntry) -> EnvironmentFault:
-    """Its header was read before: that it cannot be read now is the machine's fault, and may pass."""
-    return EnvironmentFault(
-        f"cannot read the file: {error.strerror}",
-        file=entry.file,
-        tensor=entry.name,
-        remedy="check the disk, and run the same command again: it goes on where it stopped",
-    )
+        try:
+            done = 0
+            while done < len(view):
+                got = os.preadv(descriptor, [view[done : done + _MAX_READ]], begin + done)
+                if got == 0:
+                    raise InputError(
+                        "the file ends inside the tensor: it has changed since it was opened",
+                        file=entry.file,
+                        tensor=entry.name,
+                        remedy="leave the checkpoint alone while it is read, and start again",
+                    )
+                done += got
+        finally:
+            os.close(descriptor)
