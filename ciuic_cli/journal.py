@@ -105,13 +105,18 @@ class Journal:
     ) -> None:
         if self._lock is not None:
             with suppress(OSError):
-                if os.listdir(self.folder) == [_LOCK]:  # nothing was begun
+                if self._is_current(self._lock) and not self.has_steps():
                     self.remove()
             os.close(self._lock)
             self._lock = None
         for place in self._made:
             with suppress(OSError):  # what is not empty stays
                 place.rmdir()
+
+    def has_steps(self) -> bool:
+        """Whether there is something to go on from: any file besides the lock and the fingerprint."""
+        own = [self.folder / _LOCK, self.folder / _FINGERPRINT]
+        return any(path.is_file() and path not in own for path in self.folder.rglob("*"))
 
     def begin(self, fingerprint: dict[str, Any], *, restart: bool) -> bool:
         """Compare with the run that left this journal; True if there is one to go on from.

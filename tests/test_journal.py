@@ -103,6 +103,21 @@ def test_going_on_needs_the_same_run(tmp_path: Path) -> None:
         assert journal.begin(dict(fingerprint), restart=True) is True  # --force keeps what still holds
 
 
+def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), Journal(tmp_path / "out") as journal:
+        journal.begin({"seed": 0}, restart=False)
+        (journal.folder / "statistics").mkdir()
+        assert not journal.has_steps()
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ZeroDivisionError), Journal(tmp_path / "out") as journal:
+        journal.begin({"seed": 0}, restart=False)
+        journal.save("many/0", b"result")
+        assert journal.has_steps()
+        raise ZeroDivisionError
+    assert journal.load("many/0") == b"result"
+
+
 def test_36_the_differences_are_listed(tmp_path: Path) -> None:
     before = {
         "options": {"seed": 0, "rank": 1},
@@ -236,6 +251,7 @@ def test_36_a_journal_that_is_no_folder_counts_as_not_there(tmp_path: Path, kind
     place.mkdir(parents=True)
     with Journal(tmp_path / "out") as journal:
         journal.begin({"seed": 0}, restart=False)
+        journal.save("step", b"result")
     journal.folder.rename(elsewhere)
     SPOILS[kind](Journal(place / "out").folder)
     with Journal(place / "out") as journal:
