@@ -6,12 +6,11 @@ options and wrong paths answer at once.
 
 from __future__ import annotations
 
-import math
 import re
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import asdict
 from decimal import Decimal
 from enum import StrEnum
@@ -24,19 +23,27 @@ from ciuic_cli import __version__
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.console import Console, run
 from ciuic_cli.errors import EnvironmentFault, UsageError
+from ciuic_cli.options import (
+    DEFAULT_RATIO,
+    NSAMPLES,
+    SEED,
+    SEQLEN,
+    WIDTHS,
+    check_bits,
+    check_device,
+    check_prune,
+    check_rank,
+    check_size,
+    check_target,
+)
 from ciuic_cli.tables import show_bench, show_compressed, show_description, show_evaluation, show_verification
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
-"""Bits per weight that the code has."""
-RANK_STEP = 16
-DEFAULT_RATIO = 4.0
 _UNITS = {
     unit: base**power
     for power, letter in enumerate("KMGT", start=1)
     for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
-_DEVICE = re.compile(r"auto|cpu|cuda|cuda:[0-9]+")
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; "
@@ -75,85 +82,29 @@ def parse_size(text: str) -> int:
     if found is None or unit not in ("", "B", *_UNITS):
         raise UsageError(f"{text!r:.60} is no size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
     size = Decimal(found[1]) * _UNITS.get(unit, 1)
-    if size == 0:
-        raise UsageError("a model cannot be 0 bytes long", remedy="write a size like 8GiB, 500MB or 4365952")
-    if size < 1 or (unit in ("", "B") and size != int(size)):
+    if 0 < size < 1 or (unit in ("", "B") and size != int(size)):
         raise UsageError(f"{text!r} is no whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB")
-    return int(size)
+    return check_size(int(size))
 
 
 def parse_bits(text: str) -> tuple[int, ...]:
     """The widths of "2,3,4", ascending and each once; raises UsageError for any that the code has not."""
-    allowed = {str(width): width for width in WIDTHS}
+    widths = {str(width): width for width in WIDTHS}
     names = [part.strip() for part in text.split(",")]
-    wrong = [name for name in names if name not in allowed]
-    if wrong:
-        raise UsageError(
-            f"--bits: {wrong[0]!r} is not among the possible widths",
-            remedy=f"choose from {','.join(allowed)}",
-        )
-    return tuple(sorted({allowed[name] for name in names}))
+    return check_bits([widths.get(name, name) for name in names])
 
 
 def parse_prune(text: str) -> str | float:
     """ "off", "auto", or a share in [0, 1); raises UsageError for anything else."""
-    if text in ("off", "auto"):
-        return text
-    try:
-        share = float(text)
-    except ValueError:
-        share = math.nan
-    if not 0.0 <= share < 1.0:
-        raise UsageError(
-            f"--prune {text!r} is neither off, auto nor a share in [0, 1)",
-            remedy="0.1 leaves out a tenth of the prunable weights",
-        )
-    return share
+    value: str | float = text
+    with suppress(ValueError):
+        value = float(text)
+    return check_prune(value)
 
 
 def parse_rank(text: str) -> str | int:
     """ "off", "auto", or a positive multiple of 16; raises UsageError for anything else."""
-    if text in ("off", "auto"):
-        return text
-    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) == 0:
-        raise UsageError(
-            f"--rank {text!r} is neither off, auto nor a positive number",
-            remedy=f"use a multiple of {RANK_STEP}",
-        )
-    rank = int(text)
-    if rank % RANK_STEP:
-        raise UsageError(
-            f"--rank {rank} is no multiple of {RANK_STEP}", remedy=f"use {rank + -rank % RANK_STEP}"
-        )
-    return rank
-
-
-def parse_device(text: str) -> str:
-    """ "auto", "cpu", "cuda" or "cuda:N"; raises UsageError for anything else."""
-    if not _DEVICE.fullmatch(text):
-        raise UsageError(f"--device {text!r} is no device", remedy="use auto, cpu, cuda or cuda:N")
-    return text
-
-
-def target(ratio: float | None, target_bpw: float | None, target_size: str | None) -> dict[str, Any]:
-    """The one byte target as arguments of `compress`; raises UsageError for two, or an absurd one."""
-    given = {"--ratio": ratio, "--target-bpw": target_bpw, "--target-size": target_size}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} contradict each other", remedy="give one of them")
-    if target_size is not None:
-        return {"target_size": parse_size(target_size)}
-    if target_bpw is not None:
-        if not 0 < target_bpw <= 16:
-            raise UsageError(
-                f"--target-bpw {target_bpw:g} is not above 0 and at most 16 bits per weight",
-                remedy="4 is a quarter of 16-bit weights",
-            )
-        return {"target_bpw": target_bpw}
-    wanted = DEFAULT_RATIO if ratio is None else ratio
-    if not (math.isfinite(wanted) and wanted >= 1):
-        raise UsageError(f"--ratio {wanted:g} is no finite number of at least 1", remedy="4 is the default")
-    return {"ratio": wanted}
+    return check_rank(int(text) if re.fullmatch(r"[0-9]{1,9}", text) else text)
 
 
 def _execute(console: Console, action: Callable[[], None]) -> NoReturn:
@@ -222,7 +173,8 @@ def compress(
         ),
     ],
     ratio: Annotated[
-        float | None, typer.Option(show_default="4", help="Bytes at 2 per parameter over bytes of OUT.")
+        float | None,
+        typer.Option(show_default=f"{DEFAULT_RATIO:g}", help="Bytes at 2 per parameter over bytes of OUT."),
     ] = None,
     target_bpw: Annotated[float | None, typer.Option(help="Instead: stored bits per weight.")] = None,
     target_size: Annotated[
@@ -233,13 +185,17 @@ def compress(
         typer.Option(metavar="FILE", readable=False, help="UTF-8 text to calibrate on (repeatable)."),
     ] = None,
     nsamples: Annotated[
-        int | None, typer.Option(min=2, max=1 << 20, show_default="by effort", help="Calibration sequences.")
+        int | None,
+        typer.Option(
+            min=NSAMPLES[0], max=NSAMPLES[1], show_default="by effort", help="Calibration sequences."
+        ),
     ] = None,
     seqlen: Annotated[
-        int | None, typer.Option(min=32, max=1 << 20, show_default="by effort", help="Tokens per sequence.")
+        int | None,
+        typer.Option(min=SEQLEN[0], max=SEQLEN[1], show_default="by effort", help="Tokens per sequence."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**32 - 1, help="Of the labels that the statistics sample.")
+        int, typer.Option(min=SEED[0], max=SEED[1], help="Of the labels that the statistics sample.")
     ] = 0,
     effort: Annotated[
         EffortLevel, typer.Option(help="How much work to spend on quality.")
@@ -270,11 +226,11 @@ def compress(
 
     def action() -> None:
         options: dict[str, Any] = {
-            **target(ratio, target_bpw, target_size),
+            **check_target(ratio, target_bpw, None if target_size is None else parse_size(target_size)),
             "prune": parse_prune(prune),
             "rank": parse_rank(rank),
             "bits": parse_bits(bits),
-            "device": parse_device(device),
+            "device": check_device(device),
         }
         folder = locate(model)
         from ciuic_cli.pipeline import compress as run_compress
@@ -367,7 +323,7 @@ def evaluate(
     console = Console(json_mode=json)
 
     def action() -> None:
-        parse_device(device)
+        check_device(device)
         if prompt is not None and not prompt.strip():
             raise UsageError("--prompt is empty", remedy="give some words to continue")
         folder = locate(path)
@@ -416,7 +372,7 @@ def bench(
     console = Console(json_mode=json)
 
     def action() -> None:
-        parse_device(device)
+        check_device(device)
         folder = locate(path)
         original = None if base is None else locate(base)
         from ciuic_cli.bench import bench as run_bench

@@ -22,11 +22,23 @@ from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageErr
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_generation_config, open_tokenizer
-from ciuic_cli.passes.quantize import BLOCK
+from ciuic_cli.options import (
+    EFFORTS,
+    WIDTHS,
+    Options,
+    check_bits,
+    check_path,
+    check_prune,
+    check_rank,
+    check_settings,
+    check_target,
+    check_texts,
+)
 from ciuic_cli.planning import PassOptions, check_reachable, largest_bytes
 from ciuic_cli.run import Progress, Run
+from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import calibration_batch
-from ciuic_cli.task import EFFORTS, Options, Task, budget_of, check_apart, check_output
+from ciuic_cli.task import Task, budget_of, check_apart, check_output
 from ciuic_cli.verification import verify
 from ciuic_cli.workers import Workers, joined
 
@@ -37,17 +49,17 @@ def compress(
     model: str | Path,
     out: str | Path,
     *,
-    ratio: float = 4.0,
+    ratio: float | None = None,
     target_bpw: float | None = None,
     target_size: int | None = None,
-    calibration: Sequence[str | Path] = (),
+    calibration: str | Path | Sequence[str | Path] = (),
     nsamples: int | None = None,
     seqlen: int | None = None,
     seed: int = 0,
     effort: str = "default",
     prune: str | float = "auto",
     rank: str | int = "auto",
-    bits: Sequence[int] = (2, 3, 4, 5, 6, 8),
+    bits: Sequence[int] = WIDTHS,
     mtp: str = "drop",
     device: str = "auto",
     dry_run: bool = False,
@@ -63,9 +75,9 @@ def compress(
     Args:
         model: folder or hub id of a safetensors checkpoint.
         out: folder of the artifact; must not exist unless `force`, and not appear during the run.
-        ratio: bytes of all parameters at 2 bytes each, over bytes of the artifact's safetensors files.
+        ratio: bytes of all parameters at 2 bytes each, over bytes of the artifact's safetensors files; default: 4.
         target_bpw: instead of ratio: stored bits per parameter. target_size: instead of ratio: bytes.
-        calibration: UTF-8 text files; none: the package's own mix.
+        calibration: UTF-8 text file or files; none: the package's own mix.
         effort: "fast", "default" or "best".
         prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
         bits: the widths that may be used, of 2, 3, 4, 5, 6, 8.
@@ -74,20 +86,23 @@ def compress(
         force: replace an existing output; discard an unfinished run with other options.
 
     Raises:
+        UsageError: an option of a value that it cannot have (see options.py).
         CiuicError: see errors.py; the output is as it was before.
     """
-    if mtp not in ("keep", "drop"):
-        raise UsageError(f"mtp is {mtp!r:.40}, not keep or drop")
-    if isinstance(rank, int) and (rank < 1 or rank % BLOCK):
-        raise UsageError(f"rank is {rank}", remedy=f"use off, auto, or a multiple of {BLOCK}")
+    target, texts = check_target(ratio, target_bpw, target_size), check_texts(calibration)
+    prune, rank, widths = check_prune(prune), check_rank(rank), check_bits(bits)
+    check_settings(nsamples=nsamples, seqlen=seqlen, seed=seed, effort=effort, mtp=mtp, device=device)
+    check_path("model", model)
+    out = check_path("out", out)
     started = time.monotonic()
     steady_memory()
     out = Path(os.path.realpath(out))  # a link keeps pointing where it does; what it points to is written
 
     def task() -> Task:
+        choose_device(device)  # refused before there is anything to go on from
         checkpoint = open_checkpoint(model)
         if workers.leads:
-            check_apart(out, checkpoint, calibration)
+            check_apart(out, checkpoint, texts)
             if not dry_run:
                 Journal(out).sweep()
                 for place in (out, *out.parents):
@@ -101,10 +116,9 @@ def compress(
             if not model_map.mtp.kept:
                 hint("the checkpoint has no multi-token-prediction layers to keep")
         original = 2 * model_map.stored_numel
-        budget = budget_of(original, ratio, target_bpw, target_size)
+        budget = budget_of(original, **target)
         level = EFFORTS[effort]
         length = _sequence_length(seqlen, level.seqlen, positions_of(model_map.config))
-        widths = tuple(sorted(set(bits)))
         passes = PassOptions(widths, level.window, prune, rank)
         check_reachable(model_map, budget, passes)
         budget = min(budget, largest_bytes(model_map, passes))
@@ -117,7 +131,7 @@ def compress(
         open_generation_config(checkpoint.folder)  # it goes with the artifact
         batches = calibration_batch(
             open_tokenizer(checkpoint.folder),
-            [Path(file) for file in calibration],
+            texts,
             nsamples=options.nsamples,
             seqlen=options.seqlen,
             vocab_size=model_map.config.get_text_config().vocab_size,
@@ -189,7 +203,7 @@ def _lead(
                 if expected is not None:
                     finished["forecast"] = expected.as_dict()
         except KeyboardInterrupt:
-            if not dry_run:
+            if not dry_run and journal.has_steps():
                 hint(f"finished steps are kept in {journal.folder}; the same command goes on from there")
             raise
         except (InputError, TargetError):

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,42 +24,12 @@ from ciuic_cli.digests import sampled_digest
 from ciuic_cli.errors import InputError
 from ciuic_cli.forecast import Forecast, Text, forecast
 from ciuic_cli.journal import Journal
+from ciuic_cli.options import Options
 from ciuic_cli.planning import PassOptions
 from ciuic_cli.runtime.loading import choose_device
 
-
-@dataclass(frozen=True)
-class Effort:
-    """What an effort level spends: trellis window L, calibration sequences and their length."""
-
-    window: int
-    nsamples: int
-    seqlen: int
-
-
 HELD_OUT_EVERY = 16
 """One calibration sequence in so many is kept from the statistics, to measure KL on."""
-EFFORTS = {"fast": Effort(12, 24, 512), "default": Effort(16, 64, 512), "best": Effort(16, 128, 512)}
-
-
-@dataclass(frozen=True)
-class Options:
-    """Everything besides the weights and the text that decides the artifact's bytes."""
-
-    ratio: float
-    effort: str
-    window: int
-    nsamples: int
-    seqlen: int
-    seed: int
-    prune: str | float
-    rank: str | int
-    bits: tuple[int, ...]
-    mtp: str
-    device: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "bits": list(self.bits)}
 
 
 @dataclass(frozen=True)
@@ -211,8 +181,10 @@ def _existing_parent(out: Path) -> Path:
     return place
 
 
-def budget_of(original: int, ratio: float, target_bpw: float | None, target_size: int | None) -> int:
-    """Bytes that the artifact's safetensors files may take."""
+def budget_of(
+    original: int, *, ratio: float = 1.0, target_bpw: float | None = None, target_size: int | None = None
+) -> int:
+    """Bytes that the artifact's safetensors files may take; the target as `check_target` has it."""
     if target_size is not None:
         return target_size
     if target_bpw is not None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import ciuic_cli.pipeline
-from ciuic_cli import cli
+from ciuic_cli import cli, options
 from ciuic_cli.errors import UsageError
 
 
@@ -73,17 +72,6 @@ def test_rank() -> None:
         cli.parse_rank("17")
 
 
-def test_targets() -> None:
-    assert cli.target(None, None, None) == {"ratio": 4.0}
-    assert cli.target(2.5, None, None) == {"ratio": 2.5}
-    assert cli.target(None, 3.25, None) == {"target_bpw": 3.25}
-    assert cli.target(None, None, "1MiB") == {"target_size": 2**20}
-    with pytest.raises(UsageError, match="--ratio and --target-size"):
-        cli.target(4.0, None, "1MiB")
-
-
-def test_widths_and_efforts_are_those_of_the_code() -> None:
-    from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
-
-    assert set(cli.WIDTHS) == set(MSE_BY_WINDOW[16])
-    assert {level.value for level in cli.EffortLevel} == set(ciuic_cli.pipeline.EFFORTS)
+def test_the_names_are_those_that_can_be_asked_for() -> None:
+    assert {level.value for level in cli.EffortLevel} == set(options.EFFORTS)
+    assert {choice.value for choice in cli.MtpLayers} == set(options.MTP)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import shutil
@@ -38,7 +39,7 @@ def _compress(source: Path, out: Path, text: Path, **options: Any) -> dict[str, 
         "nsamples": 6,
         "seqlen": 48,
         "calibration": [text],
-        "ratio": 2.0,
+        "ratio": None if {"target_bpw", "target_size"} & options.keys() else 2.0,
     }
     return pipeline.compress(source, out, **{**settings, **options})
 
@@ -224,12 +225,76 @@ def test_passes_can_be_forced_and_forbidden(
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "forced") is not None
 
 
-@pytest.mark.parametrize("rank", [0, -16, 24])
-def test_ranks_are_multiples_of_16(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, rank: int
+WRONG: dict[str, list[Any]] = {
+    "ratio": [0, math.nan, "4", True],
+    "target_bpw": [0, 17],
+    "target_size": [0, "8GB"],
+    "calibration": [[None], 5, b"x"],
+    "nsamples": [0, -1],
+    "seqlen": [0],
+    "seed": [2**40, -1],
+    "effort": ["slow"],
+    "prune": [1.5],
+    "rank": [0, "x"],
+    "bits": [(), (7,)],
+    "mtp": ["half"],
+    "device": ["x", "meta", None],
+}
+
+
+@pytest.mark.parametrize(("option", "value"), [(name, value) for name in WRONG for value in WRONG[name]])
+def test_wrong_options_are_usage_errors_before_anything_is_written(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, option: str, value: object
 ) -> None:
-    with pytest.raises(UsageError, match=f"rank is {rank}"):
-        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, rank=rank)
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')}|a model cannot be"):
+        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, **{option: value})
+    assert list(tmp_path.iterdir()) == [text]
+
+
+def test_wrong_paths_and_two_targets_are_usage_errors(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source: Any = tiny_checkpoint("llama")
+    for model, out in ((source, f"{tmp_path}/a\0b"), (source, None), (5, tmp_path / "out")):
+        with pytest.raises(UsageError, match="is no path"):
+            _compress(model, out, text)
+    with pytest.raises(UsageError, match="contradict"):
+        _compress(source, tmp_path / "out", text, ratio=3.0, target_size=10**6)
+    assert list(tmp_path.iterdir()) == [text]
+
+
+def test_one_text_need_not_be_in_a_list(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    for calibration in (text, str(text), (str(text),)):
+        report = _compress(
+            tiny_checkpoint("llama"), tmp_path / "out", text, calibration=calibration, dry_run=True
+        )
+        assert report["options"]["nsamples"] == 6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_device_that_is_not_there_does_not_stop_the_next_call(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    with pytest.raises(EnvironmentFault, match="no CUDA device"):
+        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, device="cuda")
+    assert list(tmp_path.iterdir()) == [text]
+    _compress(tiny_checkpoint("llama"), tmp_path / "out", text, device="cpu")
+
+
+def test_an_error_before_the_first_step_leaves_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ciuic_cli.run.collect_statistics", fail)
+        with pytest.raises(ZeroDivisionError):
+            _compress(tiny_checkpoint("llama"), tmp_path / "out", text)
+    assert list(tmp_path.iterdir()) == [text]
+    _compress(tiny_checkpoint("llama"), tmp_path / "out", text, seed=1)
 
 
 def test_unreachable_targets_stop_before_any_work(
