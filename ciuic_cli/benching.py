@@ -20,7 +20,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, positions_of
+from ciuic_cli.checkpoint.architecture import (
+    build_config,
+    build_meta_model,
+    positions_of,
+    running_as_configured,
+)
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.memory import exhaustion, peak_resident_bytes, resident_bytes, return_freed_memory
@@ -54,8 +59,11 @@ def measure(
     folder = locate(path)
     config = build_config(read_config(folder), folder / "config.json")
     _require_positions(config, prompt_tokens + new_tokens, folder)
-    _require_memory(token_bytes(config, prompt_tokens, new_tokens, batch_size), place)
-    build_meta_model(config, torch.bfloat16, folder / "config.json")  # its code is in memory before we count
+    # Its code is in memory before we count, and has made its kinds of cache known to transformers.
+    build_meta_model(config, torch.bfloat16, folder / "config.json")
+    with running_as_configured(folder / "config.json"):
+        needed = token_bytes(config, prompt_tokens, new_tokens, batch_size)
+    _require_memory(needed, place)
     if place.type == "cuda":
         torch.cuda.init()
     _settle()
@@ -88,7 +96,8 @@ def measure(
     with torch.inference_mode():
         for repetition in range(repetitions + 1):
             ids = torch.randint(0, vocabulary, (batch_size, prompt_tokens), generator=generator).to(place)
-            first, rest = _time_once(model, ids, new_tokens, place)
+            with running_as_configured(folder / "config.json"):
+                first, rest = _time_once(model, ids, new_tokens, place)
             if repetition:  # the first one warms up
                 prefill.append(batch_size * prompt_tokens / first)
                 decode.append(batch_size * new_tokens / rest)
@@ -146,7 +155,8 @@ def token_bytes(config: Any, prompt_tokens: int, new_tokens: int, batch_size: in
     """At least so many bytes are taken, besides the weights, by what `measure` runs the model on.
 
     Token ids, one hidden state of the prompt, the last logits, and the cache: what its attention layers keep of a
-    token, numbers of 2 bytes. Multi-head latent attention keeps the latent at least.
+    token, numbers of 2 bytes. Multi-head latent attention keeps the latent at least. The model's own code has to be
+    imported: some families have kinds of cache layers that transformers knows only then.
     """
     text = config.get_text_config()
     latent, heads = getattr(text, "kv_lora_rank", None), getattr(text, "num_attention_heads", 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from ciuic_cli.checkpoint.architecture import build_config, positions_of, runnin
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.estimates import Floats, mean_of
-from ciuic_cli.inspection import is_artifact
 from ciuic_cli.opening import expected_bytes, free_memory, open_model, open_tokenizer
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import (
@@ -204,7 +202,8 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
             (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0
         ),
     )
-    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
+    with running_as_configured(locate(path) / "config.json"):
+        output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
     with tokenizer_faults(tokenizer.name_or_path):
         return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
@@ -218,8 +217,7 @@ def _dtype(folders: list[Path], place: torch.device) -> torch.dtype | None:
 
 def _logits(model: Any, window: torch.Tensor, folder: Path) -> torch.Tensor:
     """(tokens, vocabulary): the predictions of every token of a window but the first."""
-    ours = is_artifact(read_config(folder))  # our own code runs too, whose faults are no fault of the folder
-    with nullcontext() if ours else running_as_configured(folder / "config.json"):
+    with running_as_configured(folder / "config.json"):
         output = model(input_ids=window[None].to(model.device), use_cache=False)
     logits: torch.Tensor = output.logits[0, :-1]
     return logits

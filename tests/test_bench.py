@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +141,27 @@ def test_a_tied_head_is_counted_once(tiny_checkpoint: Callable[..., Path]) -> No
 
 
 # --- what goes wrong in the measuring process
+
+
+@pytest.mark.slow
+def test_every_family_is_measured_in_a_process_that_knows_none(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Some families' modelling files enter kinds of cache layers into transformers; here none is imported yet."""
+    code = (
+        "import json, sys; from ciuic_cli.benching import measure; "
+        "options = json.loads(sys.argv[1]); "
+        "print([measure(path, **options)['dtype'] for path in sys.argv[2:]])"
+    )
+    folders = [str(tiny_checkpoint(family)) for family in sorted(TINY_CONFIGS)]
+    options = json.dumps({**QUICK, "repetitions": 1})
+    done = subprocess.run(
+        [sys.executable, "-c", code, options, *folders],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == str(["bfloat16"] * len(folders))
 
 
 def test_errors_come_back_as_they_were_raised(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -8,6 +8,7 @@ weights have shapes and no memory.
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +36,12 @@ _LAYER_KEYS = (
     "first_k_dense_replace",
 )
 _LABEL_KEYS = ("num_labels", "n_labels")
+_LOOP_WORDS = ("_iter", "loops")
+_MAX_LOOPS = 4096
+_MAX_NUMBER = 1 << 40
+"""Beyond every whole number in the config.json of a model; rotary bases, the largest, come to some 5e10."""
+_UNBOUNDED = ("model_max_length",)
+"""Where the tokenizers of transformers write 1e30 for "no limit"."""
 _EXPERT_KEYS = (
     "n_routed_experts",
     "num_experts",
@@ -65,7 +72,8 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             file=file,
             remedy="update transformers, or use a checkpoint of a supported architecture",
         )
-    _check_sizes(raw, file)
+    _check_numbers(raw, file)
+    _check_sizes(raw, CONFIG_MAPPING[model_type], file)
     values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _IGNORED}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(values)
@@ -162,7 +170,21 @@ def layer_prefixes(model: Any, count: int) -> list[str]:
     return [f"{name}.{index}." for index in range(len(module))]
 
 
-def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
+def _check_numbers(raw: dict[str, Any], file: Path | None) -> None:
+    """No whole number, however deep, that overflows what is computed from it."""
+    waiting = [(key, value) for key, value in raw.items() if key not in (*_IGNORED, *_UNBOUNDED)]
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, dict):
+            waiting += value.items()
+        elif isinstance(value, list):
+            waiting += [(key, part) for part in value]
+        elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
+            _absurd(key, value, f"between -{_MAX_NUMBER} and {_MAX_NUMBER}", file)
+
+
+def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path | None) -> None:
+    """Bounds by what the key says it counts; steps of a loop only where the `kind` of configuration has the key."""
     sections = [raw] + [
         value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)
     ]
@@ -179,6 +201,8 @@ def _check_sizes(raw: dict[str, Any], file: Path | None) -> None:
                 limit = _MAX_EXPERTS
             elif key in _POSITION_KEYS:
                 limit = _MAX_POSITIONS
+            elif any(word in key for word in _LOOP_WORDS) and hasattr(kind, key):
+                limit = _MAX_LOOPS
             elif any(word in key for word in (*_WIDTH_WORDS, "group")) and "token" not in key:
                 limit = _MAX_WIDTH
             else:
@@ -240,14 +264,22 @@ def _absurd(key: str, value: object, expected: str, file: Path | None) -> None:
 
 @contextmanager
 def running_as_configured(file: Path, module: str | None = None) -> Iterator[None]:
-    """For running transformers' own code on the original's weights: what it cannot do with the sizes and choices in
-    config.json becomes an InputError that names the file, and the module if it is known."""
+    """For running transformers' own code on weights as they are stored: what it cannot do with the sizes and choices
+    in config.json becomes an InputError that names the file, and the module if it is known.
+
+    What the compressed modules of an artifact's model raise is no fault of the file, and stays as it is.
+    """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if exhaustion(error) is not None:
+        if exhaustion(error) is not None or _of_compressed_modules(error):
             raise
         raise _refused("transformers cannot run the model", error, file, module) from error
+
+
+def _of_compressed_modules(error: Exception) -> bool:
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals.get("__name__", "").startswith("ciuic_cli.runtime.") for frame, _ in frames)
 
 
 def _refused(what: str, error: Exception, file: Path | None, module: str | None = None) -> InputError:

@@ -82,6 +82,32 @@ def test_27_absurd_or_negative_sizes(key: str, value: Any) -> None:
     assert key in error.message and time.monotonic() - started < 1
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("sliding_window", 10**30),
+        ("sliding_window", -(10**30)),
+        ("hc_sinkhorn_iters", 1 << 63),
+        ("rope_parameters", {"main": {"factor": 1 << 63}}),
+        ("compress_ratios", [4, 1 << 63]),
+    ],
+)
+def test_27_whole_numbers_without_bound(key: str, value: Any) -> None:
+    assert str(1 << 40) in refusal(model_type="deepseek_v4", **{key: value}).message
+
+
+def test_27_loops_without_end() -> None:
+    assert "hc_sinkhorn_iters" in refusal(model_type="deepseek_v4", hc_sinkhorn_iters=10**6).message
+    assert (
+        build_config({**LLAMA, "train_iters": 10**6}).train_iters == 10**6
+    )  # noted by others, read by no model
+
+
+def test_large_numbers_that_models_have() -> None:
+    values = {"rope_theta": 45843689292, "model_max_length": 10**30, "max_position_embeddings": 1 << 24}
+    assert build_config({**LLAMA, **values}).max_position_embeddings == 1 << 24
+
+
 def test_27_what_transformers_itself_refuses_is_an_input_error() -> None:
     assert "transformers refuses" in refusal(num_key_value_heads="many").message
     with pytest.raises(InputError, match="no model can be built"):
