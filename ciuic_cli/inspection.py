@@ -23,8 +23,10 @@ from ciuic_cli.artifact.reader import (
     open_artifact,
     require_compressed,
     require_dense,
+    require_expert_ids,
 )
 from ciuic_cli.artifact.writer import REPORT
+from ciuic_cli.checkpoint.expert_ids import expert_tables
 from ciuic_cli.checkpoint.folder import locate, read_config, unreplaced
 from ciuic_cli.checkpoint.header import DTYPE_BITS
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
@@ -32,6 +34,7 @@ from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
 from ciuic_cli.errors import InputError
+from ciuic_cli.runtime.swap import blob_slots, swap_modules
 
 DENSE_BYTES = 2
 """Bytes per parameter of the dense model that ratios refer to (bf16)."""
@@ -188,6 +191,8 @@ def _describe_artifact(artifact: Artifact) -> Description:
     expected = {name: tensor for name, (_, tensor) in classified.items()}
     require_dense(artifact, expected)
     require_compressed(artifact, expected)
+    require_expert_ids(artifact, expert_tables(classified))
+    _require_places(artifact, model, set(classified))
     rows = []
     for name, (found, _) in classified.items():
         if name in ties or found.buffer:
@@ -226,11 +231,19 @@ def _describe_artifact(artifact: Artifact) -> Description:
     )
 
 
-def _predictors(artifact: Artifact, model: set[str]) -> dict[str, Classification]:
-    """The tensors of kept multi-token-prediction layers; `model` are the names of the model's own parameters.
+def _require_places(artifact: Artifact, model: Any, own: set[str]) -> None:
+    """Put the compressed modules into the meta model as loading does; raises InputError where they have no place."""
+    blobs = {name: blob for name, blob in artifact.blobs.items() if name in own}
+    try:
+        swap_modules(model, blob_slots(model, blobs), model.dtype)
+    except InputError as error:
+        raise InputError(
+            error.message, file=artifact.folder, tensor=error.tensor, remedy=error.remedy
+        ) from error
 
-    Raises InputError unless there are as many as the artifact's config says.
-    """
+
+def _predictors(artifact: Artifact, model: set[str]) -> dict[str, Classification]:
+    """The tensors of kept multi-token-prediction layers; `model` are the names of the model's own parameters."""
     found = {}
     for name, entry in artifact.tensors.items():
         if name in model or not artifact.mtp.kept or not artifact.mtp.owns(name):
@@ -238,12 +251,6 @@ def _predictors(artifact: Artifact, model: set[str]) -> dict[str, Classification
         blob, dtype = artifact.blobs.get(name), TORCH_DTYPES.get(entry.dtype)
         floating = blob is not None or dtype is None or dtype.is_floating_point
         found[name] = classify_mtp(name, entry.shape if blob is None else blob.shape, floating=floating)
-    if artifact.mtp.kept and len(found) != artifact.mtp.stored:
-        raise InputError(
-            f"{len(found)} tensor(s) of multi-token-prediction layers are there, not {artifact.mtp.stored}",
-            file=artifact.folder,
-            remedy="the artifact is damaged; fetch or compress it again",
-        )
     return found
 
 

@@ -34,20 +34,20 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     place = choose_device(device)
     if is_artifact(read_config(folder)):
         with unreplaced(folder):
-            open_generation_config(
-                folder
-            )  # transformers reads it, and finds out what is wrong while it generates
-            return _answering(load(folder, device=place, dtype=dtype))
+            return _answering(load(folder, device=place, dtype=dtype), folder)
     model_map = map_model(open_checkpoint(folder))
     _require_memory(model_map.stored_numel * (dtype or model_map.dtype).itemsize, place, folder)
     model = model_map.skeleton(dtype=dtype)
     model_map.materialise(model, "", dtype, place)
+    return _answering(model, folder)
+
+
+def _answering(model: Any, folder: Path) -> Any:
+    """The model in evaluation mode, its outputs with names, whatever its config.json asks for.
+
+    With the folder's own generation_config: transformers goes on without one that it cannot read.
+    """
     model.generation_config = open_generation_config(folder) or model.generation_config
-    return _answering(model)
-
-
-def _answering(model: Any) -> Any:
-    """The model in evaluation mode, its outputs with names, whatever its config.json asks for."""
     model.config.return_dict = True
     return model.eval()
 

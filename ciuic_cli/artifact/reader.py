@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
+from ciuic_cli.checkpoint.expert_ids import require_experts
 from ciuic_cli.checkpoint.folder import (
     check_files,
     checked_file,
@@ -29,7 +30,7 @@ from ciuic_cli.checkpoint.folder import (
 )
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.mtp import PredictionLayers
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES, is_integer
 from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
@@ -90,7 +91,8 @@ def open_artifact(path: str | Path) -> Artifact:
     """Open a folder (or hub id) and check its headers and those of its blobs.
 
     Raises InputError if it is no artifact, was written in a newer format, or is damaged: unreadable or
-    inconsistent files, a tensor in two of them, blobs whose fields are impossible.
+    inconsistent files, a tensor in two of them, blobs whose fields are impossible, another number of tensors of
+    multi-token-prediction layers than its config says.
     """
     folder = locate(path)
     with unreplaced(folder):
@@ -119,6 +121,13 @@ def _open(folder: Path) -> Artifact:
             remedy="the files of two artifacts are mixed; fetch or compress it again",
         )
     mtp = PredictionLayers.from_dict(quantization.get("mtp"), folder / "config.json")
+    found = sum(mtp.owns(name) for name in files.tensors)
+    if mtp.kept and found != mtp.stored:
+        raise InputError(
+            f"{found} tensor(s) of multi-token-prediction layers are there, not {mtp.stored}",
+            file=folder,
+            remedy=_DAMAGED,
+        )
     return Artifact(files.tensors, files.blobs, files.file_bytes, folder, config, quantization, mtp)
 
 
@@ -138,7 +147,7 @@ def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> N
 
 
 def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse an uncompressed tensor that is not of the shape and kind (float or integer) that the model has.
+    """Refuse an uncompressed tensor that is not of the shape and kind (float, integer, boolean) that the model has.
 
     `expected` are the model's own tensors (on the meta device) by the artifact's names; a compressed tensor is
     none of these. Raises InputError naming file and tensor.
@@ -150,11 +159,24 @@ def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor])
         stored = TORCH_DTYPES.get(entry.dtype)
         if entry.shape != tuple(wanted.shape):
             fault = f"the tensor has shape {entry.shape}, the config makes it {tuple(wanted.shape)}"
-        elif stored is None or stored.is_floating_point != wanted.is_floating_point():
+        elif stored is None or _kind(stored) != _kind(wanted.dtype):
             fault = f"the tensor is stored as {entry.dtype}, the model has {wanted.dtype}"
         else:
             continue
         raise InputError(fault, file=entry.file, tensor=name, remedy=_DAMAGED)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, is_integer(dtype)
+
+
+def require_expert_ids(artifact: ArtifactFiles, tables: Mapping[str, int]) -> None:
+    """Read the tables of expert ids and refuse those that name experts which are not there.
+
+    `tables` as `expert_tables` returns them, by the artifact's names. Raises InputError naming file and tensor.
+    """
+    for name, experts in tables.items():
+        require_experts(artifact.tensors[name], experts, _DAMAGED)
 
 
 def require_compressed(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:

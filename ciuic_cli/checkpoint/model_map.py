@@ -1,8 +1,8 @@
 """The checkpoint seen as a model: every parameter with its role and sources, read or streamed layer by layer.
 
-`map_model` needs the config and the headers only. Reading then goes one parameter, one expert or one decoder
-layer at a time: `materialise` gives a layer of the skeleton its weights, `release` takes them away again, and
-the result equals a full `from_pretrained` bit by bit.
+`map_model` needs the config and the headers, and reads the tables of expert ids if there are any. Reading then
+goes one parameter, one expert or one decoder layer at a time: `materialise` gives a layer of the skeleton its
+weights, `release` takes them away again, and the result equals a full `from_pretrained` bit by bit.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ciuic_cli.checkpoint.architecture import (
     layer_prefixes,
     require_plausible,
 )
+from ciuic_cli.checkpoint.expert_ids import expert_tables, require_experts
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.checkpoint.naming import Assembly, plan_names
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint
@@ -221,10 +222,10 @@ class ModelMap:
 
 
 def map_model(checkpoint: Checkpoint) -> ModelMap:
-    """Map a checkpoint onto transformers' model of its config; no weight is read.
+    """Map a checkpoint onto transformers' model of its config; no weight is read, only tables of expert ids are.
 
     Raises InputError for an unknown architecture or absurd sizes, tensors that are missing, of another shape
-    than the config says, or stored as integers without a scale.
+    than the config says, or stored as integers without a scale, and tables that name experts which are not there.
     """
     file = checkpoint.folder / "config.json"
     config = build_config(checkpoint.config, file)
@@ -243,18 +244,19 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
     if ties.broken:
         config.tie_word_embeddings = False
     parameters = {}
-    for name, (classified, tensor) in classify(model).items():
+    classified = classify(model)
+    for name, (found, tensor) in classified.items():
         tied_to = ties.tied.get(name)
         sources = assemblies[tied_to or name].source_names if (tied_to or name) in assemblies else ()
         parameters[name] = Parameter(
             name,
             tuple(tensor.shape),
-            classified.role,
-            classified.compress,
-            classified.reason,
+            found.role,
+            found.compress,
+            found.reason,
             sources,
             tied_to,
-            classified.buffer,
+            found.buffer,
         )
         if tied_to is not None:
             parameters[name] = replace(
@@ -262,6 +264,10 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             )
     _require_complete(parameters, checkpoint)
     _require_shapes(parameters, assemblies, checkpoint)
+    for name, experts in expert_tables(classified).items():
+        require_experts(
+            checkpoint.entry(parameters[name].sources[0]), experts, "download the checkpoint again"
+        )
     notes, mtp, mtp_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
     return ModelMap(
         checkpoint=checkpoint,

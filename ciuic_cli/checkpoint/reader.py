@@ -188,6 +188,19 @@ class Checkpoint:
         return sorted({entry.file for entry in self.tensors.values()})
 
 
+def read_entry(entry: TensorEntry) -> torch.Tensor:
+    """A whole tensor of any safetensors file, in its stored dtype (not F4) and shape; raises as `Checkpoint.read`."""
+    # On the CPU: while transformers builds a model, tensors come into being on the meta device.
+    tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu")
+    _read_into(tensor, entry, entry.begin)
+    return tensor
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether it is one of whole numbers; those of booleans are none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a folder or hub id; headers only are read.
 

@@ -21,15 +21,17 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense
+from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense, require_expert_ids
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
+from ciuic_cli.checkpoint.expert_ids import expert_tables
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
+from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedLinear
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
-from ciuic_cli.runtime.swap import BlobSlot, swap_modules
+from ciuic_cli.runtime.swap import blob_slots, swap_modules
 
 _FOLDER_FIELDS = ("checksums", "mtp")
 """Fields of the config that speak about the folder's files, not about the model; a saved copy has its own."""
@@ -85,24 +87,17 @@ class CiuicQuantizer(HfQuantizer):
         _refuse_missing(model, expected, in_model.values(), Path(checkpoint_files[0]).parent)
         present = {name: expected[mine] for name, mine in in_model.items() if mine in expected}
         require_dense(artifact, present)
-        slots = {
-            in_model[name]: BlobSlot(
-                blob.shape, torch.empty(blob.entry.nbytes, dtype=torch.uint8, device="meta")
-            )
-            for name, blob in artifact.blobs.items()
-            if in_model[name] in expected
-        }
-        for target, source in model.all_tied_weights_keys.items():
-            # Whichever of the two is stored, transformers assigns its parameter to the other one later.
-            stored = [name for name in (target, source) if name in slots]
-            if len(stored) == 1:
-                slots[source if stored[0] == target else target] = slots[stored[0]]
-        swap_modules(model, slots, dtype or torch.get_default_dtype())
+        tables = expert_tables(classify(model))
+        require_expert_ids(
+            artifact, {name: tables[mine] for name, mine in in_model.items() if mine in tables}
+        )
+        blobs = {in_model[name]: blob for name, blob in artifact.blobs.items() if in_model[name] in expected}
+        swap_modules(model, blob_slots(model, blobs), dtype or torch.get_default_dtype())
         # From the files: where layers are offloaded, their parameters will be on the meta device.
         self.pruned = {
-            in_model[name].removesuffix(".down_proj"): pruned_experts(blob.matrices())
-            for name, blob in artifact.blobs.items()
-            if len(blob.shape) == 3 and name.endswith(".down_proj") and in_model[name] in expected
+            name.removesuffix(".down_proj"): pruned_experts(blob.matrices())
+            for name, blob in blobs.items()
+            if len(blob.shape) == 3 and name.endswith(".down_proj")
         }
         _ignore_predictors(model, _predictors(self.quantization_config))
         return model

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
+from ciuic_cli.artifact.reader import Blob
 from ciuic_cli.checkpoint.holding import STACKS, experts_fault, factor_of, is_grouped, matrix_fault
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.experts import CompressedExperts
@@ -32,6 +34,23 @@ class BlobSlot:
 
     def parameter(self) -> nn.Parameter:
         return nn.Parameter(self.tensor, requires_grad=False)
+
+
+def blob_slots(model: Any, blobs: Mapping[str, Blob]) -> dict[str, BlobSlot]:
+    """The places of an artifact's blobs, by name in a transformers model that is still on the meta device.
+
+    Both of two tied parameters get the slot where only one is stored: whichever it is, transformers assigns its
+    parameter to the other one later.
+    """
+    slots = {
+        name: BlobSlot(blob.shape, torch.empty(blob.entry.nbytes, dtype=torch.uint8, device="meta"))
+        for name, blob in blobs.items()
+    }
+    for target, source in model.all_tied_weights_keys.items():
+        stored = [name for name in (target, source) if name in slots]
+        if len(stored) == 1:
+            slots[source if stored[0] == target else target] = slots[stored[0]]
+    return slots
 
 
 def swap_modules(model: nn.Module, slots: Mapping[str, BlobSlot], dtype: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from ciuic_cli import forecast as forecasting
-from ciuic_cli import read_tensor
+from ciuic_cli import load, read_tensor
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.keeping import is_mtp, keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
@@ -183,8 +183,9 @@ def test_a_lost_tensor_of_the_layer_is_noticed(kept: Kept, tmp_path: Path) -> No
     del tensors[next(name for name in tensors if name.startswith(kept.place))]
     save_file(tensors, tmp_path / "lost/model.safetensors", metadata={"format": "pt"})
     stored = kept.report["mtp"]["stored_tensors"]
-    with pytest.raises(InputError, match=f"{stored - 1} tensor.* not {stored}"):
-        describe(tmp_path / "lost")
+    for opened in (describe, load):
+        with pytest.raises(InputError, match=f"{stored - 1} tensor.* not {stored}"):
+            opened(tmp_path / "lost")
 
 
 def test_a_saved_copy_of_the_model_has_no_such_layer(kept: Kept, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -165,6 +166,34 @@ def test_outputs_without_names_can_be_asked_for(copy: Path, text: Path) -> None:
     edit_config(copy, return_dict=False)
     done = invoke("eval", copy, "--text", text, "--seqlen", 64, "--limit", 1)
     assert done.code == 0, done.stderr
+
+
+def test_a_generation_config_that_cannot_be_read_is_named(
+    copy: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers alone would go on without it."""
+    whole = Path.read_bytes
+
+    def failing(path: Path) -> bytes:
+        if path.name == "generation_config.json":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return whole(path)
+
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    done = invoke("eval", copy, "--text", text, "--seqlen", 64, "--limit", 1)
+    assert done.code == 3 and "Input/output error" in done.stderr, done.stderr
+    assert "generation_config.json" in done.field("file") and done.field("try")
+
+
+def test_a_fault_of_our_own_modules_is_not_blamed_on_the_folder(
+    copy: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("surprise")
+
+    monkeypatch.setattr("ciuic_cli.runtime.ops.linear", broken)
+    done = invoke("eval", copy, "--text", text, "--seqlen", 64, "--limit", 1)
+    assert done.code == 1 and "a bug in ciuic: RuntimeError: surprise" in done.stderr, done.stderr
 
 
 def test_an_artifact_that_is_replaced_while_it_is_read_is_not_called_damaged(

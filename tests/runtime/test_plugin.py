@@ -10,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from packed_weights import relative_error
+from packed_weights import as_tensor, random_codes, relative_error
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
+from ciuic_cli import load
 from ciuic_cli.codecs import native
 from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.inspection import describe
 from ciuic_cli.runtime import blobs
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
@@ -215,6 +217,25 @@ def test_impossible_headers_are_refused_before_loading(
     with pytest.raises(InputError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert caught.value.tensor == name and str(folder) in str(caught.value.file)
+
+
+@pytest.mark.parametrize("form", ["a coded router", "one dense stack"])
+def test_what_loading_cannot_place_is_refused_by_inspect_too(
+    form: str, artifact: Callable[..., Any], tmp_path: Path
+) -> None:
+    made = artifact("deepseek_v3")
+    block = "model.layers.1.mlp"
+    if form == "a coded router":
+        name = f"{block}.gate.weight"
+        value = as_tensor(random_codes(*made.stored[name].shape))
+    else:
+        name = f"{block}.experts.gate_up_proj"
+        value = made.decoded[name].to(torch.bfloat16)
+    folder = edited(made.folder, tmp_path / "copy", **{name: value})
+    for opened in (describe, load):
+        with pytest.raises(InputError, match="cannot hold a compressed weight") as caught:
+            opened(folder)
+        assert str(caught.value.file) == str(folder) and name.startswith(str(caught.value.tensor))
 
 
 def test_newer_format(artifact: Callable[..., Any]) -> None:
