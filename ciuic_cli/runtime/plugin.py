@@ -28,6 +28,7 @@ from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.runtime.dtype import settle_dtype
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedLinear
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
@@ -166,6 +167,7 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
             module.bias.data = module.bias.data[: module.out_features].clone()
     for router, mask in routers(model, pruned):
         mask_router(router, mask)
+    settle_dtype(model)
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:
