@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.checkpoint.formats import require_finite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix, stored_order
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.sort import row_classes, sorting_pays
-from ciuic_cli.planning import Arms, PassOptions, Plan
+from ciuic_cli.planning import Arms, PassOptions, Plan, require_weighable
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import CHANNEL_ROLES, Unit, importance_of
 
@@ -31,18 +30,18 @@ _FALLBACK = "%s: a Hessian that no damping (%s) makes regular: rounded without e
 def read_unit(model_map: ModelMap, unit: Unit) -> torch.Tensor:
     """The weight (rows, cols) in float32; raises `InputError` for NaN or infinity."""
     name, expert = unit.name, unit.expert
-    weight = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
-    require_finite(weight, unit.key)
-    return weight.float()
+    return (model_map.read(name) if expert is None else model_map.read_expert(name, expert)).float()
 
 
 def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: PassOptions) -> Arms:
     """All arms of one matrix with their predicted loss."""
     weight = read_unit(model_map, unit)
+    require_weighable(torch.linalg.vector_norm(weight, dim=1).square().numpy(), unit, model_map)
     importance = importance_of(unit, statistics)
     prepared = prepare(weight, importance)
     importance = replace(importance, contexts=None)  # as large as the matrix, and used up
     gone = removal_loss(weight, importance)
+    require_weighable(gone.numpy(), unit, model_map)
     rest = {}
     if ranks := options.ranks_for(unit):
         rest = lowrank.rests(weight, prepared.outputs.noise[: unit.rows], ranks)

@@ -34,7 +34,7 @@ from ciuic_cli.options import (
     check_target,
     check_texts,
 )
-from ciuic_cli.planning import PassOptions, check_reachable, largest_bytes
+from ciuic_cli.planning import PassOptions, check_reachable, largest_bytes, require_storable
 from ciuic_cli.run import Progress, Run
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import calibration_batch
@@ -136,6 +136,8 @@ def compress(
             seqlen=options.seqlen,
             vocab_size=model_map.config.get_text_config().vocab_size,
         )
+        if workers.leads:
+            require_storable(model_map)
         return Task(checkpoint, model_map, options, passes, batches, budget)
 
     with joined() as workers:

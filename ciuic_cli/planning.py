@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
@@ -17,16 +16,13 @@ from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import BITS, packed_nbytes
 from ciuic_cli.codecs.stack import stack_header_nbytes
-from ciuic_cli.errors import TargetError, UsageError
+from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import BLOCK, predicted_loss
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import PLAIN_ROLES, Unit, units_of
 
-_SAFETENSORS_NAMES = {
-    torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64",
-    torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+_SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(slots=True)
@@ -153,19 +149,17 @@ def dense_names(model_map: ModelMap) -> list[str]:
     return [p.name for p in model_map.parameters.values() if not p.compress and not p.tied_to]
 
 
-def stored_dtype(model_map: ModelMap, name: str) -> torch.dtype:
-    """The dtype a dense tensor is stored in: the one that the model computes with; integers stay as they are."""
-    sources, checkpoint = model_map.parameters[name].sources, model_map.checkpoint
-    decoded = not sources or checkpoint.is_fp4(sources[0])
-    found = model_map.dtype if decoded else TORCH_DTYPES[checkpoint.entry(sources[0]).dtype]
-    return model_map.fixed_dtypes.get(name, model_map.dtype) if found.is_floating_point else found
+def require_storable(model_map: ModelMap) -> None:
+    """Read all that is stored as it is: raises InputError for what cannot be, before any work is done."""
+    for name in dense_names(model_map):
+        model_map.read(name)
 
 
 def dense_tensors(model_map: ModelMap) -> list[StoredTensor]:
     """Layout of the dense tensors, in the dtype that the model computes with."""
     found = []
     for name in dense_names(model_map):
-        dtype = stored_dtype(model_map, name)
+        dtype = model_map.stored_dtype(name)
         shape = model_map.parameters[name].shape
         found.append(
             StoredTensor(name, _SAFETENSORS_NAMES[dtype], shape, int(np.prod(shape)) * dtype.itemsize)
@@ -235,8 +229,11 @@ def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassO
     """Take the arms with the least predicted loss whose files come to at most `budget` bytes.
 
     Raises:
+        InputError: a predicted loss that is NaN or infinite.
         TargetError: not reachable even with every matrix at its smallest arm.
     """
+    for arm in arms:
+        require_weighable(arm.loss, arm.unit, model_map)
     if isinstance(options.rank, int):
         for arm in arms:
             if any(candidate.rank == options.rank for candidate in arm.lowrank):
@@ -251,6 +248,17 @@ def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassO
         solution.budget -= plan.file_bytes - budget
         plan = solution.plan(solution.solve())
     return replace(plan, budget=budget)
+
+
+def require_weighable(loss: NDArray[np.float64], unit: Unit, model_map: ModelMap) -> None:
+    """Raise InputError for a predicted loss, or squares of weights, beyond float32: the budget cannot weigh it."""
+    if not bool((loss <= np.finfo(np.float32).max).all()):
+        raise InputError(
+            "what this matrix would lose is predicted as NaN or infinity",
+            file=model_map.checkpoint.folder,
+            tensor=unit.key,
+            remedy="its weights, or those before it, are finite but too large: download the checkpoint again",
+        )
 
 
 def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,13 +13,15 @@ import torch
 
 from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import lay_out
+from ciuic_cli.artifact.model import meta_model
+from ciuic_cli.artifact.reader import open_artifact, require_compressed, require_dense
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.card import render_card
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
-from ciuic_cli.errors import TargetError
+from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.estimates import Mean
 from ciuic_cli.interruption import check
 from ciuic_cli.journal import Journal
@@ -28,7 +31,6 @@ from ciuic_cli.planning import (
     Plan,
     level_uncovered,
     make_plan,
-    stored_dtype,
     stored_tensors,
     with_sorted_rows,
 )
@@ -38,7 +40,7 @@ from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.runtime.routing import masking
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.measure import KLMeter
+from ciuic_cli.statistics.measure import LOOK, KLMeter
 from ciuic_cli.summary import build_report
 from ciuic_cli.task import Task
 from ciuic_cli.threads import side_by_side
@@ -194,6 +196,7 @@ class Run:
         try:
             partial.mkdir(parents=True)
             report = self._write(plan, partial, started)
+            _require_readable(partial)
             self.task.require_unchanged()
             check()
             self.journal.publishing(partial)
@@ -209,7 +212,7 @@ class Run:
         def payload(name: str) -> bytes:
             return_freed_memory()
             if name not in steps:
-                value = self.map.read(name).to(stored_dtype(self.map, name)).contiguous()
+                value = self.map.read(name).to(self.map.stored_dtype(name)).contiguous()
                 return value.reshape(-1).view(torch.uint8).numpy().tobytes()
             if len(self.map.parameters[name].shape) < 3:
                 return self._blob(steps[name][0])
@@ -228,10 +231,12 @@ class Run:
         return_freed_memory()
         writer.write_index(shards, folder)
         writer.copy_companions(self.map.checkpoint.folder, folder)
-        report = self.report(plan, started, self._measured_kl(plan))
+        measured = self._measured_kl(plan)
+        self._require_better_than_guessing(measured)
+        report = self.report(plan, started, measured)
         section = quantization_config(report, self.map.mtp)
         writer.write_config(folder, self.map.source_config, section)
-        text = json.dumps(report, indent=2)
+        text = json.dumps(report, indent=2, allow_nan=False)
         (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")
         (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
         card = render_card(report, self.map.config.model_type)
@@ -258,6 +263,17 @@ class Run:
         }
         return self._meter().measure(decoded, masking(pruned))
 
+    def _require_better_than_guessing(self, measured: Mean) -> None:
+        """Of a model that gives every token the same probability, KL is at most the logarithm of their number."""
+        most = math.log(self.map.config.get_text_config().vocab_size)
+        if measured.value > most:
+            raise TargetError(
+                f"the compressed model predicts worse than one that guesses: its KL divergence from the original is "
+                f"{measured.value:.3g} nats per token, that of guessing at most {most:.3g}",
+                file=self.map.checkpoint.folder,
+                remedy=f"{LOOK}; a few weights may be far larger than all others",
+            )
+
     def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
         return build_report(
             self.map, plan, self.statistics, options=self.options.as_dict(), corrections=self.corrections,
@@ -274,6 +290,17 @@ class Run:
 
     def _blob(self, number: int) -> bytes:
         return self._made("encode", number)
+
+
+def _require_readable(folder: Path) -> None:
+    """What our own reader would refuse is a bug of ours, and is not published: raises RuntimeError."""
+    try:
+        artifact = open_artifact(folder)
+        expected = meta_model(artifact).state_dict()
+        require_dense(artifact, expected)
+        require_compressed(artifact, expected)
+    except InputError as error:
+        raise RuntimeError(f"the finished artifact cannot be opened: {error}") from error
 
 
 def _step(what: str, number: int) -> str:

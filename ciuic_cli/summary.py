@@ -11,7 +11,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.estimates import Mean
 from ciuic_cli.memory import peak_resident_bytes
-from ciuic_cli.planning import Plan, UnitPlan, stored_dtype
+from ciuic_cli.planning import Plan, UnitPlan
 from ciuic_cli.statistics.files import Statistics
 
 UNPREDICTED = (
@@ -87,7 +87,7 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
         }
         base["parameters"] = parameter.numel
         if not parameter.compress:
-            size = parameter.numel * stored_dtype(model_map, parameter.name).itemsize
+            size = parameter.numel * model_map.stored_dtype(parameter.name).itemsize
             rows.append(
                 {**base, "bytes": size, "bits": 8.0 * size / max(1, parameter.numel), "rank": 0, "pruned": 0.0,
                  "predicted_kl": 0.0, "dense": parameter.reason}

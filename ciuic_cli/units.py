@@ -105,7 +105,7 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
         if h is None or g is None:
             h, g = use.moment, as_input
         else:
-            both = g.sum() + as_input.sum()
+            both = (g.sum() + as_input.sum()).clamp_min(1e-30)
             h = (g.sum() * h + as_input.sum() * use.moment) / both
             g = g + as_input
     if h is None or g is None:  # not covered by the statistics; `level_uncovered` sets the scale
@@ -114,7 +114,7 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
     if contexts is not None and as_head is not None:
         # They hold for the head's share of what a row costs, and leave what all rows have in common.
         contexts *= (as_head / g.clamp_min(1e-30)).sqrt()[:, None]
-        h = h - (contexts * (g / g.sum())[:, None]).T @ contexts
+        h = h - (contexts * (g / g.sum().clamp_min(1e-30))[:, None]).T @ contexts
     if unit.role in EMBEDDING_ROLES and g.dim() == 1:
         g = tempered(g)
     return Importance(h, g, contexts)

@@ -31,7 +31,6 @@ from ciuic_cli.planning import (
     largest_bytes,
     level_uncovered,
     make_plan,
-    stored_dtype,
     stored_tensors,
     structures_of,
 )
@@ -83,7 +82,7 @@ def _write(model_map: ModelMap, plan: Plan, folder: Path, shard_bytes: int) -> l
 
     def payload(name: str) -> bytes:
         if name not in parts:
-            value = model_map.read(name).to(stored_dtype(model_map, name)).contiguous()
+            value = model_map.read(name).to(model_map.stored_dtype(name)).contiguous()
             return value.reshape(-1).view(torch.uint8).numpy().tobytes()
         if len(model_map.parameters[name].shape) == 3:
             return ExpertStack(tuple(parts[name])).to_bytes()

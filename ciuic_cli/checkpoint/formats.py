@@ -21,12 +21,6 @@ import torch
 
 from ciuic_cli.errors import InputError
 
-FP8_DTYPES = (
-    torch.float8_e4m3fn,
-    torch.float8_e4m3fnuz,
-    torch.float8_e5m2,
-    torch.float8_e5m2fnuz,
-)
 FP4_BLOCK = 32
 """Values of a row that share one scale in the microscaling formats."""
 
@@ -145,27 +139,35 @@ def apply_scales(
     return values
 
 
-def count_nonfinite(tensor: torch.Tensor) -> int:
-    """How many elements are NaN or infinite (0 for integers)."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
+def count_nonfinite(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """How many elements are NaN or infinite once they are of `dtype` (0 for integers)."""
+    if not tensor.is_floating_point():
         return 0
-    if tensor.dtype in FP8_DTYPES:
-        tensor = tensor.to(torch.float32)
-    wide = tensor.dtype if tensor.is_complex() or tensor.dtype == torch.float64 else torch.float32
     # In parts: the intermediate results of one call take more than the tensor itself.
     parts = tensor.reshape(-1).split(_FINITE_PART)
-    # A sum is not finite if any element is not, and twenty times as fast as to ask each one.
-    suspects = [part for part in parts if not bool(torch.isfinite(part.sum(dtype=wide)))]
-    return sum(part.numel() - int(torch.isfinite(part).sum()) for part in suspects)
+    return sum(_count_nonfinite(part, dtype) for part in parts if part.numel())
 
 
-def require_finite(tensor: torch.Tensor, name: str, *, file: Path | None = None) -> None:
-    """Raise InputError with the tensor's name and the count if any element is NaN or infinite."""
-    count = count_nonfinite(tensor)
-    if count:
-        raise InputError(
-            f"{count} of {tensor.numel()} values are NaN or infinite in float32",
-            file=file,
-            tensor=name,
-            remedy="download the checkpoint again; if it is meant to be so, it cannot be compressed",
-        )
+def _count_nonfinite(part: torch.Tensor, dtype: torch.dtype) -> int:
+    if part.dtype.itemsize == 1:  # torch does not compare 8-bit floats
+        part = part.to(torch.float32)
+    # If any element is not finite, the least or the greatest is not; ten times as fast as to ask each one.
+    if bool(torch.stack(part.aminmax()).to(dtype).isfinite().all()):
+        return 0
+    return part.numel() - int(part.to(dtype).isfinite().sum())
+
+
+def require_finite(
+    tensor: torch.Tensor, name: str, dtype: torch.dtype = torch.float32, *, file: Path | None = None
+) -> None:
+    """Raise InputError with the tensor's name and the count if any element is NaN or infinite as `dtype`."""
+    count = count_nonfinite(tensor, dtype)
+    if not count:
+        return
+    meant = "it cannot be compressed" if count_nonfinite(tensor) else "config.json needs a wider dtype"
+    raise InputError(
+        f"{count} of {tensor.numel()} values are NaN or infinite in {str(dtype).removeprefix('torch.')}",
+        file=file,
+        tensor=name,
+        remedy=f"download the checkpoint again; if it is meant to be so, {meant}",
+    )

@@ -7,9 +7,9 @@ weights, `release` takes them away again, and the result equals a full `from_pre
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -95,6 +95,10 @@ class ModelMap:
         """In-memory dtypes of the parameters and buffers that do not have the model's `dtype`, by name."""
         return self.dtype_rules[self.dtype]
 
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype that a parameter or buffer has in memory, and in an artifact where it is stored as it is."""
+        return self.fixed_dtypes.get(name, self.dtype)
+
     @property
     def source_config(self) -> dict[str, Any]:
         """The checkpoint's config.json as it holds for what is stored.
@@ -130,17 +134,18 @@ class ModelMap:
         return model
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter in its in-memory shape: stored dtype, float32 where FP8 or FP4 was decoded.
+        """A parameter in its in-memory shape: the checkpoint's dtype, float32 where FP8 or FP4 was decoded.
 
-        An expert stack is assembled whole; prefer `read_expert` for large ones.
+        An expert stack is assembled whole; prefer `read_expert` for large ones. Raises InputError for a number that
+        is NaN or infinite, or would be in the model's dtype; so do `read_expert` and `read_rows`.
         """
         assembly = self._assembly(name)
         if assembly.stacks_experts:
             count = self.parameters[name].shape[0]
             return torch.stack([self.read_expert(name, expert) for expert in range(count)])
         if assembly.converter is None:
-            return self.checkpoint.read_finite(assembly.source_names[0])
-        return assembly.build(self.checkpoint.read_finite, self._conversion_model)[name]
+            return self._reader(name)(assembly.source_names[0])
+        return assembly.build(self._reader(name), self._conversion_model)[name]
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert of a fused stack: (out, in), other experts are not read."""
@@ -149,18 +154,16 @@ class ModelMap:
         if len(shape) != 3 or not 0 <= expert < shape[0]:
             raise ValueError(f"{name} of shape {shape} has no expert {expert}")
         if assembly.stacks_experts:
-            return torch.cat(
-                [self.checkpoint.read_finite(source) for source in assembly.expert_sources(expert)]
-            )
+            return torch.cat([self._reader(name)(source) for source in assembly.expert_sources(expert)])
         if assembly.converter is None:
-            return self.checkpoint.read_finite(assembly.source_names[0], (expert, expert + 1))[0]
+            return self._reader(name)(assembly.source_names[0], (expert, expert + 1))[0]
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Rows [begin, end) of a matrix, for embeddings that are too large to read at once."""
         assembly = self._assembly(name)
         if assembly.converter is None:
-            return self.checkpoint.read_finite(assembly.source_names[0], (begin, end))
+            return self._reader(name)(assembly.source_names[0], (begin, end))
         return self.read(name)[begin:end].clone()
 
     def materialise(
@@ -199,6 +202,11 @@ class ModelMap:
             empty = torch.empty_like(getattr(owner, short), device="meta")
             setattr(owner, short, empty if is_buffer else nn.Parameter(empty, requires_grad=False))
 
+    def _reader(self, name: str) -> Callable[..., torch.Tensor]:
+        """Reads tensors that a parameter is made of; what is stored in float64 is computed with in float32."""
+        dtype = self.stored_dtype(name)
+        return partial(self.checkpoint.read_finite, dtype=torch.float32 if dtype == torch.float64 else dtype)
+
     def _assembly(self, name: str) -> Assembly:
         if name not in self.parameters:
             raise ValueError(f"the model has no parameter {name}")
@@ -224,8 +232,8 @@ class ModelMap:
 def map_model(checkpoint: Checkpoint) -> ModelMap:
     """Map a checkpoint onto transformers' model of its config; no weight is read, only tables of expert ids are.
 
-    Raises InputError for an unknown architecture or absurd sizes, tensors that are missing, of another shape
-    than the config says, or stored as integers without a scale, and tables that name experts which are not there.
+    Raises InputError for an unknown architecture or absurd sizes, tensors that are missing, or of another shape
+    or kind (float or integer) than the config says, and tables that name experts which are not there.
     """
     file = checkpoint.folder / "config.json"
     config = build_config(checkpoint.config, file)
@@ -264,6 +272,9 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             )
     _require_complete(parameters, checkpoint)
     _require_shapes(parameters, assemblies, checkpoint)
+    dtype_rules = {requested: _fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES}
+    for parameter in parameters.values():
+        _require_kind(parameter, dtype_rules[dtype].get(parameter.name, dtype), checkpoint)
     for name, experts in expert_tables(classified).items():
         require_experts(
             checkpoint.entry(parameters[name].sources[0]), experts, "download the checkpoint again"
@@ -279,7 +290,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         mtp=mtp,
         mtp_tensors=mtp_tensors,
         assemblies=assemblies,
-        dtype_rules={requested: _fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES},
+        dtype_rules=dtype_rules,
     )
 
 
@@ -358,22 +369,30 @@ def _require_shapes(
                 tensor=entry.name,
                 remedy="the weights and config.json do not belong together; download the checkpoint again",
             )
-        if parameter.compress:
-            _require_floats(parameter, checkpoint)
-        for source in parameter.sources:
-            if checkpoint.is_fp8(source) and source not in checkpoint.scales:
-                checkpoint.read_dense(source, (0, 0))  # refuses, naming the scales that it looked for
 
 
-def _require_floats(parameter: Parameter, checkpoint: Checkpoint) -> None:
+def _require_kind(parameter: Parameter, dtype: torch.dtype, checkpoint: Checkpoint) -> None:
+    """Refuse numbers that the parameter's `dtype` cannot be read from."""
     for source in parameter.sources:
         entry = checkpoint.tensors[source]
-        stored = TORCH_DTYPES.get(entry.dtype)
-        decodable = checkpoint.is_fp4(source) or checkpoint.is_fp8(source)
-        if not decodable and (stored is None or not stored.is_floating_point):
+        decoded = checkpoint.is_fp4(source) or checkpoint.is_fp8(source)
+        if decoded and source not in checkpoint.scales:
+            checkpoint.read_dense(source, (0, 0))  # refuses, naming the scales that it looked for
+        if not _holds(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):
+            scale = " without a scale" if dtype.is_floating_point else ""
             raise InputError(
-                f"a weight stored as {entry.dtype} without a scale: the number format is unknown",
+                f"stored as {entry.dtype}{scale}; the model has {str(dtype).removeprefix('torch.')} numbers here",
                 file=entry.file,
                 tensor=source,
-                remedy="start from the original weights",
+                remedy="the number format is unknown: start from the original weights",
             )
+
+
+def _holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether both are floats, both truth values, or both integers and `dtype` has the range of what is stored."""
+    if dtype.is_floating_point or stored.is_floating_point:
+        return dtype.is_floating_point and stored.is_floating_point
+    if torch.bool in (dtype, stored) or stored.is_complex:
+        return dtype == stored
+    wide, narrow = torch.iinfo(dtype), torch.iinfo(stored)
+    return wide.min <= narrow.min and narrow.max <= wide.max

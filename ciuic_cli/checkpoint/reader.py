@@ -145,15 +145,17 @@ class Checkpoint:
         values = formats.unpack_fp4(stored) if fp4 else formats.decode_fp8(stored)
         return formats.apply_scales(values, self.read(scale_name), block, 0 if rows is None else rows[0])
 
-    def read_finite(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """As `read_dense`; raises InputError if any number read is NaN or infinite."""
+    def read_finite(
+        self, name: str, rows: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32
+    ) -> torch.Tensor:
+        """As `read_dense`; raises InputError if any number read is NaN or infinite, or would be in `dtype`."""
         values = self.read_dense(name, rows)
-        if formats.count_nonfinite(values):
+        if formats.count_nonfinite(values, dtype):
             scale = self.scales.get(name)
             if scale is not None:  # the fault may be its own
                 decoded = formats.decode_scales(self.read(scale))
                 formats.require_finite(decoded, scale, file=self.entry(scale).file)
-            formats.require_finite(values, name, file=self.entry(name).file)
+            formats.require_finite(values, name, dtype, file=self.entry(name).file)
         return values
 
     def check_scales(self) -> None:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.errors import TargetError
 from ciuic_cli.estimates import Floats, Mean, mean_of
 from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.statistics.streaming import Adjust, LayerStream, Override, Progress
 
 CHUNK = 2
 """Sequences that run through a layer at a time."""
+LOOK = "see with `ciuic eval` whether the original predicts this text, or ask for a lower --ratio"
 
 
 class KLMeter:
@@ -32,6 +35,7 @@ class KLMeter:
         device: torch.device,
         progress: Progress,
     ) -> None:
+        self._source = model_map.checkpoint.folder
         # Float32 throughout: in bfloat16 the rounding differences alone would look like a loss.
         self._stream = LayerStream(
             model_map, batches.split(CHUNK), folder, device=device, dtype=torch.float32
@@ -41,9 +45,19 @@ class KLMeter:
         self._run(None)
 
     def measure(self, override: Override, adjust: Adjust | None = None) -> Mean:
-        """Nats per token lost by the changed weights, and by what `adjust` does to the layers."""
+        """Nats per token lost by the changed weights, and by what `adjust` does to the layers.
+
+        Raises TargetError if the predictions become NaN or infinite.
+        """
         self._stream.adjust = adjust
-        return mean_of(self._run(override))
+        found = mean_of(self._run(override))
+        if not math.isfinite(found.value):
+            raise TargetError(
+                "once its weights are rounded, the model's predictions are NaN or infinite",
+                file=self._source,
+                remedy=LOOK,
+            )
+        return found
 
     @torch.no_grad()
     def _run(self, override: Override | None) -> list[Floats]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.checkpoint.architecture import running_as_configured
-from ciuic_cli.checkpoint.formats import require_finite
+from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.memory import SIDE_BY_SIDE, matrix_bytes, return_freed_memory
@@ -114,6 +114,8 @@ class LayerStream:
         self.hidden = TensorFolder(folder / "hidden")
         self.gradient = TensorFolder(folder / "gradient")
         self.prefixes = list(model_map.layer_prefixes)
+        head = self.model.get_output_embeddings()
+        self._head = next(name for name, module in self.model.named_modules() if module is head)
         self.embedding_scale = 1.0
         self._arguments: dict[tuple[str, int], dict[str, Any]] = {}
         self._own: dict[tuple[str, int], dict[str, Any]] = {}
@@ -158,10 +160,7 @@ class LayerStream:
             module, prefix, torch.float32, self.device, stack_dtype=stacks, stack_device="cpu"
         )
         module.requires_grad_(False)
-        if self.override is None:
-            for name, parameter in module.named_parameters():
-                require_finite(parameter, prefix + name)
-        else:
+        if self.override is not None:
             self._replace(module, prefix, self.override)
 
     @staticmethod
@@ -248,7 +247,7 @@ class LayerStream:
 
     def _require_finite(self, output: torch.Tensor, prefix: str) -> None:
         """The original's activations; what changed weights lead to is for the measurement to show."""
-        if self.override is None and not bool(torch.isfinite(output).all()):
+        if self.override is None and count_nonfinite(output):
             raise InputError(
                 "the calibration text drives this layer's output to NaN or infinity",
                 file=self.map.checkpoint.folder,
@@ -278,6 +277,7 @@ class LayerStream:
                             logits = self.model(
                                 input_ids=tokens[row : row + 1].to(self.device), use_cache=False
                             ).logits
+                        self._require_finite(logits, self._head)
                         visit(leaf, logits)
                         if leaf.grad is not None:
                             gradients.append(leaf.grad)

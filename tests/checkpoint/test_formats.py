@@ -100,7 +100,9 @@ def test_one_scale_per_tensor_or_per_row(scale_shape: tuple[int, ...]) -> None:
     assert torch.equal(formats.apply_scales(values.float(), scales, block), expected)
 
 
-@pytest.mark.parametrize("dtype", formats.FP8_DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz]
+)
 @pytest.mark.parametrize("shape", [(0, 4), (1,), (3, 5), (16, 17), (256,)])
 def test_fp8_conversion_equals_torchs_for_every_code(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     codes = torch.arange(math.prod(shape), dtype=torch.int32).to(torch.uint8).reshape(shape).view(dtype)

@@ -14,6 +14,7 @@ from attacks import INDEX, Victim, harmless, invoke, put_together, seeded, take_
 from safetensors.torch import load_file
 
 import ciuic_cli
+from ciuic_cli.checkpoint.model_map import ModelMap
 
 Make = Callable[..., Victim]
 ALL = ("compress", "replace", "inspect")
@@ -165,6 +166,106 @@ def test_fault_27_numbers_that_make_the_activations_nan(victim: Make, values: di
     v = victim(0, "llama")
     v.edit_config(**values)
     v.refused(commands=["compress"])
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama", "model.norm.weight"),
+        ("qwen2", "model.layers.0.self_attn.q_proj.bias"),
+        ("deepseek_v3", "model.layers.1.mlp.gate.weight"),
+        ("llama", "lm_head.weight"),
+        ("llama", "model.layers.0.mlp.down_proj.weight"),
+    ],
+)
+def test_fault_22_finite_numbers_that_the_models_dtype_cannot_hold(
+    victim: Make, family: str, name: str
+) -> None:
+    v = victim(0, family)
+    v.edit_config(dtype="float16")
+    v.edit_tensors(lambda tensors: tensors[name].view(-1)[-2:].fill_(1e5))
+    done = v.refused(
+        "2 of ", "in float16", file="model.safetensors", tensor=name, remedy="dtype", commands=["compress"]
+    )
+    assert "_proj.weight" in name or "forward: 100" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "name", ["model.norm.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight"]
+)
+@pytest.mark.parametrize(
+    ("dtype", "value"), [(torch.float64, 1e300), (torch.float32, 3.4028e38), (torch.float8_e8m0fnu, math.nan)]
+)
+def test_fault_22_wider_numbers_than_the_model_has_name_file_and_tensor(
+    victim: Make, name: str, dtype: torch.dtype, value: float
+) -> None:
+    v = victim(0, "llama")
+    v.edit_tensors(
+        lambda tensors: tensors.update(
+            {name: torch.full_like(tensors[name], value, dtype=torch.float64).to(dtype)}
+        )
+    )
+    v.refused("NaN or infinite in bfloat16", file="model.safetensors", tensor=name, commands=["compress"])
+
+
+@pytest.mark.parametrize("value", [1e20, 1e36])
+def test_fault_22_a_weight_whose_loss_cannot_be_predicted(victim: Make, value: float) -> None:
+    v = victim(0, "llama")
+    v.edit_tensors(lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"][-1, -1:].fill_(value))
+    v.refused("NaN or infin", tensor=".weight", remedy="too large", commands=["compress"])
+
+
+def test_a_model_that_predicts_worse_than_guessing_is_not_published(victim: Make) -> None:
+    v = victim(0, "llama")
+    v.edit_tensors(lambda tensors: tensors["lm_head.weight"][-1, -1:].fill_(1e5))
+    v.refused("worse than one that guesses", code=4, remedy="ciuic eval", commands=["compress", "replace"])
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.bool, torch.uint16, torch.int32, torch.int64, torch.complex64]
+)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("llama", "model.norm.weight"), ("deepseek_v3", "model.layers.1.mlp.gate.e_score_correction_bias")],
+)
+def test_a_dense_tensor_that_holds_no_floats(
+    victim: Make, family: str, name: str, dtype: torch.dtype
+) -> None:
+    v = victim(0, family)
+    v.edit_tensors(lambda tensors: tensors.update({name: torch.ones(tensors[name].shape, dtype=dtype)}))
+    v.refused("stored as", "without a scale", file="model.safetensors", tensor=name, remedy="original")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.uint64, torch.complex64])
+def test_a_table_of_integers_that_holds_something_else(victim: Make, dtype: torch.dtype) -> None:
+    v = victim(0, "deepseek_v4")
+    name = "layers.0.ffn.gate.tid2eid"
+    v.edit_tensors(lambda tensors: tensors.update({name: torch.ones(tensors[name].shape, dtype=dtype)}))
+    v.refused("stored as", "int64", file="model.safetensors", tensor=name, remedy="original")
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_a_table_of_narrower_integers_works(victim: Make, dtype: torch.dtype) -> None:
+    v = victim(0, "deepseek_v4")
+    name = "layers.0.ffn.gate.tid2eid"
+    v.edit_tensors(lambda tensors: tensors.update({name: tensors[name].to(dtype)}))
+    v.succeeds()
+    finite_predictions(v.out)
+
+
+def test_an_artifact_that_our_reader_refuses_is_never_published(
+    victim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = ModelMap.stored_dtype
+
+    def wrong(model_map: ModelMap, name: str) -> torch.dtype:
+        return torch.int32 if name == "model.norm.weight" else right(model_map, name)
+
+    monkeypatch.setattr(ModelMap, "stored_dtype", wrong)
+    v = victim(0, "llama")
+    done = v.compress()
+    assert done.code == 1 and "cannot be opened" in done.stderr and "I32" in done.stderr
+    assert not v.out.exists() and not list(v.folder.glob(".out.partial"))
 
 
 @seeded(2, campaign=8)
