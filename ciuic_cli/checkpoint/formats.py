@@ -23,6 +23,7 @@ from ciuic_cli.errors import InputError
 
 FP4_BLOCK = 32
 """Values of a row that share one scale in the microscaling formats."""
+_USUAL_BLOCK = (128, 128)
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), dtype=torch.float32)
@@ -79,7 +80,7 @@ def _look_up(codes: torch.Tensor, pairs: npt.NDArray[np.int64]) -> torch.Tensor:
 def scale_block(
     shape: tuple[int, ...],
     scale_shape: tuple[int, ...],
-    weight_block: tuple[int, int],
+    weight_block: tuple[int, int] | None,
     *,
     fp4: bool = False,
     file: Path | None = None,
@@ -87,8 +88,9 @@ def scale_block(
 ) -> tuple[int, int]:
     """Rows and columns that share one scale, for a weight of decoded `shape` (rows, columns).
 
-    Accepted are one scale for all, one per row, one per `weight_block` (last blocks partial) and one per 32
-    values of a row. Raises InputError for a scale of any other shape.
+    FP4 has one per 32 values of a row, FP8 one per `weight_block`, the last blocks partial. Where that is None,
+    because config.json states no block, one scale for all, one per row, one per 128x128 and one per 32 values of a
+    row are accepted. Raises InputError for a scale of any other shape.
     """
     if len(shape) != 2:
         raise InputError(
@@ -98,11 +100,16 @@ def scale_block(
             remedy=SCALE_REMEDY,
         )
     rows, cols = shape
-    if math.prod(scale_shape) == 1 and not fp4:
+    if fp4:
+        blocks = [(1, FP4_BLOCK)]
+    elif weight_block is not None:
+        blocks = [weight_block]
+    elif math.prod(scale_shape) == 1:
         return max(rows, 1), max(cols, 1)
-    if scale_shape in ((rows,), (rows, 1)) and not fp4:
+    elif scale_shape in ((rows,), (rows, 1)):
         return 1, max(cols, 1)
-    blocks = [(1, FP4_BLOCK)] if fp4 else [weight_block, (1, FP4_BLOCK)]
+    else:
+        blocks = [_USUAL_BLOCK, (1, FP4_BLOCK)]
     for block in blocks:
         if scale_shape == (math.ceil(rows / block[0]), math.ceil(cols / block[1])):
             return block

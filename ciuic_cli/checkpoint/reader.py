@@ -288,11 +288,12 @@ def _quantization_method(config: dict[str, Any]) -> str | None:
     return str(section.get("quant_method")) if isinstance(section, dict) else str(section)
 
 
-def _weight_block(config: dict[str, Any], file: Path) -> tuple[int, int]:
+def _weight_block(config: dict[str, Any], file: Path) -> tuple[int, int] | None:
+    """Rows and columns that share one scale of an FP8 weight; None where the config states none."""
     section = config.get("quantization_config")
     block = section.get("weight_block_size") if isinstance(section, dict) else None
     if block is None:
-        return 128, 128
+        return None
     if (
         not isinstance(block, list)
         or len(block) != 2
@@ -315,9 +316,16 @@ def _find_scales(tensors: dict[str, TensorEntry]) -> dict[str, str]:
     scales = {}
     for name, entry in tensors.items():
         if entry.dtype in _FP8 or entry.dtype in _PACKED_FP4:
-            found = next((scale for scale in _scale_names(name) if scale in tensors), None)
-            if found is not None:
-                scales[name] = found
+            found = [scale for scale in _scale_names(name) if scale in tensors]
+            if len(found) > 1:
+                raise InputError(
+                    f"the weight has {len(found)} scales, {' and '.join(found)}: which one counts is a guess",
+                    file=entry.file,
+                    tensor=name,
+                    remedy=formats.SCALE_REMEDY,
+                )
+            if found:
+                scales[name] = found[0]
     return scales
 
 

@@ -95,7 +95,7 @@ def test_one_scale_per_tensor_or_per_row(scale_shape: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(2)
     values = torch.randn(6, 200, generator=generator).to(torch.float8_e4m3fn)
     scales = torch.rand(scale_shape, generator=generator)
-    block = formats.scale_block((6, 200), scale_shape, (4, 64))
+    block = formats.scale_block((6, 200), scale_shape, None)
     expected = values.float() * (scales if scales.numel() == 1 else scales.reshape(6, 1))
     assert torch.equal(formats.apply_scales(values.float(), scales, block), expected)
 
@@ -165,6 +165,10 @@ def test_fp4_with_ue8m0_scales_bit_by_bit(cols: int) -> None:
         ((256, 256), (256, 2), False),
         ((8, 64), (8, 1), True),
         ((8, 8, 8), (1,), False),
+        ((256, 256), (), False),
+        ((256, 256), (1, 1), False),
+        ((256, 256), (256,), False),
+        ((256, 256), (256, 8), False),
     ],
 )
 def test_24_a_scale_of_the_wrong_shape(

@@ -151,6 +151,24 @@ def test_24_fp8_with_a_scale_of_the_wrong_shape(tmp_path: Path) -> None:
     assert caught.value.tensor == "a.weight"
 
 
+def test_24_a_scale_for_all_only_where_the_config_states_no_block(tmp_path: Path) -> None:
+    tensors = {"a.weight": fp8(130, 257), "a.weight_scale": torch.tensor([0.5])}
+    section = {"quant_method": "fp8", "weight_block_size": None}
+    opened = checkpoint(tmp_path / "m", tensors, quantization_config=section)
+    assert torch.equal(opened.read_dense("a.weight"), tensors["a.weight"].float() * 0.5)
+    section["weight_block_size"] = [128, 128]
+    with pytest.raises(InputError, match=r"needs \(2, 3\)") as caught:
+        checkpoint(tmp_path / "n", tensors, quantization_config=section)
+    assert caught.value.tensor == "a.weight"
+
+
+def test_24_a_weight_with_two_scales(tmp_path: Path) -> None:
+    scales = {name: torch.ones(1, 1) for name in ("a.weight_scale_inv", "a.weight_scale")}
+    with pytest.raises(InputError, match=r"a\.weight_scale_inv and a\.weight_scale") as caught:
+        checkpoint(tmp_path / "m", {"a.weight": fp8(4, 4), **scales})
+    assert caught.value.tensor == "a.weight" and caught.value.file
+
+
 @pytest.mark.parametrize("block", [[128], [0, 128], "128", [1.5, 2]])
 def test_an_impossible_block_size(tmp_path: Path, block: object) -> None:
     section = {"quant_method": "fp8", "weight_block_size": block}
