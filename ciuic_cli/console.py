@@ -24,9 +24,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ciuic_cli.display import printable
-from ciuic_cli.errors import CiuicError, EnvironmentFault
+from ciuic_cli.errors import CiuicError
 from ciuic_cli.interruption import INTERRUPTED, Interruption, check, ends_tidily
-from ciuic_cli.memory import exhaustion
+from ciuic_cli.memory import machine_fault
 from ciuic_cli.streams import silence_stdout
 
 _BUG = 1
@@ -190,24 +190,12 @@ def _report(console: Console, error: BaseException, interruption: Interruption) 
         silence_stdout()
         console.hint("stdout was closed early; the rest is not printed")
         return 0
-    fault = error if isinstance(error, CiuicError) else _as_fault(error)
+    fault = error if isinstance(error, CiuicError) else machine_fault(error)
     if fault is None:
         console.bug(error)
         return _BUG
     console.error(fault)
     return fault.exit_code
-
-
-def _as_fault(error: BaseException) -> EnvironmentFault | None:
-    """What the machine refuses, however a library says it; None for what is a bug of ours."""
-    fault = exhaustion(error)
-    if fault is None and isinstance(error, OSError):
-        return EnvironmentFault(
-            f"the system refuses: {error.strerror or error}",
-            file=None if error.filename is None else str(error.filename),
-            remedy="check disk space and permissions",
-        )
-    return fault
 
 
 def _flush_or_silence_stdout() -> None:

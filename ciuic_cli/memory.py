@@ -14,8 +14,16 @@ from ciuic_cli.errors import EnvironmentFault
 _NO_MEMORY = (
     "can't allocate memory",  # torch's allocator
     "cannot allocate memory",  # the system's own words, of a library that keeps no error number
-    "std::bad_alloc",
+    "not enough memory",  # the same allocator on other systems
+    "out of memory",
+    "insufficient memory",
+    "unable to allocate",
+    "failed to allocate",
+    "bad_alloc",
+    "can't alloc",  # what compiles oneDNN's and fbgemm's products
     "could not create a primitive",  # oneDNN, whatever it lacked; our products are of kinds that it knows
+    "could not create a memory object",
+    "could not execute a primitive",
     "failed to map segment",  # the dynamic linker, of a library that is imported
 )
 _NO_THREAD = ("can't start new thread", "threadpoolbuilderror")  # Python; rayon, which tokenizers use
@@ -44,6 +52,21 @@ def exhaustion(error: BaseException) -> EnvironmentFault | None:
             remedy="free memory or raise its limit (ulimit -v), or use a smaller --seqlen, --nsamples or --batch-size",
         )
     return None
+
+
+def machine_fault(error: BaseException) -> EnvironmentFault | None:
+    """What the machine refuses, however a library says it; None for any other exception."""
+    fault = exhaustion(error)
+    if fault is not None or not isinstance(error, OSError):
+        return fault
+    temporary = "temporary directory" in str(error)
+    return EnvironmentFault(
+        f"the system refuses: {error.strerror or error}",
+        file=None if error.filename is None else str(error.filename),
+        remedy="set TMPDIR to a folder that can be written to"
+        if temporary
+        else "check disk space and permissions",
+    )
 
 
 def resident_bytes() -> int:

@@ -18,7 +18,7 @@ from ciuic_cli.checkpoint.architecture import positions_of
 from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError, UsageError
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_generation_config, open_tokenizer
@@ -35,7 +35,7 @@ from ciuic_cli.options import (
     check_texts,
 )
 from ciuic_cli.planning import PassOptions, check_reachable, largest_bytes, require_storable
-from ciuic_cli.run import Progress, Run
+from ciuic_cli.run import STATISTICS, Progress, Run
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import calibration_batch
 from ciuic_cli.task import Task, budget_of, check_apart, check_output
@@ -43,6 +43,7 @@ from ciuic_cli.verification import verify
 from ciuic_cli.workers import Workers, joined
 
 Hint = Callable[[str], None]
+_KEPT = "finished steps are kept in {}; the same command goes on from there"
 
 
 def compress(
@@ -206,10 +207,13 @@ def _lead(
                     finished["forecast"] = expected.as_dict()
         except KeyboardInterrupt:
             if not dry_run and journal.has_steps():
-                hint(f"finished steps are kept in {journal.folder}; the same command goes on from there")
+                hint(_KEPT.format(journal.folder))
             raise
-        except (InputError, TargetError):
-            journal.remove()  # to go on would end the same way
+        except (InputError, TargetError) as error:
+            if dry_run or not _may_pass(error, journal):
+                journal.remove()  # to go on would end the same way
+            else:
+                hint(_KEPT.format(journal.folder))
             raise
         journal.remove()
         for path in left:
@@ -237,6 +241,12 @@ def _finished_earlier(journal: Journal, out: Path, *, replace: bool) -> dict[str
         ) from error
     found: dict[str, Any] = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
     return found
+
+
+def _may_pass(error: CiuicError, journal: Journal) -> bool:
+    """Whether a library refused what had run once already: for want of memory perhaps, in words that we do not know."""
+    of_a_library = error.__cause__ is not None and not isinstance(error.__cause__, CiuicError)
+    return of_a_library and journal.load(STATISTICS) is not None
 
 
 def _follow(task: Callable[[], Task], workers: Workers, dry_run: bool) -> dict[str, Any]:

@@ -48,6 +48,8 @@ from ciuic_cli.units import Unit, units_of, working_bytes
 from ciuic_cli.workers import Workers
 
 Progress = Callable[[str, int, int], None]
+STATISTICS = "statistics.done"
+"""The journal's step after which the model has run once, forward and backward."""
 
 
 class Run:
@@ -64,7 +66,7 @@ class Run:
         self.statistics = self._statistics()
 
     def _statistics(self) -> Statistics:
-        folder, step = self.journal.folder / "statistics", "statistics.done"
+        folder, step = self.journal.folder / "statistics", STATISTICS
         if not self.workers.tell(self.workers.leads and self.journal.sealed(step, folder)):
             if self.workers.leads:
                 folder.mkdir(exist_ok=True)

@@ -19,8 +19,8 @@ from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ciuic_cli.errors import InputError
-from ciuic_cli.memory import exhaustion
+from ciuic_cli.errors import CiuicError, InputError
+from ciuic_cli.memory import machine_fault
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65_536
@@ -62,7 +62,7 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
     """The transformers configuration of a config.json dict, without `auto_map` and `quantization_config`.
 
     Raises InputError for an unknown architecture, sizes that are negative or absurd, and whatever
-    transformers' own validation refuses.
+    transformers' own validation refuses; EnvironmentFault without a temporary folder, or memory.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -120,7 +120,7 @@ def build_meta_model(
     """The causal language model of `config` on the meta device, floating weights in `dtype`, in eval mode.
 
     `options` go to `AutoModelForCausalLM.from_config` (attn_implementation, experts_implementation).
-    Raises InputError if the model cannot be built from the configuration.
+    Raises InputError if the model cannot be built from the configuration; EnvironmentFault as `build_config` does.
     """
     try:
         with torch.device("meta"):
@@ -272,7 +272,7 @@ def running_as_configured(file: Path, module: str | None = None) -> Iterator[Non
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if exhaustion(error) is not None or _of_compressed_modules(error):
+        if _of_compressed_modules(error):
             raise
         raise _refused("transformers cannot run the model", error, file, module) from error
 
@@ -282,7 +282,11 @@ def _of_compressed_modules(error: Exception) -> bool:
     return any(frame.f_globals.get("__name__", "").startswith("ciuic_cli.runtime.") for frame, _ in frames)
 
 
-def _refused(what: str, error: Exception, file: Path | None, module: str | None = None) -> InputError:
+def _refused(what: str, error: Exception, file: Path | None, module: str | None = None) -> CiuicError:
+    """The fault behind an error of transformers: the machine's, or else that of config.json."""
+    fault = machine_fault(error)
+    if fault is not None and getattr(error, "errno", True):  # transformers' own OSErrors have no number
+        return fault
     reason = " ".join(str(error).split())
     return InputError(
         f"{what}: {type(error).__name__}: {reason:.300}",

@@ -34,6 +34,7 @@ from interrupting import lose
 
 import ciuic_cli
 from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.checkpoint.architecture import running_as_configured
 from ciuic_cli.statistics.collect import collect_statistics
 
 Make = Callable[..., Victim]
@@ -331,6 +332,54 @@ def test_fault_38_without_a_gpu_the_cpu_is_said_to_be_used(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     v = victim(0, "llama")
     v.compress("--dry-run").says("no GPU", "CPU")
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "ciuic_cli.checkpoint.architecture.AutoModelForCausalLM.from_config",
+        "ciuic_cli.checkpoint.architecture.PretrainedConfig.from_dict",
+    ],
+)
+@pytest.mark.parametrize(
+    ("error", "said", "remedy"),
+    [
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp']"), "temporary", "TMPDIR"),
+        (OSError(28, "No space left on device", "/tmp/x"), "No space left", "disk space"),
+        (MemoryError(), "memory is exhausted", "free memory"),
+    ],
+)
+def test_what_the_machine_refuses_is_no_fault_of_the_config(
+    victim: Make, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception, said: str, remedy: str
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise error
+
+    v = victim(0, "llama")
+    monkeypatch.setattr(place, refuse)
+    done = v.refused(said, code=5, remedy=remedy)
+    assert "config.json" not in done.stderr
+
+
+def test_steps_are_kept_where_a_library_refuses_what_had_run_before(
+    victim: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v = victim(0, "llama")
+    assert v.compress(out=v.folder / "whole").code == 0
+
+    def refuse(*arguments: object, **options: object) -> None:
+        with running_as_configured(v.model / "config.json"):
+            raise RuntimeError("words that nobody knows")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ciuic_cli.run.KLMeter", refuse)
+        done = v.compress()
+    assert done.code == 3, done.stderr
+    done.says("words that nobody knows", "finished steps are kept")
+    done = v.compress()
+    assert done.code == 0 and "forward" not in done.stderr, done.stderr
+    done.says("going on with the unfinished run")
+    assert weights(v.out) == weights(v.folder / "whole")
 
 
 @pytest.mark.parametrize(
