@@ -62,9 +62,7 @@ class _RegistryFinder(importlib.abc.MetaPathFinder):
 
         def execute_then_register(module: types.ModuleType) -> None:
             execute(module)
-            if (
-                not _plugin_is_half_loaded()
-            ):  # else it came first (unpickling does that), and registers at its end
+            if not _plugin_is_half_loaded():  # unpickling imports it first; it registers at its end
                 register()
 
         # On the instance, so that the loader keeps its type (tracebacks and `inspect` rely on it).
