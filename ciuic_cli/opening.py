@@ -34,20 +34,19 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     place = choose_device(device)
     if is_artifact(read_config(folder)):
         with unreplaced(folder):
-            return _answering(load(folder, device=place, dtype=dtype), folder)
+            # Before transformers reads it, and goes on without one that it cannot read.
+            generation = open_generation_config(folder)
+            return _answering(load(folder, device=place, dtype=dtype), generation)
     model_map = map_model(open_checkpoint(folder))
     _require_memory(model_map.stored_numel * (dtype or model_map.dtype).itemsize, place, folder)
     model = model_map.skeleton(dtype=dtype)
     model_map.materialise(model, "", dtype, place)
-    return _answering(model, folder)
+    return _answering(model, open_generation_config(folder))
 
 
-def _answering(model: Any, folder: Path) -> Any:
-    """The model in evaluation mode, its outputs with names, whatever its config.json asks for.
-
-    With the folder's own generation_config: transformers goes on without one that it cannot read.
-    """
-    model.generation_config = open_generation_config(folder) or model.generation_config
+def _answering(model: Any, generation: Any) -> Any:
+    """The model in evaluation mode, its outputs with names, whatever its config.json asks for."""
+    model.generation_config = generation or model.generation_config
     model.config.return_dict = True
     return model.eval()
 

@@ -72,8 +72,8 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             file=file,
             remedy="update transformers, or use a checkpoint of a supported architecture",
         )
-    _check_numbers(raw, file)
     _check_sizes(raw, CONFIG_MAPPING[model_type], file)
+    _check_numbers(raw, file)
     values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _IGNORED}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(values)

@@ -181,7 +181,7 @@ def test_a_generation_config_that_cannot_be_read_is_named(
 
     monkeypatch.setattr(Path, "read_bytes", failing)
     done = invoke("eval", copy, "--text", text, "--seqlen", 64, "--limit", 1)
-    assert done.code == 3 and "Input/output error" in done.stderr, done.stderr
+    assert done.code == 5 and "Input/output error" in done.stderr, done.stderr
     assert "generation_config.json" in done.field("file") and done.field("try")
 
 
