@@ -14,6 +14,7 @@ from typing import IO, Any
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 
 Progress = Callable[[str, int, int], None]
+PROMPT_TOKENS, NEW_TOKENS = 512, 128
 
 _ERRORS = {error.exit_code: error for error in (UsageError, InputError, EnvironmentFault)}
 _LESS_IS_BETTER = (
@@ -32,14 +33,18 @@ def bench(
     path: str | Path,
     *,
     base: str | Path | None = None,
-    prompt_tokens: int = 512,
-    new_tokens: int = 128,
+    prompt_tokens: int | None = None,
+    new_tokens: int | None = None,
     repetitions: int = 5,
     batch_size: int = 1,
     device: str = "auto",
     progress: Progress = lambda what, done, total: None,
+    hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Measure a model, and its base when given, one after the other.
+
+    Args:
+        prompt_tokens, new_tokens: None: 512 and 128, or as many as the model has positions for, which is said.
 
     Returns:
         {"options", "model": figures, "base": figures, "ratios"}: figures as `benching.measure` describes them;
@@ -51,7 +56,7 @@ def bench(
         EnvironmentFault: no such device, memory exhausted or too small for -p, -n and the batch, a measuring process
         that was killed.
     """
-    options = {
+    options: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
         "repetitions": repetitions,
@@ -62,6 +67,13 @@ def bench(
     found: dict[str, Any] = {"options": options}
     for label, folder in paths.items():
         found[label] = _in_own_process(folder, options, partial(progress, label))
+        # Both are measured alike: what was left open is settled by the first.
+        options |= {name: found[label][name] for name in ("prompt_tokens", "new_tokens")}
+    if (options["prompt_tokens"], options["new_tokens"]) != (
+        prompt_tokens or PROMPT_TOKENS,
+        new_tokens or NEW_TOKENS,
+    ):
+        hint(f"the model has positions for -p {options['prompt_tokens']} -n {options['new_tokens']}")
     if base is not None:
         found["ratios"] = _ratios(found["model"], found["base"])
     return found

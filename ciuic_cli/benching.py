@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ciuic_cli.bench import NEW_TOKENS, PROMPT_TOKENS
 from ciuic_cli.checkpoint.architecture import (
     build_config,
     build_meta_model,
@@ -36,8 +37,8 @@ from ciuic_cli.streams import keep_stdout
 
 def measure(
     path: str,
-    prompt_tokens: int,
-    new_tokens: int,
+    prompt_tokens: int | None,
+    new_tokens: int | None,
     repetitions: int,
     batch_size: int,
     device: str,
@@ -46,9 +47,10 @@ def measure(
     """Memory and speed of one model, in this process, which should be a fresh one.
 
     Returns:
-        file_bytes: of the safetensors files. weight_bytes: parameters and buffers in memory, shared ones once.
-        rss_bytes: of the process with the model loaded; rss_growth_bytes: what loading added to it;
-        peak_rss_bytes: the most the process ever had, loading and running; peak_growth_bytes: that without
+        prompt_tokens, new_tokens: as asked for or settled. file_bytes: of the safetensors files. weight_bytes:
+        parameters and buffers in memory, shared ones once. rss_bytes: of the process with the model loaded;
+        rss_growth_bytes: what loading added to it; peak_rss_bytes: the most the process ever had, loading and
+        running; peak_growth_bytes: that without
         what it had before loading. On a GPU also gpu_allocated_bytes, after loading, and gpu_peak_bytes, both
         from the allocator. load_seconds. prefill and decode: tokens/s as {"mean", "stdev"}, all sequences of
         the batch together, over `repetitions` after one warm-up (of a single one stdev is None). prefill:
@@ -58,6 +60,7 @@ def measure(
     place = choose_device(device)
     folder = locate(path)
     config = build_config(read_config(folder), folder / "config.json")
+    prompt_tokens, new_tokens = fitted(prompt_tokens, new_tokens, positions_of(config))
     _require_positions(config, prompt_tokens + new_tokens, folder)
     # Its code is in memory before we count, and has made its kinds of cache known to transformers.
     build_meta_model(config, torch.bfloat16, folder / "config.json")
@@ -79,6 +82,8 @@ def measure(
     resident = resident_bytes()
     figures: dict[str, Any] = {
         "path": path,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
         "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -139,6 +144,16 @@ def _settle() -> None:
     """Give freed memory back to the system, so that what is resident is what is in use."""
     gc.collect()
     return_freed_memory()
+
+
+def fitted(prompt_tokens: int | None, new_tokens: int | None, positions: int | None) -> tuple[int, int]:
+    """The numbers to measure with: those asked for, else the usual ones, as far as the model has positions."""
+    most = sys.maxsize if positions is None else positions
+    if new_tokens is None:
+        new_tokens = max(1, min(NEW_TOKENS, most // 5 if prompt_tokens is None else most - prompt_tokens))
+    if prompt_tokens is None:
+        prompt_tokens = max(1, min(PROMPT_TOKENS, most - new_tokens))
+    return prompt_tokens, new_tokens
 
 
 def _require_positions(config: Any, needed: int, folder: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from ciuic_cli import __version__
+from ciuic_cli.bench import NEW_TOKENS, PROMPT_TOKENS
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.console import Console, run
 from ciuic_cli.errors import EnvironmentFault, UsageError
@@ -195,14 +196,27 @@ def compress(
         typer.Option(min=SEQLEN[0], max=SEQLEN[1], show_default="by effort", help="Tokens per sequence."),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=SEED[0], max=SEED[1], help="Of the labels that the statistics sample.")
+        int,
+        typer.Option(
+            min=SEED[0], max=SEED[1], help="Of what is drawn at random: another seed gives other bytes."
+        ),
     ] = 0,
     effort: Annotated[
-        EffortLevel, typer.Option(help="How much work to spend on quality.")
+        EffortLevel,
+        typer.Option(
+            help="Work spent on quality. fast: trellis of 2^12 states, 24 calibration sequences; default: 2^16, 64; "
+            "best: 2^16, 128."
+        ),
     ] = EffortLevel.default,
-    prune: Annotated[str, typer.Option(help="off, auto, or the share of weights to leave out.")] = "auto",
-    rank: Annotated[str, typer.Option(help="off, auto, or the rank of every low-rank part.")] = "auto",
-    bits: Annotated[str, typer.Option(help="Widths that may be used.")] = ",".join(map(str, WIDTHS)),
+    prune: Annotated[
+        str, typer.Option(help="off, auto (as the budget decides), or the share of weights to leave out.")
+    ] = "auto",
+    rank: Annotated[
+        str, typer.Option(help="off, auto (as the budget decides), or the rank of every low-rank part.")
+    ] = "auto",
+    bits: Annotated[str, typer.Option(help="Bits per weight that 16 rows of a matrix may have.")] = ",".join(
+        map(str, WIDTHS)
+    ),
     mtp: Annotated[
         MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
     ] = MtpLayers.drop,
@@ -356,11 +370,27 @@ def bench(
     path: _Path,
     base: _Base = None,
     prompt_tokens: Annotated[
-        int, typer.Option("-p", "--prompt-tokens", min=1, max=1 << 30, help="Tokens to prefill.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            "-p",
+            "--prompt-tokens",
+            min=1,
+            max=1 << 30,
+            show_default=f"{PROMPT_TOKENS}, or what fits",
+            help="Tokens to prefill.",
+        ),
+    ] = None,
     new_tokens: Annotated[
-        int, typer.Option("-n", "--new-tokens", min=1, max=1 << 30, help="Tokens to decode.")
-    ] = 128,
+        int | None,
+        typer.Option(
+            "-n",
+            "--new-tokens",
+            min=1,
+            max=1 << 30,
+            show_default=f"{NEW_TOKENS}, or what fits",
+            help="Tokens to decode.",
+        ),
+    ] = None,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", min=1, max=1 << 30, help="Measured runs.")
     ] = 5,
@@ -388,6 +418,7 @@ def bench(
                 batch_size=batch_size,
                 device=device,
                 progress=progress,
+                hint=console.hint,
             )
         console.json(found)
         show_bench(console, found, str(folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,10 +29,10 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
     Args:
         model: a transformers causal language model with its weights on the CPU or a GPU.
         tokenizer: of the model, for the calibration text; None: the one that its `name_or_path` has.
-        **options: as for `compress`: ratio, calibration, nsamples, effort, prune, rank, bits, seed, ...
+        **options: as for `compress`, but dry_run and force: ratio, calibration, nsamples, effort, prune, bits, ...
 
     Raises:
-        UsageError: no tokenizer, or not a transformers model.
+        UsageError: no tokenizer, or not a transformers model. TypeError: an option that `compress` has not.
         CiuicError: as `compress`; the model is unchanged then.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
@@ -43,6 +44,9 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
             "a model is compressed in place by one process, not under torchrun",
             remedy="compress its checkpoint with torchrun ... ciuic compress, and load the result everywhere",
         )
+    signature(compress).bind("source", "out", **options)  # TypeError now, not after the model is written
+    if {"dry_run", "force"} & options.keys():
+        raise UsageError("a model is compressed in place without dry_run or force", remedy="leave them out")
     if tokenizer is None:
         tokenizer = _own_tokenizer(model)
     with ends_tidily(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:

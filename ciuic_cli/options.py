@@ -86,7 +86,7 @@ def check_size(size: object) -> int:
     """Bytes of a whole artifact; raises UsageError for anything but a whole number above 0."""
     if not (_is_whole(size) and size >= 1):
         raise UsageError(
-            f"a model cannot be {_shown(size)} bytes long",
+            f"{_shown(size)} is no size of a model in bytes",
             remedy="give a size like 8GiB, 500MB or 4365952 (in Python: 4365952)",
         )
     return size
@@ -136,11 +136,15 @@ def check_rank(rank: object) -> str | int:
 
 def check_bits(bits: object) -> tuple[int, ...]:
     """Widths, ascending and each once; raises UsageError for none, and for any that the code has not."""
-    widths: list[Any] = list(bits) if isinstance(bits, Iterable) else [bits]
+    several = isinstance(bits, Iterable) and not isinstance(bits, (str, bytes))
+    widths: list[Any] = list(bits) if several else [bits]  # type: ignore[call-overload]
     wrong = [width for width in widths if not (_is_whole(width) and width in WIDTHS)]
     if wrong or not widths:
         what = f"{_shown(wrong[0])} is not among the possible widths" if wrong else "no width is given"
-        raise UsageError(f"--bits: {what}", remedy=f"choose from {','.join(map(str, WIDTHS))}")
+        raise UsageError(
+            f"--bits: {what}",
+            remedy=f"choose from {','.join(map(str, WIDTHS))} (in Python: a list of numbers)",
+        )
     return tuple(sorted(set(widths)))
 
 

@@ -13,8 +13,6 @@ import torch
 
 from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import lay_out
-from ciuic_cli.artifact.model import meta_model
-from ciuic_cli.artifact.reader import open_artifact, require_compressed, require_dense
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.card import render_card
 from ciuic_cli.codecs.packing import PackedMatrix
@@ -23,6 +21,7 @@ from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.estimates import Mean
+from ciuic_cli.inspection import describe
 from ciuic_cli.interruption import check
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import SIDE_BY_SIDE, return_freed_memory
@@ -297,10 +296,7 @@ class Run:
 def _require_readable(folder: Path) -> None:
     """What our own reader would refuse is a bug of ours, and is not published: raises RuntimeError."""
     try:
-        artifact = open_artifact(folder)
-        expected = meta_model(artifact).state_dict()
-        require_dense(artifact, expected)
-        require_compressed(artifact, expected)
+        describe(folder)
     except InputError as error:
         raise RuntimeError(f"the finished artifact cannot be opened: {error}") from error
 

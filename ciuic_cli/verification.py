@@ -79,7 +79,9 @@ def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
     file = folder / CHECKSUMS
     if not file.exists():
         raise InputError(
-            "the folder has no checksums", file=file, remedy="only artifacts of ciuic can be verified"
+            "the folder has no checksums",
+            file=file,
+            remedy="`ciuic compress` writes them; other tools, save_pretrained too, do not",
         )
     document = read_json(folder, CHECKSUMS)
     # A flipped bit in the list's own white space or numbers must show as well.

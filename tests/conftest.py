@@ -13,6 +13,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from tiny_checkpoints import make_checkpoint
 
+SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
+
 
 @pytest.fixture(scope="session", autouse=True)
 def usual_signals() -> None:
@@ -37,3 +39,11 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         return made[key]
 
     return make
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """1154 tokens of the byte-level tokenizer, with the empty line that ends a document."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(SENTENCE * 12, encoding="utf-8")
+    return file

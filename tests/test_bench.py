@@ -19,7 +19,7 @@ from tiny_checkpoints import TINY_CONFIGS
 from ciuic_cli import bench as module
 from ciuic_cli import benching
 from ciuic_cli.bench import bench
-from ciuic_cli.benching import measure, storage_bytes
+from ciuic_cli.benching import fitted, measure, storage_bytes
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.pipeline import compress
 
@@ -30,20 +30,16 @@ QUICK: dict[str, Any] = {
     "batch_size": 1,
     "device": "cpu",
 }
-SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
 
 
 @pytest.fixture(scope="module")
 def artifact(
-    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+    tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
     """The original and its artifact."""
-    folder = tmp_path_factory.mktemp("artifact")
-    (folder / "text.txt").write_text(SENTENCE * 12, encoding="utf-8")
-    original = tiny_checkpoint("llama")
-    text = [folder / "text.txt"]
-    compress(original, folder / "out", ratio=3.0, calibration=text, nsamples=4, seqlen=64, effort="fast")
-    return original, folder / "out"
+    original, out = tiny_checkpoint("llama"), tmp_path_factory.mktemp("artifact") / "out"
+    compress(original, out, ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast")
+    return original, out
 
 
 def stored_bytes(folder: Path) -> int:
@@ -162,6 +158,34 @@ def test_every_family_is_measured_in_a_process_that_knows_none(tiny_checkpoint: 
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == str(["bfloat16"] * len(folders))
+
+
+@pytest.mark.parametrize(
+    ("asked", "positions", "settled"),
+    [
+        ((None, None), None, (512, 128)),
+        ((None, None), 4096, (512, 128)),
+        ((None, None), 512, (410, 102)),
+        ((600, None), 640, (600, 40)),
+        ((None, 40), 64, (24, 40)),
+        ((7, 9), 8, (7, 9)),
+        ((300, None), 256, (300, 1)),
+        ((None, 300), 256, (1, 300)),
+        ((None, None), 2, (1, 1)),
+    ],
+)
+def test_tokens_that_are_not_asked_for_fit_the_positions(
+    asked: tuple[int | None, int | None], positions: int | None, settled: tuple[int, int]
+) -> None:
+    assert fitted(*asked, positions) == settled
+
+
+def test_fewer_positions_than_usual_are_said_and_used(tiny_checkpoint: Callable[..., Path]) -> None:
+    hints: list[str] = []
+    options = {**QUICK, "repetitions": 1, "prompt_tokens": None, "new_tokens": None}
+    found = bench(tiny_checkpoint("llama"), **options, hint=hints.append)
+    assert hints == ["the model has positions for -p 205 -n 51"]
+    assert found["options"]["prompt_tokens"] == found["model"]["prompt_tokens"] == 205
 
 
 def test_errors_come_back_as_they_were_raised(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from ciuic_cli import cli, options
 from ciuic_cli.errors import UsageError
+from ciuic_cli.options import check_bits
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,12 @@ def test_bits() -> None:
     for written in ("", "2,7", "1", "2,,3", "02", "two"):
         with pytest.raises(UsageError, match="not among the possible widths"):
             cli.parse_bits(written)
+
+
+def test_bits_of_the_command_line_in_python() -> None:
+    with pytest.raises(UsageError, match="'2,3' is not among the possible widths") as caught:
+        check_bits("2,3")
+    assert "in Python: a list of numbers" in (caught.value.remedy or "")
 
 
 def test_prune() -> None:

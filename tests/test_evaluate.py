@@ -23,16 +23,6 @@ from ciuic_cli.evaluate import evaluate, generate_text, token_figures, windows_o
 from ciuic_cli.opening import open_model
 from ciuic_cli.pipeline import compress
 
-SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1154 tokens of the byte-level tokenizer, with the empty line that ends a document."""
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text(SENTENCE * 12, encoding="utf-8")
-    return file
-
 
 @pytest.fixture(scope="module")
 def artifact(
@@ -80,7 +70,7 @@ def test_perplexity_equals_an_independent_computation(
         [-log_probabilities(model, w)[np.arange(len(w) - 1), w[1:].numpy()] for w in windows]
     )
     found = evaluate(folder, text=text, seqlen=100, device="cpu")
-    assert found["tokens"] == nll.size == len(SENTENCE) * 12 + 2
+    assert found["tokens"] == nll.size == len(text.read_text()) + 2
     assert found["windows"] == len(windows) == 12
     assert found["perplexity"] == pytest.approx(math.exp(nll.mean()), rel=1e-6)
     assert found["seqlen"] == 100

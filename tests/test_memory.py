@@ -35,6 +35,37 @@ def test_what_a_layer_held_goes_back() -> None:
     assert int(done.stdout) > 0.9 * 400 * 8 * (1 << 16)
 
 
+HOLES = """
+import numpy as np
+from ciuic_cli.memory import limit_freed_memory, resident_bytes, return_freed_memory, steady_memory
+steady_memory()
+# A heap of many holes, each a little larger than the one before it, with what stays in between.
+holes, kept = [], []
+for number in range(400):
+    holes.append(np.ones((1 << 16) + 8 * number))
+    kept.append(np.ones(512))
+holes.clear()
+return_freed_memory()
+limit_freed_memory()
+least, most = resident_bytes(), 0
+for number in reversed(range(400)):
+    {limit}
+    np.ones((1 << 16) + 8 * number)  # one at a time, each in a hole of its own
+    most = max(most, resident_bytes())
+print(most - least)
+"""
+
+
+def test_what_a_loop_touches_goes_back_within_it() -> None:
+    def growth(limit: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", HOLES.format(limit=limit)], check=True, capture_output=True, text=True
+        )
+        return int(done.stdout)
+
+    assert growth("limit_freed_memory()") < 80 << 20 < growth("pass")
+
+
 @pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"])
 @pytest.mark.parametrize(("before", "after"), [(None, "16"), ("1024", "1024")])
 def test_a_limit_of_the_users_own_is_kept(name: str, before: str | None, after: str) -> None:

@@ -39,7 +39,7 @@ def test_wrong_bits_per_weight(value: object) -> None:
 
 @pytest.mark.parametrize("value", [0, -5, 1.5, "8GB", True, pytest.param(-HUGE, id="huge")])
 def test_wrong_sizes(value: object) -> None:
-    with pytest.raises(UsageError, match="a model cannot be"):
+    with pytest.raises(UsageError, match="is no size of a model"):
         options.check_size(value)
 
 

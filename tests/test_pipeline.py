@@ -246,7 +246,7 @@ WRONG: dict[str, list[Any]] = {
 def test_wrong_options_are_usage_errors_before_anything_is_written(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, option: str, value: object
 ) -> None:
-    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')}|a model cannot be"):
+    with pytest.raises(UsageError, match=f"--{option.replace('_', '-')}|is no size of a model"):
         _compress(tiny_checkpoint("llama"), tmp_path / "out", text, **{option: value})
     assert list(tmp_path.iterdir()) == [text]
 
@@ -363,3 +363,14 @@ def test_a_loaded_model_is_compressed_in_place(tiny_checkpoint: Callable[..., Pa
     assert after <= before / 2
     ids = torch.arange(10)[None]
     assert torch.isfinite(model(ids).logits).all()
+
+
+def test_wrong_options_in_place_are_refused_before_the_model_is_written(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama"))
+    monkeypatch.setattr(type(model), "save_pretrained", lambda *_: pytest.fail("the model was written"))
+    with pytest.raises(TypeError, match="ratoi"):
+        ciuic_cli.apply_ciuic_compression(model, ratoi=2.0)
+    with pytest.raises(UsageError, match="without dry_run"):
+        ciuic_cli.apply_ciuic_compression(model, dry_run=True)

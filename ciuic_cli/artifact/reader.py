@@ -30,7 +30,7 @@ from ciuic_cli.checkpoint.folder import (
 )
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.mtp import PredictionLayers
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, is_integer
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES, holds
 from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
@@ -147,7 +147,7 @@ def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> N
 
 
 def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse an uncompressed tensor that is not of the shape and kind (float, integer, boolean) that the model has.
+    """Refuse an uncompressed tensor of another shape than the model's, or of numbers that the model cannot hold.
 
     `expected` are the model's own tensors (on the meta device) by the artifact's names; a compressed tensor is
     none of these. Raises InputError naming file and tensor.
@@ -159,15 +159,11 @@ def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor])
         stored = TORCH_DTYPES.get(entry.dtype)
         if entry.shape != tuple(wanted.shape):
             fault = f"the tensor has shape {entry.shape}, the config makes it {tuple(wanted.shape)}"
-        elif stored is None or _kind(stored) != _kind(wanted.dtype):
+        elif stored is None or not holds(wanted.dtype, stored):
             fault = f"the tensor is stored as {entry.dtype}, the model has {wanted.dtype}"
         else:
             continue
         raise InputError(fault, file=entry.file, tensor=name, remedy=_DAMAGED)
-
-
-def _kind(dtype: torch.dtype) -> tuple[bool, bool]:
-    return dtype.is_floating_point, is_integer(dtype)
 
 
 def require_expert_ids(artifact: ArtifactFiles, tables: Mapping[str, int]) -> None:

@@ -27,7 +27,7 @@ from ciuic_cli.checkpoint.architecture import (
 from ciuic_cli.checkpoint.expert_ids import expert_tables, require_experts
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.checkpoint.naming import Assembly, plan_names
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, holds
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.checkpoint.tying import resolve_ties
 from ciuic_cli.checkpoint.unexpected import sort_unexpected
@@ -378,7 +378,7 @@ def _require_kind(parameter: Parameter, dtype: torch.dtype, checkpoint: Checkpoi
         decoded = checkpoint.is_fp4(source) or checkpoint.is_fp8(source)
         if decoded and source not in checkpoint.scales:
             checkpoint.read_dense(source, (0, 0))  # refuses, naming the scales that it looked for
-        if not _holds(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):
+        if not holds(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):
             scale = " without a scale" if dtype.is_floating_point else ""
             raise InputError(
                 f"stored as {entry.dtype}{scale}; the model has {str(dtype).removeprefix('torch.')} numbers here",
@@ -386,13 +386,3 @@ def _require_kind(parameter: Parameter, dtype: torch.dtype, checkpoint: Checkpoi
                 tensor=source,
                 remedy="the number format is unknown: start from the original weights",
             )
-
-
-def _holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether both are floats, both truth values, or both integers and `dtype` has the range of what is stored."""
-    if dtype.is_floating_point or stored.is_floating_point:
-        return dtype.is_floating_point and stored.is_floating_point
-    if torch.bool in (dtype, stored) or stored.is_complex:
-        return dtype == stored
-    wide, narrow = torch.iinfo(dtype), torch.iinfo(stored)
-    return wide.min <= narrow.min and narrow.max <= wide.max

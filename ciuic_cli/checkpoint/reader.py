@@ -198,6 +198,16 @@ def read_entry(entry: TensorEntry) -> torch.Tensor:
     return tensor
 
 
+def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether both are floats, both truth values, or both integers and `dtype` has the range of what is stored."""
+    if dtype.is_floating_point or stored.is_floating_point:
+        return dtype.is_floating_point and stored.is_floating_point
+    if torch.bool in (dtype, stored) or stored.is_complex:
+        return dtype == stored
+    wide, narrow = torch.iinfo(dtype), torch.iinfo(stored)
+    return wide.min <= narrow.min and narrow.max <= wide.max
+
+
 def is_integer(dtype: torch.dtype) -> bool:
     """Whether it is one of whole numbers; those of booleans are none."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

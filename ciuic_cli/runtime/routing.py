@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.runtime.made import Mixin, made, own_class
 
 NEVER = -1e4
 """Far below every score and logit, and exact in half precision."""
@@ -68,7 +69,8 @@ def mask_router(router: nn.Module, pruned: torch.Tensor) -> None:
     column = torch.where(mask, NEVER, 0.0).to(device=place, dtype=weight.dtype)
     router.register_buffer("masked_logits", column[:, None], persistent=False)
     if not isinstance(router, _MaskedLogits):
-        _become(router, _masked_class(type(router)))
+        own: Any = type(router)
+        _become(router, made(_MaskedLogits, own))
 
 
 def _chooses(router: nn.Module) -> bool:
@@ -80,7 +82,7 @@ def unmask_router(router: nn.Module) -> None:
     """Give a router without a bias its own class back (a bias comes back with the router's weights)."""
     if isinstance(router, _MaskedLogits):
         del router.masked_logits
-        _become(router, type(router).__mro__[2])
+        _become(router, own_class(router))
 
 
 def _become(router: nn.Module, kind: type) -> None:
@@ -121,12 +123,12 @@ def masking(pruned: Mapping[str, torch.Tensor]) -> Callable[[str, nn.Module], Ab
     return masked
 
 
-class _MaskedLogits:
+class _MaskedLogits(Mixin):
     """Mixed into a router's class: its logits are those of W x plus `masked_logits`."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """As the router's own; one more input, always 1, with `masked_logits` (E, 1) as its weights."""
-        own: Any = type(self).__mro__[2]
+        own = own_class(self)
         wider = copy.copy(self)
         wider.__class__ = own
         fields = vars(wider)
@@ -136,17 +138,3 @@ class _MaskedLogits:
         flat = hidden_states.reshape(-1, self.hidden_dim)
         ones = torch.ones(len(flat), 1, dtype=flat.dtype, device=flat.device)
         return own.forward(wider, torch.cat([flat, ones], dim=1), *args, **kwargs)
-
-    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        """By the router's own class: this one is made, and pickle would look for its name in vain."""
-        return _new_masked, (type(self).__mro__[2],), self.__getstate__()
-
-
-def _new_masked(own: type) -> Any:
-    """An empty masked router, whose state comes from a pickle or a copy."""
-    kind = _masked_class(own)
-    return kind.__new__(kind)
-
-
-def _masked_class(own: type) -> Any:
-    return type(f"Masked{own.__name__}", (_MaskedLogits, own), {})

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from ciuic_cli.memory import limit_freed_memory
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.threads import one_thread
 
@@ -205,6 +206,7 @@ class MomentRecorder(TorchFunctionMode):
         output.register_hook(record)
 
     def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        limit_freed_memory()
         rows, cols = shape
         name, expert = key
         x, gradient = x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float()

@@ -14,6 +14,8 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from ciuic_cli.memory import limit_freed_memory
+
 
 class BroughtOnUse(TorchFunctionMode):
     """While active, `F.linear` with an expert of one of the module's stacks works on any device and in any dtype."""
@@ -40,6 +42,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        limit_freed_memory()
         ctx.weight, ctx.dtype = weight, x.dtype
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

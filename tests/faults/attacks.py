@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+import ciuic_cli
 from ciuic_cli import cli
 from ciuic_cli.artifact.writer import CHECKSUMS
 
@@ -257,3 +258,27 @@ def entries(header: Mapping[str, Any]) -> list[str]:
     """The tensors' names in the order of their bytes."""
     names = [name for name in header if name != "__metadata__"]
     return sorted(names, key=lambda name: header[name]["data_offsets"])
+
+
+def run_with(v: Victim, step: str, event: Callable[[], object], **options: Any) -> None:
+    """A run during which something happens, before its first report of a step."""
+    events = [event]
+
+    def progress(what: str, done: int, total: int) -> None:
+        if what == step and events:
+            events.pop()()
+
+    ciuic_cli.compress(
+        v.model, v.out, calibration=[v.text], ratio=2.5, nsamples=4, seqlen=64, effort="fast", progress=progress,
+        **options,
+    )  # fmt: skip
+
+
+def names_of(v: Victim) -> list[str]:
+    return [name for shard in v.shards for name in load_file(shard)]
+
+
+def finite_predictions(folder: Path) -> None:
+    model = ciuic_cli.load(folder)
+    with torch.no_grad():
+        assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()

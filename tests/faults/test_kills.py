@@ -115,14 +115,19 @@ def test_fault_35_killed_at_a_step_of_the_journal(victim: Make, step: int, how: 
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out", "whole"]
 
 
+def finish_but_for_the_journal(v: Victim, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """A run that is killed after its last step but one; returns what the output is then."""
+    monkeypatch.setattr("ciuic_cli.journal.Journal.remove", lambda journal: None)
+    assert v.compress().code == 0
+    monkeypatch.undo()
+    return snapshot(v.out)
+
+
 def test_fault_35_killed_after_the_output_took_its_name(
     victim: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v = victim(0, "llama")
-    monkeypatch.setattr("ciuic_cli.journal.Journal.remove", lambda journal: None)
-    assert v.compress().code == 0
-    monkeypatch.undo()
-    before = snapshot(v.out)
+    before = finish_but_for_the_journal(v, monkeypatch)
     again = v.compress()
     assert again.code == 0 and "written the output already" in again.stderr, again.stderr
     assert snapshot(v.out) == before
@@ -137,10 +142,7 @@ def test_fault_35_an_output_damaged_after_a_kill_is_not_taken_for_whole(
 ) -> None:
     """The steps stay until the output is whole; only --force writes it again, as over any other output."""
     v = victim(0, "llama")
-    monkeypatch.setattr("ciuic_cli.journal.Journal.remove", lambda journal: None)
-    assert v.compress().code == 0
-    monkeypatch.undo()
-    before = snapshot(v.out)
+    before = finish_but_for_the_journal(v, monkeypatch)
     if how == "removed":
         (v.out / damaged).unlink()
     else:
