@@ -374,3 +374,23 @@ def test_wrong_options_in_place_are_refused_before_the_model_is_written(
         ciuic_cli.apply_ciuic_compression(model, ratoi=2.0)
     with pytest.raises(UsageError, match="without dry_run"):
         ciuic_cli.apply_ciuic_compression(model, dry_run=True)
+
+
+def test_every_key_of_the_report_is_documented(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    report = _compress(tiny_checkpoint("deepseek_v3"), tmp_path / "out", text, dry_run=True)
+
+    def keys(value: Any, skip: tuple[str, ...] = ("options", "widths", "seconds", "shared")) -> set[str]:
+        if isinstance(value, list):
+            return set().union(*map(keys, value))
+        if not isinstance(value, dict):
+            return set()
+        named = {key: part for key, part in value.items() if key not in skip}
+        if "roles" in named:
+            named["roles"] = list(named["roles"].values())
+        return set(value).union(*(keys(part) for part in named.values()))
+
+    document = (Path(__file__).parents[1] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
+    section = document.split("## The report")[1].split("\n## ")[0]
+    assert keys(report) <= set(re.findall("`([a-z_]+)`", section))
