@@ -31,7 +31,7 @@ from ciuic_cli.streams import silence_stdout
 
 _BUG = 1
 _PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
-_PIPE_WIDTH = 160  # table width where stdout is no terminal
+_PIPE_WIDTH = 4096  # where stdout is no terminal no table is folded
 
 Progress = Callable[[str, int, int], None]
 """`progress(what, done, total)`: the step's name, and how far it is, in any unit."""

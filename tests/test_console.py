@@ -42,6 +42,13 @@ def python(code: str, *, shell_tail: str = "", **environment: str) -> subprocess
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env, timeout=60)
 
 
+def test_a_table_in_a_pipe_is_not_folded() -> None:
+    out = io.StringIO()
+    names = ["a" * 150, "b" * 150]
+    Console(stdout=out).table("tensors", ["name", "other"], [names])
+    assert any(all(name in line for name in names) for line in out.getvalue().splitlines())
+
+
 def test_data_to_stdout_hints_to_stderr() -> None:
     sink, out, err = pair()
     sink.data("perplexity 18.67")
