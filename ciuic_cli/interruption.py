@@ -26,14 +26,18 @@ _SIGNALS = {
 
 
 class Interruption:
-    """What arrived: `signal` is the number of the first signal that is to end the work, or None."""
+    """What arrived: `signal` is the number of the first signal that is to end the work, or None.
+
+    `deferred` counts the blocks (see there) in which it raises nothing yet.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self.deferred = 0
 
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal has arrived, unless one is on its way out already."""
-        if self.signal is not None and not _is_on_its_way():
+        if self.signal is not None and not self.deferred and not _is_on_its_way():
             raise KeyboardInterrupt
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:
@@ -89,6 +93,22 @@ def ends_tidily(*, resend: bool = False, last: bool = False) -> Iterator[Interru
             _current = None
             if resend and found.signal is not None:
                 signal.raise_signal(signal.Signals(found.signal))
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Signals that arrive meanwhile raise at its end: for short calls that take locks written in Python.
+
+    An exception that arrives when threading.Condition has just been acquired leaves it locked, and whoever needs it
+    next waits for ever: a thread pool's workers, for one, when the interruption hits `submit`.
+    """
+    with ends_tidily(resend=True) as found:
+        found.deferred += 1
+        try:
+            yield
+        finally:
+            found.deferred -= 1
+        found.check()
 
 
 @contextmanager

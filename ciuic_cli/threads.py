@@ -10,6 +10,8 @@ from typing import TypeVar
 
 import torch
 
+from ciuic_cli.interruption import deferred
+
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
@@ -53,7 +55,9 @@ def _pooled(
     with one_thread(), ThreadPoolExecutor(threads, "ciuic-work") as pool:
         try:
             for item in items:
-                running[pool.submit(make, item)] = item
+                with deferred():
+                    future = pool.submit(make, item)
+                running[future] = item
                 if len(running) == threads:
                     yield from _finished(running)
             while running:
@@ -66,6 +70,7 @@ def _finished(running: dict[Future[Result], Item]) -> Iterator[tuple[Item, Resul
     """Waits for one at least; those that are finished are no longer in `running`."""
     done: set[Future[Result]] = set()
     while not done:  # with a limit: a signal that another thread receives does not wake this one
-        done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
+        with deferred():
+            done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
     for future in done:
         yield running.pop(future), future.result()

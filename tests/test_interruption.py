@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 from interrupting import lose
 
-from ciuic_cli.interruption import check, ends_tidily
+from ciuic_cli.interruption import check, deferred, ends_tidily
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -95,3 +96,24 @@ def test_the_last_block_leaves_an_exit_code_that_stands() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         for number in SIGNALS[1:]:
             signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_deferred_signal_raises_at_the_end(within: bool) -> None:
+    reached: list[str] = []
+    with pytest.raises(KeyboardInterrupt), ends_tidily() if within else nullcontext():
+        with deferred():
+            with deferred():
+                signal.raise_signal(signal.SIGINT)
+                check()
+            reached.append("the end")
+        reached.append("what follows")
+    assert reached == ["the end"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_goes_before_a_deferred_signal() -> None:
+    with ends_tidily(), pytest.raises(OSError, match="its own"):  # noqa: SIM117
+        with deferred():
+            signal.raise_signal(signal.SIGINT)
+            raise OSError("its own")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -163,3 +165,50 @@ def test_an_error_of_one_ends_them_all() -> None:
     with _threads(2), pytest.raises(KeyError):
         list(side_by_side(range(100), make, _never))
     assert len(made) < 10
+
+
+INTERRUPTED_AT_WORK = """
+import faulthandler, signal, sys, threading
+import torch
+from ciuic_cli.interruption import ends_tidily
+from ciuic_cli.threads import side_by_side
+
+faulthandler.dump_traceback_later(60, exit=True)  # it hangs
+torch.set_num_threads(2)
+POOLS = ("threading.py", "futures/_base.py", "futures/thread.py")
+
+def interrupted(place):
+    # A signal at the place-th return from a function of Python's own thread pools; whether there were so many.
+    left = place
+    def trace(frame, event, argument):
+        nonlocal left
+        if event == "return" and frame.f_code.co_filename.endswith(POOLS):
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGTERM)
+        return trace
+    try:
+        with ends_tidily():
+            sys.settrace(trace)
+            for _ in side_by_side(range(4), lambda item: item, lambda item: False):
+                pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+places = 0
+while interrupted(places + 1):
+    places += 1
+print(places, threading.active_count())
+"""
+
+
+def test_an_interruption_anywhere_never_leaves_the_workers_waiting() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_WORK], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    places, threads = map(int, done.stdout.split())
+    assert places > 40 and threads == 1

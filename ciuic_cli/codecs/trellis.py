@@ -19,6 +19,7 @@ from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.packing import PackedMatrix, group_offsets
 from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
+from ciuic_cli.interruption import deferred
 
 DEFAULT_WINDOW = 16
 
@@ -118,13 +119,15 @@ def _interruptible(call: Callable[[], int], progress: ctypes.c_long) -> int:
         return call()
     result: list[int] = []
     worker = threading.Thread(target=lambda: result.append(call()), name="ciuic-round")
-    worker.start()
     try:
+        with deferred():
+            worker.start()
         while worker.is_alive():
             worker.join(0.2)  # with a limit: a signal that another thread receives does not wake this one
     except BaseException:
         progress.value = -(2 ** (8 * ctypes.sizeof(ctypes.c_long) - 2))
-        worker.join()
+        if worker.ident is not None:  # else the signal came before it was started
+            worker.join()
         raise
     return result[0]
 

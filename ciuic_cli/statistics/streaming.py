@@ -19,7 +19,7 @@ from ciuic_cli.checkpoint.architecture import running_as_configured
 from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
-from ciuic_cli.memory import SIDE_BY_SIDE, matrix_bytes, return_freed_memory
+from ciuic_cli.memory import SIDE_BY_SIDE, limit_freed_memory, matrix_bytes, return_freed_memory
 from ciuic_cli.statistics.on_use import BroughtOnUse
 from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.threads import one_thread, side_by_side
@@ -179,6 +179,7 @@ class LayerStream:
         for key, value in side_by_side(keys, lambda key: override(*key), alone):
             if value is not None:
                 places[key].copy_(value)
+            limit_freed_memory()
 
     def precision(self) -> torch.autocast:
         """Matrix products in `dtype`, the residual stream in float32."""
