@@ -172,7 +172,7 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     logits = LOGIT_COPIES * 4 * text.length * vocabulary
     surroundings = ends + max(logits + 2 * vocabulary_bytes(model_map), outside)
     plan = PLAN_BYTES * sum(unit.groups for unit in units)
-    return base + max([*layers, surroundings]) + plan
+    return base + max([*layers, surroundings, plan])
 
 
 def _beside(unit: Unit) -> int:

@@ -56,7 +56,7 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(tiny_checkpoint:
         disk[name] = disk_bytes(model_map, units, text, model_map.stored_numel // 2)
         peak[name] = peak_bytes(model_map, units, text, 0, halved=True)
     assert disk["many"] > 2.4 * disk["few"]
-    assert peak["few"] < peak["many"] < 1.3 * peak["few"]
+    assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
     monotone = [
         forecast(m, text, window=12, ranks=True, budget=1, device=torch.device("cpu")) for m in (few, many)
     ]
