@@ -15,6 +15,7 @@ from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageErro
 
 Progress = Callable[[str, int, int], None]
 PROMPT_TOKENS, NEW_TOKENS = 512, 128
+"""Measured where nothing else is asked for."""
 
 _ERRORS = {error.exit_code: error for error in (UsageError, InputError, EnvironmentFault)}
 _LESS_IS_BETTER = (

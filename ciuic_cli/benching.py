@@ -50,18 +50,18 @@ def measure(
         prompt_tokens, new_tokens: as asked for or settled. file_bytes: of the safetensors files. weight_bytes:
         parameters and buffers in memory, shared ones once. rss_bytes: of the process with the model loaded;
         rss_growth_bytes: what loading added to it; peak_rss_bytes: the most the process ever had, loading and
-        running; peak_growth_bytes: that without
-        what it had before loading. On a GPU also gpu_allocated_bytes, after loading, and gpu_peak_bytes, both
-        from the allocator. load_seconds. prefill and decode: tokens/s as {"mean", "stdev"}, all sequences of
-        the batch together, over `repetitions` after one warm-up (of a single one stdev is None). prefill:
-        `prompt_tokens` random tokens into an empty cache, the logits of the last only. decode: `new_tokens` greedy
-        steps after it.
+        running; peak_growth_bytes: that without what it had before loading. On a GPU also gpu_allocated_bytes,
+        after loading, and gpu_peak_bytes, both from the allocator. load_seconds. prefill and decode: tokens/s as
+        {"mean", "stdev"}, all sequences of the batch together, over `repetitions` after one warm-up (of a single
+        one stdev is None). prefill: `prompt_tokens` random tokens into an empty cache, the logits of the last
+        only. decode: `new_tokens` greedy steps after it.
     """
     place = choose_device(device)
     folder = locate(path)
     config = build_config(read_config(folder), folder / "config.json")
-    prompt_tokens, new_tokens = fitted(prompt_tokens, new_tokens, positions_of(config))
-    _require_positions(config, prompt_tokens + new_tokens, folder)
+    positions = positions_of(config)
+    prompt_tokens, new_tokens = fitted(prompt_tokens, new_tokens, positions)
+    _require_positions(positions, prompt_tokens + new_tokens, folder)
     # Its code is in memory before we count, and has made its kinds of cache known to transformers.
     build_meta_model(config, torch.bfloat16, folder / "config.json")
     with running_as_configured(folder / "config.json"):
@@ -156,8 +156,7 @@ def fitted(prompt_tokens: int | None, new_tokens: int | None, positions: int | N
     return prompt_tokens, new_tokens
 
 
-def _require_positions(config: Any, needed: int, folder: Path) -> None:
-    positions = positions_of(config)
+def _require_positions(positions: int | None, needed: int, folder: Path) -> None:
     if positions is not None and needed > positions:
         raise UsageError(
             f"-p and -n ask for {needed} tokens, the model has {positions} positions",

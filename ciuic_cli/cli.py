@@ -365,32 +365,18 @@ def evaluate(
     _execute(console, action)
 
 
+def _tokens(short: str, long: str, usual: int, text: str) -> Any:
+    return typer.Option(short, long, min=1, max=1 << 30, show_default=f"{usual}, or what fits", help=text)
+
+
 @app.command()
 def bench(
     path: _Path,
     base: _Base = None,
     prompt_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "-p",
-            "--prompt-tokens",
-            min=1,
-            max=1 << 30,
-            show_default=f"{PROMPT_TOKENS}, or what fits",
-            help="Tokens to prefill.",
-        ),
+        int | None, _tokens("-p", "--prompt-tokens", PROMPT_TOKENS, "Tokens to prefill.")
     ] = None,
-    new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "-n",
-            "--new-tokens",
-            min=1,
-            max=1 << 30,
-            show_default=f"{NEW_TOKENS}, or what fits",
-            help="Tokens to decode.",
-        ),
-    ] = None,
+    new_tokens: Annotated[int | None, _tokens("-n", "--new-tokens", NEW_TOKENS, "Tokens to decode.")] = None,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", min=1, max=1 << 30, help="Measured runs.")
     ] = 5,
