@@ -94,8 +94,7 @@ def check_size(size: object) -> int:
 
 def check_texts(calibration: object) -> tuple[Path, ...]:
     """The calibration files, of one path or of several; raises UsageError for what is none."""
-    several = isinstance(calibration, Iterable) and not isinstance(calibration, (str, bytes))
-    return tuple(check_path("--calibration", text) for text in (calibration if several else [calibration]))  # type: ignore[attr-defined]
+    return tuple(check_path("--calibration", text) for text in _items(calibration))
 
 
 def check_path(name: str, path: object) -> Path:
@@ -136,8 +135,7 @@ def check_rank(rank: object) -> str | int:
 
 def check_bits(bits: object) -> tuple[int, ...]:
     """Widths, ascending and each once; raises UsageError for none, and for any that the code has not."""
-    several = isinstance(bits, Iterable) and not isinstance(bits, (str, bytes))
-    widths: list[Any] = list(bits) if several else [bits]  # type: ignore[call-overload]
+    widths = _items(bits)
     wrong = [width for width in widths if not (_is_whole(width) and width in WIDTHS)]
     if wrong or not widths:
         what = f"{_shown(wrong[0])} is not among the possible widths" if wrong else "no width is given"
@@ -181,6 +179,11 @@ def _check_number(option: str, value: object, limits: tuple[int, int]) -> None:
     least, most = limits
     if not (_is_whole(value) and least <= value <= most):
         raise UsageError(f"{option} is {_shown(value)}, not a whole number from {least} to {most}")
+
+
+def _items(value: object) -> list[Any]:
+    """What a collection holds; anything else, a str too, is one item."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
 
 
 def _is_whole(value: object) -> TypeGuard[int]:
