@@ -27,7 +27,7 @@ from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 
-BITS = (2, 3, 4, 5, 6, 8)
+BITS = tuple(range(1, 9))
 
 
 def gaussian_error(bits: int, window: int, scale: float, tiles: int, seed: int = 0) -> float:
@@ -44,7 +44,7 @@ def quality(windows: list[int], tiles: int) -> None:
     for window in windows:
         for bits in BITS:
             # The more bits, the rarer a weight beyond the largest level has to be.
-            scales = np.linspace(0.94, 1.26, 9) + {6: 0.12, 8: 0.4}.get(bits, 0.0)
+            scales = np.linspace(0.94, 1.26, 9) + {1: -0.14, 6: 0.12, 7: 0.2, 8: 0.4}.get(bits, 0.0)
             coarse = [gaussian_error(bits, window, float(s), tiles // 2) for s in scales]
             fit = np.polyfit(scales, coarse, 3)
             fine = np.linspace(scales[0], scales[-1], 200)

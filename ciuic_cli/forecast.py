@@ -268,7 +268,7 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
     preparing = factoring * clock(lambda: prepare(weight, importance))
     disturbing = factoring * clock(noise)
     area = unit.weights / (rows * cols)
-    sorting = area * clock(lambda: prepared.reordered(importance, torch.arange(rows)))
+    sorting = area * clock(lambda: prepared.reordered(importance, torch.arange(rows)).row_loss)
     sorting += area * clock(lambda: removal_loss(weight, importance))
     if ranks and unit.role not in PLAIN_ROLES:
         sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))

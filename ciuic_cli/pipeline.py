@@ -81,7 +81,7 @@ def compress(
         calibration: UTF-8 text file or files; none: the package's own mix.
         effort: "fast", "default" or "best".
         prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
-        bits: the widths that may be used, of 2, 3, 4, 5, 6, 8.
+        bits: the widths that may be used, of 1 to 8.
         mtp: "keep" or "drop" the multi-token-prediction layers. Kept ones count as parameters.
         dry_run: stop at the plan, write nothing; the report has a "forecast" of the whole run (forecast.py).
         force: replace an existing output; discard an unfinished run with other options.

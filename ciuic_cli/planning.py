@@ -22,6 +22,9 @@ from ciuic_cli.passes.quantize import BLOCK, predicted_loss
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import PLAIN_ROLES, Unit, units_of
 
+LEAST_PLAIN_WIDTH = 2
+"""Of matrices whose rows have to stay: one bit leaves a quarter of a row's energy as error, which other texts than the
+calibration's may not forgive. Where only narrower widths are asked for, they have those."""
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -183,8 +186,9 @@ class PassOptions:
     rank: str | int = "auto"
 
     def widths_for(self, unit: Unit) -> tuple[int, ...]:
-        prunable = self.prune != "off" and unit.role not in PLAIN_ROLES
-        return ((0,) if prunable else ()) + self.widths
+        if unit.role in PLAIN_ROLES:
+            return tuple(width for width in self.widths if width >= LEAST_PLAIN_WIDTH) or self.widths
+        return ((0,) if self.prune != "off" else ()) + self.widths
 
     def ranks_for(self, unit: Unit) -> tuple[int, ...]:
         """The ranks a matrix's low-rank part may have, all below its full rank."""

@@ -54,7 +54,7 @@ def rounding_noise(
         noise = solve_transposed(prepared.inputs.factor, noise.T).T
     rounded = prepared.weight - noise
     rounded[torch.from_numpy(row_bits == 0).repeat_interleave(BLOCK)] = 0.0
-    return inverse_transform(rounded[: prepared.rows], prepared.cols)
+    return inverse_transform(prepared.restored(rounded[: prepared.rows]), prepared.cols)
 
 
 def _undo_drift(noise: torch.Tensor, own: RowFeedback) -> None:

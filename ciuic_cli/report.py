@@ -380,8 +380,7 @@ def _keys(*keys: tuple[str, str]) -> str:
 
 def _legend() -> str:
     items = "".join(
-        f'<span class="key" style="background: {_colour(bits)[0]}"></span>{bits}'
-        for bits in (1, 2, 3, 4, 5, 6, 8)
+        f'<span class="key" style="background: {_colour(bits)[0]}"></span>{bits}' for bits in range(1, 9)
     )
     return f'<br>{items} bits<span class="key" style="background: {_PRUNED_COLOUR}"></span>left out'
 

@@ -63,11 +63,13 @@ CIUIC_DEVICE float row_factor(const u8* blob, u32 groups, u32 row) {
 // Calls body<K>() for the run-time K; K = 0 and anything unknown call nothing.
 #define CIUIC_FOR_BITS(bits, call) \
   switch (bits) {                  \
+    case 1: call(1); break;        \
     case 2: call(2); break;        \
     case 3: call(3); break;        \
     case 4: call(4); break;        \
     case 5: call(5); break;        \
     case 6: call(6); break;        \
+    case 7: call(7); break;        \
     case 8: call(8); break;        \
     default: break;                \
   }

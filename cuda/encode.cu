@@ -234,14 +234,16 @@ CIUIC_DEVICE void encode(const CiuicEncode& p) {
   }
 }
 
-// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 2 and 3 bits a thread's minima
+// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 1 to 3 bits a thread's minima
 // need the registers of both.
 #define ENCODE(K, blocks) \
   CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_k##K(CIUIC_PARAM(CiuicEncode) p) { encode<K>(p); }
 
+ENCODE(1, 1)
 ENCODE(2, 1)
 ENCODE(3, 1)
 ENCODE(4, 2)
 ENCODE(5, 2)
 ENCODE(6, 2)
+ENCODE(7, 2)
 ENCODE(8, 2)

@@ -37,7 +37,7 @@ from ciuic_cli.planning import (
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 from ciuic_cli.units import EMBEDDING_ROLES, Unit, units_of
 
-ALL_WIDTHS = (2, 3, 4, 5, 6, 8)
+ALL_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 MEDIUM = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 48}
 """A "llama" of 1.6 million weights: at four bits, a thousandth of the budget is a few row groups' bits."""
 
@@ -163,9 +163,19 @@ def test_the_embedding_loses_no_token(tiny_checkpoint: Callable[..., Path]) -> N
     assert (found["head"] == 2).all()
 
 
+def test_the_vocabulary_has_two_bits_unless_only_one_is_asked_for(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    model_map = _map(tiny_checkpoint("llama"))
+    for widths, least in ((ALL_WIDTHS, 2), ((1, 4), 4), ((1,), 1)):
+        options = PassOptions(widths, prune="off", rank="off")
+        found = {unit.role: min(options.widths_for(unit)) for unit in units_of(model_map.parameters.values())}
+        assert found["embedding"] == found["head"] == least and found["gate"] == 1
+
+
 def test_free_row_groups_are_pruned_unless_forbidden(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    for prune, expected in (("auto", 0), ("off", 2)):
+    for prune, expected in (("auto", 0), ("off", 1)):
         options = PassOptions(ALL_WIDTHS, prune=prune)
         arms = _arms(model_map, options)
         arms[3].sensitivity[1] = arms[3].removal[1] = 0.0

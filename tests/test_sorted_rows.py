@@ -20,7 +20,7 @@ from ciuic_cli.probing import disturbance
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import Unit, units_of
 
-OPTIONS = PassOptions((2, 3, 4, 5, 6, 8), window=12, prune="auto", rank="off")
+OPTIONS = PassOptions(tuple(range(1, 9)), window=12, prune="auto", rank="off")
 WIDE = {"hidden_size": 96, "intermediate_size": 176, "head_dim": 24}
 
 

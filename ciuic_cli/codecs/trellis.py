@@ -51,7 +51,7 @@ def round_matrix(
         weight: float32 [rows_padded, cols_padded], CPU, both multiples of 16.
         scale: float32 [rows_padded], scale of each row's code; 0 marks a padding row, whose error costs
             nothing.
-        row_bits: [rows_padded / 16] bits per weight of each row group: 0, 2, 3, 4, 5, 6 or 8.
+        row_bits: [rows_padded / 16] bits per weight of each row group: 0 to 8.
         L: window length, 12 to 16.
         input_feedback: A, float32 [cols_padded, cols_padded]; only what lies below its 16 x 16 diagonal
             blocks is read.

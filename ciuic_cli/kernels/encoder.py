@@ -11,7 +11,7 @@ from ciuic_cli.kernels.launcher import launcher_for
 _THREADS = 512
 _WEIGHTS = 256
 _SCRATCH_BYTES = 3 << 30
-_BITS = (2, 3, 4, 5, 6, 8)
+_BITS = range(1, 9)
 
 
 def encode(targets: torch.Tensor, bits: int, window_bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -20,7 +20,7 @@ def encode(targets: torch.Tensor, bits: int, window_bits: int = 16) -> tuple[tor
     Args:
         targets: float32 [tiles, 256] on a GPU, contiguous; weight / row scale, row by row of the tile.
             Finite.
-        bits: K, one of 2, 3, 4, 5, 6, 8.
+        bits: K, 1 to 8.
         window_bits: L, 12 to 16.
 
     Returns:

@@ -20,7 +20,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     ),
     "transform": ("transform",),
     "decode": ("decode_rows", "embedding_rows", "lowrank_columns"),
-    "encode": tuple(f"encode_k{bits}" for bits in (2, 3, 4, 5, 6, 8)),
+    "encode": tuple(f"encode_k{bits}" for bits in range(1, 9)),
 }
 """Compilation unit (`<name>.cu`) to the kernels in it."""
 

@@ -6,7 +6,17 @@
 namespace ciuic {
 namespace {
 
-// Prefixes up to 4 bits: blocks of 4 * quads neighbouring predecessors (low part q of s >> K). Vector (block, group, high, k)
+// 1 bit: vector (block, high, j) holds the windows high << (L - 1) | 2 q + j for neighbouring q.
+void fill_pairs(int32_t* table, int window, int quads) {
+  const int predecessors = 1 << (window - 2), lanes = 4 * quads;
+  for (int block = 0; block < predecessors; block += lanes)
+    for (int high = 0; high < 2; ++high)
+      for (int j = 0; j < 2; ++j)
+        for (int q = block; q < block + lanes; ++q)
+          *table++ = codebook_entry(static_cast<unsigned>(high << (window - 1) | (2 * q + j)), 1);
+}
+
+// 2 to 4 bits: blocks of 4 * quads neighbouring predecessors (low part q of s >> K). Vector (block, group, high, k)
 // holds, in quad l and lane e, the window high << (L - K) | p with accumulator a = 4 group + k, j = a / (2^K / 4),
 // c = a mod (2^K / 4), p = (block * 4 quads + 4 l + j) * 2^K + 4 c + e.
 void fill_spread(int32_t* table, int bits, int window, int quads) {
@@ -44,7 +54,9 @@ const int32_t* codebook(int bits, int window, int quads) {
   if (table == nullptr) {
     int32_t* memory = static_cast<int32_t*>(std::aligned_alloc(64, sizeof(int32_t) << window));
     if (memory == nullptr) return nullptr;
-    if (bits <= 4)
+    if (bits == 1)
+      fill_pairs(memory, window, quads);
+    else if (bits <= 4)
       fill_spread(memory, bits, window, quads);
     else
       fill_broadcast(memory, bits, window, quads);

@@ -35,6 +35,6 @@ const Kernels& kernels() {
 
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 7; }
+int ciuic_abi_version() { return 8; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

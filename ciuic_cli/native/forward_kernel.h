@@ -54,6 +54,24 @@ static inline __attribute__((always_inline)) const int32_t* spread_group(
   return table;
 }
 
+// 1 bit: a vector of predecessors q leads to the two of prefixes 2 q + j.
+template <int Tiles>
+static void forward_pairs(const int32_t* table, const int32_t* const* before, int32_t* const* after, const int32_t* step,
+                          int window) {
+  Lanes steps[Tiles];
+  for (int t = 0; t < Tiles; ++t) steps[t] = all(step[t]);
+  const int predecessors = 1 << (window - 2);
+  for (int q = 0; q < predecessors; q += kLanes, table += 4 * kLanes)
+    for (int t = 0; t < Tiles; ++t) {
+      const Lanes low = load(before[t] + q), high = load(before[t] + predecessors + q);
+      Lanes best[2];
+      for (int j = 0; j < 2; ++j)
+        best[j] = least(reach<false>(low, load(table + kLanes * j), steps[t]),
+                        reach<false>(high, load(table + kLanes * (2 + j)), steps[t]));
+      store_in_turn(best[0], best[1], after[t] + 2 * q);
+    }
+}
+
 // 2 to 4 bits: several predecessors per vector.
 template <int Bits, int Tiles>
 static void forward_spread(const int32_t* table, const int32_t* const* before, int32_t* const* after,
@@ -105,6 +123,7 @@ static void forward_step(const int32_t* table, const int32_t* const* before, int
   const int vectors = (1 << (window - bits)) / kLanes;
   constexpr int kSharedBy5 = 32 / kLanes < 4 ? 32 / kLanes : 4;
   switch (bits) {
+    case 1: return forward_pairs<Tiles>(table, before, after, step, window);
     case 2: return forward_spread<2, Tiles>(table, before, after, step, window);
     case 3: return forward_spread<3, Tiles>(table, before, after, step, window);
     case 4: return forward_spread<4, Tiles>(table, before, after, step, window);

@@ -15,7 +15,7 @@ constexpr int kTile = 16;
 constexpr int kTileWeights = kTile * kTile;
 constexpr int kMaxEncodeBatch = 4;
 
-static constexpr bool valid_bits(int bits) { return (bits >= 2 && bits <= 6) || bits == 8; }
+static constexpr bool valid_bits(int bits) { return bits >= 1 && bits <= 8; }
 static constexpr bool valid_window(int window) { return window >= 12 && window <= 16; }
 
 struct Kernels {

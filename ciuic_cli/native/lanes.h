@@ -40,6 +40,12 @@ static inline void store_quads(const Lanes* v, int32_t* to, size_t step) {
   store(to + 2 * step, _mm512_shuffle_i32x4(b, d, 0x88));
   store(to + 3 * step, _mm512_shuffle_i32x4(b, d, 0xDD));
 }
+// Lanes of a and b in turn.
+static inline void store_in_turn(Lanes a, Lanes b, int32_t* to) {
+  const Lanes first = _mm512_set_epi32(23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  store(to, _mm512_permutex2var_epi32(a, first, b));
+  store(to + 16, _mm512_permutex2var_epi32(a, _mm512_add_epi32(first, all(8)), b));
+}
 
 #elif defined(__AVX2__)
 
@@ -64,6 +70,11 @@ static inline void store_quads(const Lanes* v, int32_t* to, size_t step) {
     store(to + 4 * k, _mm256_permute2x128_si256(v[k], v[k + 1], 0x20));
     store(to + 4 * k + step, _mm256_permute2x128_si256(v[k], v[k + 1], 0x31));
   }
+}
+static inline void store_in_turn(Lanes a, Lanes b, int32_t* to) {
+  const Lanes low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
+  store(to, _mm256_permute2x128_si256(low, high, 0x20));
+  store(to + 8, _mm256_permute2x128_si256(low, high, 0x31));
 }
 
 #else
@@ -96,6 +107,10 @@ template <int J>
 static inline Lanes spread(Lanes v) { return all(v[J]); }
 static inline void store_quads(const Lanes* v, int32_t* to, size_t) {
   for (int k = 0; k < 4; ++k) store(to + 4 * k, v[k]);
+}
+static inline void store_in_turn(Lanes a, Lanes b, int32_t* to) {
+  store(to, __builtin_shuffle(a, b, Lanes{0, 4, 1, 5}));
+  store(to + 4, __builtin_shuffle(a, b, Lanes{2, 6, 3, 7}));
 }
 
 #endif

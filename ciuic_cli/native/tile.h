@@ -22,11 +22,13 @@ struct Constant {
 template <typename Action>
 static inline void with_bits(int bits, Action action) {
   switch (bits) {
+    case 1: return action(Constant<1>());
     case 2: return action(Constant<2>());
     case 3: return action(Constant<3>());
     case 4: return action(Constant<4>());
     case 5: return action(Constant<5>());
     case 6: return action(Constant<6>());
+    case 7: return action(Constant<7>());
     default: return action(Constant<8>());
   }
 }

@@ -97,12 +97,9 @@ struct Tile {
     __m256i words[Bits];
     for (int u = 0; u < Bits; ++u)
       words[u] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * u));
-    // The last unit, one row further down: its rows -1 .. 14 are contiguous but for the circle.
-    uint16_t last_row;
-    __builtin_memcpy(&last_row, codes + CIUIC_UNIT_BYTES * Bits - 2, sizeof last_row);
-    const __m256i shifted = _mm256_loadu_si256(
-        reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * (Bits - 1) - 2));
-    const __m256i above = _mm256_insert_epi16(shifted, static_cast<short>(last_row), 0);
+    // The last unit, one row further down the circle.
+    const __m256i last = words[Bits - 1];
+    const __m256i above = _mm256_alignr_epi8(last, _mm256_permute2x128_si256(last, last, 0x01), 14);
     for (int u = 0; u < Bits; ++u) {
       const __m256i before = u == 0 ? above : words[u - 1];
       unit[u][0] = _mm256_unpacklo_epi16(words[u], before);

@@ -125,11 +125,9 @@ struct Tile {
   explicit Tile(const uint8_t* codes) {
     for (int u = 0; u < Bits; ++u)
       for (int i = 0; i < 2; ++i) unit[u][i] = words_at(codes + CIUIC_UNIT_BYTES * u + 16 * i);
-    // Rows -1 .. 14 of the last unit are contiguous but for the circle.
-    const uint8_t* last = codes + CIUIC_UNIT_BYTES * (Bits - 1);
-    above[0] = words_at(last - 2);
-    above[0][0] = static_cast<uint16_t>(last[30] | last[31] << 8);
-    above[1] = words_at(last + 14);
+    const Words* last = unit[Bits - 1];
+    above[0] = __builtin_shuffle(last[1], last[0], Words{7, 8, 9, 10, 11, 12, 13, 14});
+    above[1] = __builtin_shuffle(last[0], last[1], Words{7, 8, 9, 10, 11, 12, 13, 14});
   }
 
   static Words words_at(const uint8_t* from) {

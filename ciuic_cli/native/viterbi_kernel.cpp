@@ -29,7 +29,7 @@ static const int kBatch = 2;
 static_assert(kBatch <= kMaxEncodeBatch, "the caller's arrays");
 
 // Steps from one kept best_t to the next: fewer kept arrays stay in the cache, more steps cost more on the way back.
-static int history_stride(int bits) { return bits == 2 ? 4 : bits <= 4 ? 2 : 1; }
+static int history_stride(int bits) { return bits == 1 ? 8 : bits == 2 ? 4 : bits <= 4 ? 2 : 1; }
 
 struct Search {
   int bits, window, prefixes, stride;

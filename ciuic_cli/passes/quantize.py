@@ -14,16 +14,18 @@ D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales
+from ciuic_cli.codecs.packing import UNIT_BYTES, PackedMatrix, decode_scales, encode_scales
 from ciuic_cli.codecs.transform import transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
+from ciuic_cli.passes.ordering import rounding_order
 from ciuic_cli.threads import one_thread
 
 BLOCK = 16
@@ -132,9 +134,9 @@ def pad_square(moment: torch.Tensor) -> torch.Tensor:
 class Prepared:
     """A matrix ready to be rounded.
 
-    weight: (m16, n16) float32, transformed and padded; inputs, outputs: the two sides' feedback; own: each row's;
-    input_noise: (m16,) tr(D) of each row, its own feedback included; deviation: (m16,) root mean square of each row;
-    row_loss: (m16,) KL per unit of normalised code error of each row.
+    weight: (m16, n16) float32, transformed and padded, blocks of 16 columns in the order that suits the feedback; inputs,
+    outputs: the two sides' feedback; own: each row's; input_noise: (m16,) tr(D) of each row, its own feedback included;
+    blocks: (n16 / 16,) int64, which of the matrix's blocks lies where; None: each where it belongs.
     """
 
     weight: torch.Tensor
@@ -142,10 +144,19 @@ class Prepared:
     outputs: Feedback
     own: RowFeedback | None
     input_noise: torch.Tensor
-    deviation: torch.Tensor
-    row_loss: torch.Tensor
     rows: int
     cols: int
+    blocks: torch.Tensor | None = None
+
+    @cached_property
+    def deviation(self) -> torch.Tensor:
+        """(m16,) root mean square of each row."""
+        return self.weight.square().mean(1).sqrt()
+
+    @cached_property
+    def row_loss(self) -> torch.Tensor:
+        """(m16,) KL per unit of normalised code error of each row."""
+        return 0.5 * self.outputs.noise * self.deviation.square() * self.input_noise
 
     @property
     def sensitivity(self) -> NDArray[np.float64]:
@@ -159,15 +170,16 @@ class Prepared:
         """
         order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
         outputs = _output_feedback(importance.reordered(order[: self.rows]).outputs.float(), len(self.weight))
-        return _prepared(
-            self.weight[order], self.inputs, outputs, None, self.input_noise[order], self.rows, self.cols
-        )
+        weight, noise = self.weight[order], self.input_noise[order]
+        return replace(self, weight=weight, outputs=outputs, own=None, input_noise=noise)
 
     def with_weight(self, weight: torch.Tensor) -> Prepared:
         """Another matrix (m, n) in the same place: the statistics are factored already."""
-        return _prepared(
-            _in_basis(weight), self.inputs, self.outputs, self.own, self.input_noise, self.rows, self.cols
-        )
+        return replace(self, weight=_in_order(_in_basis(weight), self.blocks))
+
+    def restored(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix (.., n16) whose columns lie as `weight`'s do, with each where it belongs, in its own memory."""
+        return _in_order(matrix, None if self.blocks is None else self.blocks.argsort())
 
 
 def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
@@ -179,13 +191,18 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     with one_thread():
         average = h.diagonal().mean()
     h.diagonal().add_(INPUT_DAMPING * average + 1e-12)
+    blocks = rounding_order(h)
+    columns = _columns(blocks)
+    h = h[columns][:, columns]
     inputs = block_ldl(h)
-    own = None if importance.contexts is None else row_feedback(inputs, _in_basis(importance.contexts))
+    own = None
+    if importance.contexts is not None:
+        own = row_feedback(inputs, _in_order(_in_basis(importance.contexts), blocks))
     with one_thread():
         trace = inputs.noise.sum()
     noise = trace.expand(len(w)) if own is None else trace + own.noise
     outputs = _output_feedback(importance.outputs.float(), len(w))
-    return _prepared(w, inputs, outputs, own, noise, rows, cols)
+    return Prepared(_in_order(w, blocks), inputs, outputs, own, noise, rows, cols, blocks)
 
 
 def _in_basis(matrix: torch.Tensor) -> torch.Tensor:
@@ -193,18 +210,19 @@ def _in_basis(matrix: torch.Tensor) -> torch.Tensor:
     return transform(torch.nn.functional.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK)))
 
 
-def _prepared(
-    w: torch.Tensor,
-    inputs: Feedback,
-    outputs: Feedback,
-    own: RowFeedback | None,
-    input_noise: torch.Tensor,
-    rows: int,
-    cols: int,
-) -> Prepared:
-    deviation = w.square().mean(1).sqrt()
-    row_loss = 0.5 * outputs.noise * deviation.square() * input_noise
-    return Prepared(w, inputs, outputs, own, input_noise, deviation, row_loss, rows, cols)
+def _columns(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks of columns by number, column by column."""
+    return (blocks[:, None] * BLOCK + torch.arange(BLOCK)).reshape(-1)
+
+
+def _in_order(matrix: torch.Tensor, blocks: torch.Tensor | None) -> torch.Tensor:
+    """The matrix (m, n16) with its blocks of columns in that order, in its own memory."""
+    if blocks is not None:
+        columns = _columns(blocks)
+        for begin in range(0, len(matrix), ROWS_AT_ONCE):
+            rows = matrix[begin : begin + ROWS_AT_ONCE]
+            rows.copy_(rows[:, columns])
+    return matrix
 
 
 def removal_loss(weight: torch.Tensor, importance: Importance) -> torch.Tensor:
@@ -267,9 +285,24 @@ def round_prepared(
         output_feedback=prepared.outputs.factor,
         row_feedback=None if prepared.own is None else (prepared.own.direction, prepared.own.pull),
     )
+    if prepared.blocks is not None:
+        tiles = _tiles_in_place(tiles, row_bits, prepared.blocks.numpy())
     return PackedMatrix(
         prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class
     )  # fmt: skip
+
+
+def _tiles_in_place(
+    tiles: NDArray[np.uint8], row_bits: NDArray[np.uint8], blocks: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """The codes of row groups whose tiles lie in the order of `blocks`, every tile where it belongs."""
+    back = np.empty_like(tiles)
+    begin = 0
+    for bits in row_bits.tolist():
+        end = begin + UNIT_BYTES * bits * len(blocks)
+        back[begin:end].reshape(len(blocks), -1)[blocks] = tiles[begin:end].reshape(len(blocks), -1)
+        begin = end
+    return back
 
 
 def round_plain(weight: torch.Tensor, bits: int, *, window: int) -> PackedMatrix:
@@ -277,6 +310,5 @@ def round_plain(weight: torch.Tensor, bits: int, *, window: int) -> PackedMatrix
     rows, cols = weight.shape
     w = _in_basis(weight)
     nothing = Feedback(None, torch.ones(1))
-    unused, deviation = torch.zeros(0), w.square().mean(1).sqrt()
-    prepared = Prepared(w, nothing, nothing, None, unused, deviation, unused, rows, cols)
+    prepared = Prepared(w, nothing, nothing, None, torch.zeros(0), rows, cols)
     return round_prepared(prepared, np.full(len(w) // BLOCK, bits, np.uint8), window=window)

@@ -74,7 +74,7 @@ def test_versions_that_are_none(version: Any) -> None:
 
 
 def test_newer_version_names_the_file_and_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"version 7.*reads up to 1.*update ciuic") as caught:
+    with pytest.raises(InputError, match=r"version 7.*reads up to 2.*update ciuic") as caught:
         open_artifact(write(tmp_path, format_version=7))
     assert caught.value.exit_code == 3 and str(caught.value.file).endswith("config.json")
 
@@ -108,7 +108,7 @@ def corrupted(name: str, offset: int, value: int) -> dict[str, torch.Tensor]:
         ("proj.weight", 12, 0, "shape"),
         ("proj.weight", 23, 0xFF, "scale"),
         ("proj.weight", 24, 3, "low-rank"),
-        ("proj.weight", 33, 7, "bits per weight"),
+        ("proj.weight", 33, 9, "bits per weight"),
         ("proj.weight", 33, 8, "bytes"),
         ("experts.down_proj", 4, 4, "offsets"),
         ("experts.down_proj", 7, 0xFF, "experts"),

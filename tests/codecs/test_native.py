@@ -25,7 +25,7 @@ def gaussian(rows, cols, seed):
 digest = hashlib.sha256()
 torch.set_num_threads(2)
 for window in (12, 13, 14, 16):
-    for bits in (2, 3, 4, 5, 6, 8):
+    for bits in range(1, 9):
         weight = gaussian(48, 32, bits)
         scale = np.array([1.1] * 45 + [0.0] * 3, np.float32)
         codes, decoded = trellis.round_matrix(weight, scale, [bits, 0, bits], L=window,

@@ -169,8 +169,9 @@ def test_adversarial_targets(bits: int) -> None:
         decoded = trellis.round_matrix(torch.full((16, 32), value), np.ones(16, np.float32), [bits], L=12)[1]
         assert torch.isfinite(decoded).all()
         if abs(value) > 100:
-            # The code's largest values; where the circle closes, a weight may have to give way.
-            assert float(((decoded * np.sign(value)) > 1.2).float().mean()) > 0.97
+            # The code's largest values; where the circle closes, a weight may have to give way. With one bit no path
+            # stays among them: every third value is another.
+            assert float(((decoded * np.sign(value)) > 1.2).float().mean()) > (0.97 if bits > 1 else 0.6)
         else:
             assert float((decoded - value).square().mean()) < 0.35
     spike = gaussian(16, 32)
@@ -223,8 +224,8 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         trellis.round_matrix(torch.zeros(16, 17), ones, [4])
     with pytest.raises(UsageError, match="row bits"):
         trellis.round_matrix(torch.zeros(16, 16), ones, [4, 4])
-    for bits, window in ((7, 16), (1, 16), (9, 16), (4, 11), (4, 17)):
-        with pytest.raises(UsageError, match="2, 3, 4, 5, 6 or 8"):
+    for bits, window in ((9, 16), (255, 16), (4, 11), (4, 17)):
+        with pytest.raises(UsageError, match="0 to 8"):
             trellis.round_matrix(torch.zeros(16, 16), ones, [bits], L=window)
     with pytest.raises(UsageError, match="input_feedback must be float32"):
         trellis.round_matrix(torch.zeros(16, 16), ones, [4], input_feedback=torch.zeros(32, 32))

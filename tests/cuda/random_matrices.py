@@ -12,7 +12,7 @@ from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.kernels import DeviceMatrix, DeviceStack
 
-ALL_BITS = (4, 0, 2, 8, 3, 6, 5)
+ALL_BITS = (4, 0, 2, 8, 3, 6, 5, 1, 7)
 
 
 def packed(

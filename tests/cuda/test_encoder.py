@@ -36,7 +36,7 @@ def stored(codes: torch.Tensor, bits: int, window: int) -> torch.Tensor:
     return decoded.reshape(16, tiles, 16).transpose(0, 1).reshape(tiles, 256)
 
 
-@pytest.mark.parametrize(("bits", "window"), [(b, 13) for b in (2, 3, 4, 5, 6, 8)] + [(4, 16), (8, 16)])
+@pytest.mark.parametrize(("bits", "window"), [(b, 13) for b in range(1, 9)] + [(4, 16), (8, 16)])
 def test_codes_decode_to_the_decoded_and_are_as_good_as_native(
     emulator: Emulator, bits: int, window: int
 ) -> None:

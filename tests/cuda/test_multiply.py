@@ -33,7 +33,7 @@ def activations_for(emulator: Emulator, batch: int, cols: int, dtype: torch.dtyp
     return emulator.tensor(torch.randn(batch, cols, generator=generator).to(dtype))
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize(("batch", "kernel", "bound"), BATCHES)
 def test_every_bit_width(
     emulator: Emulator, random: np.random.Generator, batch: int, kernel: str, bound: float, bits: int

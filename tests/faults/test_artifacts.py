@@ -27,6 +27,7 @@ from attacks import (
 )
 
 import ciuic_cli
+from ciuic_cli.artifact.schema import FORMAT_VERSION
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.console import Console, run
 from ciuic_cli.errors import InputError
@@ -212,7 +213,7 @@ def test_an_artifact_that_is_replaced_while_it_is_read_is_not_called_damaged(
 # --- 40
 
 
-@pytest.mark.parametrize("version", [2, 7, 10**9])
+@pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 7, 10**9])
 def test_fault_40_a_newer_schema_version(copy: Path, version: int, text: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"]["format_version"] = version

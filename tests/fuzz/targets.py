@@ -117,7 +117,7 @@ def _of_right_length(data: bytes) -> bytes:
     head[:4], head[5] = b"CIU1", 0
     head[6] = log2_block(padded(cols))
     head[8:12], head[12:16], head[24:32] = rows.to_bytes(4, "little"), cols.to_bytes(4, "little"), bytes(8)
-    bits = bytes((0, 2, 3, 4, 5, 6, 8, value)[value % 8] for value in _endless(data[32:], padded(rows) // 16))
+    bits = bytes((*range(9), value)[value % 10] for value in _endless(data[32:], padded(rows) // 16))
     scales = _endless(data[40:], rows)
     blob = bytes(head) + bits + scales
     blob += bytes(-len(blob) % 16)
@@ -138,7 +138,7 @@ def native_functions(data: bytes, folder: Folder) -> None:
 
     which, groups, tiles, window = byte() % 5, 1 + byte() % 4, 1 + byte() % 9, 10 + byte() % 9
     valid = byte() % 4 != 0
-    widths = [(0, 2, 3, 4, 5, 6, 8)[byte() % 7] if valid else byte() for _ in range(groups)]
+    widths = [byte() % 9 if valid else byte() for _ in range(groups)]
     rows, cols = 16 * groups, 16 * tiles
     body = bytes(take)
     bits = np.array(widths, dtype=np.uint8)

@@ -13,7 +13,7 @@ from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import transform
 
-BITS = (4, 2, 3, 5, 6, 8)
+BITS = (4, 2, 3, 5, 6, 8, 1, 7)
 
 
 def pack(

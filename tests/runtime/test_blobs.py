@@ -47,7 +47,7 @@ def test_forgotten_with_the_tensor() -> None:
 
 def test_damaged_blobs_are_refused() -> None:
     blob = as_tensor(MATRIX)
-    blob[32] = 7
+    blob[32] = 9
     with pytest.raises(InputError, match="bits per weight"):
         blobs.weight_of(blob)
     with pytest.raises(InputError, match="expert stack"):

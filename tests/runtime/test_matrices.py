@@ -12,7 +12,7 @@ from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
 
 
 @pytest.mark.parametrize("window", [12, 13, 14, 15, 16])
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("bits", range(1, 9))
 def test_torch_operations_decode_as_the_reference(bits: int, window: int) -> None:
     packed = random_codes(21, 37, bits, window=window)
     matrix = TorchMatrix.on_device(packed, as_tensor(packed))
