@@ -134,9 +134,9 @@ def pad_square(moment: torch.Tensor) -> torch.Tensor:
 class Prepared:
     """A matrix ready to be rounded.
 
-    weight: (m16, n16) float32, transformed and padded, blocks of 16 columns in the order that suits the feedback; inputs,
-    outputs: the two sides' feedback; own: each row's; input_noise: (m16,) tr(D) of each row, its own feedback included;
-    blocks: (n16 / 16,) int64, which of the matrix's blocks lies where; None: each where it belongs.
+    weight: (m16, n16) float32, transformed and padded, blocks of 16 columns in the order that suits the feedback;
+    inputs, outputs: the two sides' feedback; own: each row's; input_noise: (m16,) tr(D) of each row, its own feedback
+    included; blocks: (n16 / 16,) int64, which of the matrix's blocks lies where; None: each where it belongs.
     """
 
     weight: torch.Tensor
