@@ -23,19 +23,20 @@ import torch
 
 from ciuic_cli.codecs import native, trellis
 from ciuic_cli.codecs.figures import SCALE_BY_WINDOW
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import BITS as ALL_BITS
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 
-BITS = tuple(range(1, 9))
+BITS = ALL_BITS[1:]
 
 
-def gaussian_error(bits: int, window: int, scale: float, tiles: int, seed: int = 0) -> float:
+def gaussian_error(bits: float, window: int, scale: float, tiles: int, seed: int = 0) -> float:
     """Normalised error over `tiles` tiles, encoded as the product encodes them (closing of the circle included)."""
     weight = torch.randn(TILE * tiles // 4, 4 * TILE, generator=torch.Generator().manual_seed(seed))
     groups = weight.shape[0] // TILE
     scales = np.full(weight.shape[0], scale, np.float32)
-    _, decoded = trellis.round_matrix(weight, scales, [bits] * groups, L=window)
+    _, decoded = trellis.round_matrix(weight, scales, [stored_bits(bits)] * groups, L=window)
     return float((weight - decoded).double().square().mean()) * 4.0**bits
 
 
@@ -44,7 +45,8 @@ def quality(windows: list[int], tiles: int) -> None:
     for window in windows:
         for bits in BITS:
             # The more bits, the rarer a weight beyond the largest level has to be.
-            scales = np.linspace(0.94, 1.26, 9) + {1: -0.14, 6: 0.12, 7: 0.2, 8: 0.4}.get(bits, 0.0)
+            shift = {1: -0.14, 1.5: -0.07, 5.5: 0.06, 6: 0.12, 7: 0.2, 8: 0.4}.get(bits, 0.0)
+            scales = np.linspace(0.94, 1.26, 9) + shift
             coarse = [gaussian_error(bits, window, float(s), tiles // 2) for s in scales]
             fit = np.polyfit(scales, coarse, 3)
             fine = np.linspace(scales[0], scales[-1], 200)
@@ -86,11 +88,13 @@ def encode(windows: list[int], threads: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_loop(Path(folder))
         for window in windows:
-            for bits in BITS:
+            for bits in (
+                int(width) for width in BITS if width == int(width)
+            ):  # all that the plain loop knows
                 tiles = 12 * threads * (1 << (16 - window))
                 weight = torch.randn(TILE * tiles // 4, 4 * TILE)
                 scales = np.full(weight.shape[0], SCALE_BY_WINDOW[window][bits], np.float32)
-                row_bits = [bits] * (weight.shape[0] // TILE)
+                row_bits = [stored_bits(bits)] * (weight.shape[0] // TILE)
                 decoded = [weight]
 
                 def ours() -> None:
@@ -116,8 +120,8 @@ def encode(windows: list[int], threads: int) -> None:
                 )
 
 
-def random_matrix(rows: int, cols: int, bits: int) -> PackedMatrix:
-    row_bits = np.full(rows // TILE, bits, np.uint8)
+def random_matrix(rows: int, cols: int, bits: float) -> PackedMatrix:
+    row_bits = np.full(rows // TILE, stored_bits(bits), np.uint8)
     size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
     codes = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     return PackedMatrix(rows, cols, 16, 0, 1.0, row_bits, np.zeros(rows, np.uint8), codes)

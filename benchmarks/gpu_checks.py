@@ -13,15 +13,15 @@ import torch
 
 from ciuic_cli import kernels
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import CODE_SCALE
 from ciuic_cli.kernels import sources
 from ciuic_cli.kernels.launcher import LAUNCHERS, Launcher, Limits, launcher_for
 
-BITS = tuple(range(1, 9))
 BOUND = 1e-2
+_MIXED = (2, 0, 8, 3, 5.5, 6, 1, 2.5, 7, 1.5, 5, 3.5, 4.5)
 _GUARD = 4096
 _PATTERN = 0xFF  # not a number in every floating type
 
@@ -92,18 +92,18 @@ def random_matrix(
     random: np.random.Generator,
     rows: int,
     cols: int,
-    row_bits: tuple[int, ...],
+    row_bits: tuple[float, ...],
     rank: int = 0,
     window: int = 16,
 ) -> PackedMatrix:
     """Random codes (any bits are valid) with row groups of `row_bits` in turn."""
-    bits = np.resize(np.array(row_bits, dtype=np.uint8), -(-rows // 16))
+    bits = np.resize(np.array([stored_bits(width) for width in row_bits], dtype=np.uint8), -(-rows // 16))
     size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
     if rank:
         lowrank = (
-            random_matrix(random, rank, cols, (6,), window=window),
-            random_matrix(random, rank, rows, (6,), window=window),
+            random_matrix(random, rank, cols, (5.5,), window=window),
+            random_matrix(random, rank, rows, (6, 3.5), window=window),
         )
     return PackedMatrix(
         rows=rows,
@@ -162,7 +162,7 @@ def run(device: torch.device, *, small: bool = False, seed: int = 0) -> list[Che
 
 def _rows(device, random, record, small: bool) -> None:
     for window in (16, 13):
-        for bits in (*BITS, 0):
+        for bits in BITS:
             packed = random_matrix(random, 45, 208, (bits, 4), window=window)
             matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
             exact = torch.from_numpy(reference.decode(packed)).double()
@@ -171,7 +171,7 @@ def _rows(device, random, record, small: bool) -> None:
                 error = relative_error(kernels.decode(matrix, dtype=dtype), exact)
                 record(f"decode {bits} bits L={window} {dtype}", error)
     for cols in (100, 1040) if small else (100, 576, 4096, 7168):
-        packed = random_matrix(random, 77, cols, (4, 2, 8))
+        packed = random_matrix(random, 77, cols, (4, 2.5, 8))
         matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
         tokens = torch.from_numpy(random.integers(0, 77, 9)).to(device)
         rows = kernels.embedding(matrix, tokens, torch.bfloat16)
@@ -182,7 +182,7 @@ def _products(device, random, record, small: bool) -> None:
     batches = (1, 4, 5, 8, 16, 32, 33)
     shapes = [(45, 208), (33, 1100)] if small else [(45, 208), (1030, 4096), (576, 1536), (333, 14336)]
     for rows, cols in shapes:
-        for row_bits in ((4,), (2, 0, 8, 3, 5, 6, 1, 7)):
+        for row_bits in ((4,), _MIXED):
             packed = random_matrix(random, rows, cols, row_bits, rank=20 if row_bits != (4,) else 0)
             matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
             exact = dense(packed)
@@ -211,7 +211,7 @@ def _products(device, random, record, small: bool) -> None:
 def _experts(device, random, record, small: bool) -> None:
     shape, count = ((50, 80), 5) if small else ((512, 1024), 16)
     packed = ExpertStack(
-        tuple(random_matrix(random, *shape, (0,) if index == 2 else (4, 2, 3)) for index in range(count))
+        tuple(random_matrix(random, *shape, (0,) if index == 2 else (4, 2.5, 3)) for index in range(count))
     )
     stack = kernels.DeviceStack(packed, blob_of(packed, device))
     matrices = torch.stack([dense(expert) for expert in packed.experts])
@@ -223,7 +223,7 @@ def _experts(device, random, record, small: bool) -> None:
 
 
 def _encoder(device, record, small: bool) -> None:
-    for bits in BITS:
+    for bits in BITS[1:]:
         window = 13 if small else 16
         tiles = 2 if small else 64
         targets = torch.randn(tiles, 256) / CODE_SCALE[bits]
@@ -234,7 +234,7 @@ def _encoder(device, record, small: bool) -> None:
             L=window,
             seed=0,
             base=1.0,
-            row_bits=np.array([bits], dtype=np.uint8),
+            row_bits=np.array([stored_bits(bits)], dtype=np.uint8),
             row_scale=np.zeros(16, dtype=np.uint8),
             codes=codes.reshape(-1).cpu().numpy().copy(),
         )

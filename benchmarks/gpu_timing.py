@@ -13,6 +13,7 @@ import torch
 from gpu_checks import blob_of, random_matrix
 
 from ciuic_cli import kernels
+from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.kernels import activations
 from ciuic_cli.kernels.launcher import launcher_for
@@ -58,12 +59,12 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / seconds
 
 
-def random_blob_matrix(rows: int, cols: int, bits: tuple[int, ...]) -> kernels.DeviceMatrix:
+def random_blob_matrix(rows: int, cols: int, bits: tuple[float, ...]) -> kernels.DeviceMatrix:
     packed = random_matrix(np.random.default_rng(), rows, cols, bits)
     return kernels.DeviceMatrix(packed, blob_of(packed, torch.device("cuda")))
 
 
-def products(shape: tuple[int, int], bits: tuple[int, ...], bandwidth: float) -> list[dict[str, Any]]:
+def products(shape: tuple[int, int], bits: tuple[float, ...], bandwidth: float) -> list[dict[str, Any]]:
     """A line per batch size: seconds, share of the copy bandwidth, and the peers in the same run."""
     rows, cols = shape
     one = random_blob_matrix(rows, cols, bits)
@@ -172,7 +173,7 @@ def encoder() -> list[dict[str, Any]]:
     """Weights per second at L = 16."""
     lines = []
     tiles = 2 * torch.cuda.get_device_properties(0).multi_processor_count * 8
-    for bits in range(1, 9):
+    for bits in BITS[1:]:
         targets = torch.randn(tiles, 256, device="cuda")
         kernels.encode(targets, bits)
         seconds = []

@@ -36,6 +36,7 @@ from ciuic_cli.options import (
     check_rank,
     check_size,
     check_target,
+    width_names,
 )
 from ciuic_cli.tables import show_bench, show_compressed, show_description, show_evaluation, show_verification
 
@@ -88,9 +89,9 @@ def parse_size(text: str) -> int:
     return check_size(int(size))
 
 
-def parse_bits(text: str) -> tuple[int, ...]:
+def parse_bits(text: str) -> tuple[float, ...]:
     """The widths of "2,3,4", ascending and each once; raises UsageError for any that the code has not."""
-    widths = {str(width): width for width in WIDTHS}
+    widths = {f"{width:g}": width for width in WIDTHS}
     names = [part.strip() for part in text.split(",")]
     return check_bits([widths.get(name, name) for name in names])
 
@@ -214,9 +215,9 @@ def compress(
     rank: Annotated[
         str, typer.Option(help="off, auto (as the budget decides), or the rank of every low-rank part.")
     ] = "auto",
-    bits: Annotated[str, typer.Option(help="Bits per weight that 16 rows of a matrix may have.")] = ",".join(
-        map(str, WIDTHS)
-    ),
+    bits: Annotated[
+        str, typer.Option(help="Bits per weight that 16 rows of a matrix may have.")
+    ] = width_names(WIDTHS),
     mtp: Annotated[
         MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
     ] = MtpLayers.drop,

@@ -33,6 +33,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
+from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
 
@@ -57,7 +58,7 @@ class Row:
     parameters: int
     bytes: int
     bits: float
-    widths: dict[int, int]
+    widths: dict[float, int]
     rank: int = 0
     pruned: float = 0.0
     predicted_kl: float | None = None
@@ -263,10 +264,11 @@ def _dense_row(artifact: Artifact, name: str, found: Classification) -> Row:
 
 def _packed_row(name: str, found: Classification, blob: Blob) -> Row:
     matrices = blob.matrices()
-    counts: Counter[int] = Counter()
+    counts: Counter[float] = Counter()
     for matrix in matrices:
-        widths, groups = np.unique(matrix.row_bits, return_counts=True)
-        counts.update({int(width): int(count) for width, count in zip(widths, groups, strict=True)})
+        widths, groups = np.unique(bits_of(matrix.row_bits), return_counts=True)
+        for width, count in zip(widths.tolist(), groups.tolist(), strict=True):
+            counts[width if width % 1 else int(width)] += count
     parameters = int(np.prod(blob.shape))
     return Row(
         name,

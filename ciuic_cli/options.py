@@ -51,7 +51,7 @@ class Options:
     seed: int
     prune: str | float
     rank: str | int
-    bits: tuple[int, ...]
+    bits: tuple[float, ...]
     mtp: str
     device: str
 
@@ -133,17 +133,22 @@ def check_rank(rank: object) -> str | int:
     return rank
 
 
-def check_bits(bits: object) -> tuple[int, ...]:
+def width_names(widths: Iterable[float]) -> str:
+    """As the command line takes them: "2,2.5,3"."""
+    return ",".join(f"{width:g}" for width in widths)
+
+
+def check_bits(bits: object) -> tuple[float, ...]:
     """Widths, ascending and each once; raises UsageError for none, and for any that the code has not."""
     widths = _items(bits)
-    wrong = [width for width in widths if not (_is_whole(width) and width in WIDTHS)]
+    wrong = [width for width in widths if not (_is_number(width) and width in WIDTHS)]
     if wrong or not widths:
         what = f"{_shown(wrong[0])} is not among the possible widths" if wrong else "no width is given"
         raise UsageError(
             f"--bits: {what}",
-            remedy=f"choose from {','.join(map(str, WIDTHS))} (in Python: a list of numbers)",
+            remedy=f"choose from {width_names(WIDTHS)} (in Python: a list of numbers)",
         )
-    return tuple(sorted(set(widths)))
+    return tuple(width for width in WIDTHS if width in widths)
 
 
 def check_settings(

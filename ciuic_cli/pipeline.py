@@ -60,7 +60,7 @@ def compress(
     effort: str = "default",
     prune: str | float = "auto",
     rank: str | int = "auto",
-    bits: Sequence[int] = WIDTHS,
+    bits: Sequence[float] = WIDTHS,
     mtp: str = "drop",
     device: str = "auto",
     dry_run: bool = False,
@@ -81,7 +81,7 @@ def compress(
         calibration: UTF-8 text file or files; none: the package's own mix.
         effort: "fast", "default" or "best".
         prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
-        bits: the widths that may be used, of 1 to 8.
+        bits: the widths that may be used, of 1, 1.5, 2, .. 6, 7, 8.
         mtp: "keep" or "drop" the multi-token-prediction layers. Kept ones count as parameters.
         dry_run: stop at the plan, write nothing; the report has a "forecast" of the whole run (forecast.py).
         force: replace an existing output; discard an unfinished run with other options.

@@ -14,7 +14,7 @@ from ciuic_cli.budget import Allocation, allocate, smallest
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import BITS, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, bits_of, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import stack_header_nbytes
 from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.passes import lowrank, prune
@@ -39,7 +39,7 @@ class Arms:
     """
 
     unit: Unit
-    widths: tuple[int, ...]
+    widths: tuple[float, ...]
     window: int
     sensitivity: NDArray[np.float64]
     removal: NDArray[np.float64]
@@ -60,7 +60,7 @@ class Arms:
     @property
     def nbytes(self) -> NDArray[np.int64]:
         per_bit = 2 * self.unit.padded_cols
-        return np.tile(np.array(self.widths, dtype=np.int64) * per_bit, (self.unit.groups, 1))
+        return np.tile((np.array(self.widths) * per_bit).astype(np.int64), (self.unit.groups, 1))
 
     @property
     def lowrank_bytes(self) -> int:
@@ -180,12 +180,12 @@ def stored_tensors(model_map: ModelMap, blobs: dict[str, int]) -> list[StoredTen
 class PassOptions:
     """What the user allows. prune: "off", "auto" or a share of the prunable weights; rank: "off", "auto" or a rank."""
 
-    widths: tuple[int, ...]
+    widths: tuple[float, ...]
     window: int = 16
     prune: str | float = "auto"
     rank: str | int = "auto"
 
-    def widths_for(self, unit: Unit) -> tuple[int, ...]:
+    def widths_for(self, unit: Unit) -> tuple[float, ...]:
         if unit.role in PLAIN_ROLES:
             return tuple(width for width in self.widths if width >= LEAST_PLAIN_WIDTH) or self.widths
         return ((0,) if self.prune != "off" else ()) + self.widths
@@ -311,7 +311,7 @@ def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:
     for arm in arms:
         arm.rank = max((part.rank for part in arm.lowrank), default=0)
         arm.row_class = np.broadcast_to(np.uint8(0), arm.unit.rows)
-    widest = {arm.unit.key: np.full(arm.unit.groups, max(arm.widths), np.uint8) for arm in arms}
+    widest = {arm.unit.key: np.full(arm.unit.groups, stored_bits(max(arm.widths)), np.uint8) for arm in arms}
     return stored_bytes(lay_out(stored_tensors(model_map, blob_sizes(model_map, arms, widest))))
 
 
@@ -355,7 +355,8 @@ class _Solution:
     def overhead(self) -> int:
         """Bytes of everything but codes; the header counted with its longest possible offsets."""
         empty = {arm.unit.key: np.zeros(arm.unit.groups, np.uint8) for arm in self.arms}
-        full = {arm.unit.key: np.full(arm.unit.groups, max(self.widths), np.uint8) for arm in self.arms}
+        most = stored_bits(max(self.widths))
+        full = {arm.unit.key: np.full(arm.unit.groups, most, np.uint8) for arm in self.arms}
         small = stored_bytes(lay_out(stored_tensors(self.map, blob_sizes(self.map, self.arms, empty))))
         headers = [
             sum(
@@ -372,7 +373,7 @@ class _Solution:
         nbytes = np.zeros((items, len(self.widths)), np.int32)
         for arm, start in zip(self.arms, self.starts, strict=False):
             stop = start + arm.unit.groups
-            nbytes[start:stop] = np.array(self.widths) * 2 * arm.unit.padded_cols
+            nbytes[start:stop] = (np.array(self.widths) * 2 * arm.unit.padded_cols).astype(np.int32)
             columns = [self.widths.index(width) for width in arm.widths]
             loss[start:stop, columns] = arm.loss
             gone = self.forced.get(arm.unit.key)
@@ -394,7 +395,7 @@ class _Solution:
             ) from error
 
     def row_bits(self, allocation: Allocation) -> dict[str, NDArray[np.uint8]]:
-        widths = np.array(self.widths, np.uint8)[allocation.choice]
+        widths = stored_bits(self.widths)[allocation.choice]
         return {
             arm.unit.key: widths[start : start + arm.unit.groups]
             for arm, start in zip(self.arms, self.starts, strict=False)
@@ -424,7 +425,7 @@ class _Solution:
         units = {}
         for arm in self.arms:
             chosen = bits[arm.unit.key]
-            columns = np.searchsorted(arm.widths, chosen)
+            columns = np.searchsorted(arm.widths, bits_of(chosen))
             per_group = arm.loss[np.arange(len(chosen)), columns]
             forced = self.forced.get(arm.unit.key)
             if forced is not None and self.taken:

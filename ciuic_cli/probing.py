@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import stored_position
+from ciuic_cli.codecs.packing import bits_of, stored_position
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
 from ciuic_cli.encoding import arranged, read_unit
@@ -42,7 +42,7 @@ def rounding_noise(
     on both sides as rounding would feed it."""
     error = MSE_BY_WINDOW[window]
     variance = torch.tensor(
-        [error[int(k)] * 4.0 ** -int(k) if k else 0.0 for k in row_bits]
+        [error[bits] * 4.0**-bits if bits else 0.0 for bits in bits_of(row_bits).tolist()]
     ).repeat_interleave(BLOCK)
     noise = torch.randn(prepared.weight.shape, generator=generator)
     noise *= (variance.sqrt() * prepared.deviation)[:, None]

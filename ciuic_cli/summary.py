@@ -9,6 +9,7 @@ import numpy as np
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
+from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.estimates import Mean
 from ciuic_cli.memory import peak_resident_bytes
 from ciuic_cli.planning import Plan, UnitPlan
@@ -95,10 +96,10 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
             continue
         members = by_name[parameter.name]
         size = plan.blob_bytes[parameter.name]
-        widths = np.concatenate([member.row_bits for member in members])
+        widths = bits_of(np.concatenate([member.row_bits for member in members]))
         row: dict[str, Any] = {
             **base, "bytes": size, "bits": 8.0 * size / parameter.numel,
-            "widths": {str(int(k)): int((widths == k).sum()) for k in np.unique(widths)},
+            "widths": {f"{k:g}": int((widths == k).sum()) for k in np.unique(widths)},
             "rank": max(member.rank for member in members), "pruned": float((widths == 0).mean()),
             "predicted_kl": sum(member.predicted_kl for member in members),
         }  # fmt: skip
@@ -106,7 +107,7 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
             row["unpredicted"] = UNPREDICTED
         if len(parameter.shape) == 3:
             row["experts"] = [
-                {"bits": float(member.row_bits.mean()), "pruned": member.is_zero,
+                {"bits": float(bits_of(member.row_bits).mean()), "pruned": member.is_zero,
                  "tokens": statistics.tokens(parameter.name, member.unit.expert), "predicted_kl": member.predicted_kl}
                 for member in members
             ]  # fmt: skip
@@ -124,7 +125,7 @@ def _passes(plan: Plan) -> list[dict[str, Any]]:
     units = plan.units.values()
     pruned = sum(int((u.row_bits == 0).sum()) * 16 * u.unit.cols for u in units)
     ranked = [u for u in units if u.rank]
-    coded = sum(int(u.row_bits.astype(np.int64).sum()) * 2 * u.unit.padded_cols for u in units)
+    coded = sum(int(bits_of(u.row_bits).sum() * 2 * u.unit.padded_cols) for u in units)
     return [
         {"name": "prune", "weights": pruned, "structures": len(plan.removed), "bytes": 0},
         {"name": "lowrank", "matrices": len(ranked), "bytes": sum(u.lowrank_bytes for u in units)},
@@ -147,7 +148,7 @@ def _padding(plan: Plan) -> dict[str, int]:
         extra = 16 * unit.padded_cols - rows * unit.cols
         matrices += bool(extra.any())
         weights += int(extra.sum())
-        bits += int((extra * chosen.row_bits.astype(np.int64)).sum())
+        bits += int((extra * bits_of(chosen.row_bits)).sum())
     return {"matrices": matrices, "weights": weights, "bytes": bits // 8}
 
 

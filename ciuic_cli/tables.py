@@ -162,7 +162,7 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
             ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned", "predicted KL"],
             [
                 [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:6.3f}",
-                 " ".join(f"{width}:{count}" for width, count in row.widths.items()), row.rank or None,
+                 " ".join(f"{width:g}:{count}" for width, count in row.widths.items()), row.rank or None,
                  f"{100 * row.pruned:.1f} %" if row.pruned else "", _kl(row.predicted_kl)]
                 for row in found.rows
             ],

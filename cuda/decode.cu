@@ -5,11 +5,11 @@
 #include "hadamard.h"
 
 // The 16 levels of row 2g + row, as floats.
-template <int K>
-CIUIC_DEVICE void lane_levels(float (&level)[16], const LaneWords<K>& words, int row) {
+template <int H>
+CIUIC_DEVICE void lane_levels(float (&level)[16], const LaneWords<H>& words, int row) {
 #pragma unroll
   for (int c = 0; c < 16; ++c)
-    level[c] = (float)(s32)dot4(lane_hash<K>(words, row, c), 0x01010101u, 0u - CIUIC_LEVEL_CENTRE);
+    level[c] = (float)(s32)dot4(lane_hash<H>(words, row, c), 0x01010101u, 0u - CIUIC_LEVEL_CENTRE);
 }
 
 CIUIC_DEVICE void store16(void* out, u64 index, const float (&value)[16], u32 type) {
@@ -28,14 +28,14 @@ CIUIC_DEVICE void store16(void* out, u64 index, const float (&value)[16], u32 ty
   to[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
 }
 
-template <int K>
+template <int H>
 CIUIC_DEVICE void decode_two_rows(const CiuicDecode& p, const u8* tile, u32 g, u32 row, u32 column) {
-  const LaneWords<K> words = load_words<K>(tile, g);
+  const LaneWords<H> words = load_words<H>(tile, g);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     if (row + i >= p.row_end) return;
     float level[16];
-    lane_levels<K>(level, words, i);
+    lane_levels<H>(level, words, i);
     const float factor = row_factor(p.blob, (p.rows + CIUIC_TILE - 1) / CIUIC_TILE, row + i);
 #pragma unroll
     for (int c = 0; c < 16; ++c) level[c] *= factor;
@@ -49,16 +49,16 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) decode_rows(CIUIC_PARAM(CiuicDecode) p) {
   const u32 tile = (block_x() * (thread_count() / 32) + thread_index() / 32) * 4 + t;
   if (tile >= p.cols_padded / CIUIC_TILE) return;
   const u32 group = p.row_begin / CIUIC_TILE + block_y(), row = group * CIUIC_TILE + 2 * g, column = tile * CIUIC_TILE;
-  const u32 bits = p.blob[CIUIC_BLOB_ROW_BITS + group];
-  const u8* codes = p.blob + 16 * (u64)p.group_offset[group] + (u64)tile * CIUIC_UNIT_BYTES * bits;
-  if (bits == 0) {
+  const u32 halves = group_halves(p.blob, group);
+  const u8* codes = p.blob + 16 * (u64)p.group_offset[group] + (u64)tile * CIUIC_TILE_BYTES(halves);
+  if (halves == 0) {
     const float zero[16] = {};
     for (u32 i = 0; i < 2; ++i)
       if (row + i < p.row_end) store16(p.out, (u64)(row + i - p.row_begin) * p.cols_padded + column, zero, p.out_type);
     return;
   }
-#define DECODE(K) decode_two_rows<K>(p, codes, g, row, column)
-  CIUIC_FOR_BITS(bits, DECODE)
+#define DECODE(H) decode_two_rows<H>(p, codes, g, row, column)
+  CIUIC_FOR_WIDTH(halves, DECODE)
 #undef DECODE
 }
 
@@ -70,7 +70,7 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding
   const s64 token = p.tokens[block_x()];
   const bool exists = token >= 0 && token < (s64)p.rows;
   const u32 row = exists ? (u32)token : 0, group = row / CIUIC_TILE, groups = (p.rows + CIUIC_TILE - 1) / CIUIC_TILE;
-  const u32 bits = exists ? p.blob[CIUIC_BLOB_ROW_BITS + group] : 0;
+  const u32 halves = exists ? group_halves(p.blob, group) : 0;
   const float factor = row_factor(p.blob, groups, row);
   const u8* codes = p.blob + 16 * (u64)p.group_offset[group];
 
@@ -79,10 +79,10 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const u32 j = base + chunk_position(lane, i);
-      const u8* tile = codes + (u64)(j / CIUIC_TILE) * CIUIC_UNIT_BYTES * bits;
+      const u8* tile = codes + (u64)(j / CIUIC_TILE) * CIUIC_TILE_BYTES(halves);
       v[i] = 0.0f;
-      if (bits && j < p.cols_padded)
-        v[i] = factor * (float)ciuic_tile_level(tile, row % CIUIC_TILE, j % CIUIC_TILE, bits, CIUIC_L);
+      if (halves && j < p.cols_padded)
+        v[i] = factor * (float)ciuic_tile_level(tile, row % CIUIC_TILE, j % CIUIC_TILE, (int)halves, CIUIC_L);
     }
     if (p.log2_block) {
       hadamard(v, lane, p.log2_block, exchange);
@@ -97,12 +97,12 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding
   }
 }
 
-template <int K>
-CIUIC_DEVICE void add_two_rows(float (&sum)[16], const LaneWords<K>& words, const float (&z)[2]) {
+template <int H>
+CIUIC_DEVICE void add_two_rows(float (&sum)[16], const LaneWords<H>& words, const float (&z)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     float level[16];
-    lane_levels<K>(level, words, i);
+    lane_levels<H>(level, words, i);
 #pragma unroll
     for (int c = 0; c < 16; ++c) sum[c] += z[i] * level[c];
   }
@@ -116,16 +116,16 @@ CIUIC_KERNEL void CIUIC_BOUNDS(128, 1) lowrank_columns(CIUIC_PARAM(CiuicLowRank)
   const bool exists = tile < p.cols_padded / CIUIC_TILE;
   float sum[16] = {};
   for (u32 group = 0; group < groups; ++group) {
-    const u32 bits = exists ? p.blob[CIUIC_BLOB_ROW_BITS + group] : 0;
-    const u8* codes = p.blob + 16 * (u64)p.group_offset[group] + (u64)tile * CIUIC_UNIT_BYTES * bits;
+    const u32 halves = exists ? group_halves(p.blob, group) : 0;
+    const u8* codes = p.blob + 16 * (u64)p.group_offset[group] + (u64)tile * CIUIC_TILE_BYTES(halves);
     float z[2];
 #pragma unroll
     for (u32 i = 0; i < 2; ++i) {
       const u32 k = group * CIUIC_TILE + 2 * g + i;
       z[i] = k < p.rank ? p.z[(u64)block_y() * p.rank + k] * row_factor(p.blob, groups, k) : 0.0f;
     }
-#define ADD(K) add_two_rows<K>(sum, load_words<K>(codes, g), z)
-    CIUIC_FOR_BITS(bits, ADD)
+#define ADD(H) add_two_rows<H>(sum, load_words<H>(codes, g), z)
+    CIUIC_FOR_WIDTH(halves, ADD)
 #undef ADD
   }
   // The eight lanes of a tile hold eight pairs of rows.

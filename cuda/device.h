@@ -45,12 +45,6 @@ CIUIC_DEVICE u32 dot4(u32 a, u32 b, u32 accumulator) { return __dp4a(a, b, accum
 CIUIC_DEVICE float bits_to_float(u32 bits) { return __uint_as_float(bits); }
 CIUIC_DEVICE u32 float_to_bits(float value) { return __float_as_uint(value); }
 
-// The same number, of which the compiler knows nothing: it cannot compute anything from it ahead of this point.
-CIUIC_DEVICE u32 opaque(u32 value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 CIUIC_DEVICE u16 float_to_half(float value) {
   u16 out;
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(out) : "f"(value));

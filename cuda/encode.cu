@@ -1,12 +1,13 @@
 // The encoder: the best path through the trellis for every tile of 256 targets (Viterbi), one tile per block.
 //
-// A window is w = (h << (L-K)) | p: h the K bits that the next step drops, p the prefix that it keeps. The window before
-// ends in w >> K. So best[p] = min over h of best'[w >> K] + (level(w) - x)^2, and the predecessors of all prefixes that
-// share p >> K are the same 2^K: a thread takes up to eight neighbouring prefixes and reads each predecessor once.
+// A weight has `in` new bits and the next one `out`: K both, or K - 1/2 and K + 1/2 in turn where half a bit is over.
+// A window is w = (h << (L-out)) | p: h the bits that the next step drops, p the prefix that it keeps. The window before
+// ends in w >> in. So best[p] = min over h of best'[w >> in] + (level(w) - x)^2, and the predecessors of all prefixes that
+// share p >> in are the same 2^out: a thread takes up to eight neighbouring prefixes and reads each predecessor once.
 // Levels are computed, not looked up: hash, byte sum, subtract, square-and-add, minimum are five instructions.
 //
 // Costs are relative to that of prefix 0, one step before (which keeps them small), and stored as halves for every step;
-// the trace-back recomputes each minimum from them instead of storing 2^(L-K) decisions of K bits.
+// the trace-back recomputes each minimum from them instead of storing a decision for each.
 // Tail-biting: the search enters the tile through its own last weights (CIUIC_LEAD_IN of them), and see close().
 #include "parameters.h"
 #include "trellis_decode.h"
@@ -18,27 +19,43 @@
 #define WEIGHTS 256
 #define ENCODE_THREADS 512
 #define REPAIR 64  // weights searched again where no path closes
-#define UNREACHABLE 60000.0f  // below the largest half; reachable costs stay below 45000 (see clamp_target)
+#define UNREACHABLE 60000.0f  // below the largest half, above costs that matter (see clamp_target)
 #define RENORMALISE_BELOW 50000.0f
 
 // (8192 + byte sum / 16) as a float: the four bytes times 64 are added to the mantissa, whose last place is 2^-10.
 CIUIC_DEVICE float level_plus_8192(u32 window) { return bits_to_float(dot4(ciuic_hash(window), 0x40404040u, 0x46000000u)); }
 
 // The same number for a target, so that their difference is (level - target) / 16. Beyond +-600 every path would take the
-// outermost level, so the target may as well stop there; that bounds a step's cost by 4820 and keeps seven steps finite.
+// outermost level, so the target may as well stop there; that bounds a step's cost by 4820. Every prefix can be reached after
+// seven steps at 2 bits and ten at 1.5, for less than 49000. At 1 bit it takes fifteen, and a few prefixes may cost more
+// where all targets are outliers; they are the worst ones then, so that no path of least cost goes through them.
 CIUIC_DEVICE float clamp_target(float target) {
   const float level = fminf(fmaxf(target * CIUIC_SIGMA, -600.0f), 600.0f);
   return 8192.0f + ((float)CIUIC_LEVEL_CENTRE + level) / 16.0f;
 }
 
-template <int K>
+// New bits of a weight: even ones have the fewer, as a tile's rows begin with bit 0. (At whole widths this is a constant.)
+template <int H>
+CIUIC_DEVICE u32 bits_of(u32 weight) {
+  return H / 2 + H % 2 * (weight & 1);
+}
+
+// Prefixes before the weights that have more of them, the even ones.
+template <int H>
+CIUIC_DEVICE constexpr u32 most_prefixes() {
+  return 1u << (CIUIC_L - H / 2);
+}
+
+// How a step's prefixes are shared out.
+template <int In, int Out>
 struct Trellis {
-  static const u32 SHIFT = CIUIC_L - K;
-  static const u32 PREFIXES = 1u << SHIFT;
-  static const u32 HIGHS = 1u << K;
+  static const u32 SHIFT = CIUIC_L - Out;
+  static const u32 PREFIXES = 1u << SHIFT;  // after the step
+  static const u32 HIGHS = 1u << Out;
+  static const u32 SIBLINGS = 1u << (In < 3 ? In : 3);  // up to eight prefixes of the same predecessors
   static const u32 THREADS = PREFIXES < ENCODE_THREADS ? PREFIXES : ENCODE_THREADS;  // that work on a step
   static const u32 PER_THREAD = PREFIXES / THREADS;
-  static const u32 NEIGHBOURS = PER_THREAD < HIGHS ? PER_THREAD : HIGHS;
+  static const u32 NEIGHBOURS = PER_THREAD < SIBLINGS ? PER_THREAD : SIBLINGS;
   static const u32 SETS = PER_THREAD / NEIGHBOURS;
 };
 
@@ -55,13 +72,16 @@ CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[8]) {
 }
 
 // One step forward, from and to `best` in shared memory; the new costs also go to `history`.
-template <int K>
+template <int In, int Out>
 CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
-  typedef Trellis<K> T;
-  // Without this the hashes of all the thread's windows, which no step changes, would be kept in registers and spill.
-  const u32 thread = opaque(thread_index());
+  typedef Trellis<In, Out> T;
+  // Targets are positive, but no compiler knows that. Otherwise the hashes of all the thread's windows, which no step changes,
+  // would be kept in registers and spill.
+  const u32 thread = thread_index() | float_to_bits(target) >> 31;
+  // No branch where all work: what the others hold of `result` would stay live from step to step, and spill.
+  const bool works = T::THREADS == ENCODE_THREADS || thread < T::THREADS;
   float result[T::PER_THREAD];
-  if (thread < T::THREADS) {
+  if (works) {
     const float reference = best[0] < RENORMALISE_BELOW ? best[0] : 0.0f;
 #pragma unroll
     for (u32 set = 0; set < T::SETS; ++set) {
@@ -72,7 +92,7 @@ CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
 #pragma unroll 16
       for (u32 h = 0; h < T::HIGHS; ++h) {
         const u32 window = (h << T::SHIFT) + first;
-        const float before = best[window >> K];
+        const float before = best[window >> In];
 #pragma unroll
         for (u32 i = 0; i < T::NEIGHBOURS; ++i) {
           const float error = level_plus_8192(window + i) - target;
@@ -84,7 +104,8 @@ CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
     }
   }
   block_sync();
-  if (thread < T::THREADS) {
+  if (works) {
+    u16* const to = history + thread * T::NEIGHBOURS;  // one address for all sets, or registers spill at 1 bit
 #pragma unroll
     for (u32 set = 0; set < T::SETS; ++set) {
       const u32 first = (thread + T::THREADS * set) * T::NEIGHBOURS;
@@ -95,10 +116,24 @@ CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
         best[first + i] = cost;
         halves[i] = float_to_half(cost);
       }
-      store_halves(history + first, halves);
+      store_halves(to + T::THREADS * set * T::NEIGHBOURS, halves);
     }
   }
   block_sync();
+}
+
+// The steps of weights begin .. end - 1, both even. The costs after weight s go to history + (s + 1) * stride.
+template <int H>
+CIUIC_DEVICE void forward(float* best, u16* history, u32 stride, const float* target, u32 begin, u32 end) {
+  const int even = H / 2, odd = H - even;
+  if (H % 2) {
+    for (u32 s = begin; s < end; s += 2) {
+      forward_step<even, odd>(best, history + (u64)(s + 1) * stride, target[s]);
+      forward_step<odd, even>(best, history + (u64)(s + 2) * stride, target[s + 1]);
+    }
+  } else {
+    for (u32 s = begin; s < end; ++s) forward_step<even, even>(best, history + (u64)(s + 1) * stride, target[s]);
+  }
 }
 
 // (cost, index) of the smaller cost among the lanes; ties go to the smaller index, so the path is one and the same always.
@@ -114,23 +149,23 @@ CIUIC_DEVICE void warp_least(float& cost, s32& index) {
   }
 }
 
-// The window that the best path to `prefix` ends in; `history` holds the costs one step before. For one whole warp.
-template <int K>
-CIUIC_DEVICE u32 best_window(const u16* history, float target, u32 prefix, u32 lane) {
-  typedef Trellis<K> T;
+// The window of a weight of `in` bits, the next one of `out`, that the best path to `prefix` ends in; `history` holds the
+// costs one step before. For one whole warp.
+CIUIC_DEVICE u32 best_window(const u16* history, float target, u32 prefix, u32 in, u32 out, u32 lane) {
+  const u32 shift = CIUIC_L - out;
   float cost = 8.0f * UNREACHABLE;
   s32 high = 0;
-  for (u32 h = lane; h < T::HIGHS; h += 32) {
-    const u32 window = (h << T::SHIFT) + prefix;
+  for (u32 h = lane; h < 1u << out; h += 32) {
+    const u32 window = (h << shift) + prefix;
     const float error = level_plus_8192(window) - target;
-    const float here = fmaf(error, error, half_to_float(history[window >> K]));
+    const float here = fmaf(error, error, half_to_float(history[window >> in]));
     if (here < cost) {
       cost = here;
       high = (s32)h;
     }
   }
   warp_least(cost, high);
-  return ((u32)high << T::SHIFT) + prefix;
+  return ((u32)high << shift) + prefix;
 }
 
 // What one block knows about its tile.
@@ -144,18 +179,20 @@ struct Tile {
 
 // The cheapest path into `prefix` before weight `steps`, back to the beginning; returns the prefix that it starts from.
 // Where it meets the path traced before, the two are one from there on. For one whole warp.
-template <int K>
+template <int H>
 CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bool have_trail, u32 lane) {
   for (u32 s = steps; s > 0; --s) {
     const bool met = have_trail && tile.trail[s] == prefix;
     warp_sync();  // all lanes have read before any of them writes, here or in the next call
     if (met) return tile.trail[0];
-    const u32 window = best_window<K>(history + (u64)(s - 1) * Trellis<K>::PREFIXES, tile.target[s - 1], prefix, lane);
+    const u32 in = bits_of<H>(s - 1), out = bits_of<H>(s);
+    const u16* before = history + (u64)(s - 1) * most_prefixes<H>();
+    const u32 window = best_window(before, tile.target[s - 1], prefix, in, out, lane);
     if (lane == 0) {
       tile.trail[s] = (u16)prefix;
       tile.window[s - 1] = (u16)window;
     }
-    prefix = window >> K;
+    prefix = window >> in;
   }
   if (lane == 0) tile.trail[0] = (u16)prefix;
   warp_sync();
@@ -164,86 +201,101 @@ CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bo
 
 // A path is closed when it ends in the prefix that it starts from. Nearly all paths share their start, so the path that
 // ends in the start of the best one is mostly closed, or the path that ends in that one's start. For one whole warp.
-template <int K>
+template <int H>
 CIUIC_DEVICE void close(Tile& tile, const float* best, const u16* history, u32 lane) {
   float cost = 8.0f * UNREACHABLE;
   s32 end = 0;
-  for (u32 i = lane; i < Trellis<K>::PREFIXES; i += 32)
+  for (u32 i = lane; i < most_prefixes<H>(); i += 32)
     if (best[i] < cost) {
       cost = best[i];
       end = (s32)i;
     }
   warp_least(cost, end);
-  const u32 first = trace<K>(tile, history, WEIGHTS, (u32)end, false, lane);
+  const u32 first = trace<H>(tile, history, WEIGHTS, (u32)end, false, lane);
   u32 start = first;
   bool closed = false;
   for (int attempt = 0; attempt < 3 && !closed; ++attempt) {
-    const u32 found = trace<K>(tile, history, WEIGHTS, start, true, lane);
+    const u32 found = trace<H>(tile, history, WEIGHTS, start, true, lane);
     closed = found == start;
     start = found;
   }
-  if (!closed) trace<K>(tile, history, WEIGHTS, first, true, lane);
+  if (!closed) trace<H>(tile, history, WEIGHTS, first, true, lane);
   if (lane == 0) {
     tile.start = closed ? start : first;
     tile.closed = closed;
   }
 }
 
-template <int K>
+// The bits first .. first + count - 1 of a row.
+template <int H>
+CIUIC_DEVICE u32 bits_of_row(const Tile& tile, u32 row, u32 first, u32 count) {
+  u32 bits = 0;
+  for (u32 bit = first; bit < first + count; ++bit) {
+    const u32 column = (2 * bit + 1) / H;
+    const u32 after = (u32)ciuic_end_of_column((int)column, H) - 1 - bit;  // bits of this weight still to come
+    bits = bits << 1 | (tile.window[row * CIUIC_TILE + column] >> after & 1u);
+  }
+  return bits;
+}
+
+template <int H>
 CIUIC_DEVICE void encode(const CiuicEncode& p) {
-  typedef Trellis<K> T;
+  const u32 PREFIXES = most_prefixes<H>();
   CIUIC_DYNAMIC_SHARED(memory);
   float* best = (float*)memory;  // [PREFIXES]
   CIUIC_SHARED Tile tile;
   const u32 thread = thread_index(), lane = thread % 32, threads = thread_count();
-  // history[s] holds the costs before weight s; each block has its own.
-  u16* history = p.scratch + (u64)block_x() * (WEIGHTS + 1) * T::PREFIXES;
+  // history[s] holds the costs before weight s, where half a bit is over and s is odd in half its room; each block has its own.
+  u16* history = p.scratch + (u64)block_x() * (WEIGHTS + 1) * PREFIXES;
 
   for (u32 index = block_x(); index < p.tiles; index += grid_x()) {
     for (u32 i = thread; i < WEIGHTS; i += threads) tile.target[i] = clamp_target(p.targets[(u64)index * WEIGHTS + i]);
-    for (u32 i = thread; i < T::PREFIXES; i += threads) best[i] = 0.0f;
+    for (u32 i = thread; i < PREFIXES; i += threads) best[i] = 0.0f;
     block_sync();
-    for (u32 s = WEIGHTS - CIUIC_LEAD_IN(CIUIC_L); s < WEIGHTS; ++s) forward_step<K>(best, history, tile.target[s]);
-    for (u32 s = 0; s < WEIGHTS; ++s) forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, tile.target[s]);
-    if (thread < 32) close<K>(tile, best, history, lane);
+    forward<H>(best, history, 0, tile.target, WEIGHTS - CIUIC_LEAD_IN(CIUIC_L), WEIGHTS);
+    forward<H>(best, history, PREFIXES, tile.target, 0, WEIGHTS);
+    if (thread < 32) close<H>(tile, best, history, lane);
     block_sync();
 
     if (!tile.closed) {
       // The first weights again, from the right start to where the path is after them.
-      for (u32 i = thread; i < T::PREFIXES; i += threads) {
+      for (u32 i = thread; i < PREFIXES; i += threads) {
         const float cost = i == tile.start ? 0.0f : UNREACHABLE;
         best[i] = cost;
         history[i] = float_to_half(cost);
       }
       block_sync();
-      for (u32 s = 0; s < REPAIR; ++s) forward_step<K>(best, history + (u64)(s + 1) * T::PREFIXES, tile.target[s]);
-      if (thread < 32) trace<K>(tile, history, REPAIR, tile.trail[REPAIR], false, lane);
+      forward<H>(best, history, PREFIXES, tile.target, 0, REPAIR);
+      if (thread < 32) trace<H>(tile, history, REPAIR, tile.trail[REPAIR], false, lane);
       block_sync();
     }
 
     for (u32 i = thread; i < WEIGHTS; i += threads)
       p.decoded[(u64)index * WEIGHTS + i] = (float)ciuic_level(tile.window[i]) / CIUIC_SIGMA;
-    for (u32 i = thread; i < CIUIC_TILE * K; i += threads) {  // 16-bit words: unit i / 16, row i % 16
-      const u32 row = i % CIUIC_TILE, unit = i / CIUIC_TILE;
-      u32 word = 0;
-      for (u32 bit = 16 * unit; bit < 16 * unit + 16; ++bit)
-        word = word << 1 | (tile.window[row * CIUIC_TILE + bit / K] >> (K - 1 - bit % K) & 1u);
-      ((u16*)p.codes)[(u64)index * (CIUIC_UNIT_BYTES / 2) * K + i] = (u16)word;
-    }
+    u8* codes = p.codes + (u64)index * CIUIC_TILE_BYTES(H);
+    for (u32 i = thread; i < CIUIC_TILE * (H / 2); i += threads)  // 16-bit words: unit i / 16, row i % 16
+      ((u16*)codes)[i] = (u16)bits_of_row<H>(tile, i % CIUIC_TILE, 16 * (i / CIUIC_TILE), 16);
+    if (H % 2 && thread < CIUIC_TILE)
+      codes[CIUIC_UNIT_BYTES * (H / 2) + thread] = (u8)bits_of_row<H>(tile, thread, 8 * H - 8, 8);
     block_sync();
   }
 }
 
-// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 1 to 3 bits a thread's minima
+// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 1 to 3.5 bits a thread's minima
 // need the registers of both.
-#define ENCODE(K, blocks) \
-  CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_k##K(CIUIC_PARAM(CiuicEncode) p) { encode<K>(p); }
+#define ENCODE(H, blocks) \
+  CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_h##H(CIUIC_PARAM(CiuicEncode) p) { encode<H>(p); }
 
-ENCODE(1, 1)
 ENCODE(2, 1)
 ENCODE(3, 1)
-ENCODE(4, 2)
-ENCODE(5, 2)
-ENCODE(6, 2)
-ENCODE(7, 2)
+ENCODE(4, 1)
+ENCODE(5, 1)
+ENCODE(6, 1)
+ENCODE(7, 1)
 ENCODE(8, 2)
+ENCODE(9, 2)
+ENCODE(10, 2)
+ENCODE(11, 2)
+ENCODE(12, 2)
+ENCODE(14, 2)
+ENCODE(16, 2)

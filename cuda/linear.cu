@@ -41,12 +41,12 @@ struct ByteFeed {
   }
   static CIUIC_DEVICE_MEMBER u32 pair_of(u32 tile, u32 n) { return tile * 4 + (n & 3); }
 
-  template <int K>
-  CIUIC_DEVICE_MEMBER void multiply(s32 (&sum)[NT][4], const LaneWords<K>& words) const {
+  template <int H>
+  CIUIC_DEVICE_MEMBER void multiply(s32 (&sum)[NT][4], const LaneWords<H>& words) const {
 #pragma unroll
     for (int m = 0; m < 8; ++m) {
-      const u32 a[4] = {lane_hash<K>(words, 0, 2 * m), lane_hash<K>(words, 1, 2 * m), lane_hash<K>(words, 0, 2 * m + 1),
-                        lane_hash<K>(words, 1, 2 * m + 1)};
+      const u32 a[4] = {lane_hash<H>(words, 0, 2 * m), lane_hash<H>(words, 1, 2 * m), lane_hash<H>(words, 0, 2 * m + 1),
+                        lane_hash<H>(words, 1, 2 * m + 1)};
 #pragma unroll
       for (int j = 0; j < NT; ++j) mma_bytes(sum[j], a, x[j][2 * m], x[j][2 * m + 1]);
     }
@@ -79,15 +79,15 @@ struct HalfFeed {
   }
   static CIUIC_DEVICE_MEMBER u32 pair_of(u32 tile, u32 n) { return tile * 8 + n; }
 
-  template <int K>
-  CIUIC_DEVICE_MEMBER void multiply(float (&sum)[NT][4], const LaneWords<K>& words) const {
+  template <int H>
+  CIUIC_DEVICE_MEMBER void multiply(float (&sum)[NT][4], const LaneWords<H>& words) const {
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       u32 a[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int column = 4 * m + 2 * (i / 2);
-        a[i] = half_levels(lane_hash<K>(words, i & 1, column), lane_hash<K>(words, i & 1, column + 1));
+        a[i] = half_levels(lane_hash<H>(words, i & 1, column), lane_hash<H>(words, i & 1, column + 1));
       }
 #pragma unroll
       for (int j = 0; j < NT; ++j) mma_halves(sum[j], a, x[j][2 * m], x[j][2 * m + 1]);
@@ -112,24 +112,25 @@ CIUIC_DEVICE u32 lower_bound(const s32* list, u32 count, s32 expert) {
 // to step is computed once: the loop has few instructions to spare beside the decoding.
 struct Stream {
   const u8* source;  // of this lane's first 16 bytes of the next step to be fetched
-  u32 bits;
+  u32 halves;
   u32 targets;  // where in the slot this lane's first (low half) and second (high half) 16 bytes of a step go
   u32 tile;     // where in the slot this lane's tile is
 
-  CIUIC_DEVICE_MEMBER void open(const u8* codes, u32 k, u32 lane, u32 first_step, u32 slot) {
-    bits = k;
-    source = codes + 16 * lane + (u64)first_step * (STEP_TILES * CIUIC_UNIT_BYTES) * k;
-    const u32 pieces = k ? 2 * k : 1, stride = CIUIC_UNIT_BYTES * (k | 1);  // odd: the four tiles start in four banks
+  CIUIC_DEVICE_MEMBER void open(const u8* codes, u32 h, u32 lane, u32 first_step, u32 slot) {
+    halves = h;
+    source = codes + 16 * lane + (u64)first_step * STEP_TILES * CIUIC_TILE_BYTES(h);
+    // A tile is H pieces of 16 bytes; an odd number of units from each to the next, so that the four start in four banks.
+    const u32 pieces = h ? h : 1, stride = CIUIC_UNIT_BYTES * ((u32)ciuic_units((int)h) | 1);
     targets = slot + lane / pieces * stride + lane % pieces * 16;
     targets |= (slot + (lane + 32) / pieces * stride + (lane + 32) % pieces * 16) << 16;
     tile = slot + lane % 4 * stride;
   }
   // `tiles` of the step exist; the next fetch is `steps` steps on.
   CIUIC_DEVICE_MEMBER void fetch(u8* slot, u32 tiles, u32 steps, u32 lane) {
-    const u32 pieces = tiles * 2 * bits;
+    const u32 pieces = tiles * halves;
     if (lane < pieces) copy16_async(slot + (targets & 0xFFFFu), source);
-    if (lane + 32 < pieces) copy16_async(slot + (targets >> 16), source + 512);
-    source += (u64)(steps * STEP_TILES * CIUIC_UNIT_BYTES) * bits;
+    if (pieces > lane + 32) copy16_async(slot + (targets >> 16), source + 512);
+    source += steps * (STEP_TILES * CIUIC_TILE_BYTES(halves));
   }
 };
 
@@ -229,7 +230,7 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
   for (int r = 0; r < R; ++r) {
     const bool exists = group + r < part.groups;
     stream[r].open(blob + (exists ? 16 * (u64)group_offset[group + r] : 0),
-                   exists ? blob[CIUIC_BLOB_ROW_BITS + group + r] : 0, lane, warp, r * p.group_slot);
+                   exists ? group_halves(blob, group + r) : 0, lane, warp, r * p.group_slot);
   }
 
   const u32 slot_bytes = R * p.group_slot, ring = warp * STAGES * slot_bytes;
@@ -258,8 +259,8 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
     warp_sync();
 #pragma unroll
     for (int r = 0; r < R; ++r) {
-#define MULTIPLY(K) feed.template multiply<K>(sum[r], load_words<K>(memory + slot + stream[r].tile, g))
-      CIUIC_FOR_BITS(stream[r].bits, MULTIPLY)
+#define MULTIPLY(H) feed.template multiply<H>(sum[r], load_words<H>(memory + slot + stream[r].tile, g))
+      CIUIC_FOR_WIDTH(stream[r].halves, MULTIPLY)
 #undef MULTIPLY
     }
     warp_sync();
@@ -296,7 +297,7 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
     const u32 to = p.pair_y ? (u32)p.pair_y[pair] : pair;
     const float factor = row_factor(work.blob, own.groups, row) * p.x_scale[from];
     float y = Reduce<Feed>::total(partial, warps, R, r, pair - work.first, row % CIUIC_TILE, p.x_sum, from) * factor;
-    if (!work.blob[CIUIC_BLOB_ROW_BITS + work.group + r]) y = 0.0f;
+    if (!group_halves(work.blob, work.group + r)) y = 0.0f;
     if (own.addend) y += own.addend[(u64)to * own.rows + row];
     store_as(own.y, (u64)to * own.y_stride + row, y, own.y_type);
   }

@@ -38,7 +38,7 @@ struct CiuicLinear {
   u32 cols_padded;
   u32 pairs;
   u32 experts;
-  u32 group_slot;  // bytes of one group's share of a ring slot: 128 * (largest K of the launch | 1)
+  u32 group_slot;  // bytes of one group's share of a ring slot: 128 * (largest number of units of the launch | 1)
   u32 x_width;     // cols_padded, rounded up to whole steps of 64; zeros beyond cols_padded. x is below 4 GiB
 };
 
@@ -99,9 +99,9 @@ struct CiuicLowRank {
 
 struct CiuicEncode {
   const float* targets;  // [tiles][256], weight / row scale
-  u8* codes;             // [tiles][32 K]
+  u8* codes;             // [tiles][CIUIC_TILE_BYTES(H)]
   float* decoded;        // [tiles][256], in the units of targets
-  u16* scratch;          // [grid x][256 + 1][2^(L-K)] halves
+  u16* scratch;          // [grid x][256 + 1][2^(L - H/2)] halves, H/2 rounded down
   u32 tiles;
 };
 

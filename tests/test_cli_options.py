@@ -52,6 +52,7 @@ def test_wrong_sizes(written: str) -> None:
 
 def test_bits() -> None:
     assert cli.parse_bits("8, 2,4,2") == (2, 4, 8)
+    assert cli.parse_bits("2.5,1") == (1, 2.5)
     for written in ("", "2,9", "0", "2,,3", "02", "two"):
         with pytest.raises(UsageError, match="not among the possible widths"):
             cli.parse_bits(written)

@@ -17,7 +17,7 @@ from ciuic_cli.artifact import losses
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.console import to_json
 from ciuic_cli.errors import InputError
@@ -26,11 +26,11 @@ from ciuic_cli.inspection import describe
 Make = Callable[..., Path]
 
 
-def random_matrix(rows: int, cols: int, widths: list[int], rank: int = 0) -> PackedMatrix:
+def random_matrix(rows: int, cols: int, widths: list[float], rank: int = 0) -> PackedMatrix:
     """A matrix with random codes: valid bytes, no meaning."""
     groups = -(-rows // 16)
-    row_bits = np.resize(np.asarray(widths, dtype=np.uint8), groups)
-    size = int(row_bits.sum()) * 32 * -(-cols // 16)
+    row_bits = np.resize(stored_bits(widths), groups)
+    size = int(tile_nbytes(row_bits).sum()) * -(-cols // 16)
     codes = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
     lowrank = (random_matrix(rank, cols, [6]), random_matrix(rank, rows, [6])) if rank else None
     return PackedMatrix(rows, cols, 12, 0, 1.0, row_bits, np.zeros(rows, dtype=np.uint8), codes, lowrank)
@@ -42,7 +42,7 @@ def tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def artifact(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A V3 artifact: embedding 8 bits, o_proj of rank 4, expert 1 of each stack pruned, the rest 3/4."""
+    """A V3 artifact: embedding 8 bits, o_proj of rank 4, expert 1 of each stack pruned, the rest 3/4.5."""
     source = tiny_checkpoint("deepseek_v3")
     model_map = map_model(open_checkpoint(source))
     folder = tmp_path_factory.mktemp("artifact")
@@ -56,7 +56,7 @@ def artifact(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
             )
             stored[name] = tensor(ExpertStack(tuple(experts)))
         else:
-            widths = [8] if parameter.role == "embedding" else [3, 4]
+            widths = [8] if parameter.role == "embedding" else [3, 4.5]
             stored[name] = tensor(random_matrix(*parameter.shape, widths, 4 if parameter.role == "o" else 0))
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
@@ -125,9 +125,9 @@ def test_an_artifact(artifact: Path) -> None:
     assert embedding.bytes == packed_nbytes(263, 56, [8] * 17)
     assert embedding.bits == pytest.approx(8 * embedding.bytes / (263 * 56))
     out = rows["model.layers.0.self_attn.o_proj.weight"]
-    assert out.rank == 4 and out.widths == {3: 2, 4: 2}
+    assert out.rank == 4 and out.widths == {3: 2, 4.5: 2}
     factors = packed_nbytes(4, 48, [6]) + packed_nbytes(4, 56, [6])
-    assert out.bytes == packed_nbytes(56, 48, [3, 4, 3, 4], factors)
+    assert out.bytes == packed_nbytes(56, 48, stored_bits([3, 4.5, 3, 4.5]), factors)
     stack = rows["model.layers.1.mlp.experts.gate_up_proj"]
     assert (
         stack.widths == {0: 3, 4: 15} and stack.pruned == pytest.approx(1 / 6) and stack.stored == "trellis"

@@ -68,7 +68,8 @@ def test_ranks() -> None:
 def test_widths() -> None:
     assert options.check_bits([8, 2, 4, 2]) == options.check_bits((2, 4, 8)) == (2, 4, 8)
     assert options.check_bits(4) == (4,)
-    for wrong in ((), (9,), "24", [2.0], None, (2, "3"), [True], [HUGE]):
+    assert options.check_bits([4.5, 2.0]) == (2, 4.5)
+    for wrong in ((), (9,), "24", [2.25], [6.5], None, (2, "3"), [True], [HUGE]):
         with pytest.raises(UsageError, match="--bits"):
             options.check_bits(wrong)
 

@@ -18,10 +18,11 @@ from ciuic_cli.artifact.reader import read_blobs
 from ciuic_cli.artifact.writer import write_shards
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.encoding import unit_arms
 from ciuic_cli.errors import TargetError, UsageError
+from ciuic_cli.options import WIDTHS
 from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
 from ciuic_cli.planning import (
     Arms,
@@ -37,7 +38,6 @@ from ciuic_cli.planning import (
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 from ciuic_cli.units import EMBEDDING_ROLES, Unit, units_of
 
-ALL_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8)
 MEDIUM = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 48}
 """A "llama" of 1.6 million weights: at four bits, a thousandth of the budget is a few row groups' bits."""
 
@@ -62,7 +62,7 @@ def _budget(model_map: ModelMap, ratio: float) -> int:
 
 def _packed(unit: Unit, row_bits: np.ndarray, rank: int = 0) -> PackedMatrix:
     """A matrix of zeros codes in the form that the plan says."""
-    codes = np.zeros(int(row_bits.astype(np.int64).sum()) * 2 * unit.padded_cols, np.uint8)
+    codes = np.zeros(int(tile_nbytes(row_bits).sum()) * unit.padded_cols // 16, np.uint8)
     lowrank = None
     if rank:
         right, left = (
@@ -100,7 +100,7 @@ def test_the_budget_is_kept_and_spent_to_a_thousandth(
     tiny_checkpoint: Callable[..., Path], ratio: float, prune: str
 ) -> None:
     model_map = _map(tiny_checkpoint("llama", **MEDIUM))
-    options = PassOptions(ALL_WIDTHS, prune=prune)
+    options = PassOptions(WIDTHS, prune=prune)
     budget = _budget(model_map, ratio)
     plan = make_plan(model_map, _arms(model_map, options), budget, options)
     assert 0.999 * budget <= plan.file_bytes <= budget
@@ -112,7 +112,7 @@ def test_planned_bytes_are_the_written_ones(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
     model_map = _map(tiny_checkpoint(family))
-    options = PassOptions(ALL_WIDTHS, prune="auto", rank="auto")
+    options = PassOptions(WIDTHS, prune="auto", rank="auto")
     arms = _arms(model_map, options)
     for arm in arms:  # a low-rank part that leaves nothing wherever one fits
         if min(arm.unit.rows, arm.unit.cols) > 16 and arm.unit.role not in EMBEDDING_ROLES:
@@ -138,7 +138,7 @@ def test_shards_are_paid_for_as_well(
 ) -> None:
     monkeypatch.setattr(planning, "lay_out", functools.partial(lay_out, shard_bytes=shard_bytes))
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(ALL_WIDTHS)
+    options = PassOptions(WIDTHS)
     budget = _budget(model_map, 2.0)
     plan = make_plan(model_map, _arms(model_map, options), budget, options)
     files = _write(model_map, plan, tmp_path / "out", shard_bytes)
@@ -149,7 +149,7 @@ def test_shards_are_paid_for_as_well(
 def test_the_embedding_loses_no_token(tiny_checkpoint: Callable[..., Path]) -> None:
     """Even where its rows seem to cost nothing at all, they keep the smallest width."""
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(ALL_WIDTHS, prune="auto")
+    options = PassOptions(WIDTHS, prune="auto")
     arms = _arms(model_map, options)
     for arm in arms:
         if arm.unit.role in EMBEDDING_ROLES:
@@ -167,7 +167,7 @@ def test_the_vocabulary_has_two_bits_unless_only_one_is_asked_for(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    for widths, least in ((ALL_WIDTHS, 2), ((1, 4), 4), ((1,), 1)):
+    for widths, least in ((WIDTHS, 2), ((1, 4), 4), ((1,), 1)):
         options = PassOptions(widths, prune="off", rank="off")
         found = {unit.role: min(options.widths_for(unit)) for unit in units_of(model_map.parameters.values())}
         assert found["embedding"] == found["head"] == least and found["gate"] == 1
@@ -176,7 +176,7 @@ def test_the_vocabulary_has_two_bits_unless_only_one_is_asked_for(
 def test_free_row_groups_are_pruned_unless_forbidden(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     for prune, expected in (("auto", 0), ("off", 1)):
-        options = PassOptions(ALL_WIDTHS, prune=prune)
+        options = PassOptions(WIDTHS, prune=prune)
         arms = _arms(model_map, options)
         arms[3].sensitivity[1] = arms[3].removal[1] = 0.0
         plan = make_plan(model_map, arms, _budget(model_map, 3.0), options)
@@ -226,7 +226,7 @@ def test_low_rank_is_taken_where_the_matrix_nearly_is(
     budget = _budget(model_map, 4.0)
     plans = {}
     for rank in ("auto", "off", 32):
-        options = PassOptions(ALL_WIDTHS, window=12, prune="off", rank=rank)
+        options = PassOptions(WIDTHS, window=12, prune="off", rank=rank)
         arms = [
             unit_arms(model_map, statistics, unit, options)
             for unit in units_of(model_map.parameters.values())
@@ -245,7 +245,7 @@ def test_low_rank_is_taken_where_the_matrix_nearly_is(
 
 def test_corrections_move_bits_to_the_role_that_costs_more(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama", **MEDIUM))
-    options = PassOptions(ALL_WIDTHS, prune="off", rank="off")
+    options = PassOptions(WIDTHS, prune="off", rank="off")
 
     def bits_of_down(correction: float) -> float:
         arms = _arms(model_map, options)
@@ -253,7 +253,9 @@ def test_corrections_move_bits_to_the_role_that_costs_more(tiny_checkpoint: Call
             if arm.unit.role == "down":
                 arm.correction = correction
         plan = make_plan(model_map, arms, _budget(model_map, 4.0), options)
-        return float(np.mean([p.row_bits.mean() for p in plan.units.values() if p.unit.role == "down"]))
+        return float(
+            np.mean([bits_of(p.row_bits).mean() for p in plan.units.values() if p.unit.role == "down"])
+        )
 
     low, middle, high = bits_of_down(1 / 3), bits_of_down(1.0), bits_of_down(3.0)
     # A factor of three in price is log4(3) = 0.79 bit at the margin; the rest of the model gives way.
@@ -263,7 +265,7 @@ def test_corrections_move_bits_to_the_role_that_costs_more(tiny_checkpoint: Call
 
 def test_channels_that_cost_nothing_leave_gate_and_up(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(ALL_WIDTHS)
+    options = PassOptions(WIDTHS)
     arms = _arms(model_map, options)
     down = next(arm for arm in arms if arm.unit.role == "down")
     down.channels = np.array([1e9, 0.0, 1e9, 1e9, 1e9, 1e9])  # 88 channels
@@ -279,7 +281,7 @@ def test_channels_that_cost_nothing_leave_gate_and_up(tiny_checkpoint: Callable[
 
 @pytest.mark.parametrize(("role", "whole"), [("expert", 1), ("mtp_expert", 0)])
 def test_experts_that_nothing_is_known_of_are_no_structures(role: str, whole: int) -> None:
-    options, nothing = PassOptions(ALL_WIDTHS), np.zeros(2)
+    options, nothing = PassOptions(WIDTHS), np.zeros(2)
     units = [Unit(f"mlp.experts.{part}", 0, role, 32, 32) for part in ("gate_up_proj", "down_proj")]
     arms = [Arms(unit, options.widths_for(unit), options.window, nothing, nothing) for unit in units]
     assert len(structures_of(arms)) == whole
@@ -287,7 +289,7 @@ def test_experts_that_nothing_is_known_of_are_no_structures(role: str, whole: in
 
 def test_an_expert_that_costs_nothing_goes_as_a_whole(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v3"))
-    options = PassOptions(ALL_WIDTHS)
+    options = PassOptions(WIDTHS)
     arms = _arms(model_map, options)
     down = next(arm for arm in arms if arm.unit.role == "expert_down" and arm.unit.expert == 2)
     down.removal[:] = 1e-12
@@ -300,7 +302,7 @@ def test_an_expert_that_costs_nothing_goes_as_a_whole(tiny_checkpoint: Callable[
 
 def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v3"))
-    options = PassOptions(ALL_WIDTHS, rank=16)
+    options = PassOptions(WIDTHS, rank=16)
     arms = _arms(model_map, options)
     for arm in arms:
         if arm.unit.expert is not None:
@@ -318,7 +320,7 @@ def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Call
 @pytest.mark.parametrize("share", [0.1, 0.3])
 def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(ALL_WIDTHS, prune=share)
+    options = PassOptions(WIDTHS, prune=share)
     arms = _arms(model_map, options)
     plan = make_plan(model_map, arms, _budget(model_map, 2.0), options)
     prunable = [p for p in plan.units.values() if p.unit.role not in EMBEDDING_ROLES]
@@ -327,7 +329,7 @@ def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: f
     assert share * total <= gone <= share * total + 88
 
 
-@pytest.mark.parametrize("widths", [(4,), ALL_WIDTHS])
+@pytest.mark.parametrize("widths", [(4,), WIDTHS])
 def test_a_target_out_of_reach_names_the_best_ratio(
     tiny_checkpoint: Callable[..., Path], widths: tuple[int, ...]
 ) -> None:
@@ -345,33 +347,33 @@ def test_a_target_out_of_reach_names_the_best_ratio(
 def test_a_rank_takes_its_bytes_from_what_can_be_reached(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     with pytest.raises(TargetError) as caught:
-        check_reachable(model_map, 1000, PassOptions(ALL_WIDTHS, rank="off"))
+        check_reachable(model_map, 1000, PassOptions(WIDTHS, rank="off"))
     assert "--rank" not in str(caught.value.remedy)
     best = float(str(caught.value.remedy).split("--ratio ")[1].split()[0])
-    check_reachable(model_map, _budget(model_map, best), PassOptions(ALL_WIDTHS))
+    check_reachable(model_map, _budget(model_map, best), PassOptions(WIDTHS))
     with pytest.raises(TargetError) as caught:
-        check_reachable(model_map, _budget(model_map, best), PassOptions(ALL_WIDTHS, rank=16))
+        check_reachable(model_map, _budget(model_map, best), PassOptions(WIDTHS, rank=16))
     assert "--rank auto" in str(caught.value.remedy)
 
 
 def test_a_rank_that_no_matrix_can_have_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     with pytest.raises(UsageError, match="--rank 999999984"):
-        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(ALL_WIDTHS, rank=999_999_984))
+        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(WIDTHS, rank=999_999_984))
 
 
 @pytest.mark.parametrize(("rank", "share"), [("off", 0.95), ("auto", 0.0), (16, 0.0)])
 def test_no_plan_is_larger_than_the_largest(
     tiny_checkpoint: Callable[..., Path], rank: str | int, share: float
 ) -> None:
-    model_map, options = _map(tiny_checkpoint("llama")), PassOptions(ALL_WIDTHS, rank=rank)
+    model_map, options = _map(tiny_checkpoint("llama")), PassOptions(WIDTHS, rank=rank)
     largest = largest_bytes(model_map, options)
     plan = make_plan(model_map, _arms(model_map, options), 1 << 50, options)
     assert share * largest < plan.file_bytes <= largest < 2 * model_map.stored_numel
 
 
 def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: Callable[..., Path]) -> None:
-    arms = _arms(_map(tiny_checkpoint("llama")), PassOptions(ALL_WIDTHS))
+    arms = _arms(_map(tiny_checkpoint("llama")), PassOptions(WIDTHS))
     lost = arms[3].unit.name
     covered = [arm for arm in arms if arm.unit.name != lost]
     before = {arm.unit.key: arm.removal.copy() for arm in arms}
@@ -385,11 +387,11 @@ def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: C
 
 def test_experts_chosen_by_a_table_are_not_removed(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v4"))  # layer 0 has a hash router
-    arms = _arms(model_map, PassOptions(ALL_WIDTHS))
+    arms = _arms(model_map, PassOptions(WIDTHS))
     for arm in arms:
         if arm.unit.expert == 1:
             arm.removal = arm.removal * 1e-9
-    plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(ALL_WIDTHS))
+    plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(WIDTHS))
     removed = {structure.down for structure in plan.removed if structure.block is None}
     assert removed >= {f"model.layers.{layer}.mlp.experts.down_proj[1]" for layer in (1, 2, 3)}
     assert not any("layers.0." in down for down in removed)

@@ -13,14 +13,16 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
+from ciuic_cli.options import WIDTHS
 from ciuic_cli.planning import Arms, PassOptions, Plan, make_plan, with_sorted_rows
 from ciuic_cli.probing import disturbance
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import Unit, units_of
 
-OPTIONS = PassOptions(tuple(range(1, 9)), window=12, prune="auto", rank="off")
+OPTIONS = PassOptions(WIDTHS, window=12, prune="auto", rank="off")
 WIDE = {"hidden_size": 96, "intermediate_size": 176, "head_dim": 24}
 
 
@@ -91,7 +93,7 @@ def test_a_coded_matrix_has_the_planned_bytes_and_its_own_order(
         weight, order = read_unit(model_map, unit), packed.order
         assert order is not None
         error = (decode_dense(packed) - weight).square().sum(1) / weight.square().sum(1)
-        by_width = dict(zip(order.tolist(), packed.row_bits.repeat(16).tolist(), strict=False))
+        by_width = dict(zip(order.tolist(), bits_of(packed.row_bits).repeat(16).tolist(), strict=False))
         for row in range(unit.rows):  # 4^-K, times the code's own constant; 0 bits leave nothing
             bits = by_width[row]
             assert float(error[row]) < (1.001 if bits == 0 else 3.5 * 4.0**-bits), (row, bits)
@@ -110,7 +112,7 @@ def test_noise_of_a_probe_is_in_the_matrix_own_order(
     stored = error[np.argsort(chosen.row_class, kind="stable")]
     means = [
         float(stored[group * 16 : group * 16 + 16].mean()) * 4.0**bits
-        for group, bits in enumerate(chosen.row_bits.tolist())
+        for group, bits in enumerate(bits_of(chosen.row_bits).tolist())
         if bits
     ]
     assert len(means) > 3 and min(means) > 0.5 and max(means) < 3.0

@@ -15,12 +15,12 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
 _STATUS = {
     -1: "an argument is out of range (null, negative, or a shape that is no multiple of 16)",
-    -2: "bits per weight must be 0 to 8 and the window 12 to 16 bits long",
+    -2: "bits per weight must be some that the format has and the window 12 to 16 bits long",
     -5: "the call was cancelled",
     -4: "the matrix, its scales or its error feedback hold NaN or infinite values",
 }

@@ -8,7 +8,9 @@ All numbers are little endian. A matrix blob:
        where rows are sorted: u4 row_class[rows], the even row of a byte in its low half,
        zero padding to a multiple of 16
     then the low-rank part: blob of R (rank x cols), blob of L transposed (rank x rows)
-    then the codes: per group of 16 rows, per block of 16 columns, 32 * row_bits bytes
+    then the codes: per group of 16 rows, per block of 16 columns, 32 bytes per bit per weight
+
+A byte of row_bits has the whole bits per weight of its group in bits 0 to 3, and half a bit more if bit 7 is set.
 
 A row's scale is base * 2^(row_scale / 16). Where rows are sorted, all of this but row_class is about the stored rows,
 the low-rank part too: the matrix's rows of class 0 in their order, then those of class 1, and so on to 15.
@@ -28,14 +30,16 @@ import torch
 from ciuic_cli.codecs.transform import TILE, log2_block, padded
 from ciuic_cli.errors import InputError
 
-BITS = tuple(range(9))
+BITS: tuple[float, ...] = (0, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8)
+"""Bits per weight that a group of 16 rows may have."""
 WINDOWS = range(12, 17)
 UNIT_BYTES = 32
 
 _HEADER = struct.Struct("<4sBBBBIIIfII")
 ALIGN = 16
 _HAS_LOWRANK, _IS_SORTED = 1, 2
-_BAD_BITS = f"bits per weight must be 0 to {BITS[-1]}"
+_HALF = 0x80
+_BAD_BITS = "bits per weight must be one of " + ", ".join(f"{bits:g}" for bits in BITS)
 CLASSES = 16
 _MAX_DIMENSION = 2**31 - TILE
 _MAX_BASE = float(np.finfo(np.float32).max) / 2.0**16
@@ -43,6 +47,22 @@ _SCALE_STEPS = np.exp2(np.arange(256) / 16.0).astype(np.float32)
 
 Buffer = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
 Bytes = npt.NDArray[np.uint8]
+
+
+def stored_bits(bits: npt.ArrayLike) -> Bytes:
+    """How `row_bits` says so many bits per weight: uint8 of the same shape, for numbers in BITS."""
+    widths = np.asarray(bits, dtype=np.float64)
+    return widths.astype(np.uint8) | np.where(widths % 1 != 0, np.uint8(_HALF), np.uint8(0))
+
+
+_BITS_OF = np.full(256, np.nan)
+_BITS_OF[stored_bits(BITS)] = BITS
+_TILE_NBYTES = np.nan_to_num(UNIT_BYTES * _BITS_OF).astype(np.int64)
+
+
+def bits_of(row_bits: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    """Bits per weight that bytes of `row_bits` stand for; NaN for what stands for none."""
+    return np.asarray(_BITS_OF[np.asarray(row_bits, dtype=np.uint8)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +73,8 @@ class PackedMatrix:
         L: length of the decoder's window in bits, 12 to 16.
         seed: of the input transform's signs.
         base: row scale for code 0; positive, finite, rounded to float32.
-        row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 rows; 0: the rows are zero.
+        row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 rows as `stored_bits` says them; 0: the
+            rows are zero.
         row_scale: uint8 [rows], scale codes.
         codes: uint8, the tiles.
         lowrank: None, or (R [rank, cols], L transposed [rank, rows]); the product L R is added to the matrix.
@@ -191,8 +212,13 @@ def packed_nbytes(
 ) -> int:
     """Bytes of a matrix blob, header, scales and padding included."""
     head = _HEADER.size + padded(rows) // TILE + rows + (class_nbytes(rows) if is_sorted else 0)
-    bits = int(np.asarray(row_bits, dtype=np.int64).sum())
-    return head + -head % ALIGN + lowrank_bytes + bits * UNIT_BYTES * (padded(cols) // TILE)
+    codes = int(tile_nbytes(row_bits).sum()) * (padded(cols) // TILE)
+    return head + -head % ALIGN + lowrank_bytes + codes
+
+
+def tile_nbytes(row_bits: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    """int64: the bytes of a tile of each width; 0 where `bits_of` has none."""
+    return np.asarray(_TILE_NBYTES[np.asarray(row_bits, dtype=np.uint8)])
 
 
 def class_nbytes(rows: int) -> int:
@@ -223,7 +249,7 @@ def _from_nibbles(stored: Bytes, rows: int) -> Bytes:
 
 def group_offsets(row_bits: npt.ArrayLike, cols: int) -> npt.NDArray[np.int64]:
     """int64 [groups]: where the codes of each group of 16 rows begin."""
-    sizes = np.asarray(row_bits, dtype=np.int64) * (UNIT_BYTES * (padded(cols) // TILE))
+    sizes = tile_nbytes(row_bits) * (padded(cols) // TILE)
     return np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
 
 
@@ -291,7 +317,7 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
         m.row_scale.dtype == np.uint8 and m.row_scale.shape == (m.rows,),
         f"row_scale must be uint8 [{m.rows}]",
     )
-    need(int(m.row_bits.max()) in BITS, _BAD_BITS)
+    need(not np.isnan(bits_of(m.row_bits)).any(), _BAD_BITS)
     size = packed_nbytes(m.rows, m.cols, m.row_bits) - packed_nbytes(m.rows, m.cols, 0)
     need(m.codes.dtype == np.uint8 and m.codes.shape == (size,), f"codes must be uint8 [{size}]")
     need(m.codes.flags.c_contiguous, "codes must be contiguous")
@@ -338,7 +364,7 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
     if begin + lowrank_bytes > data.size:
         raise refusal(where, f"a {rows} x {cols} matrix cannot be in {data.size} bytes")
     row_bits = data[_HEADER.size : scales_at]
-    if int(row_bits.max()) not in BITS:
+    if np.isnan(bits_of(row_bits)).any():
         raise refusal(where, _BAD_BITS)
     row_class, head_end = None, classes_at
     if is_sorted:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ciuic_cli.codecs.packing import UNIT_BYTES, PackedMatrix
+from ciuic_cli.codecs.packing import UNIT_BYTES, PackedMatrix, bits_of
 from ciuic_cli.codecs.transform import TILE
 
 MULTIPLIER = 0x83DCD12D
@@ -27,27 +27,37 @@ def levels(windows: npt.NDArray[np.integer]) -> npt.NDArray[np.int32]:
     return np.asarray(total).astype(np.int32) - LEVEL_CENTRE
 
 
-def tile_bits(tile: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.uint8]:
+def tile_bits(tile: npt.NDArray[np.uint8], bits: float) -> npt.NDArray[np.uint8]:
     """The circular string of one stored tile (32 * bits bytes): uint8 [256 * bits] of zeros and ones."""
-    words = np.ascontiguousarray(tile).reshape(bits, TILE, 2)
+    whole = int(bits)
+    words = tile[: UNIT_BYTES * whole].reshape(whole, TILE, 2)
     big_endian = words.transpose(1, 0, 2)[:, :, ::-1]  # row by row, unit by unit, most significant byte first
-    return np.unpackbits(np.ascontiguousarray(big_endian).reshape(-1))
+    rest = tile[UNIT_BYTES * whole :].reshape(-1, TILE).T  # of a row the last byte, if there is half a unit
+    return np.unpackbits(np.concatenate([big_endian.reshape(TILE, -1), rest], axis=1).reshape(-1))
 
 
-def tile_windows(tile: npt.NDArray[np.uint8], bits: int, window: int) -> npt.NDArray[np.int64]:
+def window_ends(bits: float) -> npt.NDArray[np.int64]:
+    """Before which bit of its tile's string each weight's window ends, int64 [256]."""
+    return np.floor((np.arange(TILE_WEIGHTS) + 1) * bits).astype(np.int64)
+
+
+def tile_windows(tile: npt.NDArray[np.uint8], bits: float, window: int) -> npt.NDArray[np.int64]:
     """The 256 windows of one stored tile, int64 [256]."""
     string = tile_bits(tile, bits).astype(np.int64)
-    ends = (np.arange(TILE_WEIGHTS) + 1) * bits
+    ends = window_ends(bits)
     positions = (ends[:, None] - window + np.arange(window)) % string.size
     return string[positions] @ (1 << np.arange(window - 1, -1, -1))
 
 
-def store_windows(windows: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint8]:
+def store_windows(windows: npt.NDArray[np.integer], bits: float) -> npt.NDArray[np.uint8]:
     """A closed path of 256 windows as a stored tile: uint8 [32 * bits]."""
-    low = windows.astype(np.int64) & ((1 << bits) - 1)
-    string = ((low[:, None] >> np.arange(bits - 1, -1, -1)) & 1).astype(np.uint8).reshape(-1)
-    big_endian = np.packbits(string).reshape(TILE, bits, 2)
-    return np.ascontiguousarray(big_endian.transpose(1, 0, 2)[:, :, ::-1]).reshape(-1)
+    ends, whole = window_ends(bits), int(bits)
+    string = np.empty(ends[-1], np.uint8)
+    for begin, end, window in zip([0, *ends], ends, windows.tolist(), strict=False):
+        string[begin:end] = window >> np.arange(end - begin - 1, -1, -1) & 1
+    rows = np.packbits(string).reshape(TILE, -1)
+    words = rows[:, : 2 * whole].reshape(TILE, whole, 2).transpose(1, 0, 2)[:, :, ::-1]
+    return np.concatenate([words.reshape(-1), rows[:, 2 * whole :].T.reshape(-1)])
 
 
 def decode(packed: PackedMatrix) -> npt.NDArray[np.float32]:
@@ -55,10 +65,11 @@ def decode(packed: PackedMatrix) -> npt.NDArray[np.float32]:
     blocks = packed.cols_padded // TILE
     out = np.zeros((packed.rows_padded, packed.cols_padded), dtype=np.float32)
     factors = packed.scales / CODE_SIGMA
-    for group, bits in enumerate(packed.row_bits.tolist()):
+    for group, bits in enumerate(bits_of(packed.row_bits).tolist()):
+        nbytes = int(UNIT_BYTES * bits)
         for block in range(blocks if bits else 0):
-            begin = int(packed.group_offset[group]) + block * UNIT_BYTES * bits
-            level = levels(tile_windows(packed.codes[begin : begin + UNIT_BYTES * bits], bits, packed.L))
+            begin = int(packed.group_offset[group]) + block * nbytes
+            level = levels(tile_windows(packed.codes[begin : begin + nbytes], bits, packed.L))
             rows, cols = slice(TILE * group, TILE * (group + 1)), slice(TILE * block, TILE * (block + 1))
             out[rows, cols] = factors[rows, None] * level.reshape(TILE, TILE).astype(np.float32)
     return out[: packed.rows]

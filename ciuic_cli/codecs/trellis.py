@@ -16,7 +16,7 @@ import torch
 
 from ciuic_cli.codecs import native
 from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
-from ciuic_cli.codecs.packing import PackedMatrix, group_offsets
+from ciuic_cli.codecs.packing import PackedMatrix, group_offsets, packed_nbytes
 from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
 from ciuic_cli.interruption import deferred
@@ -51,7 +51,7 @@ def round_matrix(
         weight: float32 [rows_padded, cols_padded], CPU, both multiples of 16.
         scale: float32 [rows_padded], scale of each row's code; 0 marks a padding row, whose error costs
             nothing.
-        row_bits: [rows_padded / 16] bits per weight of each row group: 0 to 8.
+        row_bits: [rows_padded / 16] bits per weight of each row group, as `PackedMatrix.row_bits` has them.
         L: window length, 12 to 16.
         input_feedback: A, float32 [cols_padded, cols_padded]; only what lies below its 16 x 16 diagonal
             blocks is read.
@@ -83,7 +83,7 @@ def round_matrix(
     direction = None if c is None else _matrix(c, (rows, cols), "direction")
     pull = None if d is None else _matrix(d, (rows, cols), "pull")
     offsets = group_offsets(bits, cols)
-    codes = np.zeros(int(bits.astype(np.int64).sum()) * 2 * cols, dtype=np.uint8)
+    codes = np.zeros(packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0 * bits), dtype=np.uint8)
     decoded = torch.empty_like(weight)
     done = ctypes.c_long(0) if progress is None else progress
     status = _interruptible(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ciuic_cli.codecs.packing import BITS, UNIT_BYTES
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import launcher_for
@@ -11,16 +12,15 @@ from ciuic_cli.kernels.launcher import launcher_for
 _THREADS = 512
 _WEIGHTS = 256
 _SCRATCH_BYTES = 3 << 30
-_BITS = range(1, 9)
 
 
-def encode(targets: torch.Tensor, bits: int, window_bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+def encode(targets: torch.Tensor, bits: float, window_bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     """Closed paths for tiles, of least squared error up to the choice of where the circle closes.
 
     Args:
         targets: float32 [tiles, 256] on a GPU, contiguous; weight / row scale, row by row of the tile.
             Finite.
-        bits: K, 1 to 8.
+        bits: K, one of BITS but 0.
         window_bits: L, 12 to 16.
 
     Returns:
@@ -36,15 +36,15 @@ def encode(targets: torch.Tensor, bits: int, window_bits: int = 16) -> tuple[tor
         )
     if not targets.is_contiguous():
         raise UsageError("targets must be contiguous")
-    if bits not in _BITS or not 12 <= window_bits <= 16:
-        raise UsageError(f"cannot encode with {bits} bits and a window of {window_bits}")
+    if bits not in BITS[1:] or not 12 <= window_bits <= 16:
+        raise UsageError(f"cannot encode with {bits:g} bits and a window of {window_bits}")
     launcher = launcher_for(targets.device)
     tiles = targets.shape[0]
-    codes = launcher.empty((tiles, 32 * bits), torch.uint8)
+    codes = launcher.empty((tiles, int(UNIT_BYTES * bits)), torch.uint8)
     decoded = launcher.empty((tiles, _WEIGHTS), torch.float32)
     if tiles == 0:
         return codes, decoded
-    prefixes = 1 << (window_bits - bits)
+    prefixes = 1 << (window_bits - int(bits))  # of the steps that have the most
     history_bytes = 2 * (_WEIGHTS + 1) * prefixes
     # Two blocks per multiprocessor are all that can run at once; each keeps the costs of its own search.
     blocks = min(tiles, 2 * launcher.limits.multiprocessors, max(1, _SCRATCH_BYTES // history_bytes))
@@ -57,5 +57,5 @@ def encode(targets: torch.Tensor, bits: int, window_bits: int = 16) -> tuple[tor
         tiles=tiles,
     )
     threads = max(32, min(_THREADS, prefixes))
-    launcher.launch(f"encode_k{bits}", (blocks, 1), threads, 4 * prefixes, parameters, window_bits)
+    launcher.launch(f"encode_h{int(2 * bits)}", (blocks, 1), threads, 4 * prefixes, parameters, window_bits)
     return codes, decoded

@@ -3,18 +3,24 @@ groups begin."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.packing import PackedMatrix, bits_of
 from ciuic_cli.codecs.stack import ExpertStack, stack_header_nbytes
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 
 _UNIT = 16  # group offsets count 16-byte pieces, so that 32 bits reach 64 GiB
+
+
+def _units(packed: PackedMatrix) -> int:
+    """Units of 32 bytes that a tile of its widest row group takes, the last perhaps half full."""
+    return math.ceil(bits_of(packed.row_bits).max())
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +88,8 @@ class DeviceMatrix:
         return self.packed.rows_padded // TILE
 
     @cached_property
-    def max_bits(self) -> int:
-        return int(self.packed.row_bits.max())
+    def max_units(self) -> int:
+        return _units(self.packed)
 
     @cached_property
     def is_zero(self) -> bool:
@@ -134,8 +140,8 @@ class DeviceStack:
         return len(self.packed.experts)
 
     @cached_property
-    def max_bits(self) -> int:
-        return max(int(expert.row_bits.max()) for expert in self.packed.experts)
+    def max_units(self) -> int:
+        return max(_units(expert) for expert in self.packed.experts)
 
     @cached_property
     def groups(self) -> int:

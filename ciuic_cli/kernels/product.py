@@ -38,9 +38,9 @@ class Kernel:
     mode: int
     """Form of the activations."""
 
-    def shared_bytes(self, warps: int, max_bits: int) -> int:
+    def shared_bytes(self, warps: int, max_units: int) -> int:
         """Dynamic shared memory: the rings of codes, and later the warps' sums in their place."""
-        ring = STAGES * self.groups * group_slot(max_bits)
+        ring = STAGES * self.groups * group_slot(max_units)
         sums = self.groups * self.columns * TILE * 4
         return warps * max(ring, sums)
 
@@ -78,10 +78,10 @@ class Pairs:
     experts: int
 
 
-def group_slot(max_bits: int) -> int:
+def group_slot(max_units: int) -> int:
     """Bytes of a group's share of a ring slot: four tiles, each at an odd multiple of 32 bytes, so that the
     four lie in different banks."""
-    return 4 * 32 * (max_bits | 1)
+    return 4 * 32 * (max_units | 1)
 
 
 def kernels_for(batch: int) -> tuple[Kernel, ...]:
@@ -123,10 +123,10 @@ def launch(
     matrix = first if isinstance(first, DeviceMatrix) else first.expert(0)
     width = matrix.cols_padded
     # The ring must hold every part's widest group.
-    max_bits = max(2, *(part.max_bits for part in weights))
+    max_units = max(2, *(part.max_units for part in weights))
     warps = min(_MAX_WARPS, -(-width // STEP_COLUMNS))
     room = launcher.limits.shared_bytes - _STATIC_SHARED
-    while warps > 1 and kernel.shared_bytes(warps, max_bits) > room:
+    while warps > 1 and kernel.shared_bytes(warps, max_units) > room:
         warps -= 1
     if -(-width // (STEP_COLUMNS * warps)) * STEP_COLUMNS > WARP_COLUMNS:
         raise UsageError(f"the kernels multiply up to {WARP_COLUMNS * warps} columns here, not {width}")
@@ -140,7 +140,7 @@ def launch(
         parts=len(weights),
         cols_padded=width,
         pairs=x.values.shape[0] if pairs is None else pairs.expert.numel(),
-        group_slot=group_slot(max_bits),
+        group_slot=group_slot(max_units),
         x_width=x.values.shape[-1],
     )
     if pairs is not None:
@@ -168,7 +168,7 @@ def launch(
         kernel.name,
         (blocks, repeats),
         32 * warps,
-        kernel.shared_bytes(warps, max_bits),
+        kernel.shared_bytes(warps, max_units),
         parameters,
         matrix.window_bits,
     )

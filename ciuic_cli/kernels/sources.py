@@ -6,6 +6,7 @@ import hashlib
 from functools import lru_cache
 from pathlib import Path
 
+from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.errors import EnvironmentFault
 
 UNITS: dict[str, tuple[str, ...]] = {
@@ -20,7 +21,7 @@ UNITS: dict[str, tuple[str, ...]] = {
     ),
     "transform": ("transform",),
     "decode": ("decode_rows", "embedding_rows", "lowrank_columns"),
-    "encode": tuple(f"encode_k{bits}" for bits in range(1, 9)),
+    "encode": tuple(f"encode_h{int(2 * bits)}" for bits in BITS[1:]),
 }
 """Compilation unit (`<name>.cu`) to the kernels in it."""
 

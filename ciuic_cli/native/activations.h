@@ -16,7 +16,7 @@ constexpr long kActivationBlock = 256;
 
 enum Precision { kInt8 = 0, kInt15 = 1 };
 static constexpr float largest_activation(Precision precision) { return precision == kInt8 ? 127.0f : 16383.0f; }
-static constexpr Precision precision_for(int bits, bool precise) { return precise || bits > 4 ? kInt15 : kInt8; }
+static constexpr Precision precision_for(int halves, bool precise) { return precise || halves > 8 ? kInt15 : kInt8; }
 
 // A value is the sum of its planes, signed bytes: low + 256 high.
 static constexpr int byte_planes(Precision precision) { return precision == kInt8 ? 1 : 2; }

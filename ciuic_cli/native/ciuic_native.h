@@ -10,7 +10,7 @@
 enum CiuicStatus {
   CIUIC_OK = 0,
   CIUIC_BAD_ARGUMENT = -1,   // null pointer, negative size, shape that is no multiple of 16
-  CIUIC_BAD_BITS = -2,       // bits per weight outside 0..8 or window length outside 12..16
+  CIUIC_BAD_BITS = -2,       // bits per weight that are none of the format's or window length outside 12..16
   CIUIC_NO_MEMORY = -3,
   CIUIC_NOT_FINITE = -4,     // NaN or infinity in the matrix to be rounded, or in what is fed back
   CIUIC_CANCELLED = -5,      // the caller made *progress negative

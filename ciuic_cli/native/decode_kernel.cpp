@@ -6,12 +6,12 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-template <int Bits, bool Masked, int P>
-static inline __attribute__((always_inline)) void read_pairs(const Tile<Bits>& tile,
-                                                             decltype(Tile<Bits>::mask_of(0)) mask, Pair* pairs) {
+template <int Halves, bool Masked, int P>
+static inline __attribute__((always_inline)) void read_pairs(const Tile<Halves>& tile,
+                                                             decltype(Tile<Halves>::mask_of(0)) mask, Pair* pairs) {
   if constexpr (P < kTile / 2) {
     pairs[P] = byte_sums(hash_of(tile.template windows<P, Masked>(mask)));
-    read_pairs<Bits, Masked, P + 1>(tile, mask, pairs);
+    read_pairs<Halves, Masked, P + 1>(tile, mask, pairs);
   }
 }
 
@@ -23,16 +23,16 @@ static inline void store_value(float* to, float value) { *to = value; }
 
 static inline void store_value(uint16_t* to, float value) { *to = to_bfloat16(value); }
 
-template <int Bits, bool Masked, typename Out>
+template <int Halves, bool Masked, typename Out>
 static void decode(const uint8_t* codes, long tiles, int window, const float* row_factor, int row_begin, int row_end,
                    Out* out, size_t out_stride) {
-  const auto mask = Tile<Bits>::mask_of(window);
+  const auto mask = Tile<Halves>::mask_of(window);
   alignas(64) int16_t sums[kRun][kTile][kTile];
   for (long first = 0; first < tiles; first += kRun) {
     const long count = tiles - first < kRun ? tiles - first : kRun;
     for (long t = 0; t < count; ++t) {
       Pair pairs[kTile / 2];
-      read_pairs<Bits, Masked, 0>(Tile<Bits>(codes + (first + t) * CIUIC_UNIT_BYTES * Bits), mask, pairs);
+      read_pairs<Halves, Masked, 0>(Tile<Halves>(codes + (first + t) * CIUIC_TILE_BYTES(Halves)), mask, pairs);
       store_rows(pairs, sums[t]);
     }
     for (int row = row_begin; row < row_end; ++row) {
@@ -47,23 +47,23 @@ static void decode(const uint8_t* codes, long tiles, int window, const float* ro
 }
 
 template <typename Out>
-static void decode_to(Out* out, const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
+static void decode_to(Out* out, const uint8_t* codes, long tiles, int halves, int window, const float* row_factor,
                       int row_begin, int row_end, size_t out_stride) {
-  with_bits(bits, [&](auto constant) {
-    constexpr int kBits = decltype(constant)::value;
+  with_halves(halves, [&](auto constant) {
+    constexpr int kHalves = decltype(constant)::value;
     if (window == 16)
-      decode<kBits, false>(codes, tiles, window, row_factor, row_begin, row_end, out, out_stride);
+      decode<kHalves, false>(codes, tiles, window, row_factor, row_begin, row_end, out, out_stride);
     else
-      decode<kBits, true>(codes, tiles, window, row_factor, row_begin, row_end, out, out_stride);
+      decode<kHalves, true>(codes, tiles, window, row_factor, row_begin, row_end, out, out_stride);
   });
 }
 
-void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
+void decode_tiles(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, int row_begin,
                   int row_end, void* out, size_t out_stride, bool half) {
   if (half)
-    decode_to(static_cast<uint16_t*>(out), codes, tiles, bits, window, row_factor, row_begin, row_end, out_stride);
+    decode_to(static_cast<uint16_t*>(out), codes, tiles, halves, window, row_factor, row_begin, row_end, out_stride);
   else
-    decode_to(static_cast<float*>(out), codes, tiles, bits, window, row_factor, row_begin, row_end, out_stride);
+    decode_to(static_cast<float*>(out), codes, tiles, halves, window, row_factor, row_begin, row_end, out_stride);
 }
 
 }  // namespace CIUIC_ISA

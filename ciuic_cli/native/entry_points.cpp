@@ -22,7 +22,7 @@ int check_matrix(const uint8_t* codes, const int64_t* group_offset, const uint8_
   if (!valid_window(window)) return CIUIC_BAD_BITS;
   for (long g = 0; g < rows / kTile; ++g)
     if (row_bits[g] != 0) {
-      if (!valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+      if (ciuic_halves_of(row_bits[g]) < 0) return CIUIC_BAD_BITS;
       if (codes == nullptr) return CIUIC_BAD_ARGUMENT;
     }
   return CIUIC_OK;
@@ -43,16 +43,16 @@ struct Packed {
 
 // Rows begin .. end - 1 of a row group, written as rows `first`, first + 1, .. of out.
 void decode_group_rows(const Packed& packed, long group, int begin, int end, void* out, bool half, long first) {
-  const int bits = packed.row_bits[group];
+  const int halves = ciuic_halves_of(packed.row_bits[group]);
   const size_t row_bytes = (half ? 2 : 4) * static_cast<size_t>(packed.cols);
   uint8_t* to = static_cast<uint8_t*>(out) + row_bytes * first;
-  if (bits == 0) {
+  if (halves == 0) {
     std::memset(to, 0, row_bytes * (end - begin));
     return;
   }
   float factors[kTile];
   row_factors(packed.scale + kTile * group, factors);
-  kernels().decode_tiles(packed.codes + packed.group_offset[group], packed.cols / kTile, bits, packed.window, factors,
+  kernels().decode_tiles(packed.codes + packed.group_offset[group], packed.cols / kTile, halves, packed.window, factors,
                          begin, end, to, static_cast<size_t>(packed.cols), half);
 }
 
@@ -152,7 +152,7 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
   const long groups = (rows_out + kTile - 1) / kTile;
   bool needed[2] = {false, false};
   for (long g = 0; g < groups; ++g)
-    if (row_bits[g] != 0) needed[precision_for(row_bits[g], precise != 0)] = true;
+    if (row_bits[g] != 0) needed[precision_for(ciuic_halves_of(row_bits[g]), precise != 0)] = true;
   const size_t row_bytes[2] = {quantized_row_bytes(cols, kInt8), quantized_row_bytes(cols, kInt15)};
   const size_t bytes = (needed[0] ? row_bytes[0] * batch : 0) + (needed[1] ? row_bytes[1] * batch : 0);
   const std::unique_ptr<float[]> floats(new (std::nothrow) float[2 * cols]);  // signs, a row of x
@@ -176,17 +176,17 @@ int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_
   const long step = std::min<long>(1 + groups / (kItemsPerThread * used), kMostGroupsPerItem);
   parallel_for((groups + step - 1) / step, used, [&](long item) {
     for (long group = step * item; group < std::min(groups, step * (item + 1)); ++group) {
-      const int bits = row_bits[group];
-      const Precision precision = precision_for(bits, precise != 0);
+      const int halves = ciuic_halves_of(row_bits[group]);
+      const Precision precision = precision_for(halves, precise != 0);
       float factors[kTile];
       row_factors(scale + kTile * group, factors);
       for (long first = 0; first < batch; first += kBatchAtOnce) {
         const long count = std::min(batch - first, kBatchAtOnce);
         float sums[kBatchAtOnce][kTile];
-        if (bits == 0)
+        if (halves == 0)
           std::memset(sums, 0, sizeof sums[0] * count);
         else
-          kernels().matmul_group(codes + group_offset[group], cols / kTile, bits, L, factors, precision,
+          kernels().matmul_group(codes + group_offset[group], cols / kTile, halves, L, factors, precision,
                                  activations[precision] + first * row_bytes[precision], count, sums[0], kTile, kTile);
         products.store(sums, first, count, group);
       }

@@ -1,11 +1,13 @@
 // One step of the encoder's forward pass: best_t from best_{t-1}, for several tiles at once.
 //
-//   best_t[p] = min over high of best_{t-1}[s >> K] + cost(s, x_t),   s = high << (L - K) | p
+//   best_t[p] = min over high of best_{t-1}[s >> in] + cost(s, x_t),   s = high << (L - out) | p
 //
+// The weight has `in` bits and the next one `out`; they differ where half a bit takes turns.
 // The table of costs (256 KB at L = 16) streams through the cache; encoding `Tiles` tiles together shares those loads.
 #ifndef CIUIC_FORWARD_KERNEL_H
 #define CIUIC_FORWARD_KERNEL_H
 
+#include "codebook.h"
 #include "lanes.h"
 
 namespace ciuic {
@@ -27,18 +29,19 @@ static inline __attribute__((always_inline)) void accumulate(Lanes (*best)[4], c
   }
 }
 
-template <int Bits, int Tiles, int Group>
-static inline __attribute__((always_inline)) const int32_t* spread_group(
-    const int32_t* table, const int32_t* const* before, int32_t* const* after, const Lanes* steps, int window, int block) {
-  constexpr int kPerPredecessor = (1 << Bits) / 4;
+template <int In, int Tiles, int Group>
+static inline __attribute__((always_inline)) const int32_t* spread_group(const int32_t* table, const int32_t* const* before,
+                                                                         int32_t* const* after, const Lanes* steps, int out,
+                                                                         int window, int block) {
+  constexpr int kPerPredecessor = (1 << In) / 4;
   constexpr int kFirst = 4 * Group / kPerPredecessor;  // lane of the quad that holds the first accumulator's predecessor
   Lanes best[Tiles][4];
   for (int t = 0; t < Tiles; ++t)
     for (int k = 0; k < 4; ++k) best[t][k] = all(INT32_MAX);
-  const int predecessors = 1 << (window - 2 * Bits);
+  const int predecessors = 1 << (window - In - out);
   const int at = block * kLanes;
 #pragma GCC unroll 2
-  for (int high = 0; high < 1 << Bits; ++high) {
+  for (int high = 0; high < 1 << out; ++high) {
     Lanes bases[Tiles];
     for (int t = 0; t < Tiles; ++t) bases[t] = load(before[t] + high * predecessors + at);
     if (kPerPredecessor >= 4)
@@ -50,63 +53,66 @@ static inline __attribute__((always_inline)) const int32_t* spread_group(
     table += 4 * kLanes;
   }
   for (int t = 0; t < Tiles; ++t)
-    store_quads(best[t], after[t] + ((block * kLanes) << Bits) + 16 * Group, size_t{4} << Bits);
+    store_quads(best[t], after[t] + ((block * kLanes) << In) + 16 * Group, size_t{4} << In);
   return table;
 }
 
 // 1 bit: a vector of predecessors q leads to the two of prefixes 2 q + j.
-template <int Tiles>
+template <int Out, int Tiles>
 static void forward_pairs(const int32_t* table, const int32_t* const* before, int32_t* const* after, const int32_t* step,
                           int window) {
   Lanes steps[Tiles];
   for (int t = 0; t < Tiles; ++t) steps[t] = all(step[t]);
-  const int predecessors = 1 << (window - 2);
-  for (int q = 0; q < predecessors; q += kLanes, table += 4 * kLanes)
-    for (int t = 0; t < Tiles; ++t) {
-      const Lanes low = load(before[t] + q), high = load(before[t] + predecessors + q);
-      Lanes best[2];
-      for (int j = 0; j < 2; ++j)
-        best[j] = least(reach<false>(low, load(table + kLanes * j), steps[t]),
-                        reach<false>(high, load(table + kLanes * (2 + j)), steps[t]));
-      store_in_turn(best[0], best[1], after[t] + 2 * q);
-    }
+  const int predecessors = 1 << (window - 1 - Out);
+  for (int q = 0; q < predecessors; q += kLanes) {
+    Lanes best[Tiles][2];
+    for (int t = 0; t < Tiles; ++t) best[t][0] = best[t][1] = all(INT32_MAX);
+#pragma GCC unroll 4
+    for (int high = 0; high < 1 << Out; ++high, table += 2 * kLanes)
+      for (int t = 0; t < Tiles; ++t) {
+        const Lanes base = load(before[t] + high * predecessors + q);
+        best[t][0] = least(best[t][0], reach<false>(base, load(table), steps[t]));
+        best[t][1] = least(best[t][1], reach<false>(base, load(table + kLanes), steps[t]));
+      }
+    for (int t = 0; t < Tiles; ++t) store_in_turn(best[t][0], best[t][1], after[t] + 2 * q);
+  }
 }
 
 // 2 to 4 bits: several predecessors per vector.
-template <int Bits, int Tiles>
+template <int In, int Tiles>
 static void forward_spread(const int32_t* table, const int32_t* const* before, int32_t* const* after,
-                           const int32_t* step, int window) {
+                           const int32_t* step, int out, int window) {
   Lanes steps[Tiles];
   for (int t = 0; t < Tiles; ++t) steps[t] = all(step[t]);
-  const int blocks = (1 << (window - 2 * Bits)) / kLanes;
+  const int blocks = (1 << (window - In - out)) / kLanes;
   for (int block = 0; block < blocks; ++block) {
-    table = spread_group<Bits, Tiles, 0>(table, before, after, steps, window, block);
-    if constexpr (Bits >= 3) table = spread_group<Bits, Tiles, 1>(table, before, after, steps, window, block);
-    if constexpr (Bits >= 4) {
-      table = spread_group<Bits, Tiles, 2>(table, before, after, steps, window, block);
-      table = spread_group<Bits, Tiles, 3>(table, before, after, steps, window, block);
+    table = spread_group<In, Tiles, 0>(table, before, after, steps, out, window, block);
+    if constexpr (In >= 3) table = spread_group<In, Tiles, 1>(table, before, after, steps, out, window, block);
+    if constexpr (In >= 4) {
+      table = spread_group<In, Tiles, 2>(table, before, after, steps, out, window, block);
+      table = spread_group<In, Tiles, 3>(table, before, after, steps, out, window, block);
     }
   }
 }
 
-// 5 bits and more: `Shared` of the `Vectors` vectors have the same predecessor.
+// Vectors with one predecessor each: `Shared` of the `Vectors` vectors have the same one.
 template <bool Squared, int Vectors, int Shared, int Tiles>
 static void forward_broadcast(const int32_t* table, const int32_t* const* before, int32_t* const* after,
-                              const int32_t* step, int window, int bits) {
+                              const int32_t* step, int in, int out, int window) {
   Lanes steps[Tiles];
   for (int t = 0; t < Tiles; ++t) steps[t] = all(step[t]);
-  const int prefixes = 1 << (window - bits);
+  const int prefixes = 1 << (window - out);
   for (int start = 0; start < prefixes; start += Vectors * kLanes) {
     Lanes best[Tiles][Vectors];
     for (int t = 0; t < Tiles; ++t)
       for (int k = 0; k < Vectors; ++k) best[t][k] = all(INT32_MAX);
 #pragma GCC unroll 2
-    for (int high = 0; high < 1 << bits; ++high) {
-      const int state = high << (window - bits) | start;
+    for (int high = 0; high < 1 << out; ++high) {
+      const int state = high << (window - out) | start;
       Lanes base[Tiles];
       for (int k = 0; k < Vectors; ++k) {
         if (k % Shared == 0)
-          for (int t = 0; t < Tiles; ++t) base[t] = all(before[t][(state + k * kLanes) >> bits]);
+          for (int t = 0; t < Tiles; ++t) base[t] = all(before[t][(state + k * kLanes) >> in]);
         const Lanes entry = load(table + kLanes * k);
         for (int t = 0; t < Tiles; ++t) best[t][k] = least(best[t][k], reach<Squared>(base[t], entry, steps[t]));
       }
@@ -117,22 +123,30 @@ static void forward_broadcast(const int32_t* table, const int32_t* const* before
   }
 }
 
+template <bool Squared, int Tiles>
+static void forward_wide(const int32_t* table, const int32_t* const* before, int32_t* const* after, const int32_t* step,
+                         int in, int out, int window) {
+  const int vectors = (1 << (window - out)) / kLanes;
+  constexpr int kSharedBy4 = 16 / kLanes, kSharedBy5 = 32 / kLanes < 4 ? 32 / kLanes : 4;
+  if (in == 4) return forward_broadcast<Squared, 4, kSharedBy4, Tiles>(table, before, after, step, in, out, window);
+  if (in == 5) return forward_broadcast<Squared, 4, kSharedBy5, Tiles>(table, before, after, step, in, out, window);
+  if (vectors >= 4) return forward_broadcast<Squared, 4, 4, Tiles>(table, before, after, step, in, out, window);
+  if (vectors == 2) return forward_broadcast<Squared, 2, 2, Tiles>(table, before, after, step, in, out, window);
+  return forward_broadcast<Squared, 1, 1, Tiles>(table, before, after, step, in, out, window);
+}
+
 template <int Tiles>
 static void forward_step(const int32_t* table, const int32_t* const* before, int32_t* const* after, const int32_t* step,
-                         int bits, int window) {
-  const int vectors = (1 << (window - bits)) / kLanes;
-  constexpr int kSharedBy5 = 32 / kLanes < 4 ? 32 / kLanes : 4;
-  switch (bits) {
-    case 1: return forward_pairs<Tiles>(table, before, after, step, window);
-    case 2: return forward_spread<2, Tiles>(table, before, after, step, window);
-    case 3: return forward_spread<3, Tiles>(table, before, after, step, window);
-    case 4: return forward_spread<4, Tiles>(table, before, after, step, window);
-    case 5: return forward_broadcast<false, 4, kSharedBy5, Tiles>(table, before, after, step, window, bits);
-    default:
-      if (vectors >= 4) return forward_broadcast<true, 4, 4, Tiles>(table, before, after, step, window, bits);
-      if (vectors == 2) return forward_broadcast<true, 2, 2, Tiles>(table, before, after, step, window, bits);
-      return forward_broadcast<true, 1, 1, Tiles>(table, before, after, step, window, bits);
+                         int in, int out, bool squared, int window) {
+  if (in == 1 && out == 1) return forward_pairs<1, Tiles>(table, before, after, step, window);
+  if (in == 1) return forward_pairs<2, Tiles>(table, before, after, step, window);
+  if (!spreads(in, out, window, kLanes)) {
+    if (squared) return forward_wide<true, Tiles>(table, before, after, step, in, out, window);
+    return forward_wide<false, Tiles>(table, before, after, step, in, out, window);
   }
+  if (in == 2) return forward_spread<2, Tiles>(table, before, after, step, out, window);
+  if (in == 3) return forward_spread<3, Tiles>(table, before, after, step, out, window);
+  return forward_spread<4, Tiles>(table, before, after, step, out, window);
 }
 
 }  // namespace CIUIC_ISA

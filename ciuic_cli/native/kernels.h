@@ -14,18 +14,19 @@ namespace ciuic {
 constexpr int kTile = 16;
 constexpr int kTileWeights = kTile * kTile;
 constexpr int kMaxEncodeBatch = 4;
+constexpr int kMostHalves = 16;
 
-static constexpr bool valid_bits(int bits) { return bits >= 1 && bits <= 8; }
 static constexpr bool valid_window(int window) { return window >= 12 && window <= 16; }
 
+// Widths are in halves of a bit per weight everywhere here.
 struct Kernels {
   const char* name;
 
   // Encoder. Targets are in units of the code's level (target / row_scale * SIGMA), 256 per tile; a NaN marks a weight
   // whose error costs nothing. `windows` receives the 256 windows of a closed (tail-biting) path per tile. 0, or -1 without memory.
-  size_t (*encode_workspace_bytes)(int bits, int window);
-  int (*encode_batch)(int bits, int window);  // tiles that share one pass; 1..kMaxEncodeBatch
-  int (*encode_tiles)(const float* const* targets, int tiles, int bits, int window, void* workspace,
+  size_t (*encode_workspace_bytes)(int halves, int window);
+  int (*encode_batch)(int halves, int window);  // tiles that share one pass; 1..kMaxEncodeBatch
+  int (*encode_tiles)(const float* const* targets, int tiles, int halves, int window, void* workspace,
                        uint16_t* const* windows);
 
   // out[a][lane] += sum_k left[k * left_stride + a] * right[k * right_stride + lane], a and lane 0..15, in order of k.
@@ -34,7 +35,7 @@ struct Kernels {
 
   // Decodes `tiles` neighbouring tiles of one row group: rows row_begin..row_end-1 of the group, out[r - row_begin][column], float32
   // or, if `half`, bfloat16.
-  void (*decode_tiles)(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
+  void (*decode_tiles)(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, int row_begin,
                        int row_end, void* out, size_t out_stride, bool half);
 
   void (*fill_signs)(float* signs, long cols, uint32_t seed);
@@ -43,7 +44,7 @@ struct Kernels {
 
   // y[b * y_stride + r] = row_factor[r] * (row group . activations of batch row b). The rows of activations, laid out by
   // quantize_row, follow each other.
-  void (*matmul_group)(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor,
+  void (*matmul_group)(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor,
                        Precision precision, const uint8_t* activations, long batch, float* y, long y_stride, int rows);
   void (*quantize_row)(const float* x, long cols, Precision precision, uint8_t* activations);
 };

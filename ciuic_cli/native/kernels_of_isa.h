@@ -7,17 +7,17 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-size_t encode_workspace_bytes(int bits, int window);
-int encode_batch(int bits, int window);
-int encode_tiles(const float* const* targets, int tiles, int bits, int window, void* workspace,
+size_t encode_workspace_bytes(int halves, int window);
+int encode_batch(int halves, int window);
+int encode_tiles(const float* const* targets, int tiles, int halves, int window, void* workspace,
                   uint16_t* const* windows);
 void panel_product(const float* left, size_t left_stride, const float* right, size_t right_stride, long count,
                    float out[kTileWeights]);
-void decode_tiles(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, int row_begin,
+void decode_tiles(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, int row_begin,
                   int row_end, void* out, size_t out_stride, bool half);
 void fill_signs(float* signs, long cols, uint32_t seed);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
-void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, Precision precision,
+void matmul_group(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, Precision precision,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows);
 void quantize_row(const float* x, long cols, Precision precision, uint8_t* activations);
 

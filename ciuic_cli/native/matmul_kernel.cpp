@@ -59,30 +59,30 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
 
 constexpr long kTilesPerBlock = kActivationBlock / kTile;
 
-template <int Bits>
-using Mask = decltype(Tile<Bits>::mask_of(0));
+template <int Halves>
+using Mask = decltype(Tile<Halves>::mask_of(0));
 
 // Adds the products of pair P and those after it.
-template <int Bits, bool Masked, int Batch, int P>
-static inline __attribute__((always_inline)) void add_pairs(Sums* sums, const Tile<Bits>& tile, const QuantizedRow* x,
-                                                            Mask<Bits> mask, long column) {
+template <int Halves, bool Masked, int Batch, int P>
+static inline __attribute__((always_inline)) void add_pairs(Sums* sums, const Tile<Halves>& tile, const QuantizedRow* x,
+                                                            Mask<Halves> mask, long column) {
   if constexpr (P < kTile / 2) {
     const Pair levels = byte_sums(hash_of(tile.template windows<P, Masked>(mask)));
     for (int b = 0; b < Batch; ++b) add_products(sums[b], levels, x[b].value + column + 2 * P);
-    add_pairs<Bits, Masked, Batch, P + 1>(sums, tile, x, mask, column);
+    add_pairs<Halves, Masked, Batch, P + 1>(sums, tile, x, mask, column);
   }
 }
 
 // total[b][row], b < Batch, from the levels of pairs of columns.
-template <int Bits, bool Masked, int Batch>
+template <int Halves, bool Masked, int Batch>
 static void multiply_levels(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
-  const auto mask = Tile<Bits>::mask_of(window);
+  const auto mask = Tile<Halves>::mask_of(window);
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
     Sums sums[Batch];
     for (int b = 0; b < Batch; ++b) sums[b] = sums_of(x[b].offset[block]);
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t)
-      add_pairs<Bits, Masked, Batch, 0>(sums, Tile<Bits>(codes + t * CIUIC_UNIT_BYTES * Bits), x, mask, t * kTile);
+      add_pairs<Halves, Masked, Batch, 0>(sums, Tile<Halves>(codes + t * CIUIC_TILE_BYTES(Halves)), x, mask, t * kTile);
     for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], x[b].step[block]);
   }
 }
@@ -91,15 +91,15 @@ static void multiply_levels(const uint8_t* codes, long tiles, int window, const 
 constexpr int kChains = 4;
 
 // Adds the products of column C and those after it.
-template <int Bits, bool Masked, int Batch, int Planes, int C>
-static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][kChains], const Tile<Bits>& tile,
-                                                              const QuantizedRow* x, Mask<Bits> mask, long column) {
+template <int Halves, bool Masked, int Batch, int Planes, int C>
+static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][kChains], const Tile<Halves>& tile,
+                                                              const QuantizedRow* x, Mask<Halves> mask, long column) {
   if constexpr (C < kTile) {
     const auto hash = hash_of_column(tile.template column<C, Masked>(mask));
     for (int b = 0; b < Batch; ++b)
       for (int plane = 0; plane < Planes; ++plane)
         add_byte_products(sums[b][plane][C % kChains], hash, x[b].bytes + 4 * (Planes * (column + C) + plane));
-    add_columns<Bits, Masked, Batch, Planes, C + 1>(sums, tile, x, mask, column);
+    add_columns<Halves, Masked, Batch, Planes, C + 1>(sums, tile, x, mask, column);
   }
 }
 
@@ -108,10 +108,10 @@ static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Plane
 constexpr long kAhead = 8192;
 
 // The same from the bytes of the hashes: fewer instructions per weight, more per product.
-template <int Bits, bool Masked, int Batch, int Planes>
+template <int Halves, bool Masked, int Batch, int Planes>
 static void multiply_bytes(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
-  constexpr long kTileBytes = CIUIC_UNIT_BYTES * Bits;
-  const auto mask = Tile<Bits>::mask_of(window);
+  constexpr long kTileBytes = CIUIC_TILE_BYTES(Halves);
+  const auto mask = Tile<Halves>::mask_of(window);
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
     Sums sums[Batch][Planes][kChains];
     for (int b = 0; b < Batch; ++b)
@@ -121,7 +121,7 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int window, const Q
     for (long t = first; t < last; ++t) {
       const uint8_t* tile = codes + t * kTileBytes;
       for (long i = 0; i < kTileBytes; i += 64) __builtin_prefetch(tile + kAhead + i);
-      add_columns<Bits, Masked, Batch, Planes, 0>(sums, Tile<Bits>(tile), x, mask, t * kTile);
+      add_columns<Halves, Masked, Batch, Planes, 0>(sums, Tile<Halves>(tile), x, mask, t * kTile);
     }
     for (int b = 0; b < Batch; ++b) {
       Sums sum = sums_of(x[b].offset[block]);
@@ -134,24 +134,24 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int window, const Q
 
 // With the code for the smallest number of rows that holds `batch`. Byte products pay while they are no more than the 16-bit
 // products and sums of bytes that they replace.
-template <int Bits, bool Masked, int Choice>
+template <int Halves, bool Masked, int Choice>
 static void multiply_some(const uint8_t* codes, long tiles, int window, QuantizedRow* x, float (*total)[kTile], int batch,
                           Precision precision) {
   constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]), kBatch = kBatches[Choice];
   if constexpr (Choice + 1 < kChoices) {
-    if (batch > kBatch) return multiply_some<Bits, Masked, Choice + 1>(codes, tiles, window, x, total, batch, precision);
+    if (batch > kBatch) return multiply_some<Halves, Masked, Choice + 1>(codes, tiles, window, x, total, batch, precision);
   }
   for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // a batch size without code of its own repeats the last row
   for (int b = 0; b < kBatch; ++b)
     for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
   if constexpr (kByteProducts && kBatch <= 2) {
-    if (precision == kInt8) return multiply_bytes<Bits, Masked, kBatch, 1>(codes, tiles, window, x, total);
+    if (precision == kInt8) return multiply_bytes<Halves, Masked, kBatch, 1>(codes, tiles, window, x, total);
   }
-  if constexpr (kByteProducts && kBatch == 1) return multiply_bytes<Bits, Masked, 1, 2>(codes, tiles, window, x, total);
-  multiply_levels<Bits, Masked, kBatch>(codes, tiles, window, x, total);
+  if constexpr (kByteProducts && kBatch == 1) return multiply_bytes<Halves, Masked, 1, 2>(codes, tiles, window, x, total);
+  multiply_levels<Halves, Masked, kBatch>(codes, tiles, window, x, total);
 }
 
-void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const float* row_factor, Precision precision,
+void matmul_group(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, Precision precision,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows) {
   constexpr int kLargestBatch = kBatches[sizeof(kBatches) / sizeof(kBatches[0]) - 1];
   const size_t row_bytes = quantized_row_bytes(tiles * kTile, precision);
@@ -161,12 +161,12 @@ void matmul_group(const uint8_t* codes, long tiles, int bits, int window, const 
     for (int b = 0; b < now; ++b)
       x[b] = quantized_row(const_cast<uint8_t*>(activations) + (done + b) * row_bytes, tiles * kTile);
     float total[kLargestBatch][kTile];
-    with_bits(bits, [&](auto constant) {
-      constexpr int kBits = decltype(constant)::value;
+    with_halves(halves, [&](auto constant) {
+      constexpr int kHalves = decltype(constant)::value;
       if (window == 16)
-        multiply_some<kBits, false, 0>(codes, tiles, window, x, total, now, precision);
+        multiply_some<kHalves, false, 0>(codes, tiles, window, x, total, now, precision);
       else
-        multiply_some<kBits, true, 0>(codes, tiles, window, x, total, now, precision);
+        multiply_some<kHalves, true, 0>(codes, tiles, window, x, total, now, precision);
     });
     for (int b = 0; b < now; ++b)
       for (int r = 0; r < rows; ++r) y[(done + b) * y_stride + r] = row_factor[r] * total[b][r];

@@ -21,22 +21,26 @@ namespace {
 
 // Replaces the windows of a path by those that a decoder reads from its stored bits. They are the same for a closed path;
 // for any other, the error feedback must see what the decoder will see.
-void close_windows(uint16_t* windows, int bits, int window) {
+void close_windows(uint16_t* windows, int halves, int window) {
   uint32_t state = 0;
-  for (int i = kTileWeights - 1 - (window - 1) / bits; i < kTileWeights; ++i)
+  const auto add = [&](int i) {
+    const int bits = ciuic_bits_of_column(i % kTile, halves);
     state = (state << bits) | (windows[i] & ((1u << bits) - 1u));
+  };
+  for (int i = kTileWeights - kTile; i < kTileWeights; ++i) add(i);  // a row has no fewer bits than a window
   for (int i = 0; i < kTileWeights; ++i) {
-    state = (state << bits) | (windows[i] & ((1u << bits) - 1u));
+    add(i);
     windows[i] = static_cast<uint16_t>(state & ((1u << window) - 1u));
   }
 }
 
-// Gathers the low K bits of 256 windows into the storage order of a tile.
-void store_tile(const uint16_t* windows, int bits, uint8_t* tile) {
+// Gathers the new bits of 256 windows into the storage order of a tile.
+void store_tile(const uint16_t* windows, int halves, uint8_t* tile) {
   for (int row = 0; row < kTile; ++row) {
     uint64_t pending = 0;
     int available = 0, unit = 0;
     for (int column = 0; column < kTile; ++column) {
+      const int bits = ciuic_bits_of_column(column, halves);
       pending = (pending << bits) | (windows[kTile * row + column] & ((1u << bits) - 1u));
       available += bits;
       if (available >= 16) {
@@ -47,6 +51,7 @@ void store_tile(const uint16_t* windows, int bits, uint8_t* tile) {
         ++unit;
       }
     }
+    if (available != 0) tile[CIUIC_UNIT_BYTES * unit + row] = static_cast<uint8_t>(pending);  // 8 bits: half a unit
   }
 }
 
@@ -115,6 +120,8 @@ struct Matrix {
   float* errors;
   float* mixed;
   float* drift;  // of each row: the sum so far of P times direction
+
+  int halves_of(long group) const { return ciuic_halves_of(row_bits[group]); }
 };
 
 struct Tile {
@@ -167,15 +174,15 @@ bool prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* 
 
 void finish(const Matrix& m, Tile tile, const float* feedback, const uint16_t* windows) {
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
-  const int bits = m.row_bits[tile.I];
-  if (bits != 0)
-    store_tile(windows, bits, m.codes + m.group_offset[tile.I] + static_cast<int64_t>(tile.J) * CIUIC_UNIT_BYTES * bits);
+  const int halves = m.halves_of(tile.I);
+  if (halves != 0)
+    store_tile(windows, halves, m.codes + m.group_offset[tile.I] + static_cast<int64_t>(tile.J) * CIUIC_TILE_BYTES(halves));
   for (int r = 0; r < kTile; ++r) {
     const float factor = ciuic_row_factor(m.scale[row0 + r]);
     for (int c = 0; c < kTile; ++c) {
       const int i = kTile * r + c;
-      const float decoded = bits == 0 ? 0.0f : factor * static_cast<float>(ciuic_level(windows[i]));
-      const float error = m.scale[row0 + r] > 0.0f || bits == 0 ? m.W[(row0 + r) * m.cols + col0 + c] - decoded : 0.0f;
+      const float decoded = halves == 0 ? 0.0f : factor * static_cast<float>(ciuic_level(windows[i]));
+      const float error = m.scale[row0 + r] > 0.0f || halves == 0 ? m.W[(row0 + r) * m.cols + col0 + c] - decoded : 0.0f;
       m.errors[row0 * m.cols + kTile * (col0 + c) + r] = error;
       if (m.mixed != nullptr) m.mixed[col0 * m.rows + kTile * (row0 + r) + c] = error + feedback[i];
       if (m.pull != nullptr) m.drift[row0 + r] += (error + feedback[i]) * m.direction[(row0 + r) * m.cols + col0 + c];
@@ -207,8 +214,8 @@ class Schedule {
         return 0;
       }
       int chosen = -1;
-      for (int bits = 0; bits <= 8; ++bits)
-        if (!ready_[bits].empty() && (chosen < 0 || ready_[bits].size() > ready_[chosen].size())) chosen = bits;
+      for (int halves = 0; halves <= kMostHalves; ++halves)
+        if (!ready_[halves].empty() && (chosen < 0 || ready_[halves].size() > ready_[chosen].size())) chosen = halves;
       if (chosen >= 0) {
         const int most = chosen == 0 ? 1 : kernels().encode_batch(chosen, m_.window);
         int count = 0;
@@ -243,12 +250,12 @@ class Schedule {
   void release(Tile tile) {
     if (--waiting_[tile.I * blocks_ + tile.J] == 0) push(tile);
   }
-  void push(Tile tile) { ready_[m_.row_bits[tile.I]].push_back(tile); }
+  void push(Tile tile) { ready_[m_.halves_of(tile.I)].push_back(tile); }
 
   const Matrix& m_;
   const long groups_, blocks_;
   std::vector<uint8_t> waiting_;
-  std::deque<Tile> ready_[9];
+  std::deque<Tile> ready_[kMostHalves + 1];  // by width
   long remaining_ = 0;
   std::atomic<bool> failed_{false}, overflown_{false};
   bool cancelled_ = false;
@@ -269,10 +276,10 @@ void work(const Matrix& m, Schedule& schedule, Scratch& s) {
   for (int count = schedule.take(tiles); count > 0; count = schedule.take(tiles)) {
     for (int i = 0; i < count; ++i)
       if (!prepare(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i])) schedule.overflow();
-    const int bits = m.row_bits[tiles[0].I];
-    if (bits != 0 && k.encode_tiles(targets, count, bits, m.window, s.workspace.get(), windows) != 0) schedule.fail();
+    const int halves = m.halves_of(tiles[0].I);
+    if (halves != 0 && k.encode_tiles(targets, count, halves, m.window, s.workspace.get(), windows) != 0) schedule.fail();
     for (int i = 0; i < count; ++i) {
-      if (bits != 0) close_windows(s.windows[i], bits, m.window);
+      if (halves != 0) close_windows(s.windows[i], halves, m.window);
       finish(m, tiles[i], s.feedback[i], s.windows[i]);
     }
     schedule.done(tiles, count);
@@ -299,7 +306,7 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
                     row_bits, window, codes, group_offset, What,    mixed.get(), drift.data()};
   size_t workspace = 0;
   for (long g = 0; g < rows / kTile; ++g)
-    if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(row_bits[g], window));
+    if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(m.halves_of(g), window));
   threads = static_cast<int>(std::min<long>(threads, (rows / kTile) * (cols / kTile)));
   std::vector<std::unique_ptr<Scratch>> scratch(threads);
   for (auto& s : scratch) {
@@ -327,7 +334,7 @@ int ciuic_round(const float* W, long rows, long cols, const float* A, const floa
   if (!valid_window(L)) return CIUIC_BAD_BITS;
   for (long g = 0; g < rows / kTile; ++g)
     if (row_bits[g] != 0) {
-      if (!valid_bits(row_bits[g])) return CIUIC_BAD_BITS;
+      if (ciuic_halves_of(row_bits[g]) < 0) return CIUIC_BAD_BITS;
       if (codes == nullptr) return CIUIC_BAD_ARGUMENT;
     }
   try {

@@ -89,18 +89,25 @@ static inline void add_scaled(float* total, const Sums& sums, float step) {
 
 constexpr int kBatches[] = {1, 2, 3, 4};
 
-template <int Bits>
+template <int Halves>
 struct Tile {
-  __m256i unit[Bits][2];
+  static constexpr int kWhole = Halves / 2, kUnits = ciuic_units(Halves);
+  __m256i unit[kUnits][2];
 
   explicit Tile(const uint8_t* codes) {
-    __m256i words[Bits];
-    for (int u = 0; u < Bits; ++u)
+    __m256i words[kUnits];
+    for (int u = 0; u < kWhole; ++u)
       words[u] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * u));
-    // The last unit, one row further down the circle.
-    const __m256i last = words[Bits - 1];
+    // The last 16 bits of the rows, one row further down the circle.
+    __m256i last = words[kWhole - 1];
+    if constexpr (Halves % 2 == 1) {
+      const __m256i bytes = _mm256_cvtepu8_epi16(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + CIUIC_UNIT_BYTES * kWhole)));
+      words[kWhole] = _mm256_slli_epi16(bytes, 8);
+      last = _mm256_or_si256(_mm256_slli_epi16(last, 8), bytes);
+    }
     const __m256i above = _mm256_alignr_epi8(last, _mm256_permute2x128_si256(last, last, 0x01), 14);
-    for (int u = 0; u < Bits; ++u) {
+    for (int u = 0; u < kUnits; ++u) {
       const __m256i before = u == 0 ? above : words[u - 1];
       unit[u][0] = _mm256_unpacklo_epi16(words[u], before);
       unit[u][1] = _mm256_unpackhi_epi16(words[u], before);
@@ -109,8 +116,8 @@ struct Tile {
 
   template <int P, bool Masked>
   Pair windows(__m256i mask) const {
-    constexpr int u = ciuic_unit_of_column(2 * P, Bits), v = ciuic_unit_of_column(2 * P + 1, Bits);
-    constexpr int first = ciuic_shift_of_column(2 * P, Bits), second = ciuic_shift_of_column(2 * P + 1, Bits);
+    constexpr int u = ciuic_unit_of_column(2 * P, Halves), v = ciuic_unit_of_column(2 * P + 1, Halves);
+    constexpr int first = ciuic_shift_of_column(2 * P, Halves), second = ciuic_shift_of_column(2 * P + 1, Halves);
     Pair both;
     for (int i = 0; i < 2; ++i) {
       both.part[i] = _mm256_blend_epi16(_mm256_srli_epi32(unit[u][i], first),

@@ -100,17 +100,29 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
 
 constexpr int kBatches[] = {1, 2, 3, 4, 6, 8};  // rows of activations that fit the registers at once
 
-template <int Bits>
+template <int Halves>
 struct Tile {
+  static constexpr int kWhole = Halves / 2, kUnits = ciuic_units(Halves);
   // Per row, unit u with unit u - 1 of the string above it: the 32 bits that end with unit u.
-  __m512i unit[Bits];
+  __m512i unit[kUnits];
 
   explicit Tile(const uint8_t* codes) {
-    __m512i words[(Bits + 1) / 2];
-    for (int i = 0; i < Bits / 2; ++i) words[i] = _mm512_loadu_si512(codes + 64 * i);
-    if (Bits % 2 == 1)
-      words[Bits / 2] = _mm512_zextsi256_si512(
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * (Bits - 1))));
+    __m512i words[(kUnits + 1) / 2];
+    for (int i = 0; i < kWhole / 2; ++i) words[i] = _mm512_loadu_si512(codes + 64 * i);
+    if (kWhole % 2 == 1)
+      words[kWhole / 2] = _mm512_zextsi256_si512(
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * (kWhole - 1))));
+    // The last 16 bits of the rows, and from which word on.
+    __m512i last = words[(kWhole - 1) / 2];
+    constexpr int kLastWord = Halves % 2 == 0 ? 16 * ((kWhole - 1) % 2) : 0;
+    if constexpr (Halves % 2 == 1) {
+      const __m256i bytes = _mm256_cvtepu8_epi16(
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + CIUIC_UNIT_BYTES * kWhole)));
+      const __m256i whole = (kWhole - 1) % 2 == 0 ? _mm512_castsi512_si256(last) : _mm512_extracti64x4_epi64(last, 1);
+      last = _mm512_zextsi256_si512(_mm256_or_si256(_mm256_slli_epi16(whole, 8), bytes));
+      const __m256i upper = _mm256_slli_epi16(bytes, 8);
+      words[kWhole / 2] = kWhole % 2 == 0 ? _mm512_zextsi256_si512(upper) : _mm512_inserti64x4(words[kWhole / 2], upper, 1);
+    }
     // Indices of 16-bit words: row r in both halves of lane r; and row r low, row r - 1 (circular) high.
     const __m512i rows = _mm512_set_epi32(0x000F000F, 0x000E000E, 0x000D000D, 0x000C000C, 0x000B000B, 0x000A000A,
                                           0x00090009, 0x00080008, 0x00070007, 0x00060006, 0x00050005, 0x00040004,
@@ -118,12 +130,11 @@ struct Tile {
     const __m512i row_above = _mm512_set_epi32(0x000E000F, 0x000D000E, 0x000C000D, 0x000B000C, 0x000A000B, 0x0009000A,
                                                0x00080009, 0x00070008, 0x00060007, 0x00050006, 0x00040005, 0x00030004,
                                                0x00020003, 0x00010002, 0x00000001, 0x000F0000);
-    for (int u = 0; u < Bits; ++u) {
+    for (int u = 0; u < kUnits; ++u) {
       const __m512i current = words[u / 2];
-      if (u == 0)  // above it: the last unit of the row before
+      if (u == 0)  // above it: the end of the row before
         unit[0] = _mm512_permutex2var_epi16(
-            current, _mm512_add_epi32(row_above, _mm512_set1_epi32((32 + 16 * ((Bits - 1) % 2)) << 16)),
-            words[(Bits - 1) / 2]);
+            current, _mm512_add_epi32(row_above, _mm512_set1_epi32((32 + kLastWord) << 16)), last);
       else if (u % 2 == 0)
         unit[u] = _mm512_permutex2var_epi16(current, _mm512_add_epi32(rows, _mm512_set1_epi32((32 + 16) << 16)),
                                             words[u / 2 - 1]);
@@ -135,8 +146,8 @@ struct Tile {
   // Windows of columns 2P and 2P + 1 as 16-bit words. `mask` holds the window length in every word; not needed for 16 bits.
   template <int P, bool Masked>
   __m512i windows(__m512i mask) const {
-    constexpr int u = ciuic_unit_of_column(2 * P, Bits), v = ciuic_unit_of_column(2 * P + 1, Bits);
-    constexpr int first = ciuic_shift_of_column(2 * P, Bits), second = ciuic_shift_of_column(2 * P + 1, Bits);
+    constexpr int u = ciuic_unit_of_column(2 * P, Halves), v = ciuic_unit_of_column(2 * P + 1, Halves);
+    constexpr int first = ciuic_shift_of_column(2 * P, Halves), second = ciuic_shift_of_column(2 * P + 1, Halves);
     // Two shifts and a blend: vpmultishiftqb does it in one instruction but runs on fewer ports of Zen 4 (14 % slower).
     const __m512i both = _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(unit[u], first),
                                                  _mm512_slli_epi32(unit[v], 16 - second));
@@ -149,8 +160,8 @@ struct Tile {
   // Zen 4 busy; shifts, masks and byte shuffles run on the other two, at most two of them per column.
   template <int Column, bool Masked>
   __m512i column(__m512i mask) const {
-    constexpr int u = ciuic_unit_of_column(Column, Bits), shift = ciuic_shift_of_column(Column, Bits);
-    if constexpr (shift >= 8 && 16 % Bits == 0 && !Masked) {  // the compiler shares the shift with the column of shift - 8
+    constexpr int u = ciuic_unit_of_column(Column, Halves), shift = ciuic_shift_of_column(Column, Halves);
+    if constexpr (shift >= 8 && 32 % Halves == 0 && !Masked) {  // the compiler shares the shift with the column of shift - 8
       const int zeros = static_cast<int>(0x80800000u);
       const __m512i middle = _mm512_set4_epi32(zeros | 0x0E0D, zeros | 0x0A09, zeros | 0x0605, zeros | 0x0201);
       return _mm512_shuffle_epi8(_mm512_srli_epi32(unit[u], shift - 8), middle);

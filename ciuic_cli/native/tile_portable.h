@@ -117,15 +117,21 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
 
 constexpr int kBatches[] = {1, 2, 4};
 
-template <int Bits>
+template <int Halves>
 struct Tile {
-  Words unit[Bits][2];
-  Words above[2];  // the last unit of the row before: what comes before unit 0
+  static constexpr int kWhole = Halves / 2;
+  Words unit[ciuic_units(Halves)][2];
+  Words above[2];  // the last 16 bits of the row before: what comes before unit 0
 
   explicit Tile(const uint8_t* codes) {
-    for (int u = 0; u < Bits; ++u)
+    for (int u = 0; u < kWhole; ++u)
       for (int i = 0; i < 2; ++i) unit[u][i] = words_at(codes + CIUIC_UNIT_BYTES * u + 16 * i);
-    const Words* last = unit[Bits - 1];
+    Words last[2] = {unit[kWhole - 1][0], unit[kWhole - 1][1]};
+    if constexpr (Halves % 2 == 1)
+      for (int i = 0; i < 2; ++i) {
+        unit[kWhole][i] = upper_bytes_at(codes + CIUIC_UNIT_BYTES * kWhole + 8 * i);
+        last[i] = last[i] << 8 | unit[kWhole][i] >> 8;
+      }
     above[0] = __builtin_shuffle(last[1], last[0], Words{7, 8, 9, 10, 11, 12, 13, 14});
     above[1] = __builtin_shuffle(last[0], last[1], Words{7, 8, 9, 10, 11, 12, 13, 14});
   }
@@ -139,9 +145,17 @@ struct Tile {
     return words;
   }
 
+  // Eight bytes, each above a byte of zeros.
+  static Words upper_bytes_at(const uint8_t* from) {
+    typedef uint8_t Bytes __attribute__((vector_size(8)));
+    Bytes bytes;
+    __builtin_memcpy(&bytes, from, sizeof bytes);
+    return __builtin_convertvector(bytes, Words) << 8;
+  }
+
   template <int Column>
   Words window(int half) const {
-    constexpr int u = ciuic_unit_of_column(Column, Bits), shift = ciuic_shift_of_column(Column, Bits);
+    constexpr int u = ciuic_unit_of_column(Column, Halves), shift = ciuic_shift_of_column(Column, Halves);
     const Words before = u == 0 ? above[half] : unit[u == 0 ? 0 : u - 1][half];
     return shift == 0 ? unit[u][half] : before << (16 - shift) | unit[u][half] >> shift;
   }

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.codecs.packing import UNIT_BYTES, PackedMatrix, decode_scales, encode_scales
+from ciuic_cli.codecs.packing import PackedMatrix, bits_of, decode_scales, encode_scales, tile_nbytes
 from ciuic_cli.codecs.transform import transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
@@ -250,7 +250,7 @@ def per_group(per_row: torch.Tensor) -> NDArray[np.float64]:
 
 
 def predicted_loss(
-    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], widths: tuple[int, ...], window: int
+    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], widths: tuple[float, ...], window: int
 ) -> NDArray[np.float64]:
     """KL per token of each group at each width, (groups, widths); width 0 leaves the group out."""
     error = MSE_BY_WINDOW[window]
@@ -266,13 +266,14 @@ def round_prepared(
     row_class: NDArray[np.uint8] | None = None,
     window: int,
 ) -> PackedMatrix:
-    """Round with feedback on both sides. row_bits: (groups,) width of each group of 16 rows.
+    """Round with feedback on both sides. row_bits: (groups,) uint8, the width of each group of 16 rows
+    as it is stored.
 
     row_class: (rows,) where the prepared matrix's rows are those of another, sorted by it.
     """
-    best = np.array([SCALE_BY_WINDOW[window].get(int(width), 0.0) for width in row_bits], np.float32).repeat(
-        BLOCK
-    )
+    best = np.array(
+        [SCALE_BY_WINDOW[window].get(bits, 0.0) for bits in bits_of(row_bits)], np.float32
+    ).repeat(BLOCK)
     base, codes = encode_scales((prepared.deviation.numpy() * best)[: prepared.rows])
     scales = np.zeros(len(prepared.weight), np.float32)
     scales[: prepared.rows] = decode_scales(base, codes)
@@ -298,8 +299,8 @@ def _tiles_in_place(
     """The codes of row groups whose tiles lie in the order of `blocks`, every tile where it belongs."""
     back = np.empty_like(tiles)
     begin = 0
-    for bits in row_bits.tolist():
-        end = begin + UNIT_BYTES * bits * len(blocks)
+    for nbytes in tile_nbytes(row_bits).tolist():
+        end = begin + nbytes * len(blocks)
         back[begin:end].reshape(len(blocks), -1)[blocks] = tiles[begin:end].reshape(len(blocks), -1)
         begin = end
     return back

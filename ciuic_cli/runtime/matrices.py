@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import UNIT_BYTES, PackedMatrix
+from ciuic_cli.codecs.packing import UNIT_BYTES, PackedMatrix, bits_of
 from ciuic_cli.codecs.reference import CODE_SIGMA, LEVEL_CENTRE, MULTIPLIER
 from ciuic_cli.codecs.transform import TILE
 
@@ -159,13 +159,13 @@ class TorchMatrix:
         """Row groups by number: float32 [len(groups), 16, cols_padded]."""
         device, blocks = self.codes.device, self.cols_padded // TILE
         out = torch.zeros((groups.size, TILE, self.cols_padded), dtype=torch.float32, device=device)
-        bits_of = self.row_bits[groups]
-        for bits in sorted({int(bits) for bits in bits_of} - {0}):
-            chosen = np.flatnonzero(bits_of == bits)
-            nbytes = UNIT_BYTES * bits * blocks
+        widths = bits_of(self.row_bits[groups])
+        for bits in sorted(set(widths.tolist()) - {0}):
+            chosen = np.flatnonzero(widths == bits)
+            nbytes = int(UNIT_BYTES * bits) * blocks
             begins = self.group_offset[groups[chosen]].tolist()
             stored = torch.stack([self.codes[begin : begin + nbytes] for begin in begins])
-            levels = _levels(stored.reshape(-1, bits, TILE, 2), bits, self.window)
+            levels = _levels(stored.reshape(-1, int(UNIT_BYTES * bits)), bits, self.window)
             rows = (
                 levels.reshape(chosen.size, blocks, TILE, TILE).transpose(1, 2).reshape(chosen.size, TILE, -1)
             )
@@ -175,13 +175,19 @@ class TorchMatrix:
         return out
 
 
-def _levels(stored: torch.Tensor, bits: int, window: int) -> torch.Tensor:
-    """Tiles as stored, uint8 [n, bits, 16 rows, 2], to the code's levels, int64 [n, 16 rows, 16 columns]."""
-    units = stored[..., 0].to(torch.int64) | (stored[..., 1].to(torch.int64) << 8)
-    # The unit before a row's first is the last unit of the row above it; the tile is a circle.
-    before = torch.cat((units[:, -1:].roll(1, dims=-1), units[:, :-1]), dim=1)
+def _levels(stored: torch.Tensor, bits: float, window: int) -> torch.Tensor:
+    """Tiles as stored, uint8 [n, 32 bits], to the code's levels, int64 [n, 16 rows, 16 columns]."""
+    whole = int(bits)
+    bytes_of = stored[:, : UNIT_BYTES * whole].reshape(-1, whole, TILE, 2).to(torch.int64)
+    units = bytes_of[..., 0] | (bytes_of[..., 1] << 8)
+    last = units[:, -1:]
+    if bits != whole:  # half a unit: the last byte of each row
+        rest = stored[:, None, UNIT_BYTES * whole :].to(torch.int64)
+        units, last = torch.cat((units, rest << 8), dim=1), ((last << 8) & 0xFFFF) | rest
+    # Before a row's first unit is the end of the row above it; the tile is a circle.
+    before = torch.cat((last.roll(1, dims=-1), units[:, :-1]), dim=1)
     words = (before << 16) | units
-    ends = [(column + 1) * bits for column in range(TILE)]
+    ends = [int((column + 1) * bits) for column in range(TILE)]
     unit_of = [-(-end // TILE) - 1 for end in ends]
     shift = torch.tensor([TILE * (unit + 1) - end for unit, end in zip(unit_of, ends, strict=True)])
     windows = words[:, unit_of].transpose(1, 2) >> shift.to(stored.device)

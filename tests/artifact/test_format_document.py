@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
@@ -34,12 +34,12 @@ def _packed(
     window: int,
     seed: int,
     rank: int = 0,
-    bits: tuple[int, ...] = BITS,
+    bits: tuple[float, ...] = BITS,
     *,
     is_sorted: bool = False,
 ) -> PackedMatrix:
     rng = np.random.default_rng(rows * 1000 + cols + seed)
-    row_bits = rng.choice(np.array(bits, np.uint8), -(-rows // 16))
+    row_bits = rng.choice(stored_bits(bits), -(-rows // 16))
     size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
     if rank:

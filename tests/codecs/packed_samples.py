@@ -6,25 +6,25 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.transform import TILE, padded
 
-ALL_BITS = tuple(range(1, 9))
+ALL_BITS = BITS[1:]
 
 
 def random_matrix(
     rows: int,
     cols: int,
-    row_bits: Sequence[int] | int,
+    row_bits: Sequence[float] | float,
     *,
     L: int = 16,
     seed: int = 0,
     rank: int = 0,
     is_sorted: bool = False,
 ) -> PackedMatrix:
-    """Random codes: every string of bits is a valid path. `row_bits` are repeated over the row groups."""
+    """Random codes: every string of bits is a valid path. `row_bits`, bits per weight, repeat over the row groups."""
     rng = np.random.default_rng([seed, rows, cols])
-    bits = np.resize(np.asarray(row_bits, dtype=np.uint8), padded(rows) // TILE)
+    bits = np.resize(stored_bits(row_bits), padded(rows) // TILE)
     size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
     if rank:

@@ -16,7 +16,8 @@ DIGEST = """
 import hashlib, sys, torch
 import numpy as np
 sys.path.insert(0, sys.argv[1])
-from packed_samples import random_matrix
+from packed_samples import ALL_BITS, random_matrix
+from ciuic_cli.codecs.packing import stored_bits
 from ciuic_cli.codecs import native, transform, trellis
 
 def gaussian(rows, cols, seed):
@@ -25,10 +26,10 @@ def gaussian(rows, cols, seed):
 digest = hashlib.sha256()
 torch.set_num_threads(2)
 for window in (12, 13, 14, 16):
-    for bits in range(1, 9):
-        weight = gaussian(48, 32, bits)
+    for bits in ALL_BITS:
+        weight = gaussian(48, 32, int(2 * bits))
         scale = np.array([1.1] * 45 + [0.0] * 3, np.float32)
-        codes, decoded = trellis.round_matrix(weight, scale, [bits, 0, bits], L=window,
+        codes, decoded = trellis.round_matrix(weight, scale, stored_bits([bits, 0, bits]), L=window,
             input_feedback=0.1 * gaussian(32, 32, 1), output_feedback=0.1 * gaussian(48, 48, 2))
         digest.update(codes.tobytes() + decoded.numpy().tobytes())
         matrix = random_matrix(50, 600, bits, L=window)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from ciuic_cli.codecs import reference
+from ciuic_cli.codecs.packing import BITS
 
 
 def test_levels_by_hand() -> None:
@@ -20,33 +21,39 @@ def test_levels_look_gaussian() -> None:
     assert abs((level**4).mean() / level.var() ** 2 - 2.7) < 0.05  # a sum of four uniforms; a Gaussian has 3
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_string_order(bits: int) -> None:
-    """Bit b lies in row b // 16K, unit (b % 16K) // 16, a little-endian word whose most significant bit comes first."""
-    rng = np.random.default_rng(bits)
-    for b in [0, 1, 15, 16, 16 * bits - 1, 16 * bits, int(rng.integers(256 * bits)), 256 * bits - 1]:
-        row, within = divmod(b, 16 * bits)
+@pytest.mark.parametrize("bits", BITS[1:])
+def test_string_order(bits: float) -> None:
+    """Bit b lies in row b // 16K, unit (b % 16K) // 16, a little-endian word whose most significant bit comes first; of
+    half widths the last 8 bits of a row lie in its byte of the half unit."""
+    of_row, whole = int(16 * bits), int(bits)
+    rng = np.random.default_rng(of_row)
+    for b in [0, 1, 15, 16, of_row - 8, of_row - 1, of_row, int(rng.integers(16 * of_row)), 16 * of_row - 1]:
+        row, within = divmod(b, of_row)
         unit, bit = divmod(within, 16)
-        tile = np.zeros(32 * bits, dtype=np.uint8)
-        tile.view("<u2")[16 * unit + row] = 1 << (15 - bit)
+        tile = np.zeros(2 * of_row, dtype=np.uint8)
+        if unit < whole:
+            tile[: 32 * whole].view("<u2")[16 * unit + row] = 1 << (15 - bit)
+        else:
+            tile[32 * whole + row] = 1 << (7 - bit)
         assert np.flatnonzero(reference.tile_bits(tile, bits)).tolist() == [b]
 
 
-def test_windows_end_at_their_weight_and_wrap_around() -> None:
-    bits, window = 3, 12
-    tile = np.random.default_rng(0).integers(0, 256, 32 * bits, dtype=np.uint8)
+@pytest.mark.parametrize("bits", [3, 3.5])
+def test_windows_end_at_their_weight_and_wrap_around(bits: float) -> None:
+    window = 12
+    tile = np.random.default_rng(0).integers(0, 256, int(32 * bits), dtype=np.uint8)
     string = "".join(map(str, reference.tile_bits(tile, bits).tolist()))
     circle = string + string
     found = reference.tile_windows(tile, bits, window)
     for i in (0, 1, 7, 100, 255):
-        end = (i + 1) * bits + len(string)
+        end = int((i + 1) * bits) + len(string)
         assert found[i] == int(circle[end - window : end], 2)
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", BITS[1:])
 @pytest.mark.parametrize("window", [12, 16])
-def test_storing_windows_is_the_inverse_of_reading_them(bits: int, window: int) -> None:
-    tile = np.random.default_rng(bits).integers(0, 256, 32 * bits, dtype=np.uint8)
+def test_storing_windows_is_the_inverse_of_reading_them(bits: float, window: int) -> None:
+    tile = np.random.default_rng(int(2 * bits)).integers(0, 256, int(32 * bits), dtype=np.uint8)
     assert np.array_equal(reference.store_windows(reference.tile_windows(tile, bits, window), bits), tile)
 
 

@@ -14,6 +14,7 @@ from packed_samples import ALL_BITS
 
 from ciuic_cli.codecs import reference, trellis
 from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.packing import stored_bits
 from ciuic_cli.errors import UsageError
 
 
@@ -21,28 +22,42 @@ def gaussian(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
 
 
-def rounded(weight: torch.Tensor, bits: int, **options: object) -> torch.Tensor:
+def rounded(weight: torch.Tensor, bits: float, **options: object) -> torch.Tensor:
     """The decoded matrix at one bit width and the code's best scale."""
     window = options.get("L", 16)
     scale = np.full(weight.shape[0], SCALE_BY_WINDOW[window][bits], np.float32)
-    return trellis.round_matrix(weight, scale, [bits] * (weight.shape[0] // 16), **options)[1]
+    return trellis.round_matrix(weight, scale, stored_bits([bits] * (weight.shape[0] // 16)), **options)[1]
 
 
-def error_of(bits: int, window: int, rows: int = 128, cols: int = 128) -> float:
+def error_of(bits: float, window: int, rows: int = 128, cols: int = 128) -> float:
     weight = gaussian(rows, cols)
     decoded = rounded(weight, bits, L=window)
     return float((weight - decoded).double().square().mean()) * 4.0**bits
 
 
-@pytest.mark.parametrize(("bits", "bound"), [(2, 1.12), (3, 1.14), (4, 1.17), (5, 1.22), (6, 1.33)])
-def test_error_on_gaussians_at_the_default_window(bits: int, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("bits", "bound"),
+    [
+        (1, 1.12),
+        (1.5, 1.13),
+        (2, 1.12),
+        (2.5, 1.14),
+        (3, 1.14),
+        (3.5, 1.16),
+        (4, 1.17),
+        (4.5, 1.2),
+        (5, 1.22),
+        (6, 1.33),
+    ],
+)
+def test_error_on_gaussians_at_the_default_window(bits: float, bound: float) -> None:
     """Times 4^K; 64 tiles, within 2 to 4 % of the figures of 2,000 tiles."""
     assert error_of(bits, 16) < bound
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
 @pytest.mark.parametrize("window", [12, 13, 14, 15])
-def test_error_at_other_windows(bits: int, window: int) -> None:
+def test_error_at_other_windows(bits: float, window: int) -> None:
     measured = error_of(bits, window)
     assert measured == pytest.approx(MSE_BY_WINDOW[window][bits], rel=0.04 if bits <= 5 else 0.5)
 
@@ -64,15 +79,16 @@ def test_cost_against_the_exhaustive_search(bits: int, tiles: int) -> None:
 
 
 def test_codes_decode_to_what_was_returned() -> None:
-    bits, weight = [3, 0, 8, 5], gaussian(64, 48)
-    scale = np.linspace(0.5, 2, 64).astype(np.float32)
-    codes, decoded = trellis.round_matrix(weight, scale, bits, L=14)
+    bits, weight = [3, 0, 8, 2.5, 5, 5.5], gaussian(96, 48)
+    scale = np.linspace(0.5, 2, 96).astype(np.float32)
+    codes, decoded = trellis.round_matrix(weight, scale, stored_bits(bits), L=14)
     assert codes.size == 3 * 32 * sum(bits)
     at = 0
     for group, width in enumerate(bits):
         for block in range(3 if width else 0):
-            windows = reference.tile_windows(codes[at : at + 32 * width], width, 14)
-            at += 32 * width
+            nbytes = int(32 * width)
+            windows = reference.tile_windows(codes[at : at + nbytes], width, 14)
+            at += nbytes
             rows, cols = slice(16 * group, 16 * group + 16), slice(16 * block, 16 * block + 16)
             expected = (scale[rows] / reference.CODE_SIGMA)[:, None] * reference.levels(windows).reshape(
                 16, 16
@@ -163,20 +179,21 @@ def test_padding_rows_cost_nothing() -> None:
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_adversarial_targets(bits: int) -> None:
+def test_adversarial_targets(bits: float) -> None:
     """Constants, zeros and weights far beyond the code's range give finite, sensible results."""
     for value in (0.0, 1.0, -3.0, 1e6, -1e30):
-        decoded = trellis.round_matrix(torch.full((16, 32), value), np.ones(16, np.float32), [bits], L=12)[1]
+        decoded = trellis.round_matrix(
+            torch.full((16, 32), value), np.ones(16, np.float32), stored_bits([bits]), L=12
+        )[1]
         assert torch.isfinite(decoded).all()
         if abs(value) > 100:
-            # The code's largest values; where the circle closes, a weight may have to give way. With one bit no path
-            # stays among them: every third value is another.
-            assert float(((decoded * np.sign(value)) > 1.2).float().mean()) > (0.97 if bits > 1 else 0.6)
+            # As far out as paths go: which levels can follow each other depends on the width.
+            assert float((decoded * np.sign(value)).mean()) > 1.4
         else:
             assert float((decoded - value).square().mean()) < 0.35
     spike = gaussian(16, 32)
     spike[2, 5] = 50.0
-    decoded = trellis.round_matrix(spike, np.ones(16, np.float32), [bits], L=12)[1]
+    decoded = trellis.round_matrix(spike, np.ones(16, np.float32), stored_bits([bits]), L=12)[1]
     assert decoded[2, 5] > 2.5
 
 
@@ -225,7 +242,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(UsageError, match="row bits"):
         trellis.round_matrix(torch.zeros(16, 16), ones, [4, 4])
     for bits, window in ((9, 16), (255, 16), (4, 11), (4, 17)):
-        with pytest.raises(UsageError, match="0 to 8"):
+        with pytest.raises(UsageError, match="that the format has"):
             trellis.round_matrix(torch.zeros(16, 16), ones, [bits], L=window)
     with pytest.raises(UsageError, match="input_feedback must be float32"):
         trellis.round_matrix(torch.zeros(16, 16), ones, [4], input_feedback=torch.zeros(32, 32))

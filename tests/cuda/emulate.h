@@ -66,7 +66,6 @@ inline u32 dot4(u32 a, u32 b, u32 accumulator) {
   return accumulator;
 }
 
-inline u32 opaque(u32 value) { return value; }
 inline u16 float_to_half(float value) { _Float16 half = (_Float16)value; u16 out; std::memcpy(&out, &half, 2); return out; }
 inline float half_to_float(u16 bits) { _Float16 half; std::memcpy(&half, &bits, 2); return (float)half; }
 inline u32 half2_subtract(u32 a, u32 b) {

@@ -165,10 +165,13 @@ const Entry entries[] = {
     ENTRY(CiuicLinear, linear_half_r1_n16),  ENTRY(CiuicLinear, linear_half_r2_n16),
     ENTRY(CiuicLinear, linear_half_r2_n32),  ENTRY(CiuicTransform, transform),
     ENTRY(CiuicDecode, decode_rows),         ENTRY(CiuicEmbedding, embedding_rows),
-    ENTRY(CiuicLowRank, lowrank_columns),    ENTRY(CiuicEncode, encode_k2),
-    ENTRY(CiuicEncode, encode_k3),           ENTRY(CiuicEncode, encode_k4),
-    ENTRY(CiuicEncode, encode_k5),           ENTRY(CiuicEncode, encode_k6),
-    ENTRY(CiuicEncode, encode_k8)};
+    ENTRY(CiuicLowRank, lowrank_columns),    ENTRY(CiuicEncode, encode_h2),
+    ENTRY(CiuicEncode, encode_h3),           ENTRY(CiuicEncode, encode_h4),
+    ENTRY(CiuicEncode, encode_h5),           ENTRY(CiuicEncode, encode_h6),
+    ENTRY(CiuicEncode, encode_h7),           ENTRY(CiuicEncode, encode_h8),
+    ENTRY(CiuicEncode, encode_h9),           ENTRY(CiuicEncode, encode_h10),
+    ENTRY(CiuicEncode, encode_h11),          ENTRY(CiuicEncode, encode_h12),
+    ENTRY(CiuicEncode, encode_h14),          ENTRY(CiuicEncode, encode_h16)};
 }  // namespace
 
 extern "C" {

@@ -7,32 +7,33 @@ import torch
 from emulation import Emulator
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.kernels import DeviceMatrix, DeviceStack
 
-ALL_BITS = (4, 0, 2, 8, 3, 6, 5, 1, 7)
+ALL_BITS = (4, 0, 2.5, 8, 1.5, 6, 4.5, 1, 3, 5.5, 2, 7, 3.5, 5)
+assert sorted(ALL_BITS) == list(BITS)
 
 
 def packed(
     random: np.random.Generator,
     rows: int,
     cols: int,
-    row_bits: tuple[int, ...] = ALL_BITS,
+    row_bits: tuple[float, ...] = ALL_BITS,
     *,
     window: int = 16,
     seed: int = 0,
     rank: int = 0,
+    factor_bits: tuple[float, ...] = (4.5, 3),
     is_sorted: bool = False,
 ) -> PackedMatrix:
-    """Row groups take `row_bits` in turn; scales span a factor of four."""
+    """Row groups take `row_bits` in turn, those of the low-rank factors `factor_bits`; scales span a factor of four."""
     groups = -(-rows // 16)
-    bits = np.resize(np.array(row_bits, dtype=np.uint8), groups)
+    bits = np.resize(np.array([stored_bits(width) for width in row_bits], dtype=np.uint8), groups)
     size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
     if rank:
-        factor_bits = (5, 3)
         lowrank = (
             packed(random, rank, cols, factor_bits, window=window, seed=seed),
             packed(random, rank, rows, factor_bits, window=window, seed=seed),

@@ -9,7 +9,7 @@ import torch
 from emulation import Emulator
 
 from ciuic_cli.codecs import reference, trellis
-from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.packing import BITS, PackedMatrix, stored_bits
 from ciuic_cli.codecs.trellis import CODE_SCALE
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import encode
@@ -19,7 +19,7 @@ def gaussian(tiles: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tiles, 256, generator=torch.Generator().manual_seed(seed))
 
 
-def stored(codes: torch.Tensor, bits: int, window: int) -> torch.Tensor:
+def stored(codes: torch.Tensor, bits: float, window: int) -> torch.Tensor:
     """Tiles of codes as the reference decodes them, float32 [tiles, 256]."""
     tiles = codes.shape[0]
     matrix = PackedMatrix(
@@ -28,7 +28,7 @@ def stored(codes: torch.Tensor, bits: int, window: int) -> torch.Tensor:
         L=window,
         seed=0,
         base=1.0,
-        row_bits=np.array([bits], dtype=np.uint8),
+        row_bits=np.array([stored_bits(bits)], dtype=np.uint8),
         row_scale=np.zeros(16, dtype=np.uint8),
         codes=codes.reshape(-1).numpy().copy(),
     )
@@ -36,16 +36,17 @@ def stored(codes: torch.Tensor, bits: int, window: int) -> torch.Tensor:
     return decoded.reshape(16, tiles, 16).transpose(0, 1).reshape(tiles, 256)
 
 
-@pytest.mark.parametrize(("bits", "window"), [(b, 13) for b in range(1, 9)] + [(4, 16), (8, 16)])
+@pytest.mark.parametrize(("bits", "window"), [(b, 13) for b in BITS[1:]] + [(4, 16), (5.5, 16), (8, 16)])
 def test_codes_decode_to_the_decoded_and_are_as_good_as_native(
-    emulator: Emulator, bits: int, window: int
+    emulator: Emulator, bits: float, window: int
 ) -> None:
     tiles = 4 if window == 16 else 16
     targets = gaussian(tiles) / CODE_SCALE[bits]
     codes, decoded = encode(emulator.tensor(targets), bits, window)
+    assert codes.shape == (tiles, 32 * bits)
     torch.testing.assert_close(stored(codes, bits, window), decoded, rtol=0, atol=1e-6)
     matrix = targets.reshape(tiles, 16, 16).transpose(0, 1).reshape(16, -1).contiguous()
-    _, native = trellis.round_matrix(matrix, np.ones(16, dtype=np.float32), [bits], L=window)
+    _, native = trellis.round_matrix(matrix, np.ones(16, dtype=np.float32), [stored_bits(bits)], L=window)
     error = float((decoded - targets).square().mean())
     assert error < 1.01 * float((native - matrix).square().mean())
 
@@ -63,20 +64,31 @@ def test_close_to_exhaustive_search(emulator: Emulator) -> None:
         assert best * (1 - 1e-4) <= found <= best * 1.02
 
 
-def test_outliers_take_the_outermost_levels(emulator: Emulator) -> None:
+@pytest.mark.parametrize(("bits", "near"), [(4, 0.1), (3.5, 0.2)])
+def test_outliers_take_the_outermost_levels(emulator: Emulator, bits: float, near: float) -> None:
     targets = gaussian(2)
     targets[0, ::37] = 1e6
     targets[1, :] = 0.0
-    codes, decoded = encode(emulator.tensor(targets), 4, 13)
+    codes, decoded = encode(emulator.tensor(targets), bits, 13)
     assert torch.isfinite(decoded).all()
-    torch.testing.assert_close(stored(codes, 4, 13), decoded, rtol=0, atol=1e-6)
-    assert float(decoded[0, ::37].min()) > 2.0 and float(decoded[1].abs().mean()) < 0.1
+    torch.testing.assert_close(stored(codes, bits, 13), decoded, rtol=0, atol=1e-6)
+    assert float(decoded[0, ::37].min()) > 2.0 and float(decoded[1].abs().mean()) < near
 
 
-def test_the_result_does_not_depend_on_the_company(emulator: Emulator) -> None:
+@pytest.mark.parametrize("bits", [1, 1.5, 2.5, 5.5])
+def test_paths_close_whatever_the_targets(emulator: Emulator, bits: float) -> None:
+    # Neighbours that no path can follow: the start and the end of the circle want different things.
+    generator = torch.Generator().manual_seed(5)
+    targets = torch.randint(-1, 2, (12, 256), generator=generator) * 1e3
+    codes, decoded = encode(emulator.tensor(targets), bits, 13)
+    torch.testing.assert_close(stored(codes, bits, 13), decoded, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [3, 2.5])
+def test_the_result_does_not_depend_on_the_company(emulator: Emulator, bits: float) -> None:
     targets = gaussian(9, seed=8)
-    together, _ = encode(emulator.tensor(targets), 3, 13)
-    alone, _ = encode(emulator.tensor(targets[7:8].clone()), 3, 13)
+    together, _ = encode(emulator.tensor(targets), bits, 13)
+    alone, _ = encode(emulator.tensor(targets[7:8].clone()), bits, 13)
     assert torch.equal(together[7:8], alone)
 
 
@@ -85,10 +97,11 @@ def test_refusals(emulator: Emulator) -> None:
         (torch.zeros(2, 255), 4, 16),
         (torch.zeros(2, 256, dtype=torch.float64), 4, 16),
         (torch.zeros(256, 2).T, 4, 16),
-        (torch.zeros(2, 256), 7, 16),
+        (torch.zeros(2, 256), 6.5, 16),
+        (torch.zeros(2, 256), 0, 16),
         (torch.zeros(2, 256), 4, 17),
     ):
         with pytest.raises(UsageError):
             encode(targets, bits, window)
     assert emulator.launched == []
-    assert encode(torch.zeros(0, 256), 4)[0].shape == (0, 128)
+    assert encode(torch.zeros(0, 256), 4.5)[0].shape == (0, 144)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from random_matrices import packed
 
+from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import DeviceMatrix, DeviceStack
@@ -22,7 +23,7 @@ def test_offsets_lead_to_the_codes(random: np.random.Generator) -> None:
     view = DeviceMatrix(matrix, blob)
     for group, offset in enumerate(view.group_offset.tolist()):
         begin = int(matrix.group_offset[group])
-        size = int(matrix.row_bits[group]) * 32 * 9
+        size = int(32 * bits_of(matrix.row_bits[group])) * 9
         stored = blob[16 * offset : 16 * offset + size].numpy()
         assert np.array_equal(stored, matrix.codes[begin : begin + size])
     assert view.lowrank is not None
@@ -32,9 +33,9 @@ def test_offsets_lead_to_the_codes(random: np.random.Generator) -> None:
 
 
 def test_experts_of_a_stack(random: np.random.Generator) -> None:
-    stack = ExpertStack(tuple(packed(random, 40, 48, bits) for bits in ((2,), (0,), (8, 3))))
+    stack = ExpertStack(tuple(packed(random, 40, 48, bits) for bits in ((2,), (0,), (5.5, 3))))
     view = DeviceStack(stack, blob_of(stack))
-    assert (view.count, view.rows, view.cols, view.max_bits) == (3, 40, 48, 8)
+    assert (view.count, view.rows, view.cols, view.max_units) == (3, 40, 48, 6)
     assert view.group_offset.shape == (3, 3)
     for index, original in enumerate(stack.experts):
         assert bytes(view.expert(index).blob.numpy()) == original.to_bytes()

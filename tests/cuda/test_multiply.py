@@ -9,6 +9,7 @@ from emulation import Emulator
 from random_matrices import dense, on_device, packed, relative_error
 
 from ciuic_cli.codecs import reference
+from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import linear, product
@@ -33,10 +34,10 @@ def activations_for(emulator: Emulator, batch: int, cols: int, dtype: torch.dtyp
     return emulator.tensor(torch.randn(batch, cols, generator=generator).to(dtype))
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", BITS[1:])
 @pytest.mark.parametrize(("batch", "kernel", "bound"), BATCHES)
 def test_every_bit_width(
-    emulator: Emulator, random: np.random.Generator, batch: int, kernel: str, bound: float, bits: int
+    emulator: Emulator, random: np.random.Generator, batch: int, kernel: str, bound: float, bits: float
 ) -> None:
     matrix = packed(random, 45, 208, (bits,))
     x = activations_for(emulator, batch, 208)
@@ -45,7 +46,18 @@ def test_every_bit_width(
     assert relative_error(y, x.double() @ dense(matrix).T) < bound
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 16), (17, 33), (115, 240), (50, 1100), (33, 4352)])
+@pytest.mark.parametrize("bits", BITS[1:])
+def test_lowrank_part_of_every_bit_width(
+    emulator: Emulator, random: np.random.Generator, bits: float
+) -> None:
+    matrix = packed(random, 90, 96, (0,), rank=20, factor_bits=(bits,))
+    x = activations_for(emulator, 3, 96)
+    (y,) = linear([on_device(emulator, matrix)], x)
+    assert "lowrank_columns" in emulator.launched
+    assert relative_error(y, x.double() @ dense(matrix).T) < 6e-5
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 16), (17, 33), (230, 240), (50, 1100), (33, 4352)])
 @pytest.mark.parametrize("multiprocessors", [FEW, MANY])
 @pytest.mark.parametrize("batch", [2, 7, 12])
 def test_odd_shapes_and_mixed_bits(

@@ -14,7 +14,7 @@ KERNEL_OF = {
     "CiuicDecode": "decode_rows",
     "CiuicEmbedding": "embedding_rows",
     "CiuicLowRank": "lowrank_columns",
-    "CiuicEncode": "encode_k4",
+    "CiuicEncode": "encode_h8",
 }
 
 

@@ -9,21 +9,22 @@ from emulation import Emulator
 from random_matrices import ALL_BITS, dense, on_device, packed, relative_error
 
 from ciuic_cli.codecs import reference
+from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import decode, embedding
 
 
 @pytest.mark.parametrize("window", [16, 13])
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", BITS[1:])
 def test_decode_is_the_reference(
-    emulator: Emulator, random: np.random.Generator, bits: int, window: int
+    emulator: Emulator, random: np.random.Generator, bits: float, window: int
 ) -> None:
     matrix = packed(random, 21, 144, (bits,), window=window)
     got = decode(on_device(emulator, matrix))
     torch.testing.assert_close(got, torch.from_numpy(reference.decode(matrix)), rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 16), (17, 33), (117, 240), (50, 1030)])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 16), (17, 33), (230, 240), (50, 1030)])
 def test_decode_of_odd_shapes_and_mixed_bits(
     emulator: Emulator, random: np.random.Generator, rows: int, cols: int
 ) -> None:
@@ -62,6 +63,17 @@ def test_embedding_rows(emulator: Emulator, random: np.random.Generator, cols: i
     assert rows.shape == (2, 3, cols)
     assert relative_error(rows, exact) < 1e-6
     assert torch.equal(rows[0, 2], torch.zeros(cols)) and ALL_BITS[1] == 0  # a row group of no bits
+
+
+@pytest.mark.parametrize("window", [16, 13])
+@pytest.mark.parametrize("bits", BITS[1:])
+def test_embedding_of_every_bit_width(
+    emulator: Emulator, random: np.random.Generator, bits: float, window: int
+) -> None:
+    matrix = packed(random, 32, 48, (bits,), window=window)
+    tokens = emulator.tensor(torch.arange(32))
+    rows = embedding(on_device(emulator, matrix), tokens, torch.float32)
+    assert relative_error(rows, dense(matrix)) < 1e-6
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-3), (torch.float16, 4e-4)])

@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import native, reference
-from ciuic_cli.codecs.packing import BITS, WINDOWS, PackedMatrix, group_offsets, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, WINDOWS, PackedMatrix, group_offsets, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import TILE, log2_block, padded, transform
 
@@ -40,6 +40,7 @@ BASES = (0.01, 1e-45, float(np.finfo(np.float32).max) / 2.0**16)
 """Scale bases: an ordinary one, the smallest and the largest that are accepted."""
 THREADS = (1, 3, 64)
 _PAGE = mmap.PAGESIZE
+WIDTHS = stored_bits(BITS).tolist()
 _NO_ACCESS = 0
 
 
@@ -90,7 +91,7 @@ def hostile_matrix(
     lowrank = None
     if rank:
         lowrank = tuple(
-            hostile_matrix(generator, rank, width, [generator.choice(BITS)]) for width in (cols, rows)
+            hostile_matrix(generator, rank, width, [generator.choice(WIDTHS)]) for width in (cols, rows)
         )
     return PackedMatrix(
         rows=rows,
@@ -108,7 +109,7 @@ def hostile_matrix(
 def accepted(generator: random.Random, many: bool) -> Iterator[bytes]:
     """Blobs of matrices and of stacks."""
     for rows, cols in (*SHAPES, *(LONG if many else LONG[:2])):
-        choices = [[width] for width in BITS] if many else [[generator.choice(BITS[1:])]]
+        choices = [[width] for width in WIDTHS] if many else [[generator.choice(WIDTHS[1:])]]
         for bits in (*choices, [0, 8, 2, 0], [3, 5]):
             rank = generator.choice((0, 0, 1, min(rows, cols, 40)))
             matrix = hostile_matrix(generator, rows, cols, bits, rank)
@@ -116,7 +117,7 @@ def accepted(generator: random.Random, many: bool) -> Iterator[bytes]:
                 matrix = replace(matrix, row_class=np.resize(np.array([15, 0, 7], np.uint8), rows))
             yield matrix.to_bytes()
     for count in (1, 5):
-        experts = [hostile_matrix(generator, 18, 40, [generator.choice(BITS)]) for _ in range(count)]
+        experts = [hostile_matrix(generator, 18, 40, [generator.choice(WIDTHS)]) for _ in range(count)]
         yield ExpertStack(tuple(replace(expert, L=16) for expert in experts)).to_bytes()
 
 

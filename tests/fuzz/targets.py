@@ -20,7 +20,7 @@ from ciuic_cli.checkpoint.architecture import build_config
 from ciuic_cli.checkpoint.folder import INDEX_NAME
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import log2_block, padded
 from ciuic_cli.codecs.trellis import decode
@@ -29,6 +29,7 @@ from ciuic_cli.errors import InputError
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2})
 ARTIFACT_CONFIG = json.dumps({"quantization_config": {"quant_method": "ciuic", "format_version": 1}})
 MOST_WEIGHTS = 1 << 15
+WIDTHS = stored_bits(BITS).tolist()
 """Larger matrices are opened but not decoded: an input of a few bytes may stand for many weights."""
 
 
@@ -117,7 +118,9 @@ def _of_right_length(data: bytes) -> bytes:
     head[:4], head[5] = b"CIU1", 0
     head[6] = log2_block(padded(cols))
     head[8:12], head[12:16], head[24:32] = rows.to_bytes(4, "little"), cols.to_bytes(4, "little"), bytes(8)
-    bits = bytes((*range(9), value)[value % 10] for value in _endless(data[32:], padded(rows) // 16))
+    bits = bytes(
+        (*WIDTHS, value)[value % (len(WIDTHS) + 1)] for value in _endless(data[32:], padded(rows) // 16)
+    )
     scales = _endless(data[40:], rows)
     blob = bytes(head) + bits + scales
     blob += bytes(-len(blob) % 16)
@@ -138,11 +141,11 @@ def native_functions(data: bytes, folder: Folder) -> None:
 
     which, groups, tiles, window = byte() % 5, 1 + byte() % 4, 1 + byte() % 9, 10 + byte() % 9
     valid = byte() % 4 != 0
-    widths = [byte() % 9 if valid else byte() for _ in range(groups)]
+    widths = [WIDTHS[byte() % len(WIDTHS)] if valid else byte() for _ in range(groups)]
     rows, cols = 16 * groups, 16 * tiles
     body = bytes(take)
     bits = np.array(widths, dtype=np.uint8)
-    sizes = [32 * width * tiles if width <= 8 else 0 for width in widths]
+    sizes = (tile_nbytes(bits) * tiles).tolist()
     codes = np.array(np.frombuffer(_endless(body, sum(sizes)), np.uint8))
     offsets = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
     scale = np.array(np.frombuffer(_endless(body[3:], 4 * rows), np.float32))

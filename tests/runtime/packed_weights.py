@@ -9,16 +9,16 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales
+from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales, stored_bits, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import transform
 
-BITS = (4, 2, 3, 5, 6, 8, 1, 7)
+BITS = (4, 2, 3.5, 5, 6, 8, 1, 7, 2.5, 3, 5.5, 1.5, 4.5)
 
 
 def pack(
     weight: torch.Tensor,
-    bits: list[int] | int = 4,
+    bits: list[float] | float = 4,
     *,
     rank: int = 0,
     seed: int = 0,
@@ -39,7 +39,7 @@ def pack(
         lowrank = (right, left)
         weight = weight - dense(left).T @ dense(right)
     groups = -(-rows // 16)
-    row_bits = np.resize(np.atleast_1d(np.asarray(bits, dtype=np.uint8)), groups)
+    row_bits = np.resize(stored_bits(bits), groups)
     in_basis = transform(weight, seed)
     base, row_scale = encode_scales(in_basis.pow(2).mean(dim=1).sqrt().numpy())
     scales = np.zeros(16 * groups, dtype=np.float32)
@@ -52,7 +52,7 @@ def pack(
 def random_codes(
     rows: int,
     cols: int,
-    bits: list[int] | int = 4,
+    bits: list[float] | float = 4,
     *,
     rank: int = 0,
     seed: int = 0,
@@ -61,8 +61,8 @@ def random_codes(
 ) -> PackedMatrix:
     """A matrix of random codes: Gaussian weights of standard deviation about cols^-1/2, without a search."""
     draw = np.random.default_rng([rows, cols, seed, window])
-    row_bits = np.resize(np.atleast_1d(np.asarray(bits, dtype=np.uint8)), -(-rows // 16))
-    codes = draw.integers(0, 256, int(row_bits.astype(int).sum()) * 32 * -(-cols // 16), dtype=np.uint8)
+    row_bits = np.resize(stored_bits(bits), -(-rows // 16))
+    codes = draw.integers(0, 256, int(tile_nbytes(row_bits).sum()) * -(-cols // 16), dtype=np.uint8)
     scale = draw.integers(0, 16, rows, dtype=np.uint8)
     lowrank = None
     if rank:

@@ -7,12 +7,13 @@ import torch
 from packed_weights import as_tensor, dense, random_codes
 
 from ciuic_cli.codecs import reference
+from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
 
 
 @pytest.mark.parametrize("window", [12, 13, 14, 15, 16])
-@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("bits", BITS[1:])
 def test_torch_operations_decode_as_the_reference(bits: int, window: int) -> None:
     packed = random_codes(21, 37, bits, window=window)
     matrix = TorchMatrix.on_device(packed, as_tensor(packed))
