@@ -186,5 +186,5 @@ def encoder() -> list[dict[str, Any]]:
             seconds.append(begin.elapsed_time(end) / 1e3)
         best = statistics.median(seconds)
         rate = targets.numel() / best
-        lines.append({"kernel": f"encode {bits} bits", "seconds": best, "weights_per_second": rate})
+        lines.append({"kernel": f"encode {bits:g} bits", "seconds": best, "weights_per_second": rate})
     return lines

@@ -45,7 +45,7 @@ CODED_ROWS = 64
 REPEATS = 3
 """Timings of each, of which the shortest counts: the others had company."""
 LOGIT_COPIES = 6
-PLAN_BYTES = 300
+PLAN_BYTES = 400
 """Of arms and plan in memory, per group of 16 rows."""
 
 

@@ -77,23 +77,30 @@ CIUIC_DEVICE u32 group_halves(const u8* blob, u32 group) {
   return halves < 0 ? 0u : (u32)halves;
 }
 
-// Calls call(H) for the run-time H; 0 and anything unknown call nothing.
+// Calls call(H) for the run-time H; 0 and anything unknown call nothing. Two switches: with one over all widths the product
+// spills registers on sm_80.
 #define CIUIC_FOR_WIDTH(halves, call) \
-  switch (halves) {                   \
-    case 2: call(2); break;           \
-    case 3: call(3); break;           \
-    case 4: call(4); break;           \
-    case 5: call(5); break;           \
-    case 6: call(6); break;           \
-    case 7: call(7); break;           \
-    case 8: call(8); break;           \
-    case 9: call(9); break;           \
-    case 10: call(10); break;         \
-    case 11: call(11); break;         \
-    case 12: call(12); break;         \
-    case 14: call(14); break;         \
-    case 16: call(16); break;         \
-    default: break;                   \
+  if ((halves) % 2 == 0) {            \
+    switch ((halves) / 2) {           \
+      case 1: call(2); break;         \
+      case 2: call(4); break;         \
+      case 3: call(6); break;         \
+      case 4: call(8); break;         \
+      case 5: call(10); break;        \
+      case 6: call(12); break;        \
+      case 7: call(14); break;        \
+      case 8: call(16); break;        \
+      default: break;                 \
+    }                                 \
+  } else {                            \
+    switch ((halves) / 2) {           \
+      case 1: call(3); break;         \
+      case 2: call(5); break;         \
+      case 3: call(7); break;         \
+      case 4: call(9); break;         \
+      case 5: call(11); break;        \
+      default: break;                 \
+    }                                 \
   }
 
 #endif

@@ -129,7 +129,7 @@ struct Stream {
   CIUIC_DEVICE_MEMBER void fetch(u8* slot, u32 tiles, u32 steps, u32 lane) {
     const u32 pieces = tiles * halves;
     if (lane < pieces) copy16_async(slot + (targets & 0xFFFFu), source);
-    if (pieces > lane + 32) copy16_async(slot + (targets >> 16), source + 512);
+    if (lane + 32 < pieces) copy16_async(slot + (targets >> 16), source + 512);
     source += steps * (STEP_TILES * CIUIC_TILE_BYTES(halves));
   }
 };
