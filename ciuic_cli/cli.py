@@ -26,6 +26,7 @@ from ciuic_cli.console import Console, run
 from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.options import (
     DEFAULT_RATIO,
+    DEFAULT_WIDTHS,
     NSAMPLES,
     SEED,
     SEQLEN,
@@ -216,8 +217,8 @@ def compress(
         str, typer.Option(help="off, auto (as the budget decides), or the rank of every low-rank part.")
     ] = "auto",
     bits: Annotated[
-        str, typer.Option(help="Bits per weight that 16 rows of a matrix may have.")
-    ] = width_names(WIDTHS),
+        str, typer.Option(help="Bits per weight that 16 rows of a matrix may have; 1 and 1.5 too.")
+    ] = width_names(DEFAULT_WIDTHS),
     mtp: Annotated[
         MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
     ] = MtpLayers.drop,

@@ -30,6 +30,9 @@ EFFORTS = {"fast": Effort(12, 24, 512), "default": Effort(16, 64, 512), "best": 
 MTP = ("keep", "drop")
 WIDTHS = tuple(MSE_BY_WINDOW[16])
 """Bits per weight that the code has."""
+DEFAULT_WIDTHS = tuple(width for width in WIDTHS if width >= 2)
+"""Less is predicted to pay in experts that are rarely chosen, and does not on text other than the calibration's
+(docs/QUALITY.md, "Widths"): such errors are not small any more."""
 RANK_STEP = 16
 DEFAULT_RATIO = 4.0
 NSAMPLES = (2, 1 << 20)

@@ -23,8 +23,8 @@ from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_generation_config, open_tokenizer
 from ciuic_cli.options import (
+    DEFAULT_WIDTHS,
     EFFORTS,
-    WIDTHS,
     Options,
     check_bits,
     check_path,
@@ -60,7 +60,7 @@ def compress(
     effort: str = "default",
     prune: str | float = "auto",
     rank: str | int = "auto",
-    bits: Sequence[float] = WIDTHS,
+    bits: Sequence[float] = DEFAULT_WIDTHS,
     mtp: str = "drop",
     device: str = "auto",
     dry_run: bool = False,
@@ -81,7 +81,7 @@ def compress(
         calibration: UTF-8 text file or files; none: the package's own mix.
         effort: "fast", "default" or "best".
         prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
-        bits: the widths that may be used, of 1, 1.5, 2, .. 6, 7, 8.
+        bits: the widths that may be used, of 1, 1.5, 2, .. 6, 7, 8; from 2 on if not given.
         mtp: "keep" or "drop" the multi-token-prediction layers. Kept ones count as parameters.
         dry_run: stop at the plan, write nothing; the report has a "forecast" of the whole run (forecast.py).
         force: replace an existing output; discard an unfinished run with other options.
