@@ -50,7 +50,7 @@ def made(
         (["--target-bpw", "0"], "--target-bpw"),
         (["--target-bpw", "17"], "--target-bpw"),
         (["--target-size", "8G"], "is no size"),
-        (["--bits", "2,7"], "--bits"),
+        (["--bits", "2,9"], "--bits"),
         (["--prune", "1"], "--prune"),
         (["--rank", "24"], "use 32"),
         (["--device", "tpu"], "--device"),

@@ -236,7 +236,7 @@ WRONG: dict[str, list[Any]] = {
     "effort": ["slow"],
     "prune": [1.5],
     "rank": [0, "x"],
-    "bits": [(), (7,)],
+    "bits": [(), (9,)],
     "mtp": ["half"],
     "device": ["x", "meta", None],
 }
