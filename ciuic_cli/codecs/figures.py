@@ -5,11 +5,12 @@ Figures of `benchmarks/codec.py quality`: errors over 8,000 tiles (windows of 12
 
 from __future__ import annotations
 
-_WIDTHS = (1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8)
+from ciuic_cli.codecs.packing import BITS
 
 
 def _by_width(*values: float) -> dict[float, float]:
-    return dict(zip(_WIDTHS, values, strict=True))
+    """Figures of every width but 0."""
+    return dict(zip(BITS[1:], values, strict=True))
 
 
 # By window length L and bits per weight K: best scale of the code relative to the standard deviation.
