@@ -29,6 +29,7 @@ from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 
 BITS = ALL_BITS[1:]
+WHOLE = [int(bits) for bits in BITS if bits == int(bits)]  # all that the plain loop knows
 
 
 def gaussian_error(bits: float, window: int, scale: float, tiles: int, seed: int = 0) -> float:
@@ -88,9 +89,7 @@ def encode(windows: list[int], threads: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_loop(Path(folder))
         for window in windows:
-            for bits in (
-                int(width) for width in BITS if width == int(width)
-            ):  # all that the plain loop knows
+            for bits in WHOLE:
                 tiles = 12 * threads * (1 << (16 - window))
                 weight = torch.randn(TILE * tiles // 4, 4 * TILE)
                 scales = np.full(weight.shape[0], SCALE_BY_WINDOW[window][bits], np.float32)

@@ -97,7 +97,7 @@ def random_matrix(
     window: int = 16,
 ) -> PackedMatrix:
     """Random codes (any bits are valid) with row groups of `row_bits` in turn."""
-    bits = np.resize(np.array([stored_bits(width) for width in row_bits], dtype=np.uint8), -(-rows // 16))
+    bits = np.resize(stored_bits(row_bits), -(-rows // 16))
     size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
     if rank:
@@ -235,7 +235,7 @@ def _encoder(device, record, small: bool) -> None:
             L=window,
             seed=0,
             base=1.0,
-            row_bits=np.array([stored_bits(bits)], dtype=np.uint8),
+            row_bits=stored_bits([bits]),
             row_scale=np.zeros(16, dtype=np.uint8),
             codes=codes.reshape(-1).cpu().numpy().copy(),
         )

@@ -2,8 +2,8 @@
 //
 // After step t the state is the window s_t of L bits that weight t is decoded from; the next step shifts that weight's bits in:
 // K of them, or K - 1/2 and K + 1/2 in turn. Only the low bits p of a window (the prefix that the next window begins with)
-// matter for the future, so the forward pass keeps best_t[p] alone. The way back finds the minimising windows again from every few of these arrays, instead of
-// storing a decision per state and step.
+// matter for the future, so the forward pass keeps best_t[p] alone. The way back finds the minimising windows again from
+// every few of these arrays, instead of storing a decision per state and step.
 //
 // All costs are integers (codebook.h), so every instruction set and batch size gives the same path.
 #include <cmath>

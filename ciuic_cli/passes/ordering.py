@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.threads import one_thread
 
-BLOCK = 16
 PIVOTS = 16
 """How many blocks are chosen one by one, each knowing those before it; the others follow by what these leave of them.
 The first few have nearly all of what an order can change."""
@@ -30,21 +30,21 @@ def rounding_order(moment: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 (n / 16,), a permutation; the same for any number of threads.
     """
-    blocks = len(moment) // BLOCK
-    left = moment.diagonal().reshape(blocks, BLOCK).double().sum(1)
-    factor = moment.new_empty(len(moment), BLOCK * min(PIVOTS, blocks))
+    blocks = len(moment) // TILE
+    left = moment.diagonal().reshape(blocks, TILE).double().sum(1)
+    factor = moment.new_empty(len(moment), TILE * min(PIVOTS, blocks))
     chosen: list[int] = []
     with one_thread():
         while len(chosen) < min(PIVOTS, blocks):
-            block, known = int(left.argmin()), BLOCK * len(chosen)
-            rows = slice(BLOCK * block, BLOCK * (block + 1))
+            block, known = int(left.argmin()), TILE * len(chosen)
+            rows = slice(TILE * block, TILE * (block + 1))
             rest = moment[rows].T - factor[:, :known] @ factor[rows, :known].T
             corner, info = torch.linalg.cholesky_ex(rest[rows])
             if int(info):  # singular to working precision: what is left orders the others
                 break
             columns = torch.linalg.solve_triangular(corner.T, rest, upper=True, left=False)
-            factor[:, known : known + BLOCK] = columns
-            left -= columns.square().reshape(blocks, BLOCK * BLOCK).double().sum(1)
+            factor[:, known : known + TILE] = columns
+            left -= columns.square().reshape(blocks, TILE * TILE).double().sum(1)
             left[block] = torch.inf
             chosen.append(block)
     others = [block for block in left.argsort(stable=True).tolist() if block not in chosen]

@@ -30,7 +30,7 @@ def packed(
 ) -> PackedMatrix:
     """Row groups take `row_bits` in turn, those of the low-rank factors `factor_bits`; scales span a factor of four."""
     groups = -(-rows // 16)
-    bits = np.resize(np.array([stored_bits(width) for width in row_bits], dtype=np.uint8), groups)
+    bits = np.resize(stored_bits(row_bits), groups)
     size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
     if rank:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ciuic_cli.passes.ordering import BLOCK, PIVOTS, rounding_order
-from ciuic_cli.passes.quantize import block_ldl
+from ciuic_cli.passes.ordering import PIVOTS, rounding_order
+from ciuic_cli.passes.quantize import BLOCK, block_ldl
 
 
 def moment(n: int, spread: float, seed: int = 0) -> torch.Tensor:
