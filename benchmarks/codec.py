@@ -23,10 +23,10 @@ import torch
 
 from ciuic_cli.codecs import native, trellis
 from ciuic_cli.codecs.figures import SCALE_BY_WINDOW
-from ciuic_cli.codecs.packing import BITS as ALL_BITS
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.codecs.widths import BITS as ALL_BITS
 
 BITS = ALL_BITS[1:]
 WHOLE = [int(bits) for bits in BITS if bits == int(bits)]  # all that the plain loop knows

@@ -13,8 +13,8 @@ import torch
 from gpu_checks import blob_of, random_matrix
 
 from ciuic_cli import kernels
-from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.kernels import activations
 from ciuic_cli.kernels.launcher import launcher_for
 from ciuic_cli.kernels.parameters import TO_BYTES

@@ -14,8 +14,9 @@ from ciuic_cli.budget import Allocation, allocate, smallest
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import BITS, bits_of, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import bits_of, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import stack_header_nbytes
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import BLOCK, predicted_loss

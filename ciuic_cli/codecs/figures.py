@@ -5,7 +5,7 @@ Figures of `benchmarks/codec.py quality`: errors over 8,000 tiles (windows of 12
 
 from __future__ import annotations
 
-from ciuic_cli.codecs.packing import BITS
+from ciuic_cli.codecs.widths import BITS
 
 
 def _by_width(*values: float) -> dict[float, float]:

@@ -28,10 +28,9 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs.transform import TILE, log2_block, padded
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError
 
-BITS: tuple[float, ...] = (0, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8)
-"""Bits per weight that a group of 16 rows may have."""
 WINDOWS = range(12, 17)
 UNIT_BYTES = 32
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ciuic_cli.codecs.packing import BITS, UNIT_BYTES
+from ciuic_cli.codecs.packing import UNIT_BYTES
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import launcher_for

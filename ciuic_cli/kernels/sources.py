@@ -6,7 +6,7 @@ import hashlib
 from functools import lru_cache
 from pathlib import Path
 
-from ciuic_cli.codecs.packing import BITS
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import EnvironmentFault
 
 UNITS: dict[str, tuple[str, ...]] = {

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.widths import BITS
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
 

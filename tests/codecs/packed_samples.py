@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.transform import TILE, padded
+from ciuic_cli.codecs.widths import BITS
 
 ALL_BITS = BITS[1:]
 

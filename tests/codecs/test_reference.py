@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import BITS
+from ciuic_cli.codecs.widths import BITS
 
 
 def test_levels_by_hand() -> None:

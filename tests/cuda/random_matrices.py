@@ -7,9 +7,10 @@ import torch
 from emulation import Emulator
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.kernels import DeviceMatrix, DeviceStack
 
 ALL_BITS = (4, 0, 2.5, 8, 1.5, 6, 4.5, 1, 3, 5.5, 2, 7, 3.5, 5)

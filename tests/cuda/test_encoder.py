@@ -9,8 +9,9 @@ import torch
 from emulation import Emulator
 
 from ciuic_cli.codecs import reference, trellis
-from ciuic_cli.codecs.packing import BITS, PackedMatrix, stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix, stored_bits
 from ciuic_cli.codecs.trellis import CODE_SCALE
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import encode
 

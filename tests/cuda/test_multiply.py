@@ -9,8 +9,8 @@ from emulation import Emulator
 from random_matrices import dense, on_device, packed, relative_error
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.codecs.transform import inverse_transform
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import linear, product
 from ciuic_cli.kernels.launcher import Limits

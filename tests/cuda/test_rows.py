@@ -9,7 +9,7 @@ from emulation import Emulator
 from random_matrices import ALL_BITS, dense, on_device, packed, relative_error
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import BITS
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import decode, embedding
 

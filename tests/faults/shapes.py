@@ -24,9 +24,10 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import native, reference
-from ciuic_cli.codecs.packing import BITS, WINDOWS, PackedMatrix, group_offsets, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import WINDOWS, PackedMatrix, group_offsets, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import TILE, log2_block, padded, transform
+from ciuic_cli.codecs.widths import BITS
 
 Array = npt.NDArray[Any]
 

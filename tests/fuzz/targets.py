@@ -20,10 +20,11 @@ from ciuic_cli.checkpoint.architecture import build_config
 from ciuic_cli.checkpoint.folder import INDEX_NAME
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.packing import BITS, PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import log2_block, padded
 from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError
 
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2})

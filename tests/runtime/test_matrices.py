@@ -7,8 +7,8 @@ import torch
 from packed_weights import as_tensor, dense, random_codes
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import BITS
 from ciuic_cli.codecs.transform import inverse_transform
+from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
 
 
