@@ -30,8 +30,8 @@ from ciuic_cli.errors import InputError
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2})
 ARTIFACT_CONFIG = json.dumps({"quantization_config": {"quant_method": "ciuic", "format_version": 1}})
 MOST_WEIGHTS = 1 << 15
-WIDTHS = stored_bits(BITS).tolist()
 """Larger matrices are opened but not decoded: an input of a few bytes may stand for many weights."""
+WIDTHS = stored_bits(BITS).tolist()
 
 
 def framed(header: bytes, data: bytes) -> bytes:
