@@ -13,7 +13,7 @@ import torch
 
 from ciuic_cli import kernels
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix, input_factors, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW
@@ -96,6 +96,8 @@ def random_matrix(
     row_bits: tuple[float, ...],
     rank: int = 0,
     window: int = 16,
+    *,
+    is_scaled: bool = False,
 ) -> PackedMatrix:
     """Random codes (any bits are valid) with row groups of `row_bits` in turn."""
     bits = np.resize(stored_bits(row_bits), -(-rows // 16))
@@ -116,6 +118,7 @@ def random_matrix(
         row_scale=random.integers(0, 33, rows, dtype=np.uint8),
         codes=random.integers(0, 256, size, dtype=np.uint8),
         lowrank=lowrank,
+        input_scale=random.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None,
     )
 
 
@@ -129,6 +132,8 @@ def dense(packed: PackedMatrix) -> torch.Tensor:
     if packed.lowrank is not None:
         right, left = packed.lowrank
         out += dense(left).T @ dense(right)
+    if packed.input_scale is not None:
+        out *= input_factors(packed.input_scale)
     return out
 
 
@@ -172,7 +177,7 @@ def _rows(device, random, record, small: bool) -> None:
                 error = relative_error(kernels.decode(matrix, dtype=dtype), exact)
                 record(f"decode {bits:g} bits L={window} {dtype}", error)
     for cols in (100, 1040) if small else (100, 576, 4096, 7168):
-        packed = random_matrix(random, 77, cols, (4, 2.5, 8))
+        packed = random_matrix(random, 77, cols, (4, 2.5, 8), is_scaled=True)
         matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
         tokens = torch.from_numpy(random.integers(0, 77, 9)).to(device)
         rows = kernels.embedding(matrix, tokens, torch.bfloat16)
@@ -184,7 +189,8 @@ def _products(device, random, record, small: bool) -> None:
     shapes = [(45, 208), (33, 1100)] if small else [(45, 208), (1030, 4096), (576, 1536), (333, 14336)]
     for rows, cols in shapes:
         for row_bits in ((4,), _MIXED):
-            packed = random_matrix(random, rows, cols, row_bits, rank=20 if row_bits != (4,) else 0)
+            mixed = row_bits == _MIXED
+            packed = random_matrix(random, rows, cols, row_bits, rank=20 if mixed else 0, is_scaled=mixed)
             matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
             exact = dense(packed)
             for batch in batches:

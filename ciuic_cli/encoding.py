@@ -14,11 +14,12 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import PackedMatrix, stored_order
+from ciuic_cli.codecs.packing import PackedMatrix, input_factors, stored_order, stored_position
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, removal_loss, round_prepared
+from ciuic_cli.passes.scale import input_scales, scaled
 from ciuic_cli.passes.sort import row_classes, sorting_pays
-from ciuic_cli.planning import Arms, PassOptions, Plan, require_weighable
+from ciuic_cli.planning import Arms, PassOptions, Plan, UnitPlan, require_weighable
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import CHANNEL_ROLES, Unit, importance_of
 
@@ -38,6 +39,10 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     weight = read_unit(model_map, unit)
     require_weighable(torch.linalg.vector_norm(weight, dim=1).square().numpy(), unit, model_map)
     importance = importance_of(unit, statistics)
+    covered = statistics.covers(unit.name)  # else there is no Hessian at all
+    # Experts have none: all of them take the same transformed input.
+    input_scale = input_scales(weight, importance) if covered and unit.expert is None else None
+    weight, importance = scaled(weight, importance, input_scale)
     prepared = prepare(weight, importance)
     importance = replace(importance, contexts=None)  # as large as the matrix, and used up
     gone = removal_loss(weight, importance)
@@ -45,13 +50,12 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     rest = {}
     if ranks := options.ranks_for(unit):
         rest = lowrank.rests(weight, prepared.outputs.noise[: unit.rows], ranks)
-    arms = _priced(prepared, gone, rest, unit, options)
+    arms = replace(_priced(prepared, gone, rest, unit, options), input_scale=input_scale)
     damping = max(prepared.inputs.damping, prepared.outputs.damping)
     if damping:
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, unit.key, damping)
     seen = statistics.tokens(unit.name, unit.expert)
     dead = bool((importance.inputs.diagonal() <= 0).any())
-    covered = statistics.covers(unit.name)  # else there is no Hessian at all
     arms.singular = covered and (bool(damping) or dead or seen < unit.cols)
     if options.prune == "auto" and unit.role in CHANNEL_ROLES:
         arms.channels = prune.channel_loss(weight, importance)
@@ -63,6 +67,7 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
         arms.sorted = replace(
             _priced(prepared.reordered(importance, order), gone[order], rest, unit, options),
             row_class=row_class,
+            input_scale=input_scale,
             channels=arms.channels,
             singular=arms.singular,
         )
@@ -81,13 +86,21 @@ def _priced(
 
 
 def arranged(
-    weight: torch.Tensor, importance: Importance, row_class: NDArray[np.uint8] | None
+    weight: torch.Tensor, importance: Importance, chosen: UnitPlan
 ) -> tuple[torch.Tensor, Importance]:
-    """A weight (m, n) and its importance with the rows in the order in which they are stored."""
-    if row_class is None:
+    """A weight (m, n) and its importance as they are stored: inputs scaled, rows in their order."""
+    weight, importance = scaled(weight, importance, chosen.input_scale)
+    if chosen.row_class is None:
         return weight, importance
-    order = torch.from_numpy(stored_order(row_class))
+    order = torch.from_numpy(stored_order(chosen.row_class))
     return weight[order], importance.reordered(order)
+
+
+def as_it_was(weight: torch.Tensor, chosen: UnitPlan) -> torch.Tensor:
+    """The inverse of `arranged`: a weight (m, n) as the model has it."""
+    if chosen.row_class is not None:
+        weight = weight[torch.from_numpy(stored_position(chosen.row_class))]
+    return weight if chosen.input_scale is None else weight * input_factors(chosen.input_scale)
 
 
 def encode_unit(
@@ -100,14 +113,19 @@ def encode_unit(
     removed = prune.removed_columns(plan.removed, unit.key, unit.cols)
     if removed is not None:
         weight = prune.correct_rest(weight, importance.inputs, removed)
-    weight, importance = arranged(weight, importance, chosen.row_class)
+    weight, importance = arranged(weight, importance, chosen)
     prepared, factors = prepare(weight, importance), None
     if chosen.rank:
         row_weight = prepared.outputs.noise[: unit.rows]
         factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window)
         prepared = prepared.with_weight(weight - product)
     return round_prepared(
-        prepared, chosen.row_bits, lowrank=factors, row_class=chosen.row_class, window=window
+        prepared,
+        chosen.row_bits,
+        lowrank=factors,
+        row_class=chosen.row_class,
+        input_scale=chosen.input_scale,
+        window=window,
     )
 
 
@@ -134,6 +152,7 @@ def _fields(arms: Arms) -> dict[str, NDArray[Any]]:
         "remaining": remaining,
         "singular": np.array(arms.singular),
         "row_class": np.zeros(0, np.uint8) if arms.row_class is None else arms.row_class,
+        "input_scale": np.zeros(0, np.uint8) if arms.input_scale is None else arms.input_scale,
     }
 
 
@@ -153,4 +172,5 @@ def _from_fields(stored: Mapping[str, NDArray[Any]], unit: Unit, options: PassOp
         unit, options.widths_for(unit), options.window, stored["sensitivity"], stored["removal"], candidates,
         channels=stored["channels"], singular=bool(stored["singular"]),
         row_class=stored["row_class"] if stored["row_class"].size else None,
+        input_scale=stored["input_scale"] if stored["input_scale"].size else None,
     )  # fmt: skip

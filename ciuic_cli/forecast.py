@@ -22,6 +22,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.quantize import Importance, prepare, removal_loss, round_prepared
+from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
@@ -270,6 +271,8 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
     area = unit.weights / (rows * cols)
     sorting = area * clock(lambda: prepared.reordered(importance, torch.arange(rows)).row_loss)
     sorting += area * clock(lambda: removal_loss(weight, importance))
+    if unit.expert is None:
+        sorting += factoring * clock(lambda: input_scales(weight, importance))
     if ranks and unit.role not in PLAIN_ROLES:
         sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))
     coding = clock(lambda: round_prepared(some, bits[: len(some.weight) // 16], window=window))

@@ -36,6 +36,7 @@ class Arms:
     channels: for a down projection, KL of losing each block of 16 of its inputs; else empty.
     singular: whether its Hessian had less than full rank before damping (few tokens, or inputs that are always 0).
     row_class: None, or (rows,) the classes by which its rows are sorted; groups are of stored rows.
+    input_scale: None, or (cols,) the codes of its input scales.
     sorted: the arms of the same matrix with its rows sorted, where that pays.
     """
 
@@ -50,6 +51,7 @@ class Arms:
     channels: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
     singular: bool = False
     row_class: NDArray[np.uint8] | None = None
+    input_scale: NDArray[np.uint8] | None = None
     sorted: Arms | None = None
 
     @property
@@ -84,7 +86,7 @@ def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token; row_class: as in `Arms`.
+    """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token; the others: as in `Arms`.
 
     A multi-token-prediction layer's matrix predicts none: the model's own predictions do not pass through it.
     """
@@ -95,6 +97,7 @@ class UnitPlan:
     lowrank_bytes: int
     predicted_kl: float
     row_class: NDArray[np.uint8] | None = None
+    input_scale: NDArray[np.uint8] | None = None
 
     @property
     def is_zero(self) -> bool:
@@ -138,8 +141,14 @@ def blob_sizes(
     single: dict[str, list[int]] = {}
     for arm in arms:
         unit = arm.unit
-        is_sorted = arm.row_class is not None
-        size = packed_nbytes(unit.rows, unit.cols, row_bits[unit.key], arm.lowrank_bytes, is_sorted=is_sorted)
+        size = packed_nbytes(
+            unit.rows,
+            unit.cols,
+            row_bits[unit.key],
+            arm.lowrank_bytes,
+            is_sorted=arm.row_class is not None,
+            has_input_scale=arm.input_scale is not None,
+        )
         single.setdefault(unit.name, []).append(size)
     return {
         name: sum(sizes)
@@ -317,7 +326,7 @@ def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:
 
 
 def _blank_arms(model_map: ModelMap, options: PassOptions) -> list[Arms]:
-    """Every matrix's arms with their bytes, and no loss."""
+    """Every matrix's arms with their bytes, input scales among them, and no loss."""
     arms = []
     for unit in units_of(model_map.parameters.values()):
         nothing = np.zeros(unit.groups)
@@ -326,7 +335,9 @@ def _blank_arms(model_map: ModelMap, options: PassOptions) -> list[Arms]:
             lowrank.LowRankArm(rank, lowrank.factor_bytes(unit.rows, unit.cols, rank), remaining)
             for rank in options.ranks_for(unit)
         ]
-        arms.append(Arms(unit, options.widths_for(unit), options.window, nothing, nothing, parts))
+        scales = np.broadcast_to(np.uint8(0), unit.cols) if unit.expert is None else None
+        widths = options.widths_for(unit)
+        arms.append(Arms(unit, widths, options.window, nothing, nothing, parts, input_scale=scales))
     return arms
 
 
@@ -433,7 +444,9 @@ class _Solution:
                 per_group = np.where(forced, 0.0, per_group)  # charged to the structure instead
             loss = float(per_group.sum()) + sum(s.loss for s in self.taken if s.down == arm.unit.key)
             loss = 0.0 if arm.unit.role in MTP_ROLES else loss
-            units[arm.unit.key] = UnitPlan(arm.unit, chosen, arm.rank, arm.lowrank_bytes, loss, arm.row_class)
+            units[arm.unit.key] = UnitPlan(
+                arm.unit, chosen, arm.rank, arm.lowrank_bytes, loss, arm.row_class, arm.input_scale
+            )
         blobs = blob_sizes(self.map, self.arms, bits)
         total = stored_bytes(lay_out(stored_tensors(self.map, blobs)))
         return Plan(units, blobs, total, self.budget, allocation.price, tuple(self.taken))

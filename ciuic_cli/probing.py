@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import bits_of, stored_position
+from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
-from ciuic_cli.encoding import arranged, read_unit
+from ciuic_cli.encoding import arranged, as_it_was, read_unit
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.linear_algebra import solve_transposed
 from ciuic_cli.passes.quantize import BLOCK, Prepared, RowFeedback, prepare
@@ -104,9 +104,7 @@ def disturbance(
         if unit is None:
             return None
         arms = plan.units[unit.key]
-        weight, importance = arranged(
-            read_unit(model_map, unit), importance_of(unit, statistics), arms.row_class
-        )
+        weight, importance = arranged(read_unit(model_map, unit), importance_of(unit, statistics), arms)
         generator = torch.Generator().manual_seed(zlib.crc32(unit.key.encode()))
         prepared, exact = prepare(weight, importance), torch.zeros(1)
         if arms.rank:
@@ -118,9 +116,7 @@ def disturbance(
         if gone is not None:
             rows = torch.from_numpy(gone).repeat_interleave(BLOCK)[: unit.rows]
             noisy[rows] = weight[rows]
-        if arms.row_class is None:
-            return noisy
-        return noisy[torch.from_numpy(stored_position(arms.row_class))]
+        return as_it_was(noisy, arms)
 
     return override
 

@@ -133,6 +133,7 @@ def _passes(plan: Plan) -> list[dict[str, Any]]:
             "name": "bits",
             "bytes": coded,
             "sorted_matrices": sum(u.row_class is not None for u in units),
+            "scaled_matrices": sum(u.input_scale is not None for u in units),
             "predicted_kl": plan.predicted_kl,
         },
     ]

@@ -87,7 +87,11 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding
     if (p.log2_block) {
       hadamard(v, lane, p.log2_block, exchange);
 #pragma unroll
-      for (int i = 0; i < 32; ++i) v[i] = apply_sign(v[i], p.seed, base + chunk_position(lane, i));
+      for (int i = 0; i < 32; ++i) {
+        const u32 j = base + chunk_position(lane, i);
+        v[i] = apply_sign(v[i], p.seed, j);
+        if (p.input_factor && j < p.cols) v[i] *= p.input_factor[j];
+      }
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {

@@ -44,6 +44,7 @@ struct CiuicLinear {
 
 struct CiuicTransform {
   const void* x;      // [rows][x_stride] of x_type
+  const float* input_factor;  // null, or [cols]; forward: multiplies x before the transform
   void* out;          // see CiuicTransformMode
   float* out_scale;   // [rows]
   s32* out_sum;       // [rows][2]
@@ -79,6 +80,7 @@ struct CiuicEmbedding {
   const u8* blob;
   const u32* group_offset;
   const s64* tokens;  // [grid x]
+  const float* input_factor;  // null, or [cols]: multiplies rows in the original basis
   void* out;          // [grid x][cols] of out_type
   u32 rows;
   u32 cols;

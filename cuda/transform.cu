@@ -11,6 +11,7 @@ CIUIC_DEVICE void load_chunk(float (&v)[32], const CiuicTransform& p, u32 row, u
   for (int i = 0; i < 32; ++i) {
     const u32 j = base + chunk_position(lane, i);
     v[i] = j < limit ? load_as(p.x, start + j, p.x_type) : 0.0f;
+    if (p.input_factor && j < limit) v[i] *= p.input_factor[j];
     if (!inverse) v[i] = apply_sign(v[i], p.seed, j);
   }
   hadamard(v, lane, p.log2_block, exchange);

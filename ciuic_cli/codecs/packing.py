@@ -2,18 +2,22 @@
 
 All numbers are little endian. A matrix blob:
 
-    0  4s magic "CIU1"   4 u8 L   5 u8 flags (bit 0: low-rank part, bit 1: rows are sorted)   6 u8 log2(B)   7 u8 zero
+    0  4s magic "CIU1"   4 u8 L   5 u8 flags (bit 0: low-rank part, bit 1: rows are sorted, bit 2: input scales)
+    6  u8 log2(B)   7 u8 zero
     8  u32 rows   12 u32 cols   16 u32 seed   20 f32 base   24 u32 rank   28 u32 lowrank_bytes
     32 u8 row_bits[ceil(rows / 16)], u8 row_scale[rows],
        where rows are sorted: u4 row_class[rows], the even row of a byte in its low half,
+       where there are input scales: u8 input_scale[cols],
        zero padding to a multiple of 16
     then the low-rank part: blob of R (rank x cols), blob of L transposed (rank x rows)
     then the codes: per group of 16 rows, per block of 16 columns, 32 bytes per bit per weight
 
 A byte of row_bits has the whole bits per weight of its group in bits 0 to 3, and half a bit more if bit 7 is set.
 
-A row's scale is base * 2^(row_scale / 16). Where rows are sorted, all of this but row_class is about the stored rows,
-the low-rank part too: the matrix's rows of class 0 in their order, then those of class 1, and so on to 15.
+A row's scale is base * 2^(row_scale / 16). Each input is multiplied by its scale, 2^((input_scale - 128) / 16), before
+anything else: all other fields are about the matrix whose columns have been divided by that, the low-rank part too.
+Where rows are sorted, all of this but row_class is about the stored rows, the low-rank part too: the matrix's rows of
+class 0 in their order, then those of class 1, and so on to 15.
 """
 
 from __future__ import annotations
@@ -36,13 +40,15 @@ UNIT_BYTES = 32
 
 _HEADER = struct.Struct("<4sBBBBIIIfII")
 ALIGN = 16
-_HAS_LOWRANK, _IS_SORTED = 1, 2
+_HAS_LOWRANK, _IS_SORTED, _HAS_INPUT_SCALE = 1, 2, 4
 _HALF = 0x80
 _BAD_BITS = "bits per weight must be one of " + ", ".join(f"{bits:g}" for bits in BITS)
 CLASSES = 16
 _MAX_DIMENSION = 2**31 - TILE
 _MAX_BASE = float(np.finfo(np.float32).max) / 2.0**16
 _SCALE_STEPS = np.exp2(np.arange(256) / 16.0).astype(np.float32)
+UNIT_SCALE = 128
+"""The code of an input scale of 1."""
 
 Buffer = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
 Bytes = npt.NDArray[np.uint8]
@@ -79,6 +85,8 @@ class PackedMatrix:
         lowrank: None, or (R [rank, cols], L transposed [rank, rows]); the product L R is added to the matrix.
         row_class: None, or uint8 [rows], 0 to 15: the matrix's rows are stored sorted by it. All else here (and what
             `codecs.trellis` and the kernels do) is about stored rows; `order` and `position` lead to the matrix's own.
+        input_scale: None, or uint8 [cols], codes of what each input is multiplied by first: all else here (and what
+            `codecs.trellis` and the kernels decode) is about W with its columns divided by that.
     """
 
     rows: int
@@ -91,6 +99,7 @@ class PackedMatrix:
     codes: Bytes
     lowrank: tuple[PackedMatrix, PackedMatrix] | None = None
     row_class: Bytes | None = None
+    input_scale: Bytes | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -119,6 +128,10 @@ class PackedMatrix:
         """`position` as int32 on a device."""
         position = self.position
         return None if position is None else torch.from_numpy(position.astype(np.int32)).to(device)
+
+    def input_factors_on(self, device: torch.device) -> torch.Tensor | None:
+        """What each input is multiplied by first, float32 [cols] on a device; None for nothing."""
+        return None if self.input_scale is None else input_factors(self.input_scale).to(device)
 
     @property
     def rows_padded(self) -> int:
@@ -159,8 +172,14 @@ class PackedMatrix:
     @property
     def nbytes(self) -> int:
         """Bytes of the blob."""
-        is_sorted = self.row_class is not None
-        return packed_nbytes(self.rows, self.cols, self.row_bits, self._lowrank_bytes, is_sorted=is_sorted)
+        return packed_nbytes(
+            self.rows,
+            self.cols,
+            self.row_bits,
+            self._lowrank_bytes,
+            is_sorted=self.row_class is not None,
+            has_input_scale=self.input_scale is not None,
+        )
 
     @property
     def _lowrank_bytes(self) -> int:
@@ -171,7 +190,9 @@ class PackedMatrix:
         header = _HEADER.pack(
             b"CIU1",
             self.L,
-            _HAS_LOWRANK * (self.lowrank is not None) + _IS_SORTED * (self.row_class is not None),
+            _HAS_LOWRANK * (self.lowrank is not None)
+            + _IS_SORTED * (self.row_class is not None)
+            + _HAS_INPUT_SCALE * (self.input_scale is not None),
             self.log2_block,
             0,
             self.rows,
@@ -182,6 +203,8 @@ class PackedMatrix:
             self._lowrank_bytes,
         )
         head = header + self.row_bits.tobytes() + self.row_scale.tobytes() + _nibbles(self.row_class)
+        if self.input_scale is not None:
+            head += self.input_scale.tobytes()
         parts = [head, bytes(-len(head) % ALIGN)]
         if self.lowrank is not None:
             parts += [part.to_bytes() for part in self.lowrank]
@@ -207,10 +230,17 @@ class PackedMatrix:
 
 
 def packed_nbytes(
-    rows: int, cols: int, row_bits: npt.ArrayLike, lowrank_bytes: int = 0, *, is_sorted: bool = False
+    rows: int,
+    cols: int,
+    row_bits: npt.ArrayLike,
+    lowrank_bytes: int = 0,
+    *,
+    is_sorted: bool = False,
+    has_input_scale: bool = False,
 ) -> int:
     """Bytes of a matrix blob, header, scales and padding included."""
-    head = _HEADER.size + padded(rows) // TILE + rows + (class_nbytes(rows) if is_sorted else 0)
+    head = _HEADER.size + padded(rows) // TILE + rows
+    head += (class_nbytes(rows) if is_sorted else 0) + (cols if has_input_scale else 0)
     codes = int(tile_nbytes(row_bits).sum()) * (padded(cols) // TILE)
     return head + -head % ALIGN + lowrank_bytes + codes
 
@@ -280,6 +310,17 @@ def decode_scales(base: float, codes: Bytes) -> npt.NDArray[np.float32]:
     return np.float32(base) * _SCALE_STEPS[codes]
 
 
+def encode_input_scales(factors: torch.Tensor) -> Bytes:
+    """Codes, uint8 [cols], of the input scales nearest to positive factors (cols), those being 2^-8 to 2^7.9."""
+    steps = torch.round(16 * torch.log2(factors.double())) + UNIT_SCALE
+    return np.asarray(steps.clamp(0, 255).to(torch.uint8).numpy())
+
+
+def input_factors(input_scale: Bytes) -> torch.Tensor:
+    """The input scales that codes stand for, float32 [cols]: 2^((code - 128) / 16), each power rounded to float32."""
+    return torch.from_numpy(_SCALE_STEPS[input_scale] * np.float32(2.0 ** (-UNIT_SCALE / 16)))
+
+
 def refusal(where: str, message: str) -> InputError:
     return InputError(
         message, tensor=where, remedy="The file is damaged or was not written by ciuic: fetch it again."
@@ -326,6 +367,11 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
             f"row_class must be uint8 [{m.rows}]",
         )
         need(int(m.row_class.max()) < CLASSES, f"row classes are below {CLASSES}")
+    if m.input_scale is not None:
+        need(
+            m.input_scale.dtype == np.uint8 and m.input_scale.shape == (m.cols,),
+            f"input_scale must be uint8 [{m.cols}]",
+        )
     if m.lowrank is not None:
         right, left = m.lowrank
         need(
@@ -333,6 +379,7 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
             "a low-rank factor cannot have a low-rank part itself",
         )
         need(right.row_class is None and left.row_class is None, "a low-rank factor's rows cannot be sorted")
+        need(right.input_scale is None and left.input_scale is None, "a low-rank factor has no input scales")
         need(right.rows == left.rows, f"ranks {right.rows} and {left.rows} of the low-rank factors differ")
         need(right.rows <= min(m.rows, m.cols), f"rank {right.rows} exceeds the shape {m.rows} x {m.cols}")
         need((right.cols, left.cols) == (m.cols, m.rows), "the low-rank factors do not fit the matrix")
@@ -344,22 +391,25 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
         raise refusal(where, "this is not a compressed matrix")
     fields = _HEADER.unpack(data[: _HEADER.size].tobytes())
     _, window, flags, log2, zero, rows, cols, seed, base, rank, lowrank_bytes = fields
-    if zero != 0 or flags & ~(_HAS_LOWRANK | _IS_SORTED):
+    if zero != 0 or flags & ~(_HAS_LOWRANK | _IS_SORTED | _HAS_INPUT_SCALE):
         raise refusal(where, "unknown flags; a newer version may have written it")
     if not (1 <= rows <= _MAX_DIMENSION and 1 <= cols <= _MAX_DIMENSION) or log2 != log2_block(padded(cols)):
         raise refusal(where, f"impossible shape {rows} x {cols} with blocks of 2^{log2}")
-    has_lowrank, is_sorted = bool(flags & _HAS_LOWRANK), bool(flags & _IS_SORTED)
+    has_lowrank, is_sorted, has_input_scale = (
+        bool(flags & flag) for flag in (_HAS_LOWRANK, _IS_SORTED, _HAS_INPUT_SCALE)
+    )
     if (
         has_lowrank != (rank > 0)
         or has_lowrank != (lowrank_bytes > 0)
         or lowrank_bytes % ALIGN
-        or (nested and (has_lowrank or is_sorted))
+        or (nested and flags)
     ):
         raise refusal(where, f"impossible low-rank part: rank {rank}, {lowrank_bytes} bytes")
     groups = padded(rows) // TILE
     scales_at = _HEADER.size + groups
     classes_at = scales_at + rows
-    begin = packed_nbytes(rows, cols, 0, is_sorted=is_sorted)
+    optional = {"is_sorted": is_sorted, "has_input_scale": has_input_scale}
+    begin = packed_nbytes(rows, cols, 0, **optional)
     if begin + lowrank_bytes > data.size:
         raise refusal(where, f"a {rows} x {cols} matrix cannot be in {data.size} bytes")
     row_bits = data[_HEADER.size : scales_at]
@@ -371,9 +421,13 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
         row_class = _from_nibbles(data[classes_at:head_end], rows)
         if rows % 2 and data[head_end - 1] >> 4:
             raise refusal(where, "the padding after the classes is not zero")
+    input_scale = None
+    if has_input_scale:
+        input_scale = data[head_end : head_end + cols]
+        head_end += cols
     if data[head_end:begin].any():
         raise refusal(where, "the padding after the scales is not zero")
-    end = packed_nbytes(rows, cols, row_bits, lowrank_bytes, is_sorted=is_sorted)
+    end = packed_nbytes(rows, cols, row_bits, lowrank_bytes, **optional)
     if end > data.size:
         raise refusal(where, f"{end} bytes expected, {data.size} found")
     lowrank = None
@@ -393,6 +447,7 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
             codes=data[begin + lowrank_bytes : end],
             lowrank=lowrank,
             row_class=row_class,
+            input_scale=input_scale,
         )
     except InputError as error:
         raise refusal(where, error.message) from error

@@ -28,6 +28,8 @@ class ExpertStack:
         shapes = {(expert.rows, expert.cols) for expert in self.experts}
         if len(shapes) != 1:
             raise InputError(f"an expert stack needs experts of one shape, not {sorted(shapes)}")
+        if any(expert.input_scale is not None for expert in self.experts):
+            raise InputError("an expert of a stack has no input scales: all take the same transformed input")
 
     @property
     def rows(self) -> int:
@@ -80,6 +82,8 @@ class ExpertStack:
                 raise refusal(
                     where, f"expert {index} is {expert.rows} x {expert.cols}, the stack {rows} x {cols}"
                 )
+            if expert.input_scale is not None:
+                raise refusal(where, f"expert {index} has input scales, which no expert of a stack has")
             experts.append(expert)
         return cls(tuple(experts))
 

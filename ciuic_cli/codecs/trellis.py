@@ -16,10 +16,12 @@ import torch
 
 from ciuic_cli.codecs import native
 from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
-from ciuic_cli.codecs.packing import PackedMatrix, group_offsets, packed_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix, group_offsets, input_factors, packed_nbytes
 from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
 from ciuic_cli.interruption import deferred
+
+HALF = (torch.bfloat16, torch.float16)
 
 DEFAULT_WINDOW = 16
 
@@ -171,11 +173,13 @@ def decode(
 
 
 def decode_dense(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix (rows, cols) float32 that a coded one stands for: low-rank part included, rows in their own order."""
+    """The matrix (rows, cols) float32 that a coded one stands for, low-rank part and input scales included."""
     weight = decode(packed, original_basis=True)
     if packed.lowrank is not None:
         right, left = (decode(part, original_basis=True) for part in packed.lowrank)
         weight += left.T @ right
+    if packed.input_scale is not None:
+        weight *= input_factors(packed.input_scale)
     return weight if packed.position is None else weight[torch.from_numpy(packed.position)]
 
 
@@ -241,7 +245,7 @@ def matmul(
     if order is not None and not (_is_plain(order, torch.int32) and order.shape == (packed.rows,)):
         raise UsageError(f"the order of {packed.rows} rows must be contiguous int32 of that length")
     if precise is None:
-        precise = x.dtype not in (torch.bfloat16, torch.float16)
+        precise = x.dtype not in HALF
     x_half, y_half = x.dtype == torch.bfloat16, out_dtype == torch.bfloat16
     if not x_half and x.dtype != torch.float32:
         x = x.to(torch.float32)

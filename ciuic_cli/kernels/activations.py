@@ -53,11 +53,14 @@ def check(x: torch.Tensor, cols: int, blob: torch.Tensor) -> torch.Tensor:
     return flat if flat.stride(1) == 1 or cols == 1 else flat.contiguous()
 
 
-def forward(launcher: Launcher, x: torch.Tensor, seed: int, mode: int) -> Activations:
+def forward(
+    launcher: Launcher, x: torch.Tensor, seed: int, mode: int, input_factors: torch.Tensor | None = None
+) -> Activations:
     """T(x) in the form of `mode`.
 
     Args:
         x: checked activations [rows, cols].
+        input_factors: None, or float32 [cols] that each row of x is multiplied by first.
         mode: TO_BYTES; TO_HALF (each row divided by a power of two); TO_BFLOAT.
     """
     rows, cols = x.shape
@@ -75,6 +78,7 @@ def forward(launcher: Launcher, x: torch.Tensor, seed: int, mode: int) -> Activa
         width,
         p.Transform(
             x=x.data_ptr(),
+            input_factor=None if input_factors is None else input_factors.data_ptr(),
             out=values.data_ptr(),
             out_scale=scale.data_ptr(),
             out_sum=sums.data_ptr(),

@@ -25,13 +25,15 @@ def _units(packed: PackedMatrix) -> int:
 
 @dataclass(frozen=True, eq=False)
 class DeviceMatrix:
-    """One matrix on a device. No part of the blob is copied; the offsets add 4 bytes per 16 rows.
+    """One matrix on a device. No part of the blob is copied; the offsets add 4 bytes per 16 rows, input scales 4 bytes
+    per column.
 
     Attributes:
         packed: the parsed blob. Its codes may lie anywhere; they are not read.
         blob: uint8 [nbytes] on the device, address a multiple of 16.
         group_offset: int32 [ceil(rows / 16)] on the device, where a group's codes begin in `blob`, in 16
             bytes.
+        input_factors: None, or float32 [cols] on the device, what inputs are multiplied by before the transform.
         lowrank: None or (R, L transposed).
 
     Raises:
@@ -42,12 +44,14 @@ class DeviceMatrix:
     packed: PackedMatrix
     blob: torch.Tensor
     group_offset: torch.Tensor = field(init=False)
+    input_factors: torch.Tensor | None = field(init=False)
     lowrank: tuple[DeviceMatrix, DeviceMatrix] | None = field(init=False)
 
     def __post_init__(self) -> None:
         packed, blob = self.packed, self.blob
         _check_blob(blob, packed.nbytes)
         object.__setattr__(self, "group_offset", _offsets(packed).to(blob.device))
+        object.__setattr__(self, "input_factors", packed.input_factors_on(blob.device))
         lowrank = None
         if packed.lowrank is not None:
             right, left = packed.lowrank

@@ -26,7 +26,7 @@ def linear(
     x: torch.Tensor,
     dtype: torch.dtype | None = None,
     *,
-    lowrank: bool = True,
+    bare: bool = False,
 ) -> list[torch.Tensor]:
     """The products of matrices that share their input (q, k and v; gate and up) with one transform of it.
 
@@ -38,7 +38,7 @@ def linear(
         weights: of one width, on one device.
         x: float32, float16 or bfloat16 [..., cols].
         dtype: of the results; default x's.
-        lowrank: add the low-rank parts.
+        bare: multiply with the codes alone, without input scales and low-rank parts.
 
     Returns:
         [..., rows] for every matrix.
@@ -59,27 +59,39 @@ def linear(
         raise UsageError(f"the product cannot be of {dtype}")
     launcher = launcher_for(first.blob.device)
     results: dict[int, torch.Tensor] = {}
-    for seed, window_bits in sorted({(weight.seed, weight.window_bits) for weight in weights}):
-        alike = [i for i, w in enumerate(weights) if (w.seed, w.window_bits) == (seed, window_bits)]
+    kinds = [_transform_of(weight, bare) for weight in weights]
+    for kind in dict.fromkeys(kinds):
+        alike = [i for i, own in enumerate(kinds) if own == kind]
         for begin in range(0, len(alike), p.MAX_PARTS):
             some = alike[begin : begin + p.MAX_PARTS]
             multiply = _small if flat.shape[0] <= product.LARGEST_BATCH else _large
             results.update(
-                zip(some, multiply(launcher, [weights[i] for i in some], flat, dtype, lowrank), strict=True)
+                zip(some, multiply(launcher, [weights[i] for i in some], flat, dtype, bare), strict=True)
             )
     return [results[i].reshape(*x.shape[:-1], weight.rows) for i, weight in enumerate(weights)]
 
 
+def _transform_of(weight: DeviceMatrix, bare: bool) -> tuple[int, int, int]:
+    """Alike where one transform of x and one launch serve: a matrix with input scales has them for itself."""
+    return weight.seed, weight.window_bits, 0 if bare or weight.input_factors is None else id(weight)
+
+
+def _transformed(
+    launcher: Launcher, weight: DeviceMatrix, x: torch.Tensor, mode: int, bare: bool
+) -> Activations:
+    return activations.forward(launcher, x, weight.seed, mode, None if bare else weight.input_factors)
+
+
 def _small(
-    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype, lowrank: bool
+    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype, bare: bool
 ) -> list[torch.Tensor]:
     batch = x.shape[0]
     outputs = [launcher.empty((batch, weight.rows), dtype) for weight in weights]
     if batch == 0:
         return outputs
     variants = product.kernels_for(batch)
-    transformed = activations.forward(launcher, x, weights[0].seed, variants[0].mode)
-    addends = [_small_lowrank(launcher, weight, x, transformed) if lowrank else None for weight in weights]
+    transformed = _transformed(launcher, weights[0], x, variants[0].mode, bare)
+    addends = [None if bare else _small_lowrank(launcher, weight, x, transformed) for weight in weights]
     kernel = product.choose(variants, launcher, [weight.groups for weight in weights], 1)
     product.launch(launcher, kernel, weights, transformed, outputs, addends)
     return outputs
@@ -94,7 +106,7 @@ def _small_lowrank(
     right, left = weight.lowrank
     variants = product.kernels_for(x.shape[0])
     if right.seed != weight.seed:
-        transformed = activations.forward(launcher, x, right.seed, variants[0].mode)
+        transformed = activations.forward(launcher, x, right.seed, variants[0].mode, weight.input_factors)
     z = launcher.empty((x.shape[0], right.rows), torch.float32)
     kernel = product.choose(variants, launcher, [right.groups], 1)
     product.launch(launcher, kernel, [right], transformed, [z])
@@ -113,18 +125,18 @@ def _small_lowrank(
 
 
 def _large(
-    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype, lowrank: bool
+    launcher: Launcher, weights: Sequence[DeviceMatrix], x: torch.Tensor, dtype: torch.dtype, bare: bool
 ) -> list[torch.Tensor]:
-    transformed = activations.forward(launcher, x, weights[0].seed, p.TO_BFLOAT).values
+    transformed = _transformed(launcher, weights[0], x, p.TO_BFLOAT, bare).values
     outputs = []
     for weight in weights:
         y = launcher.empty((x.shape[0], weight.rows), torch.bfloat16)
         _by_panels(launcher, weight, transformed, y)
-        if lowrank and weight.lowrank is not None:
+        if not bare and weight.lowrank is not None:
             right, left = weight.lowrank
             basis = transformed
             if right.seed != weight.seed:
-                basis = activations.forward(launcher, x, right.seed, p.TO_BFLOAT).values
+                basis = activations.forward(launcher, x, right.seed, p.TO_BFLOAT, weight.input_factors).values
             z = launcher.empty((x.shape[0], right.rows), torch.bfloat16)
             _by_panels(launcher, right, basis, z)
             # A row of L^T is T^-1 of a stored row: one inverse transform of the sum serves all.

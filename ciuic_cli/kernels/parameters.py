@@ -39,7 +39,9 @@ class Linear(ctypes.Structure):
 
 class Transform(ctypes.Structure):
     _fields_ = _fields(
-        "x out out_scale out_sum", "x_stride out_stride", "cols cols_padded log2_block seed x_type mode"
+        "x input_factor out out_scale out_sum",
+        "x_stride out_stride",
+        "cols cols_padded log2_block seed x_type mode",
     )
 
 
@@ -48,7 +50,9 @@ class Decode(ctypes.Structure):
 
 
 class Embedding(ctypes.Structure):
-    _fields_ = _fields("blob group_offset tokens out", words="rows cols cols_padded log2_block seed out_type")
+    _fields_ = _fields(
+        "blob group_offset tokens input_factor out", words="rows cols cols_padded log2_block seed out_type"
+    )
 
 
 class LowRank(ctypes.Structure):

@@ -110,11 +110,12 @@ def embedding(
     wanted = tokens.reshape(-1).contiguous()
     out = launcher.empty((wanted.numel(), width), dtype)
     if wanted.numel():
-        warps = warps_for(launcher, matrix.cols_padded, _EMBEDDING_WARPS)
+        warps, factors = warps_for(launcher, matrix.cols_padded, _EMBEDDING_WARPS), matrix.input_factors
         parameters = p.Embedding(
             blob=matrix.blob.data_ptr(),
             group_offset=matrix.group_offset.data_ptr(),
             tokens=wanted.data_ptr(),
+            input_factor=None if transformed or factors is None else factors.data_ptr(),
             out=out.data_ptr(),
             rows=matrix.rows,
             cols=width,

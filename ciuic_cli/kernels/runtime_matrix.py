@@ -29,6 +29,7 @@ class KernelMatrix:
         self.seed = self.view.seed
         self.is_zero = self.view.is_zero
         self.position = packed.position_on(blob.device)
+        self.input_factors = self.view.input_factors
         self.lowrank: tuple[KernelMatrix, KernelMatrix] | None = None
         if self.view.lowrank is not None:
             right, left = self.view.lowrank
@@ -46,11 +47,11 @@ class KernelMatrix:
         """The rows named by `rows` (int64 [n], in any order), transformed basis, float32 [n, cols_padded]."""
         return embedding(self.view, rows, torch.float32, transformed=True)
 
-    def small_product(self, x: torch.Tensor) -> torch.Tensor:
-        """W times x without the low-rank part, float32 [..., rows] in W's own order; for any batch."""
-        y = linear([self.view], x, torch.float32, lowrank=False)[0]
+    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The codes times scaled x, float32 [..., rows] in W's own order; for any batch."""
+        y = linear([self.view], x, torch.float32, bare=True)[0]
         return y if self.position is None else y.index_select(-1, self.position)
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """The stored rows of W times x with the low-rank part, [..., rows] of x's dtype; for any batch."""
+        """The stored rows of W times x, low-rank part and input scales included: [..., rows] of x's dtype."""
         return linear([self.view], x)[0]

@@ -186,15 +186,7 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     """Transform a weight (m, n) float32 and its statistics, and factor the latter."""
     rows, cols = weight.shape
     w = _in_basis(weight)
-    h = transform(transform(importance.inputs).T)
-    h = h.add_(h.T.clone()).mul_(0.5)
-    with one_thread():
-        average = h.diagonal().mean()
-    h.diagonal().add_(INPUT_DAMPING * average + 1e-12)
-    blocks = rounding_order(h)
-    columns = _columns(blocks)
-    h = h[columns][:, columns]
-    inputs = block_ldl(h)
+    blocks, inputs = input_feedback(importance.inputs)
     own = None
     if importance.contexts is not None:
         own = row_feedback(inputs, _in_order(_in_basis(importance.contexts), blocks))
@@ -203,6 +195,18 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     noise = trace.expand(len(w)) if own is None else trace + own.noise
     outputs = _output_feedback(importance.outputs.float(), len(w))
     return Prepared(_in_order(w, blocks), inputs, outputs, own, noise, rows, cols, blocks)
+
+
+def input_feedback(moment: torch.Tensor) -> tuple[torch.Tensor, Feedback]:
+    """The order of the blocks of columns (`Prepared.blocks`), and the feedback in it, for H (n, n)."""
+    h = transform(transform(moment).T)
+    h = h.add_(h.T.clone()).mul_(0.5)
+    with one_thread():
+        average = h.diagonal().mean()
+    h.diagonal().add_(INPUT_DAMPING * average + 1e-12)
+    blocks = rounding_order(h)
+    columns = _columns(blocks)
+    return blocks, block_ldl(h[columns][:, columns])
 
 
 def _in_basis(matrix: torch.Tensor) -> torch.Tensor:
@@ -264,12 +268,14 @@ def round_prepared(
     *,
     lowrank: tuple[PackedMatrix, PackedMatrix] | None = None,
     row_class: NDArray[np.uint8] | None = None,
+    input_scale: NDArray[np.uint8] | None = None,
     window: int,
 ) -> PackedMatrix:
     """Round with feedback on both sides. row_bits: (groups,) uint8, the width of each group of 16 rows
     as it is stored.
 
     row_class: (rows,) where the prepared matrix's rows are those of another, sorted by it.
+    input_scale: (cols,) where its columns are those of another, divided by it.
     """
     best = np.array(
         [SCALE_BY_WINDOW[window].get(bits, 0.0) for bits in bits_of(row_bits)], np.float32
@@ -289,7 +295,7 @@ def round_prepared(
     if prepared.blocks is not None:
         tiles = _tiles_in_place(tiles, row_bits, prepared.blocks.numpy())
     return PackedMatrix(
-        prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class
+        prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class, input_scale
     )  # fmt: skip
 
 

@@ -96,6 +96,7 @@ def _without_codes(packed: PackedMatrix) -> PackedMatrix:
         ("codes", np.broadcast_to(np.uint8(0), packed.codes.shape)),
         ("row_bits", packed.row_bits.copy()),
         ("row_scale", packed.row_scale.copy()),
+        ("input_scale", None if packed.input_scale is None else packed.input_scale.copy()),
         ("lowrank", packed.lowrank and tuple(_without_codes(part) for part in packed.lowrank)),
     ):
         object.__setattr__(lean, name, value)

@@ -19,7 +19,7 @@ from ciuic_cli.codecs.transform import TILE
 
 
 class Matrix(Protocol):
-    """T^-1(codes) + L R, the stored rows of W. Shapes as in `PackedMatrix`."""
+    """(T^-1(codes) + L R) S, the stored rows of W. Shapes as in `PackedMatrix`."""
 
     @property
     def rows(self) -> int: ...
@@ -40,6 +40,11 @@ class Matrix(Protocol):
         ...
 
     @property
+    def input_factors(self) -> torch.Tensor | None:
+        """The diagonal S, float32 [cols] on the device; None for ones."""
+        ...
+
+    @property
     def lowrank(self) -> tuple[Matrix, Matrix] | None:
         """(R, L transposed), or None."""
         ...
@@ -52,11 +57,11 @@ class Matrix(Protocol):
         """The rows named by `rows` (int64 [n], in any order), transformed basis, float32 [n, cols_padded]."""
         ...
 
-    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x W^T straight from the codes for x [..., cols]: [..., rows] without the low-rank part.
+    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """x T^-1(codes)^T straight from the codes: x [..., cols], scaled already, to [..., rows] in W's own order.
 
-        W's rows are in their own order. float32, or x's dtype where no low-rank part is to be added. None where
-        there is no kernel for it.
+        dtype: of x before it was scaled; the result need not be more exact. float32, or that dtype where no low-rank
+        part is to be added. None where there is no kernel for it.
         """
         ...
 
@@ -78,6 +83,7 @@ class CpuMatrix:
         self.position = packed.position_on(torch.device("cpu"))
         order = packed.order
         self.order = None if order is None else torch.from_numpy(order.astype(np.int32))
+        self.input_factors = packed.input_factors_on(torch.device("cpu"))
         self.lowrank: tuple[CpuMatrix, CpuMatrix] | None = None
         if packed.lowrank is not None:
             right, left = packed.lowrank
@@ -89,9 +95,9 @@ class CpuMatrix:
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return trellis.decode_rows(self.packed, rows)
 
-    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        dtype = x.dtype if self.lowrank is None else torch.float32
-        return trellis.matmul(self.packed, x, dtype, order=self.order)
+    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        out_dtype = dtype if self.lowrank is None else torch.float32
+        return trellis.matmul(self.packed, x, out_dtype, order=self.order, precise=dtype not in trellis.HALF)
 
 
 class TorchMatrix:
@@ -117,6 +123,7 @@ class TorchMatrix:
         self.window = packed.L
         self.is_zero = packed.is_zero
         self.position = packed.position_on(codes.device)
+        self.input_factors = packed.input_factors_on(codes.device)
         self.row_bits = packed.row_bits.copy()
         self.group_offset = packed.group_offset.copy()
         self.factors = torch.from_numpy(packed.scales / CODE_SIGMA).to(codes.device)
@@ -152,7 +159,7 @@ class TorchMatrix:
             out[mine] = self._groups(groups[begin : begin + step])[inverse[mine] - begin, rows[mine] % TILE]
         return out
 
-    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
+    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
         return None
 
     def _groups(self, groups: np.ndarray) -> torch.Tensor:

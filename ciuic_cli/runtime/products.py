@@ -12,6 +12,7 @@ import functools
 import torch
 
 from ciuic_cli.codecs.transform import TILE, inverse_transform, transform
+from ciuic_cli.codecs.trellis import HALF
 from ciuic_cli.runtime.matrices import Matrix
 
 SMALL_BATCH = 8
@@ -41,13 +42,15 @@ def product(
         [..., row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
     """
     row_end = matrix.rows if row_end is None else row_end
-    batch = x.shape[:-1].numel()
+    batch, dtype = x.shape[:-1].numel(), x.dtype
     if matrix.is_zero or batch == 0:
         return torch.zeros((*x.shape[:-1], row_end - row_begin), dtype=torch.float32, device=x.device)
+    if matrix.input_factors is not None:
+        x = x * matrix.input_factors  # float32 at least
     whole = row_end - row_begin == matrix.rows
-    y = matrix.small_product(x) if whole and batch <= small_batch else None
+    y = matrix.small_product(x, dtype) if whole and batch <= small_batch else None
     if y is None:
-        y = _by_panels(matrix, x, row_begin, row_end)
+        y = _by_panels(matrix, x, row_begin, row_end, dtype)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
         inner = product(right, x, small_batch=small_batch).to(torch.float32)
@@ -82,7 +85,7 @@ def gradient(
         right, left = matrix.lowrank
         whole = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
         result += gradient(right, transform(whole, left.seed) @ left.decode(0, left.rows).T)
-    return result
+    return _scaled(matrix, result)
 
 
 def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
@@ -94,12 +97,19 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
         right, left = matrix.lowrank
         factors = inverse_transform(left.decode(0, left.rows), left.cols, left.seed)[:, rows]
         out += inverse_transform(factors.T @ right.decode(0, right.rows), matrix.cols, right.seed)
-    return out
+    return _scaled(matrix, out)
 
 
-def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
-    """x [..., cols] times these rows of W: [..., row_end - row_begin]."""
-    dtype = _multiply_dtype(x)
+def _scaled(matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
+    """Values [..., cols], each times its input's scale, in place."""
+    return values if matrix.input_factors is None else values.mul_(matrix.input_factors)
+
+
+def _by_panels(
+    matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Scaled x [..., cols] times these rows of the codes: [..., row_end - row_begin]. dtype: of x before that."""
+    dtype = _multiply_dtype(dtype, x.device)
     in_basis = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
     shape = (*x.shape[:-1], row_end - row_begin)
     whole = row_end - row_begin == matrix.rows
@@ -122,13 +132,13 @@ def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) ->
     return (in_own_order(matrix, y) if whole else y).reshape(shape)
 
 
-def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
+def _multiply_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     """What the factors are rounded to: the activations' dtype where the device multiplies it fast (sums are
     float32)."""
-    if x.dtype not in (torch.bfloat16, torch.float16):
+    if dtype not in HALF:
         return torch.float32
-    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and _cpu_multiplies_bfloat16()):
-        return x.dtype
+    if device.type != "cpu" or (dtype == torch.bfloat16 and _cpu_multiplies_bfloat16()):
+        return dtype
     return torch.float32
 
 

@@ -100,7 +100,7 @@ def corrupted(name: str, offset: int, value: int) -> dict[str, torch.Tensor]:
     [
         ("proj.weight", 0, 0, "not a compressed matrix"),
         ("proj.weight", 4, 99, "window"),
-        ("proj.weight", 5, 4, "flags"),
+        ("proj.weight", 5, 8, "flags"),
         ("proj.weight", 5, 1, "low-rank"),
         ("proj.weight", 6, 9, "shape"),
         ("proj.weight", 8, 96, "bytes"),

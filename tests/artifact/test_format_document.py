@@ -38,6 +38,7 @@ def _packed(
     bits: tuple[float, ...] = BITS,
     *,
     is_sorted: bool = False,
+    is_scaled: bool = False,
 ) -> PackedMatrix:
     rng = np.random.default_rng(rows * 1000 + cols + seed)
     row_bits = rng.choice(stored_bits(bits), -(-rows // 16))
@@ -49,6 +50,7 @@ def _packed(
         rows, cols, window, seed, 0.01, row_bits, rng.integers(0, 60, rows).astype(np.uint8),
         rng.integers(0, 256, size).astype(np.uint8), lowrank,
         rng.integers(0, 16, rows).astype(np.uint8) if is_sorted else None,
+        rng.integers(0, 256, cols).astype(np.uint8) if is_scaled else None,
     )  # fmt: skip
 
 
@@ -61,6 +63,7 @@ def _dense(packed: PackedMatrix) -> np.ndarray:
     [(37, 83, 12, 0, 0), (16, 64, 16, 0, 0), (48, 1040, 15, 7, 0), (100, 52, 14, 2**32 - 1, 20)],
 )
 @pytest.mark.parametrize("is_sorted", [False, True])
+@pytest.mark.parametrize("is_scaled", [False, True])
 def test_the_documented_reader_reads_what_we_write(
     reader: dict[str, Callable[..., Any]],
     rows: int,
@@ -69,8 +72,9 @@ def test_the_documented_reader_reads_what_we_write(
     seed: int,
     rank: int,
     is_sorted: bool,
+    is_scaled: bool,
 ) -> None:
-    packed = _packed(rows, cols, window, seed, rank, is_sorted=is_sorted)
+    packed = _packed(rows, cols, window, seed, rank, is_sorted=is_sorted, is_scaled=is_scaled)
     blob = packed.to_bytes()
     weight, used = reader["matrix"](blob)
     assert used == len(blob)

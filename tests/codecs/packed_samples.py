@@ -22,6 +22,7 @@ def random_matrix(
     seed: int = 0,
     rank: int = 0,
     is_sorted: bool = False,
+    is_scaled: bool = False,
 ) -> PackedMatrix:
     """Random codes: every string of bits is a valid path. `row_bits`, bits per weight, repeat over the row groups."""
     rng = np.random.default_rng([seed, rows, cols])
@@ -41,4 +42,5 @@ def random_matrix(
         codes=rng.integers(0, 256, size, dtype=np.uint8),
         lowrank=lowrank,
         row_class=rng.integers(0, 16, rows, dtype=np.uint8) if is_sorted else None,
+        input_scale=rng.integers(0, 256, cols, dtype=np.uint8) if is_scaled else None,
     )

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 from packed_samples import random_matrix
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales, packed_nbytes
+from ciuic_cli.codecs.packing import (
+    PackedMatrix,
+    decode_scales,
+    encode_input_scales,
+    encode_scales,
+    input_factors,
+    packed_nbytes,
+)
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 
@@ -28,9 +35,9 @@ def same(a: PackedMatrix, b: PackedMatrix) -> bool:
     arrays = ("row_bits", "row_scale", "codes")
     equal = all(getattr(a, f) == getattr(b, f) for f in fields)
     equal &= all(np.array_equal(getattr(a, f), getattr(b, f)) for f in arrays)
-    equal &= (a.row_class is None) == (b.row_class is None)
-    if a.row_class is not None and b.row_class is not None:
-        equal &= np.array_equal(a.row_class, b.row_class)
+    for x, y in ((a.row_class, b.row_class), (a.input_scale, b.input_scale)):
+        equal &= (x is None) == (y is None)
+        equal &= x is None or y is None or np.array_equal(x, y)
     if a.lowrank is None or b.lowrank is None:
         return equal and a.lowrank is b.lowrank
     return equal and all(same(x, y) for x, y in zip(a.lowrank, b.lowrank, strict=True))
@@ -39,8 +46,9 @@ def same(a: PackedMatrix, b: PackedMatrix) -> bool:
 @pytest.mark.parametrize(("rows", "cols"), ODD_SHAPES)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_round_trip(rows: int, cols: int, rank: int, is_sorted: bool) -> None:
-    matrix = random_matrix(rows, cols, [4, 0, 2, 8, 3], rank=rank, is_sorted=is_sorted)
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_round_trip(rows: int, cols: int, rank: int, is_sorted: bool, is_scaled: bool) -> None:
+    matrix = random_matrix(rows, cols, [4, 0, 2, 8, 3], rank=rank, is_sorted=is_sorted, is_scaled=is_scaled)
     blob = matrix.to_bytes()
     assert len(blob) == matrix.nbytes
     assert same(PackedMatrix.from_buffer(blob, where="w"), matrix)
@@ -61,6 +69,41 @@ def test_layout_of_the_header_and_of_the_parts() -> None:
     assert blob[51:64] == bytes(13)
     assert len(blob) == 64 + 3 * 32 * (4 + 3) == packed_nbytes(17, 33, [4, 3])
     assert matrix.group_offset.tolist() == [0, 3 * 32 * 4]
+
+
+def test_input_scales_follow_the_classes() -> None:
+    matrix = random_matrix(17, 33, [4, 3], is_sorted=True, is_scaled=True)
+    scales, blob = matrix.input_scale, matrix.to_bytes()
+    assert scales is not None and blob[5] == 6
+    assert blob[60:93] == scales.tobytes() and blob[93:96] == bytes(3)
+    assert len(blob) == 96 + 3 * 32 * 7 == packed_nbytes(17, 33, [4, 3], is_sorted=True, has_input_scale=True)
+    factors = matrix.input_factors_on(torch.device("cpu"))
+    assert factors is not None
+    assert torch.equal(factors, torch.tensor([2.0 ** ((code - 128) / 16) for code in scales.tolist()]))
+
+
+def test_input_scales_are_rounded_to_the_nearest() -> None:
+    wish = torch.exp(torch.randn(1000, generator=torch.Generator().manual_seed(0)).double())
+    found = input_factors(encode_input_scales(wish)).double()
+    assert float((found / wish).log2().abs().max()) <= 1 / 32 + 1e-6
+    assert encode_input_scales(torch.tensor([1.0, 2.0, 1e-9, 1e9])).tolist() == [128, 144, 0, 255]
+
+
+def test_no_expert_and_no_factor_has_input_scales() -> None:
+    scaled = random_matrix(32, 48, 4, is_scaled=True)
+    with pytest.raises(InputError, match="input scales"):
+        ExpertStack((scaled,))
+    blob = bytearray(ExpertStack((random_matrix(32, 48, 4),)).to_bytes())
+    head, expert = blob[:32], bytearray(scaled.to_bytes())
+    head[24:32] = (32 + len(expert)).to_bytes(8, "little")
+    with pytest.raises(InputError, match="no expert of a stack"):
+        ExpertStack.from_buffer(bytes(head + expert), where="w")
+    with pytest.raises(InputError, match="factor has no input scales"):
+        dataclasses.replace(random_matrix(48, 48, 4), lowrank=(scaled, scaled))
+    nested = bytearray(random_matrix(32, 48, 4, rank=16).to_bytes())
+    nested[nested.index(b"CIU1", 4) + 5] = 4
+    with pytest.raises(InputError, match="low-rank"):
+        PackedMatrix.from_buffer(bytes(nested), where="w")
 
 
 def test_sorted_rows_have_four_bits_each_after_the_scales() -> None:
@@ -141,7 +184,7 @@ SORTED = random_matrix(17, 33, [4, 3], is_sorted=True).to_bytes()
         (b"CIU2" + PLAIN[4:], "not a compressed matrix"),
         (damaged(PLAIN, 4, "<B", 11), "window"),
         (damaged(PLAIN, 4, "<B", 17), "window"),
-        (damaged(PLAIN, 5, "<B", 4), "unknown flags"),
+        (damaged(PLAIN, 5, "<B", 8), "unknown flags"),
         (damaged(PLAIN, 5, "<B", 1), "low-rank"),
         (damaged(PLAIN, 6, "<B", 5), "blocks"),
         (damaged(PLAIN, 7, "<B", 1), "unknown flags"),

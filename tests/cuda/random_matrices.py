@@ -7,7 +7,7 @@ import torch
 from emulation import Emulator
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix, input_factors, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.widths import BITS
@@ -28,6 +28,7 @@ def packed(
     rank: int = 0,
     factor_bits: tuple[float, ...] = (4.5, 3),
     is_sorted: bool = False,
+    is_scaled: bool = False,
 ) -> PackedMatrix:
     """Row groups take `row_bits` in turn, those of the low-rank factors `factor_bits`; scales span a factor of four."""
     groups = -(-rows // 16)
@@ -50,6 +51,7 @@ def packed(
         codes=random.integers(0, 256, size, dtype=np.uint8),
         lowrank=lowrank,
         row_class=random.integers(0, 16, rows, dtype=np.uint8) if is_sorted else None,
+        input_scale=random.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None,
     )
 
 
@@ -69,6 +71,8 @@ def stack_on_device(emulator: Emulator, experts: list[PackedMatrix]) -> DeviceSt
 
 def guarded_offsets(emulator: Emulator, matrix: DeviceMatrix) -> DeviceMatrix:
     object.__setattr__(matrix, "group_offset", emulator.tensor(matrix.group_offset))
+    if matrix.input_factors is not None:
+        object.__setattr__(matrix, "input_factors", emulator.tensor(matrix.input_factors))
     for factor in matrix.lowrank or ():
         guarded_offsets(emulator, factor)
     return matrix
@@ -82,6 +86,8 @@ def dense(matrix: PackedMatrix) -> torch.Tensor:
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
         out += dense(left).T @ dense(right)
+    if matrix.input_scale is not None:
+        out *= input_factors(matrix.input_scale)
     return out
 
 

@@ -64,7 +64,7 @@ def test_odd_shapes_and_mixed_bits(
     emulator: Emulator, random: np.random.Generator, rows: int, cols: int, multiprocessors: int, batch: int
 ) -> None:
     emulator.limits = Limits(99 * 1024, multiprocessors)
-    matrix = packed(random, rows, cols, seed=11)
+    matrix = packed(random, rows, cols, seed=11, is_scaled=multiprocessors == MANY)
     x = activations_for(emulator, batch, cols)
     (y,) = linear([on_device(emulator, matrix)], x)
     groups = 1 if multiprocessors == MANY else 2
@@ -85,7 +85,7 @@ def test_another_window_length(emulator: Emulator, random: np.random.Generator, 
 def test_sixteen_bit_activations(
     emulator: Emulator, random: np.random.Generator, dtype: torch.dtype, batch: int
 ) -> None:
-    matrix = packed(random, 64, 96)
+    matrix = packed(random, 64, 96, is_scaled=True)
     x = activations_for(emulator, batch, 96, dtype)
     (y,) = linear([on_device(emulator, matrix)], x)
     assert y.dtype == dtype
@@ -99,6 +99,8 @@ def test_matrices_that_share_their_input(emulator: Emulator, random: np.random.G
         packed(random, 40, 144, (2,)),
         packed(random, 5, 144, (8, 3)),
         packed(random, 33, 144, (3, 0, 5), rank=20),
+        packed(random, 33, 144, (3, 0, 5), rank=20, is_scaled=True),
+        packed(random, 20, 144, is_scaled=True),
         packed(random, 64, 144, (6,), rank=5, seed=9),
         packed(random, 10, 144, (0,)),
         packed(random, 20, 144, window=13),
@@ -111,9 +113,10 @@ def test_matrices_that_share_their_input(emulator: Emulator, random: np.random.G
         assert (
             relative_error(y[0], exact) < 5e-3 if matrix.row_bits.any() else torch.equal(y[0].double(), exact)
         )
-    # Four of one seed and window, one more of them, then the other seed and the other window.
+    # Four of one seed and window, one more of them; then those with scales, another seed or another window, each by
+    # itself; and three right factors.
     if batch <= product.LARGEST_BATCH:
-        assert sum(name.startswith("linear_") for name in emulator.launched) == 4 + 2
+        assert sum(name.startswith("linear_") for name in emulator.launched) == 2 + 2 + 1 + 1 + 3
 
 
 def test_a_wide_matrix_of_many_bits_fits_a_small_block(

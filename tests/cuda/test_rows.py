@@ -56,7 +56,7 @@ def test_decode_refuses_what_does_not_fit(emulator: Emulator, random: np.random.
 
 @pytest.mark.parametrize("cols", [16, 100, 1024, 1040, 2064])
 def test_embedding_rows(emulator: Emulator, random: np.random.Generator, cols: int) -> None:
-    matrix = packed(random, 77, cols, seed=3)
+    matrix = packed(random, 77, cols, seed=3, is_scaled=cols != 1024)
     tokens = emulator.tensor(torch.tensor([[0, 76, 16], [31, 40, 64]]))
     rows = embedding(on_device(emulator, matrix), tokens, torch.float32)
     exact = dense(matrix)[tokens]
@@ -80,14 +80,14 @@ def test_embedding_of_every_bit_width(
 def test_embedding_dtypes(
     emulator: Emulator, random: np.random.Generator, dtype: torch.dtype, bound: float
 ) -> None:
-    matrix = packed(random, 33, 80, (4,))
+    matrix = packed(random, 33, 80, (4,), is_scaled=True)
     tokens = emulator.tensor(torch.arange(33))
     rows = embedding(on_device(emulator, matrix), tokens, dtype)
     assert rows.dtype == dtype and relative_error(rows, dense(matrix)) < bound
 
 
 def test_embedding_in_the_transformed_basis(emulator: Emulator, random: np.random.Generator) -> None:
-    matrix = packed(random, 33, 70, rank=4)
+    matrix = packed(random, 33, 70, rank=4, is_scaled=True)  # the scales are no part of that basis
     tokens = emulator.tensor(torch.tensor([32, 5]))
     rows = embedding(on_device(emulator, matrix), tokens, torch.float32, transformed=True)
     torch.testing.assert_close(rows, torch.from_numpy(reference.decode(matrix))[[32, 5]], rtol=3e-7, atol=0)

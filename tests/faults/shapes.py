@@ -116,6 +116,8 @@ def accepted(generator: random.Random, many: bool) -> Iterator[bytes]:
             matrix = hostile_matrix(generator, rows, cols, bits, rank)
             if generator.randrange(2):
                 matrix = replace(matrix, row_class=np.resize(np.array([15, 0, 7], np.uint8), rows))
+            if generator.randrange(2):
+                matrix = replace(matrix, input_scale=np.resize(np.array([255, 0, 128], np.uint8), cols))
             yield matrix.to_bytes()
     for count in (1, 5):
         experts = [hostile_matrix(generator, 18, 40, [generator.choice(WIDTHS)]) for _ in range(count)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,6 +60,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         },
         "artifact": {
             "matrix": b"\0" + plain.to_bytes(),
+            "scaled": b"\0" + replace(plain, input_scale=np.arange(100, 140, dtype=np.uint8)).to_bytes(),
             "lowrank": b"\0" + matrix(32, 48, [2], rank=16).to_bytes(),
             "stack": b"\1" + stack.to_bytes(),
             "file": b"\2" + framed(json.dumps(header).encode(), b"".join(blobs.values())),

@@ -23,7 +23,7 @@ from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import log2_block, padded
-from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.codecs.trellis import decode, decode_dense
 from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError
 
@@ -108,6 +108,7 @@ def _decode(matrix: PackedMatrix) -> None:
         return
     decoded = decode(matrix)
     assert decoded.shape == (matrix.rows, matrix.cols_padded), decoded.shape
+    assert decode_dense(matrix).shape == (matrix.rows, matrix.cols)
     for part in matrix.lowrank or ():
         _decode(part)
 
@@ -116,16 +117,17 @@ def _of_right_length(data: bytes) -> bytes:
     """A matrix blob with the header's numbers as they are, small sizes, and exactly the bytes that it needs."""
     head = bytearray(data[:32].ljust(32, b"\0"))
     rows, cols = 1 + head[8] % 80, 1 + head[12] % 80
-    head[:4], head[5] = b"CIU1", 0
+    head[:4], head[5] = b"CIU1", head[5] & 4
     head[6] = log2_block(padded(cols))
     head[8:12], head[12:16], head[24:32] = rows.to_bytes(4, "little"), cols.to_bytes(4, "little"), bytes(8)
     bits = bytes(
         (*WIDTHS, value)[value % (len(WIDTHS) + 1)] for value in _endless(data[32:], padded(rows) // 16)
     )
-    scales = _endless(data[40:], rows)
+    scales = _endless(data[40:], rows + (cols if head[5] else 0))
     blob = bytes(head) + bits + scales
     blob += bytes(-len(blob) % 16)
-    return blob + _endless(data, packed_nbytes(rows, cols, np.frombuffer(bits, np.uint8)) - len(blob))
+    size = packed_nbytes(rows, cols, np.frombuffer(bits, np.uint8), has_input_scale=bool(head[5]))
+    return blob + _endless(data, size - len(blob))
 
 
 def _endless(data: bytes, length: int) -> bytes:

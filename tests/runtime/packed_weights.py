@@ -58,6 +58,7 @@ def random_codes(
     seed: int = 0,
     window: int = 16,
     is_sorted: bool = False,
+    is_scaled: bool = False,
 ) -> PackedMatrix:
     """A matrix of random codes: Gaussian weights of standard deviation about cols^-1/2, without a search."""
     draw = np.random.default_rng([rows, cols, seed, window])
@@ -68,7 +69,10 @@ def random_codes(
     if rank:
         lowrank = (random_codes(rank, cols, 6, seed=seed), random_codes(rank, rows, 6, seed=seed + 1))
     row_class = random_classes(rows) if is_sorted else None
-    return PackedMatrix(rows, cols, window, seed, cols**-0.5, row_bits, scale, codes, lowrank, row_class)
+    scales = draw.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None
+    return PackedMatrix(
+        rows, cols, window, seed, cols**-0.5, row_bits, scale, codes, lowrank, row_class, scales
+    )
 
 
 def random_classes(rows: int) -> npt.NDArray[np.uint8]:
@@ -81,6 +85,8 @@ def dense(packed: PackedMatrix) -> torch.Tensor:
     if packed.lowrank is not None:
         right, left = packed.lowrank
         result = result + dense(left).T @ dense(right)
+    if packed.input_scale is not None:
+        result = result * torch.tensor([2.0 ** ((code - 128) / 16) for code in packed.input_scale.tolist()])
     if packed.row_class is None:
         return result
     stored = iter(result)

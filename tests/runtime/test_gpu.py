@@ -40,11 +40,11 @@ class Kernels:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def linear(
-            weights: Any, x: torch.Tensor, dtype: Any = None, *, lowrank: bool = True
+            weights: Any, x: torch.Tensor, dtype: Any = None, *, bare: bool = False
         ) -> list[torch.Tensor]:
             self.calls.append("linear")
             view = weights[0]
-            assert lowrank
+            assert not bare
             return [(x.float() @ decoded(view.packed, view.blob).T).to(dtype or x.dtype)]
 
         def embedding(
@@ -96,7 +96,7 @@ def aligned(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
 @pytest.mark.parametrize("is_sorted", [False, True])
 @pytest.mark.parametrize("rank", [0, 4])
 def test_linear(stand_in: Kernels, rank: int, is_sorted: bool) -> None:
-    packed = random_codes(48, 40, [4, 2, 6], rank=rank, is_sorted=is_sorted)
+    packed = random_codes(48, 40, [4, 2, 6], rank=rank, is_sorted=is_sorted, is_scaled=is_sorted)
     y = ops.linear(X.to(torch.bfloat16), aligned(packed), 48)
     assert y.dtype == torch.bfloat16 and relative_error(y, X @ dense(packed).T) < 1e-2
     assert stand_in.calls == ["linear"]
@@ -104,7 +104,7 @@ def test_linear(stand_in: Kernels, rank: int, is_sorted: bool) -> None:
 
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_embedding(stand_in: Kernels, is_sorted: bool) -> None:
-    packed = random_codes(48, 40, [4, 2, 6], is_sorted=is_sorted)
+    packed = random_codes(48, 40, [4, 2, 6], is_sorted=is_sorted, is_scaled=is_sorted)
     ids = torch.tensor(
         [[3, 47, 60]], dtype=torch.int32
     )  # the table has 48 rows: nothing is looked at on the host

@@ -17,8 +17,8 @@ from ciuic_cli.runtime.modules import (
     blob_parameter,
 )
 
-MATRIX = random_codes(48, 40, [4, 2, 6], rank=4, is_sorted=True)
-OTHER = random_codes(48, 40, [4, 2, 6], rank=4, seed=9, is_sorted=True)
+MATRIX = random_codes(48, 40, [4, 2, 6], rank=4, is_sorted=True, is_scaled=True)
+OTHER = random_codes(48, 40, [4, 2, 6], rank=4, seed=9, is_sorted=True, is_scaled=True)
 X = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 
 

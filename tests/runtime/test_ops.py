@@ -12,7 +12,7 @@ from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 
-MATRIX = random_codes(48, 40, [4, 2, 6], rank=4, is_sorted=True)
+MATRIX = random_codes(48, 40, [4, 2, 6], rank=4, is_sorted=True, is_scaled=True)
 STACK = ExpertStack(tuple(random_codes(24, 40, [4, 3], seed=e, is_sorted=e == 1) for e in range(3)))
 X = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[0, 2], [1, 1], [2, 3], [0, 1], [3, 3]])  # 3 is no expert

@@ -14,9 +14,9 @@ SHAPES = [(100, 70), (16, 16), (1, 3), (263, 576), (640, 1100)]
 
 def both(rows: int, cols: int, rank: int = 0) -> list[tuple[Matrix, torch.Tensor]]:
     found: list[tuple[Matrix, torch.Tensor]] = []
-    for is_sorted in (False, True):
-        bits = [4, 2, 0, 8, 5, 3, 6]
-        packed = random_codes(rows, cols, bits, rank=min(rank, rows, cols), is_sorted=is_sorted)
+    for both_so in (False, True):
+        bits, rank_here = [4, 2, 0, 8, 5, 3, 6], min(rank, rows, cols)
+        packed = random_codes(rows, cols, bits, rank=rank_here, is_sorted=both_so, is_scaled=both_so)
         exact = dense(packed)
         found += [(CpuMatrix(packed), exact), (TorchMatrix.on_device(packed, as_tensor(packed)), exact)]
     return found

@@ -1,0 +1,117 @@
+"""Input scales: they lower what rounding really costs, pay for their bytes, and do not depend on threads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ciuic_cli.codecs.packing import input_factors
+from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.passes import scale
+from ciuic_cli.passes.quantize import Importance, predicted_loss, prepare, round_prepared
+from ciuic_cli.passes.scale import input_scales, scaled
+
+ROWS, COLS = 64, 192
+
+
+def uneven(seed: int = 0) -> tuple[torch.Tensor, Importance]:
+    """A matrix whose columns differ in size, and inputs that do, in other columns."""
+    draw = torch.Generator().manual_seed(seed)
+    basis = torch.randn(COLS, COLS, generator=draw) * torch.exp(torch.randn(COLS, generator=draw))
+    moment = basis.T @ basis
+    weight = torch.randn(ROWS, COLS, generator=draw) * torch.exp(0.7 * torch.randn(COLS, generator=draw))
+    return weight, Importance((moment + moment.T) / (2 * moment.trace()), torch.ones(ROWS))
+
+
+def real_loss(weight: torch.Tensor, importance: Importance, codes: np.ndarray | None) -> tuple[float, float]:
+    """Predicted and real loss of rounding to 3 bits."""
+    prepared = prepare(*scaled(weight, importance, codes))
+    bits = np.full(ROWS // 16, 3, np.uint8)
+    error = decode_dense(round_prepared(prepared, bits, input_scale=codes, window=12)) - weight
+    predicted = predicted_loss(prepared.sensitivity, np.zeros(ROWS // 16), (3,), 12)
+    return float(predicted.sum()), float(0.5 * ((error @ importance.inputs) * error).sum())
+
+
+def test_the_loss_falls_as_predicted() -> None:
+    weight, importance = uneven()
+    codes = input_scales(weight, importance)
+    assert codes is not None and codes.shape == (COLS,)
+    plain, better = real_loss(weight, importance, None), real_loss(weight, importance, codes)
+    assert better[0] < plain[0] / 4
+    assert better[1] / plain[1] == pytest.approx(better[0] / plain[0], rel=0.2)
+
+
+def test_no_other_powers_are_better() -> None:
+    weight, importance = uneven()
+    codes = input_scales(weight, importance)
+    assert codes is not None
+    best = real_loss(weight, importance, codes)[0]
+    for power in (0.6, 1.5):
+        other = np.rint(128 + power * (codes.astype(float) - 128)).astype(np.uint8)
+        assert real_loss(weight, importance, other)[0] > best
+
+
+def test_alike_columns_have_none() -> None:
+    weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0))
+    assert input_scales(weight, Importance(torch.eye(COLS) / COLS, torch.ones(ROWS))) is None
+
+
+def test_few_rows_do_not_pay_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, importance = uneven()
+    saved = []  # bits per weight
+
+    def cost(moment: torch.Tensor) -> float:
+        saved.append(1.0)
+        return 1.0 if len(saved) % 2 else gain
+
+    monkeypatch.setattr(scale, "_cost", cost)
+    energy = scale._column_energy(weight, importance.outputs)
+    codes = None
+    for gain in (1e-6, 1e6):  # what the plain matrix costs over the scaled one
+        codes = input_scales(weight, importance)
+        assert (codes is None) == (gain < 1)
+    assert codes is not None
+    shrunk = float((energy / input_factors(codes).double() ** 2).sum() / energy.sum())
+    for margin, pays in ((0.9, False), (1.1, True)):
+        gain = shrunk * 4 ** (margin * 8 / ROWS)
+        assert (input_scales(weight, importance) is not None) == pays
+
+
+def test_the_same_for_any_number_of_threads() -> None:
+    weight, importance = uneven()
+    threads = torch.get_num_threads()
+    try:
+        found = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(input_scales(weight, importance))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(np.array_equal(codes, found[0]) for codes in found)
+
+
+def test_columns_of_zeros_and_dead_inputs_stay_finite() -> None:
+    weight, importance = uneven()
+    weight[:, 5] = 0
+    importance.inputs[7], importance.inputs[:, 7] = 0, 0
+    codes = input_scales(weight, importance)
+    assert codes is not None
+    assert np.isfinite(real_loss(weight, importance, codes)[1])
+    assert input_scales(torch.zeros(ROWS, COLS), importance) is None
+
+
+def test_contexts_are_scaled_too() -> None:
+    weight, importance = uneven()
+    contexts = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1))
+    importance = Importance(importance.inputs, importance.outputs, contexts.clone())
+    codes = np.arange(COLS).astype(np.uint8)
+    stored, moved = scaled(weight, importance, codes)
+    factors = input_factors(codes)
+    error = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(2))
+    before = ((error @ importance.inputs) * error).sum() + ((error * contexts).sum(1) ** 2).sum()
+    assert moved.contexts is not None
+    error = error / factors
+    after = ((error @ moved.inputs) * error).sum() + ((error * moved.contexts).sum(1) ** 2).sum()
+    assert float(after) == pytest.approx(float(before), rel=1e-3)
+    assert torch.allclose(stored * factors, weight, rtol=1e-5)

@@ -1,0 +1,124 @@
+"""Matrices with input scales: priced, planned, coded and probed as the blob will have them; experts have none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+
+from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
+from ciuic_cli.planning import Arms, PassOptions, Plan, check_reachable, make_plan
+from ciuic_cli.probing import disturbance
+from ciuic_cli.statistics.files import Statistics
+from ciuic_cli.units import Unit, units_of
+
+OPTIONS = PassOptions((3,), window=12, prune="off", rank="off")
+
+
+class _UnevenInputs:
+    """Statistics by which inputs of a matrix differ in size by orders of magnitude."""
+
+    def __init__(self, model_map: ModelMap) -> None:
+        self.shapes = {name: parameter.shape for name, parameter in model_map.parameters.items()}
+
+    def input_moment(self, name: str, expert: int | None = None) -> torch.Tensor:
+        cols = self.shapes[name][-1]
+        draw = torch.randn(cols, generator=torch.Generator().manual_seed(cols)).mul(3).exp()
+        return torch.diag(draw / draw.sum())
+
+    def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor:
+        return torch.eye(self.shapes[name][-2])
+
+    def contexts(self, name: str) -> None:
+        return None
+
+    def embedding_use(self, name: str) -> None:
+        return None
+
+    def tokens(self, name: str, expert: int | None = None) -> int:
+        return 10**6
+
+    def covers(self, name: str) -> bool:
+        return True
+
+
+def _mapped(checkpoint: Path) -> tuple[ModelMap, Statistics]:
+    model_map = map_model(open_checkpoint(checkpoint))
+    return model_map, cast(Statistics, _UnevenInputs(model_map))
+
+
+@pytest.fixture(scope="module")
+def dense(tiny_checkpoint: Callable[..., Path]) -> tuple[ModelMap, Statistics]:
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+    return _mapped(tiny_checkpoint("llama", **sizes))
+
+
+@pytest.fixture(scope="module")
+def arms(dense: tuple[ModelMap, Statistics]) -> list[Arms]:
+    model_map, statistics = dense
+    return [
+        unit_arms(model_map, statistics, unit, OPTIONS) for unit in units_of(model_map.parameters.values())
+    ]
+
+
+@pytest.fixture(scope="module")
+def plan(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> Plan:
+    return make_plan(dense[0], arms, dense[0].stored_numel, OPTIONS)
+
+
+def test_every_large_enough_matrix_is_scaled(arms: list[Arms]) -> None:
+    assert all(arm.input_scale is not None and len(arm.input_scale) == arm.unit.cols for arm in arms)
+
+
+def test_a_coded_matrix_has_the_planned_bytes_and_the_planned_loss(
+    dense: tuple[ModelMap, Statistics], plan: Plan
+) -> None:
+    model_map, statistics = dense
+    for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
+        chosen = plan.units[name]
+        packed = encode_unit(model_map, statistics, plan, chosen.unit, window=12)
+        assert chosen.input_scale is not None and packed.input_scale is not None
+        assert np.array_equal(packed.input_scale, chosen.input_scale)
+        assert packed.nbytes == plan.blob_bytes[name]
+        loss = _loss(statistics, chosen.unit, decode_dense(packed) - read_unit(model_map, chosen.unit))
+        assert loss == pytest.approx(chosen.predicted_kl, rel=0.25)
+
+
+def test_noise_of_a_probe_costs_what_is_planned(dense: tuple[ModelMap, Statistics], plan: Plan) -> None:
+    model_map, statistics = dense
+    unit = plan.units["model.layers.0.self_attn.q_proj.weight"].unit
+    noisy = disturbance(model_map, statistics, plan, [unit], window=12)(unit.name, None)
+    assert noisy is not None
+    loss = _loss(statistics, unit, noisy - read_unit(model_map, unit))
+    assert loss == pytest.approx(plan.units[unit.key].predicted_kl, rel=0.25)
+
+
+def _loss(statistics: Statistics, unit: Unit, error: torch.Tensor) -> float:
+    h, g = statistics.input_moment(unit.name), statistics.output_fisher(unit.name)
+    assert h is not None and g is not None
+    return float(0.5 * ((g @ error @ h) * error).sum())
+
+
+def test_the_journal_keeps_them(arms: list[Arms]) -> None:
+    back = arms_from_bytes(arms_to_bytes(arms[1]), arms[1].unit, OPTIONS)
+    assert arms[1].input_scale is not None and np.array_equal(back.input_scale, arms[1].input_scale)
+
+
+def test_what_can_be_reached_counts_their_bytes(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> None:
+    least = make_plan(dense[0], arms, 2 * dense[0].stored_numel, OPTIONS).file_bytes  # there is one width
+    check_reachable(dense[0], least + 64, OPTIONS)
+    make_plan(dense[0], arms, least + 64, OPTIONS)
+
+
+def test_experts_have_none(tiny_checkpoint: Callable[..., Path]) -> None:
+    model_map, statistics = _mapped(tiny_checkpoint("deepseek_v3"))
+    for unit in units_of(model_map.parameters.values()):
+        if unit.expert is not None:
+            assert unit_arms(model_map, statistics, unit, OPTIONS).input_scale is None
