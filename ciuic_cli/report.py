@@ -93,8 +93,10 @@ def pass_sentence(step: Mapping[str, Any]) -> str:
         return f"{step['weights']:,} weights left out, {step['structures']:,} whole structures among them"
     if step["name"] == "lowrank":
         return f"{step['matrices']:,} matrices have a low-rank part, {readable_bytes(step['bytes'])} in all"
-    codes, number = readable_bytes(step["bytes"]), step["sorted_matrices"]
-    return f"{codes} of codes; {number:,} matrices are stored with rows that matter alike side by side"
+    return (
+        f"{readable_bytes(step['bytes'])} of codes; {step['sorted_matrices']:,} matrices are stored with rows that "
+        f"matter alike side by side, {step['scaled_matrices']:,} with scales of their inputs"
+    )
 
 
 def padding_sentence(padding: Mapping[str, int]) -> str:

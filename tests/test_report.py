@@ -44,7 +44,7 @@ REPORT: dict[str, Any] = {
     "passes": [
         {"name": "prune", "weights": 77_000, "structures": 3, "bytes": 0},
         {"name": "lowrank", "matrices": 5, "bytes": 4096},
-        {"name": "bits", "sorted_matrices": 3, "bytes": 600_000, "predicted_kl": 0.01234},
+        {"name": "bits", "sorted_matrices": 3, "scaled_matrices": 2, "bytes": 600_000, "predicted_kl": 0.01234},
     ],
     "statistics": {"tokens": 4321, "experts_without_tokens": 7, "roles": {
         "o": {"predicted_kl": 0.00111, "measured_kl": 0.00222, "correction": 2.0}}},

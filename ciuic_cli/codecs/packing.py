@@ -47,7 +47,7 @@ CLASSES = 16
 _MAX_DIMENSION = 2**31 - TILE
 _MAX_BASE = float(np.finfo(np.float32).max) / 2.0**16
 _SCALE_STEPS = np.exp2(np.arange(256) / 16.0).astype(np.float32)
-UNIT_SCALE = 128
+_UNIT_SCALE = 128
 """The code of an input scale of 1."""
 
 Buffer = bytes | bytearray | memoryview | np.ndarray | torch.Tensor
@@ -312,13 +312,13 @@ def decode_scales(base: float, codes: Bytes) -> npt.NDArray[np.float32]:
 
 def encode_input_scales(factors: torch.Tensor) -> Bytes:
     """Codes, uint8 [cols], of the input scales nearest to positive factors (cols), those being 2^-8 to 2^7.9."""
-    steps = torch.round(16 * torch.log2(factors.double())) + UNIT_SCALE
+    steps = torch.round(16 * torch.log2(factors.double())) + _UNIT_SCALE
     return np.asarray(steps.clamp(0, 255).to(torch.uint8).numpy())
 
 
 def input_factors(input_scale: Bytes) -> torch.Tensor:
     """The input scales that codes stand for, float32 [cols]: 2^((code - 128) / 16), each power rounded to float32."""
-    return torch.from_numpy(_SCALE_STEPS[input_scale] * np.float32(2.0 ** (-UNIT_SCALE / 16)))
+    return torch.from_numpy(_SCALE_STEPS[input_scale] * np.float32(2.0 ** (-_UNIT_SCALE / 16)))
 
 
 def refusal(where: str, message: str) -> InputError:
