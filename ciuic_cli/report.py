@@ -16,6 +16,9 @@ from typing import Any
 from ciuic_cli.console import readable_bytes
 from ciuic_cli.display import printable
 
+MUCH = 0.3
+"""Nats per token from which a loss is warned of."""
+
 Row = Mapping[str, Any]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,6})\.")
@@ -99,6 +102,17 @@ def pass_sentence(step: Mapping[str, Any]) -> str:
     )
 
 
+def much_is_lost(report: Mapping[str, Any]) -> str | None:
+    """A warning where the loss, measured or else predicted, is more than anyone is likely to want."""
+    loss = report["predicted_kl"] if report["measured_kl"] is None else report["measured_kl"]
+    if loss < MUCH:
+        return None
+    return (
+        f"much is lost: a KL divergence of {loss:.2g} nats per token is a perplexity of about "
+        f"{math.exp(min(loss, 20.0)):.2g} times the original's; ask for a smaller --ratio"
+    )
+
+
 def padding_sentence(padding: Mapping[str, int]) -> str:
     """The report's `padding` in words."""
     if not padding["matrices"]:
@@ -134,6 +148,8 @@ def _notes(report: Mapping[str, Any]) -> str:
     unseen = report.get("statistics", {}).get("experts_without_tokens", 0)
     if unseen:
         notes.append(f"{unseen} expert matrices saw no calibration token; they count as the layer's average")
+    if much := much_is_lost(report):
+        notes.append(much)
     if not notes:
         return ""
     items = "".join(f"<li>{_text(note, 2000)}</li>" for note in notes)

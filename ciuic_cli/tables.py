@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ciuic_cli.console import Console, readable_bytes
 from ciuic_cli.display import printable
-from ciuic_cli.report import padding_sentence, pass_sentence
+from ciuic_cli.report import much_is_lost, padding_sentence, pass_sentence
 
 if TYPE_CHECKING:
     from ciuic_cli.inspection import Description
@@ -51,6 +51,8 @@ def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> 
             f"{singular} matrices have a singular Hessian (fewer calibration tokens than inputs, or inputs that are "
             "always 0); it was damped"
         )
+    if much := much_is_lost(report):
+        console.warning(much)
     source = report["source_file_bytes"]
     after = _bytes(report["artifact_bytes"])
     console.table(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ciuic_cli.report import pass_sentence, render_html
+from ciuic_cli.report import much_is_lost, pass_sentence, render_html
 
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e</title></svg>"
@@ -109,6 +109,16 @@ def test_headline_figures(report: dict[str, Any]) -> None:
     text = Page(render_html(report)).text
     for figure in ("4.015 : 1", "615 kB", "2.47 MB", "3.985", "0.0123", "0.0234", "1,234,567", "4,321"):
         assert figure in text
+
+
+def test_a_great_loss_is_warned_of(report: dict[str, Any]) -> None:
+    assert much_is_lost(report) is None and "much is lost" not in Page(render_html(report)).text
+    for report["measured_kl"], report["predicted_kl"], times in ((1.5, 0.1, "4.5"), (None, 0.7, "2")):
+        warning = much_is_lost(report)
+        assert warning is not None and f"about {times} times" in warning and "--ratio" in warning
+        assert warning in Page(render_html(report)).text
+    report["measured_kl"], report["predicted_kl"] = 0.1, 0.7  # what was measured counts
+    assert much_is_lost(report) is None
 
 
 def test_not_measured_is_said(report: dict[str, Any]) -> None:
