@@ -39,14 +39,18 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
     weight = read_unit(model_map, unit)
     require_weighable(torch.linalg.vector_norm(weight, dim=1).square().numpy(), unit, model_map)
     importance = importance_of(unit, statistics)
-    covered = statistics.covers(unit.name)  # else there is no Hessian at all
-    # Experts have none: all of them take the same transformed input.
-    input_scale = input_scales(weight, importance) if covered and unit.expert is None else None
-    weight, importance = scaled(weight, importance, input_scale)
-    prepared = prepare(weight, importance)
-    importance = replace(importance, contexts=None)  # as large as the matrix, and used up
     gone = removal_loss(weight, importance)
     require_weighable(gone.numpy(), unit, model_map)
+    prepared, input_scale = prepare(weight, importance), None
+    covered = statistics.covers(unit.name)  # else there is no Hessian at all
+    if covered and unit.expert is None:  # experts take the same transformed input, all of them
+        input_scale = input_scales(weight, importance, prepared)
+        if input_scale is not None:
+            outputs = prepared.outputs
+            del prepared  # three times as large as the matrix
+            weight, importance = scaled(weight, importance, input_scale)
+            prepared = prepare(weight, importance, outputs)
+    importance = replace(importance, contexts=None)  # as large as the matrix, and used up
     rest = {}
     if ranks := options.ranks_for(unit):
         rest = lowrank.rests(weight, prepared.outputs.noise[: unit.rows], ranks)

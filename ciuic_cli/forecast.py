@@ -271,8 +271,9 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
     area = unit.weights / (rows * cols)
     sorting = area * clock(lambda: prepared.reordered(importance, torch.arange(rows)).row_loss)
     sorting += area * clock(lambda: removal_loss(weight, importance))
-    if unit.expert is None:
-        sorting += factoring * clock(lambda: input_scales(weight, importance))
+    if unit.expert is None and unit.role not in UNSEEN_ROLES:
+        of_inputs = _factor_work(unit.rows, unit.cols, False) / _factor_work(rows, cols, False)
+        sorting += of_inputs * clock(lambda: input_scales(weight, importance, prepared))
     if ranks and unit.role not in PLAIN_ROLES:
         sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))
     coding = clock(lambda: round_prepared(some, bits[: len(some.weight) // 16], window=window))

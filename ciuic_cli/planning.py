@@ -316,7 +316,8 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
 
 
 def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:
-    """The most that the safetensors files can take, whatever the budget: all arms at their largest, rows sorted."""
+    """The most that the safetensors files can take, whatever the budget: all arms at their largest, rows sorted and
+    inputs scaled."""
     arms = _blank_arms(model_map, options)
     for arm in arms:
         arm.rank = max((part.rank for part in arm.lowrank), default=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -14,6 +15,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
+from ciuic_cli.errors import TargetError
 from ciuic_cli.planning import Arms, PassOptions, Plan, check_reachable, make_plan
 from ciuic_cli.probing import disturbance
 from ciuic_cli.statistics.files import Statistics
@@ -113,8 +115,24 @@ def test_the_journal_keeps_them(arms: list[Arms]) -> None:
 
 def test_what_can_be_reached_counts_their_bytes(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> None:
     least = make_plan(dense[0], arms, 2 * dense[0].stored_numel, OPTIONS).file_bytes  # there is one width
+    scales = sum(arm.unit.cols for arm in arms)
     check_reachable(dense[0], least + 64, OPTIONS)
-    make_plan(dense[0], arms, least + 64, OPTIONS)
+    with pytest.raises(TargetError):
+        check_reachable(dense[0], least - scales // 2, OPTIONS)
+
+
+def test_with_rows_sorted_and_a_low_rank_part(dense: tuple[ModelMap, Statistics], plan: Plan) -> None:
+    model_map, statistics = dense
+    chosen = plan.units["model.layers.0.self_attn.q_proj.weight"]
+    classes = np.arange(chosen.unit.rows).astype(np.uint8) % 16
+    own = replace(chosen, rank=16, row_class=classes)
+    changed = replace(plan, units={**plan.units, chosen.unit.key: own})
+    packed = encode_unit(model_map, statistics, changed, chosen.unit, window=12)
+    assert packed.rank == 16 and packed.row_class is not None and packed.input_scale is not None
+    weight = read_unit(model_map, chosen.unit)
+    assert _loss(statistics, chosen.unit, decode_dense(packed) - weight) < 1.25 * chosen.predicted_kl
+    noisy = disturbance(model_map, statistics, changed, [chosen.unit], window=12)(chosen.unit.name, None)
+    assert noisy is not None and _loss(statistics, chosen.unit, noisy - weight) < 1.25 * chosen.predicted_kl
 
 
 def test_experts_have_none(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -82,10 +82,11 @@ class ExpertStack:
                 raise refusal(
                     where, f"expert {index} is {expert.rows} x {expert.cols}, the stack {rows} x {cols}"
                 )
-            if expert.input_scale is not None:
-                raise refusal(where, f"expert {index} has input scales, which no expert of a stack has")
             experts.append(expert)
-        return cls(tuple(experts))
+        try:
+            return cls(tuple(experts))
+        except InputError as error:
+            raise refusal(where, error.message) from error
 
 
 def stack_header_nbytes(count: int) -> int:

@@ -21,8 +21,6 @@ from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
 from ciuic_cli.interruption import deferred
 
-HALF = (torch.bfloat16, torch.float16)
-
 DEFAULT_WINDOW = 16
 
 # At the default window, by bits per weight K: best scale of the code relative to the weights' standard
@@ -173,7 +171,8 @@ def decode(
 
 
 def decode_dense(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix (rows, cols) float32 that a coded one stands for, low-rank part and input scales included."""
+    """The matrix (rows, cols) float32 that a coded one stands for: low-rank part and input scales included, rows in
+    their own order."""
     weight = decode(packed, original_basis=True)
     if packed.lowrank is not None:
         right, left = (decode(part, original_basis=True) for part in packed.lowrank)
@@ -245,7 +244,7 @@ def matmul(
     if order is not None and not (_is_plain(order, torch.int32) and order.shape == (packed.rows,)):
         raise UsageError(f"the order of {packed.rows} rows must be contiguous int32 of that length")
     if precise is None:
-        precise = x.dtype not in HALF
+        precise = x.dtype not in (torch.bfloat16, torch.float16)
     x_half, y_half = x.dtype == torch.bfloat16, out_dtype == torch.bfloat16
     if not x_half and x.dtype != torch.float32:
         x = x.to(torch.float32)

@@ -47,8 +47,8 @@ class KernelMatrix:
         """The rows named by `rows` (int64 [n], in any order), transformed basis, float32 [n, cols_padded]."""
         return embedding(self.view, rows, torch.float32, transformed=True)
 
-    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The codes times scaled x, float32 [..., rows] in W's own order; for any batch."""
+    def small_product(self, x: torch.Tensor) -> torch.Tensor:
+        """The codes times x, scaled already, float32 [..., rows] in W's own order; for any batch."""
         y = linear([self.view], x, torch.float32, bare=True)[0]
         return y if self.position is None else y.index_select(-1, self.position)
 

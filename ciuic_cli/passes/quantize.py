@@ -182,8 +182,11 @@ class Prepared:
         return _in_order(matrix, None if self.blocks is None else self.blocks.argsort())
 
 
-def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
-    """Transform a weight (m, n) float32 and its statistics, and factor the latter."""
+def prepare(weight: torch.Tensor, importance: Importance, outputs: Feedback | None = None) -> Prepared:
+    """Transform a weight (m, n) float32 and its statistics, and factor the latter.
+
+    outputs: the outputs' feedback, where it is known already.
+    """
     rows, cols = weight.shape
     w = _in_basis(weight)
     blocks, inputs = input_feedback(importance.inputs)
@@ -193,7 +196,7 @@ def prepare(weight: torch.Tensor, importance: Importance) -> Prepared:
     with one_thread():
         trace = inputs.noise.sum()
     noise = trace.expand(len(w)) if own is None else trace + own.noise
-    outputs = _output_feedback(importance.outputs.float(), len(w))
+    outputs = outputs or _output_feedback(importance.outputs.float(), len(w))
     return Prepared(_in_order(w, blocks), inputs, outputs, own, noise, rows, cols, blocks)
 
 
@@ -206,7 +209,8 @@ def input_feedback(moment: torch.Tensor) -> tuple[torch.Tensor, Feedback]:
     h.diagonal().add_(INPUT_DAMPING * average + 1e-12)
     blocks = rounding_order(h)
     columns = _columns(blocks)
-    return blocks, block_ldl(h[columns][:, columns])
+    h = h[columns][:, columns]
+    return blocks, block_ldl(h)
 
 
 def _in_basis(matrix: torch.Tensor) -> torch.Tensor:

@@ -1,15 +1,17 @@
 """Input scales: columns of a matrix divided by factors of their own before they are rounded.
 
-An error costs tr(E H Eᵀ) and the code's error is alike in all columns of a row, as large as the row's energy makes it.
-With the columns divided by S the energy is Σ c_j / S_j², c_j being that of column j in all rows, each row weighted by
-what it matters; and H becomes S H S, of which error feedback leaves about Σ S_j² d_j, d_j = 1 / (H⁻¹)_jj being what the
-other inputs cannot make up for. The product is least where S_j⁴ = c_j / d_j. (Scales on the inputs for quantization's
-sake: SmoothQuant, Xiao et al. 2023; AWQ, Lin et al. 2024.)
+The code's error is alike in all columns of a row, as large as the row's energy makes it, and costs tr(D), which error
+feedback leaves of H. With the columns divided by S a row's energy is Σ w_j² / S_j², and H becomes S H S, of which about
+Σ S_j² d_j is left, d_j = 1 / (H⁻¹)_jj being what the other inputs cannot make up for. Each row has the bits that it
+needs, so what counts is the mean logarithm of the rows' energies, plus that of tr(D). It is least where
+S_j⁴ = c_j / d_j, c_j being the share of column j in the energy of a row, added up over the rows. (Scales on the inputs
+for quantization's sake: SmoothQuant, Xiao et al. 2023; AWQ, Lin et al. 2024.)
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -18,11 +20,14 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.packing import encode_input_scales, input_factors
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
-from ciuic_cli.passes.quantize import INPUT_DAMPING, ROWS_AT_ONCE, Importance, input_feedback
+from ciuic_cli.passes.quantize import INPUT_DAMPING, ROWS_AT_ONCE, Importance, Prepared, input_feedback
 from ciuic_cli.threads import one_thread
 
+_ROUNDS = 2
+"""How often the shares c are taken, each time of the energies as the scales then are; more find nothing."""
 _LEAST = 1e-6
-"""Share of the mean energy that every column counts as having at least."""
+"""What every column counts as having at least, as a share of the mean."""
+_NOTHING = 1e-30
 
 
 def scaled(
@@ -40,44 +45,60 @@ def scaled(
     )
 
 
+def input_scales(
+    weight: torch.Tensor, importance: Importance, prepared: Prepared
+) -> NDArray[np.uint8] | None:
+    """The codes (n,) of the best input scales of a weight (m, n) float32; None where they do not pay for their bytes.
+
+    Scales take a byte of every column; halving the error saves one bit of every weight.
+
+    Args:
+        prepared: the weight as it is without them.
+    """
+    rows, cols = weight.shape
+    if not bool(weight.any()):
+        return None
+    inverse = _inverse_diagonal(importance.inputs)
+    if inverse is None:
+        return None
+    factors = torch.ones(cols)
+    for _ in range(_ROUNDS):
+        with one_thread():
+            share = _column_shares(weight, factors)
+            wish = (share.clamp_min(_LEAST * share.mean()) * inverse) ** 0.25
+            codes = encode_input_scales(wish / wish.max())  # at most 1: no activation overflows
+        factors = input_factors(codes)
+    saved = _mean_log_energy(weight, torch.ones(cols)) - _mean_log_energy(weight, factors)
+    left = input_feedback(_scaled_moment(importance.inputs, factors))[1]
+    with one_thread():
+        saved += math.log(float(prepared.inputs.noise.sum()) / float(left.noise.sum()))
+    return codes if saved / math.log(4.0) * rows * cols > 8 * cols else None
+
+
 def _scaled_moment(moment: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     return moment * factors * factors[:, None]
 
 
-def input_scales(weight: torch.Tensor, importance: Importance) -> NDArray[np.uint8] | None:
-    """The codes (n,) of the best input scales of a weight (m, n) float32; None where they do not pay for their bytes.
+def _energies(weight: torch.Tensor, factors: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of some rows at a time: the squares of a weight (m, n), and their sums with the columns divided by factors."""
+    for begin in range(0, len(weight), ROWS_AT_ONCE):
+        squares = weight[begin : begin + ROWS_AT_ONCE].square()
+        yield squares, (squares / factors.square()).sum(1, keepdim=True)
 
-    Halving an error takes one bit of every weight, and the scales take a byte of every column.
-    """
-    rows, cols = weight.shape
-    energy = _column_energy(weight, importance.outputs)
-    inverse = _inverse_diagonal(importance.inputs)
-    if inverse is None:
-        return None
+
+def _column_shares(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    """(n,) float64: the squares of each column over their row's energy, added up."""
+    found = torch.zeros(weight.shape[1], dtype=torch.float64)
+    for squares, energy in _energies(weight, factors):
+        found += (squares / energy.clamp_min(_NOTHING)).sum(0, dtype=torch.float64)
+    return found
+
+
+def _mean_log_energy(weight: torch.Tensor, factors: torch.Tensor) -> float:
+    """Over the rows that have any."""
     with one_thread():
-        mean = energy.mean()
-        if not mean > 0:
-            return None
-        wish = (energy.clamp_min(_LEAST * mean) * inverse) ** 0.25
-        wish /= wish.log().mean().exp()
-        codes = encode_input_scales(wish)
-        factors = input_factors(codes)
-        shrunk = (energy / factors.double() ** 2).sum() / energy.sum()
-    saved = -0.5 * math.log2(
-        float(shrunk) * _cost(_scaled_moment(importance.inputs, factors)) / _cost(importance.inputs)
-    )  # bits per weight
-    return codes if saved * rows * cols > 8 * cols else None
-
-
-def _column_energy(weight: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """(n,) float64 energy of each column of a weight (m, n), its rows weighted by G's diagonal."""
-    g = (outputs if outputs.dim() == 1 else outputs.diagonal()).float()
-    energy = torch.zeros(weight.shape[1], dtype=torch.float64)
-    with one_thread():
-        for begin in range(0, len(weight), ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            energy += (weight[rows].square() * g[rows, None]).sum(0, dtype=torch.float64)
-    return energy
+        energies = torch.cat([energy for _, energy in _energies(weight, factors)])
+        return float(energies[energies > _NOTHING].double().log().mean())
 
 
 def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
@@ -93,10 +114,3 @@ def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
     columns = solve_lower(lower, torch.eye(len(lower), dtype=torch.float64))
     with one_thread():
         return columns.square_().sum(0)
-
-
-def _cost(moment: torch.Tensor) -> float:
-    """tr(D): what error feedback leaves of H (n, n)."""
-    noise = input_feedback(moment)[1].noise
-    with one_thread():
-        return float(noise.sum())

@@ -57,11 +57,11 @@ class Matrix(Protocol):
         """The rows named by `rows` (int64 [n], in any order), transformed basis, float32 [n, cols_padded]."""
         ...
 
-    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        """x T^-1(codes)^T straight from the codes: x [..., cols], scaled already, to [..., rows] in W's own order.
+    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x W^T straight from the codes for x [..., cols], scaled already: [..., rows] without the low-rank part.
 
-        dtype: of x before it was scaled; the result need not be more exact. float32, or that dtype where no low-rank
-        part is to be added. None where there is no kernel for it.
+        W's rows are in their own order. float32, or x's dtype where no low-rank part is to be added. None where
+        there is no kernel for it.
         """
         ...
 
@@ -95,9 +95,9 @@ class CpuMatrix:
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return trellis.decode_rows(self.packed, rows)
 
-    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-        out_dtype = dtype if self.lowrank is None else torch.float32
-        return trellis.matmul(self.packed, x, out_dtype, order=self.order, precise=dtype not in trellis.HALF)
+    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        dtype = x.dtype if self.lowrank is None else torch.float32
+        return trellis.matmul(self.packed, x, dtype, order=self.order)
 
 
 class TorchMatrix:
@@ -159,7 +159,7 @@ class TorchMatrix:
             out[mine] = self._groups(groups[begin : begin + step])[inverse[mine] - begin, rows[mine] % TILE]
         return out
 
-    def small_product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+    def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
         return None
 
     def _groups(self, groups: np.ndarray) -> torch.Tensor:

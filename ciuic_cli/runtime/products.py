@@ -12,7 +12,6 @@ import functools
 import torch
 
 from ciuic_cli.codecs.transform import TILE, inverse_transform, transform
-from ciuic_cli.codecs.trellis import HALF
 from ciuic_cli.runtime.matrices import Matrix
 
 SMALL_BATCH = 8
@@ -42,15 +41,15 @@ def product(
         [..., row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
     """
     row_end = matrix.rows if row_end is None else row_end
-    batch, dtype = x.shape[:-1].numel(), x.dtype
+    batch = x.shape[:-1].numel()
     if matrix.is_zero or batch == 0:
         return torch.zeros((*x.shape[:-1], row_end - row_begin), dtype=torch.float32, device=x.device)
     if matrix.input_factors is not None:
-        x = x * matrix.input_factors  # float32 at least
+        x = (x * matrix.input_factors).to(x.dtype)
     whole = row_end - row_begin == matrix.rows
-    y = matrix.small_product(x, dtype) if whole and batch <= small_batch else None
+    y = matrix.small_product(x) if whole and batch <= small_batch else None
     if y is None:
-        y = _by_panels(matrix, x, row_begin, row_end, dtype)
+        y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
         inner = product(right, x, small_batch=small_batch).to(torch.float32)
@@ -105,11 +104,9 @@ def _scaled(matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
     return values if matrix.input_factors is None else values.mul_(matrix.input_factors)
 
 
-def _by_panels(
-    matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """Scaled x [..., cols] times these rows of the codes: [..., row_end - row_begin]. dtype: of x before that."""
-    dtype = _multiply_dtype(dtype, x.device)
+def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
+    """x [..., cols], scaled already, times these rows of the codes: [..., row_end - row_begin]."""
+    dtype = _multiply_dtype(x)
     in_basis = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
     shape = (*x.shape[:-1], row_end - row_begin)
     whole = row_end - row_begin == matrix.rows
@@ -132,13 +129,13 @@ def _by_panels(
     return (in_own_order(matrix, y) if whole else y).reshape(shape)
 
 
-def _multiply_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
     """What the factors are rounded to: the activations' dtype where the device multiplies it fast (sums are
     float32)."""
-    if dtype not in HALF:
+    if x.dtype not in (torch.bfloat16, torch.float16):
         return torch.float32
-    if device.type != "cpu" or (dtype == torch.bfloat16 and _cpu_multiplies_bfloat16()):
-        return dtype
+    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and _cpu_multiplies_bfloat16()):
+        return x.dtype
     return torch.float32
 
 

@@ -14,7 +14,7 @@ from ciuic_cli.runtime import products
 
 @pytest.fixture
 def matrix(emulator: Emulator, random: np.random.Generator) -> KernelMatrix:
-    stored = packed(random, 115, 144, rank=20)
+    stored = packed(random, 115, 144, rank=20, is_scaled=True)
     blob = emulator.tensor(torch.frombuffer(bytearray(stored.to_bytes()), dtype=torch.uint8))
     made = KernelMatrix(stored, blob)
     guarded_offsets(emulator, made.view)
@@ -42,7 +42,7 @@ def test_gradient_and_rows(emulator: Emulator, matrix: KernelMatrix) -> None:
 
 @pytest.mark.parametrize("rank", [0, 20])
 def test_rows_that_are_stored_sorted(emulator: Emulator, random: np.random.Generator, rank: int) -> None:
-    stored = packed(random, 115, 144, rank=rank, is_sorted=True)
+    stored = packed(random, 115, 144, rank=rank, is_sorted=True, is_scaled=rank > 0)
     blob = emulator.tensor(torch.frombuffer(bytearray(stored.to_bytes()), dtype=torch.uint8))
     made = KernelMatrix(stored, blob)
     guarded_offsets(emulator, made.view)
