@@ -21,7 +21,7 @@ from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.passes import lowrank
-from ciuic_cli.passes.quantize import Importance, prepare, removal_loss, round_prepared
+from ciuic_cli.passes.quantize import Importance, input_feedback, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
 from ciuic_cli.statistics.collect import CHUNK
@@ -273,7 +273,9 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
     sorting += area * clock(lambda: removal_loss(weight, importance))
     if unit.expert is None and unit.role not in UNSEEN_ROLES:
         of_inputs = _factor_work(unit.rows, unit.cols, False) / _factor_work(rows, cols, False)
+        # Where they pay, H is factored once more.
         sorting += of_inputs * clock(lambda: input_scales(weight, importance, prepared))
+        sorting += of_inputs * clock(lambda: input_feedback(importance.inputs))
     if ranks and unit.role not in PLAIN_ROLES:
         sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))
     coding = clock(lambda: round_prepared(some, bits[: len(some.weight) // 16], window=window))
