@@ -251,7 +251,8 @@ long emu_offset(const char* name) {
   MEMBER(CiuicLinear, pair_expert); MEMBER(CiuicLinear, pair_x); MEMBER(CiuicLinear, pair_y); MEMBER(CiuicLinear, parts);
   MEMBER(CiuicLinear, cols_padded); MEMBER(CiuicLinear, pairs); MEMBER(CiuicLinear, experts);
   MEMBER(CiuicLinear, group_slot); MEMBER(CiuicLinear, x_width);
-  MEMBER(CiuicTransform, x); MEMBER(CiuicTransform, out); MEMBER(CiuicTransform, out_scale);
+  MEMBER(CiuicTransform, x); MEMBER(CiuicTransform, input_factor);
+  MEMBER(CiuicTransform, out); MEMBER(CiuicTransform, out_scale);
   MEMBER(CiuicTransform, out_sum); MEMBER(CiuicTransform, x_stride); MEMBER(CiuicTransform, out_stride);
   MEMBER(CiuicTransform, cols); MEMBER(CiuicTransform, cols_padded); MEMBER(CiuicTransform, log2_block);
   MEMBER(CiuicTransform, seed); MEMBER(CiuicTransform, x_type); MEMBER(CiuicTransform, mode);
@@ -259,7 +260,8 @@ long emu_offset(const char* name) {
   MEMBER(CiuicDecode, cols_padded); MEMBER(CiuicDecode, row_begin); MEMBER(CiuicDecode, row_end);
   MEMBER(CiuicDecode, out_type); MEMBER(CiuicDecode, reserved);
   MEMBER(CiuicEmbedding, blob); MEMBER(CiuicEmbedding, group_offset); MEMBER(CiuicEmbedding, tokens);
-  MEMBER(CiuicEmbedding, out); MEMBER(CiuicEmbedding, rows); MEMBER(CiuicEmbedding, cols);
+  MEMBER(CiuicEmbedding, input_factor); MEMBER(CiuicEmbedding, out);
+  MEMBER(CiuicEmbedding, rows); MEMBER(CiuicEmbedding, cols);
   MEMBER(CiuicEmbedding, cols_padded); MEMBER(CiuicEmbedding, log2_block); MEMBER(CiuicEmbedding, seed);
   MEMBER(CiuicEmbedding, out_type);
   MEMBER(CiuicLowRank, blob); MEMBER(CiuicLowRank, group_offset); MEMBER(CiuicLowRank, z); MEMBER(CiuicLowRank, out);
