@@ -13,13 +13,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ciuic_cli.arms import Arms, PassOptions, require_weighable
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import PackedMatrix, input_factors, stored_order, stored_position
+from ciuic_cli.codecs.packing import PackedMatrix, stored_order, stored_position
+from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.scale import input_scales, scaled
 from ciuic_cli.passes.sort import row_classes, sorting_pays
-from ciuic_cli.planning import Arms, PassOptions, Plan, UnitPlan, require_weighable
+from ciuic_cli.planning import Plan, UnitPlan
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import CHANNEL_ROLES, Unit, importance_of
 

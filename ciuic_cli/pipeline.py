@@ -13,6 +13,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from ciuic_cli.arms import PassOptions
 from ciuic_cli.artifact import writer
 from ciuic_cli.checkpoint.architecture import positions_of
 from ciuic_cli.checkpoint.keeping import keep_mtp
@@ -34,7 +35,7 @@ from ciuic_cli.options import (
     check_target,
     check_texts,
 )
-from ciuic_cli.planning import PassOptions, check_reachable, largest_bytes, require_storable
+from ciuic_cli.planning import check_reachable, largest_bytes, require_storable
 from ciuic_cli.run import STATISTICS, Progress, Run
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import calibration_batch

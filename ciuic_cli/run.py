@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ciuic_cli.arms import Arms, level_uncovered
 from ciuic_cli.artifact import writer
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.schema import quantization_config
@@ -25,14 +26,7 @@ from ciuic_cli.inspection import describe
 from ciuic_cli.interruption import check
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import SIDE_BY_SIDE, return_freed_memory
-from ciuic_cli.planning import (
-    Arms,
-    Plan,
-    level_uncovered,
-    make_plan,
-    stored_tensors,
-    with_sorted_rows,
-)
+from ciuic_cli.planning import Plan, make_plan, stored_tensors, with_sorted_rows
 from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes_of
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device

@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from ciuic_cli import __version__
+from ciuic_cli.arms import PassOptions
 from ciuic_cli.artifact import writer
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.reader import Checkpoint
@@ -25,7 +26,6 @@ from ciuic_cli.errors import InputError
 from ciuic_cli.forecast import Forecast, Text, forecast
 from ciuic_cli.journal import Journal
 from ciuic_cli.options import Options
-from ciuic_cli.planning import PassOptions
 from ciuic_cli.runtime.loading import choose_device
 
 HELD_OUT_EVERY = 16

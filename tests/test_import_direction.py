@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
-    ("units", "planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
+    ("units", "arms", "planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
     (
         *(
             "pipeline",

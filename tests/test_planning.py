@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ciuic_cli import planning
+from ciuic_cli.arms import Arms, PassOptions, level_uncovered, structures_of
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import read_blobs
 from ciuic_cli.artifact.writer import write_shards
@@ -24,17 +25,7 @@ from ciuic_cli.encoding import unit_arms
 from ciuic_cli.errors import TargetError, UsageError
 from ciuic_cli.options import WIDTHS
 from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
-from ciuic_cli.planning import (
-    Arms,
-    PassOptions,
-    Plan,
-    check_reachable,
-    largest_bytes,
-    level_uncovered,
-    make_plan,
-    stored_tensors,
-    structures_of,
-)
+from ciuic_cli.planning import Plan, check_reachable, largest_bytes, make_plan, stored_tensors
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 from ciuic_cli.units import EMBEDDING_ROLES, Unit, units_of
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from ciuic_cli import probing
+from ciuic_cli.arms import PassOptions
 from ciuic_cli.passes.prune import Structure
 from ciuic_cli.passes.quantize import Importance
-from ciuic_cli.planning import PassOptions, Plan, UnitPlan
+from ciuic_cli.planning import Plan, UnitPlan
 from ciuic_cli.probing import LIMITS, PROBED_LAYERS, TOGETHER, correction_of, corrections_of, probes_of
 from ciuic_cli.units import Unit
 

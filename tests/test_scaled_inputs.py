@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from stand_in_statistics import known_statistics
 
+from ciuic_cli.arms import Arms, PassOptions
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
 from ciuic_cli.errors import TargetError
-from ciuic_cli.planning import Arms, PassOptions, Plan, check_reachable, make_plan
+from ciuic_cli.planning import Plan, check_reachable, make_plan
 from ciuic_cli.probing import disturbance
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import Unit, units_of
@@ -24,36 +25,15 @@ from ciuic_cli.units import Unit, units_of
 OPTIONS = PassOptions((3,), window=12, prune="off", rank="off")
 
 
-class _UnevenInputs:
-    """Statistics by which inputs of a matrix differ in size by orders of magnitude."""
-
-    def __init__(self, model_map: ModelMap) -> None:
-        self.shapes = {name: parameter.shape for name, parameter in model_map.parameters.items()}
-
-    def input_moment(self, name: str, expert: int | None = None) -> torch.Tensor:
-        cols = self.shapes[name][-1]
-        draw = torch.randn(cols, generator=torch.Generator().manual_seed(cols)).mul(3).exp()
-        return torch.diag(draw / draw.sum())
-
-    def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor:
-        return torch.eye(self.shapes[name][-2])
-
-    def contexts(self, name: str) -> None:
-        return None
-
-    def embedding_use(self, name: str) -> None:
-        return None
-
-    def tokens(self, name: str, expert: int | None = None) -> int:
-        return 10**6
-
-    def covers(self, name: str) -> bool:
-        return True
+def _moment(cols: int) -> torch.Tensor:
+    """H by which inputs differ in size by orders of magnitude."""
+    draw = torch.randn(cols, generator=torch.Generator().manual_seed(cols)).mul(3).exp()
+    return torch.diag(draw / draw.sum())
 
 
 def _mapped(checkpoint: Path) -> tuple[ModelMap, Statistics]:
     model_map = map_model(open_checkpoint(checkpoint))
-    return model_map, cast(Statistics, _UnevenInputs(model_map))
+    return model_map, known_statistics(model_map, inputs=_moment)
 
 
 @pytest.fixture(scope="module")

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
 import torch
+from stand_in_statistics import known_statistics
 
+from ciuic_cli.arms import Arms, PassOptions
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
 from ciuic_cli.options import WIDTHS
-from ciuic_cli.planning import Arms, PassOptions, Plan, make_plan, with_sorted_rows
+from ciuic_cli.planning import Plan, make_plan, with_sorted_rows
 from ciuic_cli.probing import disturbance
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.units import Unit, units_of
@@ -26,31 +27,9 @@ OPTIONS = PassOptions(WIDTHS, window=12, prune="auto", rank="off")
 WIDE = {"hidden_size": 96, "intermediate_size": 176, "head_dim": 24}
 
 
-class _Uneven:
-    """Statistics by which rows of a matrix differ in importance by orders of magnitude, in no order."""
-
-    def __init__(self, model_map: ModelMap) -> None:
-        self.shapes = {name: parameter.shape for name, parameter in model_map.parameters.items()}
-
-    def input_moment(self, name: str, expert: int | None = None) -> torch.Tensor:
-        cols = self.shapes[name][-1]
-        return torch.eye(cols) / cols
-
-    def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor:
-        rows = self.shapes[name][-2]
-        return torch.diag(torch.randn(rows, generator=torch.Generator().manual_seed(rows)).mul(2).exp())
-
-    def contexts(self, name: str) -> None:
-        return None
-
-    def embedding_use(self, name: str) -> None:
-        return None
-
-    def tokens(self, name: str, expert: int | None = None) -> int:
-        return 10**6
-
-    def covers(self, name: str) -> bool:
-        return True
+def _importance(rows: int) -> torch.Tensor:
+    """G by which rows differ in importance by orders of magnitude, in no order."""
+    return torch.diag(torch.randn(rows, generator=torch.Generator().manual_seed(rows)).mul(2).exp())
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +39,7 @@ def model_map(tiny_checkpoint: Callable[..., Path]) -> ModelMap:
 
 @pytest.fixture(scope="module")
 def statistics(model_map: ModelMap) -> Statistics:
-    return cast(Statistics, _Uneven(model_map))
+    return known_statistics(model_map, outputs=_importance)
 
 
 @pytest.fixture(scope="module")

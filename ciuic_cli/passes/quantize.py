@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.codecs.packing import PackedMatrix, bits_of, decode_scales, encode_scales, tile_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
+from ciuic_cli.codecs.scales import decode_scales, encode_scales
 from ciuic_cli.codecs.transform import transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
@@ -200,13 +201,18 @@ def prepare(weight: torch.Tensor, importance: Importance, outputs: Feedback | No
     return Prepared(_in_order(w, blocks), inputs, outputs, own, noise, rows, cols, blocks)
 
 
+def damp(moment: torch.Tensor) -> None:
+    """Add the inputs' damping to H (n, n), in place."""
+    with one_thread():
+        average = moment.diagonal().mean()
+    moment.diagonal().add_(INPUT_DAMPING * average + 1e-12)
+
+
 def input_feedback(moment: torch.Tensor) -> tuple[torch.Tensor, Feedback]:
     """The order of the blocks of columns (`Prepared.blocks`), and the feedback in it, for H (n, n)."""
     h = transform(transform(moment).T)
     h = h.add_(h.T.clone()).mul_(0.5)
-    with one_thread():
-        average = h.diagonal().mean()
-    h.diagonal().add_(INPUT_DAMPING * average + 1e-12)
+    damp(h)
     blocks = rounding_order(h)
     columns = _columns(blocks)
     h = h[columns][:, columns]

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.codecs.packing import encode_input_scales, input_factors
+from ciuic_cli.codecs.scales import encode_input_scales, input_factors
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
-from ciuic_cli.passes.quantize import INPUT_DAMPING, ROWS_AT_ONCE, Importance, Prepared, input_feedback
+from ciuic_cli.passes.quantize import ROWS_AT_ONCE, Importance, Prepared, damp, input_feedback
 from ciuic_cli.threads import one_thread
 
 _ROUNDS = 2
@@ -104,9 +104,7 @@ def _mean_log_energy(weight: torch.Tensor, factors: torch.Tensor) -> float:
 def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
     """(n,) float64 diagonal of the inverse of H (n, n), damped as for rounding; None where it has none."""
     h = moment.to(torch.float64, copy=True)
-    with one_thread():
-        average = h.diagonal().mean()
-    h.diagonal().add_(INPUT_DAMPING * average + 1e-12)
+    damp(h)
     lower, _ = damped_cholesky(h)
     del h
     if lower is None:

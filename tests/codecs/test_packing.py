@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 from packed_samples import random_matrix
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import (
-    PackedMatrix,
-    decode_scales,
-    encode_input_scales,
-    encode_scales,
-    input_factors,
-    packed_nbytes,
-)
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.scales import decode_scales, encode_input_scales, encode_scales, input_factors
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 

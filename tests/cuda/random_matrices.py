@@ -7,7 +7,8 @@ import torch
 from emulation import Emulator
 
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import PackedMatrix, input_factors, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.widths import BITS

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from ciuic_cli import forecast as forecasting
 from ciuic_cli import load, read_tensor
+from ciuic_cli.arms import PassOptions
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.keeping import is_mtp, keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
@@ -34,7 +35,6 @@ from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.forecast import Text, disk_bytes
 from ciuic_cli.inspection import describe
 from ciuic_cli.pipeline import compress
-from ciuic_cli.planning import PassOptions
 from ciuic_cli.units import units_of
 from ciuic_cli.verification import verify
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.codecs.packing import input_factors
+from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.passes.quantize import Importance, predicted_loss, prepare, round_prepared
 from ciuic_cli.passes.scale import input_scales, scaled

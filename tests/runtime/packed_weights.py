@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import PackedMatrix, decode_scales, encode_scales, stored_bits, tile_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix, stored_bits, tile_nbytes
+from ciuic_cli.codecs.scales import decode_scales, encode_scales
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import transform
 
