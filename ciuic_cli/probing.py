@@ -26,7 +26,7 @@ from ciuic_cli.passes.quantize import BLOCK, Prepared, RowFeedback, prepare
 from ciuic_cli.planning import Plan
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.streaming import Override
-from ciuic_cli.units import UNSEEN_ROLES, Unit, importance_of
+from ciuic_cli.units import EMBEDDING_ROLES, UNSEEN_ROLES, Unit, importance_of
 
 LIMITS = (0.33, 10.0)
 """Corrections are kept between these: a handful of held-out sequences proves no more."""
@@ -128,6 +128,8 @@ def corrections_of(
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
+    Of an embedding and a head only half of its own correction is taken, in logarithms, and half of what is usual for
+    the other roles: its rows stand for single tokens, of which a few sequences show few, and other texts have others.
     Matrices without statistics are left alone (`units.UNSEEN_ROLES`).
 
     Args:
@@ -140,7 +142,10 @@ def corrections_of(
         found[units[0].role] = _compared(sum(plan.rounding_kl[unit.key] for unit in units), value)
     corrected = sum(plan.rounding_kl[unit.key] * found[unit.role]["correction"] for unit in probes[-1])
     together = _compared(corrected, whole)
-    for entry in found.values():
+    usual = [entry["correction"] for role, entry in found.items() if role not in EMBEDDING_ROLES]
+    for role, entry in found.items():
+        if role in EMBEDDING_ROLES and usual:
+            entry["correction"] = (entry["correction"] * float(np.median(usual))) ** 0.5
         entry["correction"] *= together["correction"]
     return {**found, TOGETHER: together}
 

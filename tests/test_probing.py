@@ -79,6 +79,16 @@ def test_the_corrected_prediction_of_the_plan_is_what_was_measured() -> None:
     assert sum(predicted[role] * found[role]["correction"] for role in predicted) == pytest.approx(0.0111)
 
 
+def test_half_of_a_vocabularys_correction_is_that_of_the_other_roles() -> None:
+    predicted = {"embedding": 0.01, "q": 0.01, "k": 0.01, "v": 0.01, "head": 0.01}
+    found = _corrections(predicted, [0.005, 0.02, 0.01, 0.03, 0.08, 0.29])  # the whole: twice the sum
+    assert found["embedding"]["correction"] == pytest.approx(2 * (0.5 * 2.0) ** 0.5)
+    assert found["head"]["correction"] == pytest.approx(2 * (8.0 * 2.0) ** 0.5)
+    assert [found[role]["correction"] for role in "qkv"] == pytest.approx([4.0, 2.0, 6.0])
+    alone = _corrections({"embedding": 0.01}, [0.02, 0.02])
+    assert alone["embedding"]["correction"] == pytest.approx(2.0)
+
+
 def test_what_removed_structures_cost_is_not_put_down_to_rounding() -> None:
     plan = _plan({"gate": 0.004, "down": 0.02})
     gone = Structure("down.weight", 1, (("gate.weight", 1),), 0.015)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
-from ciuic_cli.units import UNIFORM_SHARE, Unit, importance_of, tempered
+from ciuic_cli.units import TEMPER, UNIFORM_SHARE, Unit, importance_of, tempered
 
 
 def _statistics(**parts: Any) -> Statistics:
@@ -29,7 +29,7 @@ def test_tokens_that_the_text_lacks_keep_a_weight() -> None:
     found = importance_of(head, _statistics(h=torch.eye(8), g=g))
     mixed = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * 1.0
     assert torch.allclose(found.outputs, tempered(mixed))
-    assert float(found.outputs[2] / found.outputs[1]) == pytest.approx(float(mixed[2] / mixed[1]) ** 0.7)
+    assert float(found.outputs[2] / found.outputs[1]) == pytest.approx(float(mixed[2] / mixed[1]) ** TEMPER)
     assert float(found.outputs.sum()) == pytest.approx(4.0)
     wide = dataclasses.replace(head, role="up")  # too many outputs for a full G, but no tokens
     assert torch.allclose(importance_of(wide, _statistics(h=torch.eye(8), g=g)).outputs, mixed)

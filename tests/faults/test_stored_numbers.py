@@ -112,7 +112,7 @@ def test_fault_22_a_weight_whose_loss_cannot_be_predicted(victim: Make, value: f
 
 def test_a_model_that_predicts_worse_than_guessing_is_not_published(victim: Make) -> None:
     v = victim(0, "llama")
-    v.edit_tensors(lambda tensors: tensors["lm_head.weight"][-1, -1:].fill_(1e5))
+    v.edit_tensors(lambda tensors: tensors["lm_head.weight"][-8:, -1].fill_(1e5))
     v.refused("worse than one that guesses", code=4, remedy="ciuic eval", commands=["compress", "replace"])
 
 
