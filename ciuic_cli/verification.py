@@ -83,7 +83,7 @@ def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
             file=file,
             remedy="`ciuic compress` writes them; other tools, save_pretrained too, do not",
         )
-    document = read_json(folder, CHECKSUMS)
+    document = read_json(folder, CHECKSUMS, remedy=_REMEDY)
     # A flipped bit in the list's own white space or numbers must show as well.
     with reading(file):
         content = checked_file(folder, CHECKSUMS).read_bytes()

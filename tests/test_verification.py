@@ -88,6 +88,14 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     assert caught.value.exit_code == 3
 
 
+@pytest.mark.parametrize("content", ["[1]", "{", "null"])
+def test_a_list_that_is_no_object_asks_for_the_artifact(folder: Path, content: str) -> None:
+    (folder / "ciuic_checksums.json").write_text(content)
+    with pytest.raises(InputError, match="JSON") as caught:
+        verify(folder)
+    assert caught.value.remedy is not None and "artifact" in caught.value.remedy
+
+
 def test_a_folder_without_checksums(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no checksums"):
         verify(tmp_path)

@@ -8,6 +8,7 @@ weights have shapes and no memory.
 from __future__ import annotations
 
 import copy
+import math
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -171,16 +172,19 @@ def layer_prefixes(model: Any, count: int) -> list[str]:
 
 
 def _check_numbers(raw: dict[str, Any], file: Path | None) -> None:
-    """No whole number, however deep, that overflows what is computed from it."""
+    """No whole number, however deep, that overflows what is computed from it, and none that is no number (a list may
+    end in infinity: some models' limits do)."""
     waiting = [(key, value) for key, value in raw.items() if key not in (*_IGNORED, *_UNBOUNDED)]
     while waiting:
         key, value = waiting.pop()
         if isinstance(value, dict):
             waiting += value.items()
         elif isinstance(value, list):
-            waiting += [(key, part) for part in value]
+            waiting += [(key, part) for part in value if not isinstance(part, float)]
         elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
             _absurd(key, value, f"between -{_MAX_NUMBER} and {_MAX_NUMBER}", file)
+        elif isinstance(value, float) and not math.isfinite(value):
+            _absurd(key, value, "a finite number", file)
 
 
 def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path | None) -> None:

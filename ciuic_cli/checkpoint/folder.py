@@ -168,8 +168,10 @@ def _require_size(file: Path, most: int) -> None:
         )
 
 
-def read_json(folder: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
-    """The JSON object in `folder/name`.
+def read_json(
+    folder: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES, *, remedy: str = _DOWNLOAD_AGAIN
+) -> dict[str, Any]:
+    """The JSON object in `folder/name`. remedy: for a file that is damaged.
 
     Raises InputError if it is absent, too large, may not be read, or is not an object, EnvironmentFault if the disk
     refuses.
@@ -187,9 +189,9 @@ def read_json(folder: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES) -> di
         value = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise InputError(f"not a JSON file: {reason}", file=folder / name, remedy=_DOWNLOAD_AGAIN) from error
+        raise InputError(f"not a JSON file: {reason}", file=folder / name, remedy=remedy) from error
     if not isinstance(value, dict):
-        raise InputError("the JSON is not an object", file=folder / name, remedy=_DOWNLOAD_AGAIN)
+        raise InputError("the JSON is not an object", file=folder / name, remedy=remedy)
     return value
 
 

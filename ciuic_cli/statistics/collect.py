@@ -59,8 +59,9 @@ def collect_statistics(
         model_map, [chunks[number] for number in numbers], folder / f"stream-{workers.rank}",
         device=device, dtype=compute_dtype(device),
     )  # fmt: skip
+    writer = StatisticsWriter(folder, batches.numel(), model_map.checkpoint.folder)
     return _Collection(
-        model_map, stream, StatisticsWriter(folder, batches.numel()), workers, Marks(journal, workers), seed, progress,
+        model_map, stream, writer, workers, Marks(journal, workers), seed, progress,
         chunk, batches.shape[1], numbers, [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
 

@@ -131,11 +131,11 @@ class Statistics:
 class StatisticsWriter:
     """Writes each matrix's moments, normalised, to a file of its own; nothing is held twice in memory.
 
-    tokens: of the whole text.
+    tokens: of the whole text. source: the checkpoint's folder, for messages.
     """
 
-    def __init__(self, folder: Path, tokens: int) -> None:
-        self.folder, self.tokens = folder, tokens
+    def __init__(self, folder: Path, tokens: int, source: Path) -> None:
+        self.folder, self.tokens, self.source = folder, tokens, source
         self.files: dict[str, dict[str, str]] = {kind: {} for kind in (MOMENTS, *SINGLE)}
         self.expert_tokens: dict[str, dict[str, int]] = {}
         self.digests: dict[str, str] = {}
@@ -170,7 +170,8 @@ class StatisticsWriter:
     def _save(self, kind: str, name: str, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
         if any(count_nonfinite(tensor) for tensor in tensors.values()):
             raise InputError(
-                "the calibration text drives its statistics to NaN or infinity",
+                "the calibration text drives the tensor's statistics to NaN or infinity",
+                file=self.source,
                 tensor=name,
                 remedy="its weights, or those beside it, are finite but too large: download the checkpoint again",
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -53,13 +52,18 @@ def test_fault_22_weights_that_drive_the_statistics_to_infinity(victim: Make, na
     v.refused("NaN or infin", tensor="", commands=["compress"])
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{"rms_norm_eps": math.nan}, {"rms_norm_eps": -5.0}, {"rope_parameters": {"rope_theta": math.nan}}],
-)
-def test_fault_27_numbers_that_make_the_activations_nan(victim: Make, values: dict[str, Any]) -> None:
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("nested", [False, True])
+def test_fault_27_numbers_of_the_config_that_are_none(victim: Make, nested: bool, value: float) -> None:
     v = victim(0, "llama")
-    v.edit_config(**values)
+    v.edit_config(**({"rope_parameters": {"rope_theta": value}} if nested else {"rms_norm_eps": value}))
+    name = "rope_theta" if nested else "rms_norm_eps"
+    v.refused(f"config.json has {name}", "a finite number", file="config.json", remedy="download")
+
+
+def test_fault_27_a_number_that_makes_the_activations_nan(victim: Make) -> None:
+    v = victim(0, "llama")
+    v.edit_config(rms_norm_eps=-5.0)
     v.refused(commands=["compress"])
 
 
@@ -107,7 +111,7 @@ def test_fault_22_wider_numbers_than_the_model_has_name_file_and_tensor(
 def test_fault_22_a_weight_whose_loss_cannot_be_predicted(victim: Make, value: float) -> None:
     v = victim(0, "llama")
     v.edit_tensors(lambda tensors: tensors["model.layers.0.mlp.down_proj.weight"][-1, -1:].fill_(value))
-    v.refused("NaN or infin", tensor=".weight", remedy="too large", commands=["compress"])
+    v.refused("NaN or infin", file="model", tensor=".weight", remedy="too large", commands=["compress"])
 
 
 def test_a_model_that_predicts_worse_than_guessing_is_not_published(victim: Make) -> None:
