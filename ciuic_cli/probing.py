@@ -128,8 +128,9 @@ def corrections_of(
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
-    Of an embedding and a head only half of its own correction is taken, in logarithms, and half of what is usual for
-    the other roles: its rows stand for single tokens, of which a few sequences show few, and other texts have others.
+    An embedding's and a head's are half what was measured and half what is usual, in logarithms: their rows stand for
+    single tokens, of which a few sequences show few, and other texts have others (docs/QUALITY.md, "What other text
+    needs of a vocabulary"). So the corrected sum is what other text is expected to lose, not what these sequences did.
     Matrices without statistics are left alone (`units.UNSEEN_ROLES`).
 
     Args:
@@ -142,11 +143,11 @@ def corrections_of(
         found[units[0].role] = _compared(sum(plan.rounding_kl[unit.key] for unit in units), value)
     corrected = sum(plan.rounding_kl[unit.key] * found[unit.role]["correction"] for unit in probes[-1])
     together = _compared(corrected, whole)
-    usual = [entry["correction"] for role, entry in found.items() if role not in EMBEDDING_ROLES]
-    for role, entry in found.items():
-        if role in EMBEDDING_ROLES and usual:
-            entry["correction"] = (entry["correction"] * float(np.median(usual))) ** 0.5
+    for entry in found.values():
         entry["correction"] *= together["correction"]
+    usual = _usual(found)
+    for role in found.keys() & EMBEDDING_ROLES:
+        found[role]["correction"] = (found[role]["correction"] * usual) ** 0.5
     return {**found, TOGETHER: together}
 
 
@@ -160,10 +161,14 @@ def _by_role(plan: Plan) -> dict[str, list[Unit]]:
 
 
 def correction_of(role: str, corrections: Mapping[str, Mapping[str, float]]) -> float:
-    """A role's correction; of one that was not probed, the median of the others'."""
-    if role in corrections:
-        return corrections[role]["correction"]
-    return float(np.median([found["correction"] for name, found in corrections.items() if name != TOGETHER]))
+    """A role's correction; of one that was not probed, the usual one."""
+    return corrections[role]["correction"] if role in corrections else _usual(corrections)
+
+
+def _usual(corrections: Mapping[str, Mapping[str, float]]) -> float:
+    """The median of the roles' corrections, vocabularies left out where there are others."""
+    roles = corrections.keys() - {TOGETHER}
+    return float(np.median([corrections[role]["correction"] for role in roles - {*EMBEDDING_ROLES} or roles]))
 
 
 def _compared(predicted: float, measured: float) -> dict[str, float]:
