@@ -26,6 +26,7 @@ from ciuic_cli.console import Console, run
 from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.options import (
     DEFAULT_RATIO,
+    DEFAULT_SEQLEN,
     DEFAULT_WIDTHS,
     NSAMPLES,
     SEED,
@@ -195,7 +196,12 @@ def compress(
     ] = None,
     seqlen: Annotated[
         int | None,
-        typer.Option(min=SEQLEN[0], max=SEQLEN[1], show_default="by effort", help="Tokens per sequence."),
+        typer.Option(
+            min=SEQLEN[0],
+            max=SEQLEN[1],
+            show_default=f"{DEFAULT_SEQLEN}, or the model's positions",
+            help="Tokens per sequence.",
+        ),
     ] = None,
     seed: Annotated[
         int,

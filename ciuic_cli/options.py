@@ -19,14 +19,13 @@ from ciuic_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Effort:
-    """What an effort level spends: trellis window L, calibration sequences and their length."""
+    """What an effort level spends: trellis window L and calibration sequences."""
 
     window: int
     nsamples: int
-    seqlen: int
 
 
-EFFORTS = {"fast": Effort(12, 24, 512), "default": Effort(16, 64, 512), "best": Effort(16, 128, 512)}
+EFFORTS = {"fast": Effort(12, 24), "default": Effort(16, 64), "best": Effort(16, 128)}
 MTP = ("keep", "drop")
 WIDTHS = tuple(MSE_BY_WINDOW[16])
 """Bits per weight that the code has."""
@@ -35,6 +34,7 @@ DEFAULT_WIDTHS = tuple(width for width in WIDTHS if width >= 2)
 (docs/QUALITY.md, "Widths"): such errors are not small any more."""
 RANK_STEP = 16
 DEFAULT_RATIO = 4.0
+DEFAULT_SEQLEN = 512
 NSAMPLES = (2, 1 << 20)
 SEQLEN = (32, 1 << 20)
 SEED = (0, 2**32 - 1)
@@ -159,7 +159,7 @@ def check_settings(
 ) -> None:
     """Raise UsageError for a setting that is not among its names, or no whole number within its limits.
 
-    nsamples and seqlen may be None: as the effort has them.
+    nsamples and seqlen may be None: as the effort and the model have them.
     """
     _check_name("--effort", effort, EFFORTS)
     _check_name("--mtp", mtp, MTP)

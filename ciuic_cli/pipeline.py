@@ -24,6 +24,7 @@ from ciuic_cli.journal import Journal
 from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import open_generation_config, open_tokenizer
 from ciuic_cli.options import (
+    DEFAULT_SEQLEN,
     DEFAULT_WIDTHS,
     EFFORTS,
     Options,
@@ -120,7 +121,7 @@ def compress(
         original = 2 * model_map.stored_numel
         budget = budget_of(original, **target)
         level = EFFORTS[effort]
-        length = _sequence_length(seqlen, level.seqlen, positions_of(model_map.config))
+        length = _sequence_length(seqlen, positions_of(model_map.config))
         passes = PassOptions(widths, level.window, prune, rank)
         check_reachable(model_map, budget, passes)
         budget = min(budget, largest_bytes(model_map, passes))
@@ -148,10 +149,10 @@ def compress(
         return _follow(task, workers, dry_run)
 
 
-def _sequence_length(asked: int | None, usual: int, positions: int | None) -> int:
-    """Tokens of a calibration sequence: what was asked for, or what is usual where the model has room for it."""
+def _sequence_length(asked: int | None, positions: int | None) -> int:
+    """Tokens of a calibration sequence: what was asked for, or the default where the model has room for it."""
     if asked is None:
-        return usual if positions is None else min(usual, positions)
+        return DEFAULT_SEQLEN if positions is None else min(DEFAULT_SEQLEN, positions)
     if positions is not None and asked > positions:
         raise UsageError(
             f"--seqlen {asked}: the model has {positions} positions", remedy=f"use at most {positions}"
