@@ -4,11 +4,11 @@
 #include <cmath>
 #include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <limits>
 #include <memory>
 #include <mutex>
 #include <new>
+#include <queue>
 #include <vector>
 
 #include "ciuic_native.h"
@@ -128,6 +128,11 @@ struct Tile {
   int32_t I, J;
 };
 
+// Whether `a` is to be encoded after `b`: it lies on a later front of the sweep from the last row and column to the first.
+struct Later {
+  bool operator()(Tile a, Tile b) const { return a.I + a.J != b.I + b.J ? a.I + a.J < b.I + b.J : a.I > b.I; }
+};
+
 // What a thread needs to encode a batch.
 struct Scratch {
   std::unique_ptr<uint8_t[]> workspace;
@@ -204,7 +209,9 @@ class Schedule {
       }
   }
 
-  // Takes up to the batch size of ready tiles of one bit width; 0 when everything is done.
+  // Takes up to the batch size of ready tiles of one bit width; 0 when everything is done. Whole batches come first, because
+  // tiles by themselves take a third longer each; then the earliest front, because its tiles are those that others wait for:
+  // where it lagged, few tiles would be ready at a time, and hardly ever two of a width.
   int take(Tile* tiles) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
@@ -215,13 +222,12 @@ class Schedule {
       }
       int chosen = -1;
       for (int halves = 0; halves <= kMostHalves; ++halves)
-        if (!ready_[halves].empty() && (chosen < 0 || ready_[halves].size() > ready_[chosen].size())) chosen = halves;
+        if (!ready_[halves].empty() && (chosen < 0 || comes_before(halves, chosen))) chosen = halves;
       if (chosen >= 0) {
-        const int most = chosen == 0 ? 1 : kernels().encode_batch(chosen, m_.window);
         int count = 0;
-        while (count < most && !ready_[chosen].empty()) {
-          tiles[count++] = ready_[chosen].front();
-          ready_[chosen].pop_front();
+        while (count < batch_of(chosen) && !ready_[chosen].empty()) {
+          tiles[count++] = ready_[chosen].top();
+          ready_[chosen].pop();
         }
         return count;
       }
@@ -250,12 +256,19 @@ class Schedule {
   void release(Tile tile) {
     if (--waiting_[tile.I * blocks_ + tile.J] == 0) push(tile);
   }
-  void push(Tile tile) { ready_[m_.halves_of(tile.I)].push_back(tile); }
+  void push(Tile tile) { ready_[m_.halves_of(tile.I)].push(tile); }
+
+  int batch_of(int halves) const { return halves == 0 ? 1 : kernels().encode_batch(halves, m_.window); }
+  bool comes_before(int a, int b) const {
+    const bool whole_a = ready_[a].size() >= static_cast<size_t>(batch_of(a));
+    const bool whole_b = ready_[b].size() >= static_cast<size_t>(batch_of(b));
+    return whole_a != whole_b ? whole_a : Later{}(ready_[b].top(), ready_[a].top());
+  }
 
   const Matrix& m_;
   const long groups_, blocks_;
   std::vector<uint8_t> waiting_;
-  std::deque<Tile> ready_[kMostHalves + 1];  // by width
+  std::priority_queue<Tile, std::vector<Tile>, Later> ready_[kMostHalves + 1];  // by width, the earliest front first
   long remaining_ = 0;
   std::atomic<bool> failed_{false}, overflown_{false};
   bool cancelled_ = false;
