@@ -5,7 +5,7 @@
     python benchmarks/codec.py matmul     # decode-matmul and decoding, against torch's bf16 product of the same shape
 
 Errors are mean squared errors on unit Gaussians times 4^K: 1.0 is Shannon's limit for a Gaussian source. Times are the
-best of several, of the calling thread's processor time for one thread and of the clock for more.
+best of several, of the process's own time on processors for one thread and of the clock for more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def quality(windows: list[int], tiles: int) -> None:
 
 
 def seconds(action: Callable[[], object], threads: int, repeats: int) -> float:
-    clock = time.thread_time if threads == 1 else time.perf_counter
+    clock = time.process_time if threads == 1 else time.perf_counter
     best = float("inf")
     for _ in range(repeats):
         begin = clock()
