@@ -29,7 +29,7 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.widths import BITS as ALL_BITS
 
 BITS = ALL_BITS[1:]
-WHOLE = [int(bits) for bits in BITS if bits == int(bits)]  # all that the plain loop knows
+WHOLE = [int(bits) for bits in BITS if bits == int(bits) and bits >= 2]  # all that the plain loop knows
 
 
 def gaussian_error(bits: float, window: int, scale: float, tiles: int, seed: int = 0) -> float:
