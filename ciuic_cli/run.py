@@ -172,6 +172,7 @@ class Run:
 
     def encode(self, plan: Plan) -> None:
         """Code every matrix as the plan says."""
+        return_freed_memory()  # what choosing took: it grows with the model, and the largest matrices come first
         self._matrices(
             "encode",
             lambda unit: encode_unit(
