@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -118,8 +119,8 @@ def _bytes_in(folder: Path) -> int:
     return total
 
 
-def compress(source: Path, out: Path, arguments: list[str]) -> dict[str, Any]:
-    """One run in its own process: the report, with the most bytes on disk and the seconds from outside."""
+def compress(source: Path, out: Path, arguments: list[str]) -> dict[str, float]:
+    """One run in its own process: its peak resident bytes, the most bytes on disk and the seconds, from outside."""
     out.mkdir(parents=True)
     watch = DiskWatch(out)
     watch.start()
@@ -133,11 +134,16 @@ def compress(source: Path, out: Path, arguments: list[str]) -> dict[str, Any]:
         str(out / "artifact"),
         *arguments,
     ]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
     seconds = time.monotonic() - started
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
     watch.over.set()
     watch.join()
-    return {**json.loads(done.stdout), "disk": watch.peak, "wall": seconds}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak": unit * usage.ru_maxrss, "disk": watch.peak, "wall": seconds}
 
 
 def main() -> int:
@@ -153,11 +159,11 @@ def main() -> int:
         source, out = options.folder / f"layers{layers}", options.folder / f"out{layers}"
         size = make(source, layers) if not source.exists() else _bytes_in(source)
         shutil.rmtree(out, ignore_errors=True)
-        report = compress(source, out, ["--effort", "fast", "--nsamples", options.nsamples, "--json"])
-        peaks.append(report["peak_rss_bytes"])
+        found = compress(source, out, ["--effort", "fast", "--nsamples", options.nsamples])
+        peaks.append(found["peak"])
         print(
-            f"{layers:6d} {size / 1e9:8.2f} GB {peaks[-1] / 1e9:6.2f} GB {report['disk'] / 1e9:6.2f} GB "
-            f"{report['wall']:8.0f}",
+            f"{layers:6d} {size / 1e9:8.2f} GB {peaks[-1] / 1e9:6.2f} GB {found['disk'] / 1e9:6.2f} GB "
+            f"{found['wall']:8.0f}",
             flush=True,
         )
         shutil.rmtree(out)

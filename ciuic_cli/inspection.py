@@ -263,12 +263,13 @@ def _dense_row(artifact: Artifact, name: str, found: Classification) -> Row:
 
 
 def _packed_row(name: str, found: Classification, blob: Blob) -> Row:
-    matrices = blob.matrices()
     counts: Counter[float] = Counter()
-    for matrix in matrices:
-        widths, groups = np.unique(bits_of(matrix.row_bits), return_counts=True)
-        for width, count in zip(widths.tolist(), groups.tolist(), strict=True):
-            counts[width if width % 1 else int(width)] += count
+    with blob.matrices() as matrices:
+        for matrix in matrices:
+            widths, groups = np.unique(bits_of(matrix.row_bits), return_counts=True)
+            for width, count in zip(widths.tolist(), groups.tolist(), strict=True):
+                counts[width if width % 1 else int(width)] += count
+        rank = max(matrix.rank for matrix in matrices)
     parameters = int(np.prod(blob.shape))
     return Row(
         name,
@@ -279,7 +280,7 @@ def _packed_row(name: str, found: Classification, blob: Blob) -> Row:
         blob.entry.nbytes,
         8 * blob.entry.nbytes / parameters,
         dict(sorted(counts.items())),
-        max(matrix.rank for matrix in matrices),
+        rank,
         counts[0] / counts.total(),
     )
 

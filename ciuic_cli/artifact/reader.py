@@ -9,7 +9,10 @@ checksum.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import mmap
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,17 +47,24 @@ class Blob:
     """One compressed tensor: where it lies and what it decodes to, (rows, cols) or (experts, rows, cols).
 
     data: its bytes, uint8 (nbytes,), mapped from the file that was checked, whatever has its name by now.
+    mapping: of the whole file.
     """
 
     entry: TensorEntry
     shape: tuple[int, ...]
     data: npt.NDArray[np.uint8] = field(repr=False, compare=False)
+    mapping: mmap.mmap = field(repr=False, compare=False)
 
-    def matrices(self) -> tuple[PackedMatrix, ...]:
-        """The matrix, or each expert's; their codes stay in the file."""
-        if len(self.shape) == 3:
-            return ExpertStack.from_buffer(self.data, where=self.entry.name).experts
-        return (PackedMatrix.from_buffer(self.data, where=self.entry.name),)
+    @contextmanager
+    def matrices(self) -> Iterator[tuple[PackedMatrix, ...]]:
+        """The matrix, or each expert's, for the time of the block; their codes stay in the file."""
+        try:
+            if len(self.shape) == 3:
+                yield ExpertStack.from_buffer(self.data, where=self.entry.name).experts
+            else:
+                yield (PackedMatrix.from_buffer(self.data, where=self.entry.name),)
+        finally:
+            _release(self.mapping, self.entry)
 
 
 @dataclass(frozen=True)
@@ -223,12 +233,21 @@ def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
             tensors[name] = entry
         packed = [entry for entry in header.tensors.values() if entry.dtype == "U8" and len(entry.shape) == 1]
         if packed:
-            with reading(file):
-                mapped = np.memmap(file, dtype=np.uint8, mode="r")
+            with reading(file), file.open("rb") as stream:
+                mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = np.frombuffer(mapping, dtype=np.uint8)
             for entry in packed:
                 data = mapped[entry.begin : entry.end]
-                blobs[entry.name] = Blob(entry, _blob_shape(data, entry), data)
+                blobs[entry.name] = Blob(entry, _blob_shape(data, entry), data, mapping)
+                _release(mapping, entry)
     return ArtifactFiles(tensors, blobs, file_bytes)
+
+
+def _release(mapping: mmap.mmap, entry: TensorEntry) -> None:
+    """Unmap a tensor's pages until they are looked at again: one byte can bring in 2 MB, which count as resident."""
+    if sys.platform != "win32":
+        begin = entry.begin - entry.begin % mmap.PAGESIZE
+        mapping.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
 
 
 def _blob_shape(blob: npt.NDArray[np.uint8], entry: TensorEntry) -> tuple[int, ...]:

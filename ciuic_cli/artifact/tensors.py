@@ -40,5 +40,6 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
         with safe_open(entry.file, framework="pt") as file:
             return file.get_tensor(name)
     blob = artifact.blobs[name]
-    matrices = [decode_dense(matrix) for matrix in blob.matrices()]
-    return torch.stack(matrices) if len(blob.shape) == 3 else matrices[0]
+    with blob.matrices() as matrices:
+        decoded = [decode_dense(matrix) for matrix in matrices]
+    return torch.stack(decoded) if len(blob.shape) == 3 else decoded[0]

@@ -95,11 +95,11 @@ class CiuicQuantizer(HfQuantizer):
         blobs = {in_model[name]: blob for name, blob in artifact.blobs.items() if in_model[name] in expected}
         swap_modules(model, blob_slots(model, blobs), dtype or torch.get_default_dtype())
         # From the files: where layers are offloaded, their parameters will be on the meta device.
-        self.pruned = {
-            name.removesuffix(".down_proj"): pruned_experts(blob.matrices())
-            for name, blob in blobs.items()
-            if len(blob.shape) == 3 and name.endswith(".down_proj")
-        }
+        self.pruned = {}
+        for name, blob in blobs.items():
+            if len(blob.shape) == 3 and name.endswith(".down_proj"):
+                with blob.matrices() as experts:
+                    self.pruned[name.removesuffix(".down_proj")] = pruned_experts(experts)
         _ignore_predictors(model, _predictors(self.quantization_config))
         return model
 

@@ -53,6 +53,23 @@ def test_what_is_in_it(tmp_path: Path) -> None:
     assert artifact.quantization["bits_per_weight"] == 4.1
 
 
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
+def test_what_was_looked_at_does_not_stay_resident(tmp_path: Path) -> None:
+    stack = ExpertStack(tuple(packed(512, 512) for _ in range(8)))
+    artifact = open_artifact(write(tmp_path, {f"{layer}.down_proj": blob(stack) for layer in range(8)}))
+    for found in artifact.blobs.values():
+        with found.matrices() as matrices:
+            assert len(matrices) == 8
+    mapped, resident = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *rest = line.split()
+        if not key.endswith(":"):  # the next mapping, and the file that it shows
+            mapped = bool(rest) and rest[-1] == str(tmp_path / "model.safetensors")
+        elif mapped and key == "Rss:":
+            resident += int(rest[0]) << 10
+    assert resident < artifact.file_bytes / 8, "headers alone were looked at, and let go"
+
+
 def test_shards_of_two_artifacts(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")

@@ -131,4 +131,5 @@ def test_a_file_that_is_replaced_meanwhile_changes_nothing(artifact: Path, tmp_p
     blob = open_artifact(folder).blobs["ranked.weight"]
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").write_bytes(bytes(10_000))
-    assert torch.equal(decode_dense(blob.matrices()[0]), expected)
+    with blob.matrices() as matrices:
+        assert torch.equal(decode_dense(matrices[0]), expected)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -49,7 +49,7 @@ def test_a_header_that_cannot_be_read(shard: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_file_that_cannot_be_mapped(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(np, "memmap", failing(errno.EIO))
+    monkeypatch.setattr(mmap, "mmap", failing(errno.EIO))
     with pytest.raises(EnvironmentFault, match="cannot read the file: Input/output error") as caught:
         read_blobs([shard])
     assert caught.value.file == str(shard)
