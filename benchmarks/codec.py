@@ -1,6 +1,7 @@
 """Quality and speed of the trellis code on Gaussian weights.
 
     python benchmarks/codec.py quality    # best scale and error per K and L: the tables in codecs/figures.py
+    python benchmarks/codec.py uneven     # rows that are louder in some blocks of the input transform
     python benchmarks/codec.py encode     # weights per second, against the plain loop of plain_viterbi.cpp
     python benchmarks/codec.py matmul     # decode-matmul and decoding, against torch's bf16 product of the same shape
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import subprocess
 import tempfile
 import time
@@ -22,23 +24,28 @@ import numpy as np
 import torch
 
 from ciuic_cli.codecs import native, trellis
-from ciuic_cli.codecs.figures import SCALE_BY_WINDOW
+from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.widths import BITS as ALL_BITS
+from ciuic_cli.passes.unevenness import even_square
 
 BITS = ALL_BITS[1:]
 WHOLE = [int(bits) for bits in BITS if bits == int(bits) and bits >= 2]  # all that the plain loop knows
 
 
+def row_error(weight: torch.Tensor, scale: torch.Tensor, bits: float, window: int) -> float:
+    """Normalised error of a matrix (m, n) with the codes of its rows scaled by scale (m,)."""
+    groups = [stored_bits(bits)] * (len(weight) // TILE)
+    _, decoded = trellis.round_matrix(weight, scale, groups, L=window)
+    return float((weight - decoded).double().square().mean()) * 4.0**bits
+
+
 def gaussian_error(bits: float, window: int, scale: float, tiles: int, seed: int = 0) -> float:
     """Normalised error over `tiles` tiles, encoded as the product encodes them (closing of the circle included)."""
     weight = torch.randn(TILE * tiles // 4, 4 * TILE, generator=torch.Generator().manual_seed(seed))
-    groups = weight.shape[0] // TILE
-    scales = np.full(weight.shape[0], scale, np.float32)
-    _, decoded = trellis.round_matrix(weight, scales, [stored_bits(bits)] * groups, L=window)
-    return float((weight - decoded).double().square().mean()) * 4.0**bits
+    return row_error(weight, torch.full((len(weight),), scale), bits, window)
 
 
 def quality(windows: list[int], tiles: int) -> None:
@@ -54,6 +61,32 @@ def quality(windows: list[int], tiles: int) -> None:
             best = round(float(fine[np.polyval(fit, fine).argmin()]), 2)
             error = gaussian_error(bits, window, best, tiles, seed=1)
             print(f"| {window} | {bits} | {best} | {error:.4f} |", flush=True)
+
+
+def uneven(windows: list[int]) -> None:
+    """Rows of 576 columns, nine blocks of 64: the error with the scale for their mean square, with the best of some,
+    and with the one that is taken, and the error that is predicted then."""
+    blocks, width, rows = 9, 64, 64
+    print(
+        "| L | K | louder blocks | of the mean | best scale | as taken | predicted |\n|---|---|---|---|---|---|---|"
+    )
+    draw = torch.randn(rows, blocks, width, generator=torch.Generator().manual_seed(0))
+    patterns = ((1, 4), (1, 16), (3, 4), (5, 4))
+    for window, bits, (loud, times) in itertools.product(windows, (2, 3, 4, 5), patterns):
+        variance = torch.ones(blocks)
+        variance[:loud] = times
+        weight = (draw * (variance / variance.mean()).sqrt()[:, None]).flatten(1)
+        best = SCALE_BY_WINDOW[window][bits]  # of even rows, over their deviation
+        squares = even_square(weight.square().unflatten(1, (blocks, width)).mean(2), width)
+        mean = weight.square().mean(1).sqrt()
+        others = [
+            row_error(weight, best * factor * mean, bits, window)
+            for factor in (1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.3)
+        ]
+        taken, predicted = row_error(weight, best * squares.sqrt(), bits, window), float(squares.mean())
+        values = (others[0], min(others), taken, MSE_BY_WINDOW[window][bits] * predicted)
+        print(f"| {window} | {bits} | {loud} of 9, {times} times the variance | ", end="")
+        print(" | ".join(f"{value:.2f}" for value in values), "|", flush=True)
 
 
 def seconds(action: Callable[[], object], threads: int, repeats: int) -> float:
@@ -156,7 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=["quality", "encode", "matmul"])
+    parser.add_argument("what", choices=["quality", "uneven", "encode", "matmul"])
     parser.add_argument("--windows", type=int, nargs="+", default=[16, 14, 12])
     parser.add_argument("--tiles", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -164,6 +197,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     if arguments.what == "quality":
         quality(arguments.windows, arguments.tiles)
+    elif arguments.what == "uneven":
+        uneven(arguments.windows)
     elif arguments.what == "encode":
         encode(arguments.windows, arguments.threads)
     else:

@@ -26,7 +26,7 @@ from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import MEETING_TOKENS
+from ciuic_cli.statistics.moments import MEETING_TOKENS, meeting_work
 from ciuic_cli.statistics.streaming import compute_dtype
 from ciuic_cli.threads import side_by_side
 from ciuic_cli.units import (
@@ -218,7 +218,8 @@ def _seconds(
 def _moment_work(parameter: Parameter, length: int) -> float:
     """Multiplications that one token of a sequence of so many adds to a parameter's moments."""
     rows, cols = parameter.shape[-2:]
-    meeting = 2 * min(length, MEETING_TOKENS) * (rows + cols) if len(parameter.shape) < 3 else 0
+    together = min(length, MEETING_TOKENS)
+    meeting = min(meeting_work(together, rows, cols)) / together if len(parameter.shape) < 3 else 0.0
     return float(meeting + cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
 
 

@@ -4,7 +4,8 @@ An error E in a matrix W (m outputs, n inputs) costs KL ≈ ½ tr(Eᵀ G E H) pe
 signs and a block Hadamard on the inputs) H becomes H' = T H Tᵀ. With the block factorisations H' = L D Lᵀ and
 G = M C Mᵀ (unit lower triangular in blocks of 16; D, C block diagonal) error feedback along inputs and outputs
 leaves ½ Σ_r C_rr |η_r|² tr(D) / n, where η_r is what the trellis code itself leaves in row r: its variance is the
-row's, times the code's normalised error at K bits. (LDLQ: QuIP#, Tseng et al. 2024; both sides: YAQA, 2025.)
+row's (`unevenness.py`), times the code's normalised error at K bits. (LDLQ: QuIP#, Tseng et al. 2024; both sides:
+YAQA, 2025.)
 
 A row may have an H of its own: a token's logit matters only in contexts where the token is likely, and these are alike.
 H_r = H + v_r v_rᵀ costs no factorisation per row: in the basis of L the second term is one direction z_r = L⁻¹ v_r, and
@@ -23,10 +24,11 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
 from ciuic_cli.codecs.scales import decode_scales, encode_scales
-from ciuic_cli.codecs.transform import transform
+from ciuic_cli.codecs.transform import log2_block, transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.passes.ordering import rounding_order
+from ciuic_cli.passes.unevenness import even_square
 from ciuic_cli.threads import one_thread
 
 BLOCK = 16
@@ -151,8 +153,12 @@ class Prepared:
 
     @cached_property
     def deviation(self) -> torch.Tensor:
-        """(m16,) root mean square of each row."""
-        return self.weight.square().mean(1).sqrt()
+        """(m16,) standard deviation of the even rows that are as hard to code."""
+        tiles = self.weight.square().unflatten(1, (-1, BLOCK)).mean(2)
+        if self.blocks is not None:
+            tiles = tiles[:, self.blocks.argsort()]
+        width = 1 << log2_block(self.weight.shape[1])
+        return even_square(tiles.unflatten(1, (-1, width // BLOCK)).mean(2), width).sqrt()
 
     @cached_property
     def row_loss(self) -> torch.Tensor:

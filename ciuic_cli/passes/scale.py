@@ -1,11 +1,12 @@
 """Input scales: columns of a matrix divided by factors of their own before they are rounded.
 
 The code's error is alike in all columns of a row, as large as the row's energy makes it, and costs tr(D), which error
-feedback leaves of H. With the columns divided by S a row's energy is Σ w_j² / S_j², and H becomes S H S, of which about
-Σ S_j² d_j is left, d_j = 1 / (H⁻¹)_jj being what the other inputs cannot make up for. Each row has the bits that it
-needs, so what counts is the mean logarithm of the rows' energies, plus that of tr(D). It is least where
-S_j⁴ = c_j / d_j, c_j being the share of column j in the energy of a row, added up over the rows. (Scales on the inputs
-for quantization's sake: SmoothQuant, Xiao et al. 2023; AWQ, Lin et al. 2024.)
+feedback leaves of H. With the columns divided by S the energy of block b of a row is e_b = Σ w_j² / S_j², that of the
+row their mean to the power p (`unevenness.py`), and H becomes S H S, of which about Σ S_j² d_j is left, with
+d_j = 1 / (H⁻¹)_jj, what the other inputs cannot make up for. Each row has the bits that it needs, so what counts is the
+mean logarithm of the rows' energies, plus that of tr(D). It is least where S_j⁴ = c_j / d_j, c_j being
+w_j² e_b^(p-1) / Σ e_b^p, added up over the rows. (Scales on the inputs for quantization's sake: SmoothQuant, Xiao et
+al. 2023; AWQ, Lin et al. 2024.)
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.scales import encode_input_scales, input_factors
+from ciuic_cli.codecs.transform import log2_block, padded
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.passes.quantize import ROWS_AT_ONCE, Importance, Prepared, damp, input_feedback
+from ciuic_cli.passes.unevenness import even_square, influence
 from ciuic_cli.threads import one_thread
 
-_ROUNDS = 2
-"""How often the shares c are taken, each time of the energies as the scales then are; more find nothing."""
+_ROUNDS = 6
+"""How often the shares c are taken, each time of the energies as the scales then are. Half of a step is taken, in
+logarithms: with a whole one loud and quiet blocks would change places for ever."""
 _LEAST = 1e-6
 """What every column counts as having at least, as a share of the mean."""
 _NOTHING = 1e-30
@@ -61,13 +65,14 @@ def input_scales(
     inverse = _inverse_diagonal(importance.inputs)
     if inverse is None:
         return None
-    factors = torch.ones(cols)
-    for _ in range(_ROUNDS):
-        with one_thread():
-            share = _column_shares(weight, factors)
-            wish = (share.clamp_min(_LEAST * share.mean()) * inverse) ** 0.25
-            codes = encode_input_scales(wish / wish.max())  # at most 1: no activation overflows
-        factors = input_factors(codes)
+    wish = torch.ones(cols, dtype=torch.float64)
+    with one_thread():
+        for _ in range(_ROUNDS):
+            share = _column_shares(weight, wish.float())
+            wish = (wish * (share.clamp_min(_LEAST * share.mean()) * inverse) ** 0.25).sqrt()
+            wish /= wish.max()  # at most 1: no activation overflows
+        codes = encode_input_scales(wish)
+    factors = input_factors(codes)
     saved = _mean_log_energy(weight, torch.ones(cols)) - _mean_log_energy(weight, factors)
     left = input_feedback(_scaled_moment(importance.inputs, factors))[1]
     with one_thread():
@@ -80,24 +85,36 @@ def _scaled_moment(moment: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _energies(weight: torch.Tensor, factors: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of some rows at a time: the squares of a weight (m, n), and their sums with the columns divided by factors."""
+    """Of some rows at a time: the squares of a weight (m, n), and their means over each of the transform's blocks with
+    the columns divided by factors, (m, blocks)."""
+    padding = padded(weight.shape[1]) - weight.shape[1]
     for begin in range(0, len(weight), ROWS_AT_ONCE):
         squares = weight[begin : begin + ROWS_AT_ONCE].square()
-        yield squares, (squares / factors.square()).sum(1, keepdim=True)
+        divided = torch.nn.functional.pad(squares / factors.square(), (0, padding))
+        yield squares, divided.unflatten(1, (-1, _width(weight))).mean(2)
+
+
+def _width(weight: torch.Tensor) -> int:
+    """Columns of a block of the transform."""
+    return 1 << log2_block(padded(weight.shape[1]))
 
 
 def _column_shares(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """(n,) float64: the squares of each column over their row's energy, added up."""
-    found = torch.zeros(weight.shape[1], dtype=torch.float64)
-    for squares, energy in _energies(weight, factors):
-        found += (squares / energy.clamp_min(_NOTHING)).sum(0, dtype=torch.float64)
+    """c, (n,) float64, up to a factor."""
+    cols = weight.shape[1]
+    found = torch.zeros(cols, dtype=torch.float64)
+    for squares, blocks in _energies(weight, factors):
+        counts = influence(blocks).repeat_interleave(_width(weight), 1)[:, :cols]
+        found += (squares * counts).sum(0, dtype=torch.float64)
     return found
 
 
 def _mean_log_energy(weight: torch.Tensor, factors: torch.Tensor) -> float:
     """Over the rows that have any."""
     with one_thread():
-        energies = torch.cat([energy for _, energy in _energies(weight, factors)])
+        energies = torch.cat(
+            [even_square(blocks, _width(weight)) for _, blocks in _energies(weight, factors)]
+        )
         return float(energies[energies > _NOTHING].double().log().mean())
 
 

@@ -72,21 +72,42 @@ class Moments:
 
     def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Add tokens whose errors do not meet: x (t, n) inputs and g (t, m) gradients, float32."""
-        x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
-        self._sum(self.inputs, x * g_norm)
-        self._sum(self.outputs, g * x_norm)
-        with one_thread():
-            self.energy += float((x_norm * g_norm).square().sum())
+        self._add_alone(x, g)
         self.tokens += x.shape[0]
 
-    def add_sequence(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add the tokens of one sequence: x (t, n) inputs and g (t, m) gradients, float32."""
-        of_x, of_g = x @ x.T, g @ g.T
+    def add_sequences(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Add the tokens of sequences: x (s, t, n) inputs and g (s, t, m) gradients, float32."""
+        pairs, gradients = meeting_work(x.shape[1], g.shape[2], x.shape[2])
+        if pairs < gradients:
+            self._add_pairs(x, g)
+        else:
+            self._add_gradients(x, g)
+            self._add_alone(x.flatten(0, 1), g.flatten(0, 1), 1 - MEETING)
+        self.tokens += x.shape[0] * x.shape[1]
+
+    def _add_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Products of all tokens of a sequence with each other (s, t, t), and their sums."""
+        of_x, of_g = symmetric_product(x.mT, x.mT), symmetric_product(g.mT, g.mT)
         with one_thread():
-            self.energy += float(_meeting(of_x).mul_(of_g).sum())
-        self._sum(self.inputs, x, _meeting(of_g) @ x)
-        self._sum(self.outputs, g, _meeting(of_x) @ g)
-        self.tokens += x.shape[0]
+            self.energy += float((_meeting(of_x) * of_g).sum())
+        self._sum(self.inputs, x.flatten(0, 1), (_meeting(of_g) @ x).flatten(0, 1))
+        self._sum(self.outputs, g.flatten(0, 1), (_meeting(of_x) @ g).flatten(0, 1))
+
+    def _add_gradients(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Second moments of the weight's gradient (s, m, n): all pairs of tokens of a sequence, by `MEETING`."""
+        gradient = g.mT @ (MEETING**0.5 * x)
+        with one_thread():
+            self.energy += float(gradient.square().sum())
+        self._sum(self.inputs, gradient.flatten(0, 1))
+        self._sum(self.outputs, gradient.mT.flatten(0, 1))
+
+    def _add_alone(self, x: torch.Tensor, g: torch.Tensor, share: float = 1.0) -> None:
+        """A share of what each token costs by itself: x (t, n) and g (t, m)."""
+        x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
+        self._sum(self.inputs, x * (share**0.5 * g_norm))
+        self._sum(self.outputs, g * (share**0.5 * x_norm))
+        with one_thread():
+            self.energy += share * float((x_norm * g_norm).square().sum())
 
     def include(self, other: Moments) -> None:
         """Add the sums of other tokens."""
@@ -104,15 +125,27 @@ class Moments:
             moment += symmetric_product(left, right, self.dtype)
 
 
+def meeting_work(length: int, rows: int, cols: int) -> tuple[int, int]:
+    """Multiplications for what the tokens of one sequence have in common: over pairs of tokens, and by the gradient of
+    the weight. Both lead to the same sums, and cost the same for the tokens alone."""
+    pairs = (
+        3 * length * length * (rows + cols) // 2
+    )  # half a product of each with itself, and one with the result
+    gradients = length * rows * cols + rows * cols * (rows + cols) // 2
+    return pairs, gradients
+
+
 def _meeting(gram: torch.Tensor) -> torch.Tensor:
-    """A copy of the products (t, t) of tokens with each other, those of different ones weighed by `MEETING`."""
+    """A copy of the products (s, t, t) of tokens with each other, those of different ones weighed by `MEETING`."""
     weighed = gram * MEETING
-    weighed.diagonal().copy_(gram.diagonal())
+    weighed.diagonal(dim1=-2, dim2=-1).copy_(gram.diagonal(dim1=-2, dim2=-1))
     return weighed
 
 
-def symmetric_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """AᵀB, (n, n) float32, of A and B (t, n) float32 for which it is symmetric; half of it is mirrored.
+def symmetric_product(
+    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """AᵀB, (..., n, n) float32, of A and B (..., t, n) float32 for which it is symmetric; half of it is mirrored.
 
     The sums are float32 in any case: rounded to bfloat16, a moment with one large direction is not positive definite
     any more. So would one be of two factors that are rounded by themselves; only AᵀA on a GPU, where a product of
@@ -121,13 +154,14 @@ def symmetric_product(left: torch.Tensor, right: torch.Tensor, dtype: torch.dtyp
     if left is right and left.device.type == "cuda" and dtype != torch.float32:
         rounded = left.to(dtype)
         return torch.mm(rounded.T, rounded, out_dtype=torch.float32)
-    width = left.shape[1]
-    moment = torch.empty((width, width), device=left.device)
+    width = left.shape[-1]
+    moment = torch.empty((*left.shape[:-2], width, width), device=left.device)
     step = max(MOMENT_BLOCK, -(-width // 8))
     for begin in range(0, width, step):
         end = min(begin + step, width)
-        torch.mm(left[:, begin:end].T, right[:, :end], out=moment[begin:end, :end])
-        moment[:begin, begin:end] = moment[begin:end, :begin].T
+        block = moment[..., begin:end, :end]
+        torch.matmul(left[..., begin:end].mT, right[..., :end], out=block)
+        moment[..., :begin, begin:end] = block[..., :begin].mT
     return moment
 
 
@@ -220,12 +254,11 @@ class MomentRecorder(TorchFunctionMode):
                 self._sums(key, shape, x.device).add(x, gradient)
             else:
                 sums = self._sums(key, shape, x.device)
-                for begin in range(0, len(x), self.length):
-                    one = slice(begin, begin + self.length)
-                    for parts in zip(
-                        x[one].split(MEETING_TOKENS), gradient[one].split(MEETING_TOKENS), strict=True
-                    ):
-                        sums.add_sequence(*parts)
+                inputs, gradients = (each.unflatten(0, (-1, self.length)) for each in (x, gradient))
+                for parts in zip(
+                    inputs.split(MEETING_TOKENS, 1), gradients.split(MEETING_TOKENS, 1), strict=True
+                ):
+                    sums.add_sequences(*parts)
 
     def _sums(self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False) -> Moments:
         if key not in self.moments:

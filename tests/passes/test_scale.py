@@ -8,6 +8,7 @@ import torch
 
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.passes import unevenness
 from ciuic_cli.passes.quantize import Importance, predicted_loss, prepare, round_prepared
 from ciuic_cli.passes.scale import input_scales, scaled
 
@@ -42,7 +43,8 @@ def test_the_loss_falls_as_predicted() -> None:
     assert codes is not None and codes.shape == (COLS,)
     plain, better = real_loss(weight, importance, None), real_loss(weight, importance, codes)
     assert better[0] < plain[0] / 4
-    assert better[1] / plain[1] == pytest.approx(better[0] / plain[0], rel=0.2)
+    assert better[1] < plain[1] / 4
+    assert better[1] / plain[1] == pytest.approx(better[0] / plain[0], rel=0.4)  # 3 bits: see `unevenness`
 
 
 def test_no_other_powers_are_better() -> None:
@@ -114,3 +116,25 @@ def test_contexts_are_scaled_too() -> None:
     after = ((error @ moved.inputs) * error).sum() + ((error * moved.contexts).sum(1) ** 2).sum()
     assert float(after) == pytest.approx(float(before), rel=1e-3)
     assert torch.allclose(stored * factors, weight, rtol=1e-5)
+
+
+def test_scales_keep_blocks_of_the_transform_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs that are loud in a block of the transform and quiet in the others, as one attention head may be: scales
+    that made up for all of that would have each row's weights leave the code's range there, or waste its levels."""
+    draw = torch.Generator().manual_seed(4)
+    sizes = torch.ones(COLS)
+    sizes[64:128] = 30.0
+    basis = torch.randn(2 * COLS, COLS, generator=draw) * sizes
+    weight = torch.randn(ROWS, COLS, generator=draw)
+    moment = basis.T @ basis
+    importance = Importance(moment / moment.trace(), torch.ones(ROWS))
+    codes = chosen(weight, importance)
+    assert codes is not None
+    factors = input_factors(codes)
+    # By the moments' ratio of 900 alone the loud columns would be divided by 900^(1/4) = 5.5 less than the others.
+    assert 1.2 < float(factors[128:].mean() / factors[64:128].mean()) < 2.5
+    predicted, real = real_loss(weight, importance, codes)
+    assert real == pytest.approx(predicted, rel=0.4)
+    assert real < real_loss(weight, importance, None)[1]
+    monkeypatch.setattr(unevenness, "POWER", 1)
+    assert real < 0.7 * real_loss(weight, importance, chosen(weight, importance))[1]

@@ -13,7 +13,7 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.moments import Moments, symmetric_product
+from ciuic_cli.statistics.moments import MEETING, Moments, symmetric_product
 
 NAME = "model.layers.1.mlp.experts.down_proj"
 
@@ -107,10 +107,40 @@ def test_a_moment_of_tokens_that_meet_stays_positive() -> None:
     x += torch.randn(300, 1, generator=generator) * torch.randn(200, generator=generator)
     g = torch.randn(300, 40, generator=generator) + torch.randn(40, generator=generator)
     found = Moments.zeros(40, 200, x.device, torch.bfloat16, full_outputs=True)
-    found.add_sequence(x, g)
+    found._add_pairs(x[None], g[None])
     for moment in (found.inputs, found.outputs):
         values = torch.linalg.eigvalsh(moment.double())
         torch.testing.assert_close(moment, moment.T, rtol=1e-4, atol=1e-6 * float(values[-1]))
         assert float(values[0]) > -1e-6 * float(values[-1])
     assert found.energy == pytest.approx(float(found.inputs.trace()), rel=1e-4)
     assert found.energy == pytest.approx(float(found.outputs.trace()), rel=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(40, 200), (200, 40), (130, 130)])
+def test_tokens_and_gradients_of_sequences_lead_to_the_same_moments(rows: int, cols: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    x, g = torch.randn(3, 50, cols, generator=generator), torch.randn(3, 50, rows, generator=generator)
+    pairs, gradients, chosen = (
+        Moments.zeros(rows, cols, x.device, torch.float32, full_outputs=True) for _ in range(3)
+    )
+    pairs._add_pairs(x, g)
+    gradients._add_gradients(x, g)
+    gradients._add_alone(x.flatten(0, 1), g.flatten(0, 1), 1 - MEETING)
+    chosen.add_sequences(x, g)
+    assert chosen.tokens == 150
+    for found in (gradients, chosen):
+        assert found.energy == pytest.approx(pairs.energy, rel=1e-5)
+        torch.testing.assert_close(found.inputs, pairs.inputs, rtol=1e-4, atol=1e-2)
+        torch.testing.assert_close(found.outputs, pairs.outputs, rtol=1e-4, atol=1e-2)
+
+
+@pytest.mark.parametrize(("rows", "cols", "way"), [(64, 512, "_add_gradients"), (512, 512, "_add_pairs")])
+def test_the_way_with_fewer_operations_is_taken(
+    rows: int, cols: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    for name in ("_add_pairs", "_add_gradients"):
+        monkeypatch.setattr(Moments, name, lambda *_, name=name: taken.append(name))
+    moments = Moments.zeros(rows, cols, torch.device("cpu"), torch.float32, full_outputs=True)
+    moments.add_sequences(torch.ones(1, 256, cols), torch.ones(1, 256, rows))
+    assert taken == [way]
