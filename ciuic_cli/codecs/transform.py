@@ -28,6 +28,11 @@ def log2_block(cols_padded: int) -> int:
     return min((cols_padded & -cols_padded).bit_length() - 1, MAX_BLOCK.bit_length() - 1)
 
 
+def block_width(cols: int) -> int:
+    """Columns of a block of the transform of so many columns."""
+    return 1 << log2_block(padded(cols))
+
+
 @functools.lru_cache(maxsize=64)
 def _signs(cols_padded: int, seed: int) -> np.ndarray:
     h = (np.uint64(seed) * np.uint64(0x9E3779B1) + np.arange(cols_padded, dtype=np.uint64)).astype(np.uint32)

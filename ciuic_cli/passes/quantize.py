@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
 from ciuic_cli.codecs.scales import decode_scales, encode_scales
-from ciuic_cli.codecs.transform import log2_block, transform
+from ciuic_cli.codecs.transform import block_width, transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.passes.ordering import rounding_order
@@ -157,7 +157,7 @@ class Prepared:
         tiles = self.weight.square().unflatten(1, (-1, BLOCK)).mean(2)
         if self.blocks is not None:
             tiles = tiles[:, self.blocks.argsort()]
-        width = 1 << log2_block(self.weight.shape[1])
+        width = block_width(self.weight.shape[1])
         return even_square(tiles.unflatten(1, (-1, width // BLOCK)).mean(2), width).sqrt()
 
     @cached_property

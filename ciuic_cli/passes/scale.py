@@ -2,11 +2,11 @@
 
 The code's error is alike in all columns of a row, as large as the row's energy makes it, and costs tr(D), which error
 feedback leaves of H. With the columns divided by S the energy of block b of a row is e_b = Σ w_j² / S_j², that of the
-row their mean to the power p (`unevenness.py`), and H becomes S H S, of which about Σ S_j² d_j is left, with
+row their power mean of order p (`unevenness.py`), and H becomes S H S, of which about Σ S_j² d_j is left, with
 d_j = 1 / (H⁻¹)_jj, what the other inputs cannot make up for. Each row has the bits that it needs, so what counts is the
 mean logarithm of the rows' energies, plus that of tr(D). It is least where S_j⁴ = c_j / d_j, c_j being
-w_j² e_b^(p-1) / Σ e_b^p, added up over the rows. (Scales on the inputs for quantization's sake: SmoothQuant, Xiao et
-al. 2023; AWQ, Lin et al. 2024.)
+w_j² e_b^(p-1) / Σ e_b^p, added up over the rows; the energies depend on S in their turn. (Scales on the inputs for
+quantization's sake: SmoothQuant, Xiao et al. 2023; AWQ, Lin et al. 2024.)
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.scales import encode_input_scales, input_factors
-from ciuic_cli.codecs.transform import log2_block, padded
+from ciuic_cli.codecs.transform import block_width, padded
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.passes.quantize import ROWS_AT_ONCE, Importance, Prepared, damp, input_feedback
 from ciuic_cli.passes.unevenness import even_square, influence
 from ciuic_cli.threads import one_thread
 
-_ROUNDS = 6
-"""How often the shares c are taken, each time of the energies as the scales then are. Half of a step is taken, in
-logarithms: with a whole one loud and quiet blocks would change places for ever."""
+_ROUNDS = 5
+"""How often the shares c are taken, each time of the energies as the scales then are. After the first, half of a step
+is taken, in logarithms: with whole ones loud and quiet blocks would change places for ever."""
 _LEAST = 1e-6
 """What every column counts as having at least, as a share of the mean."""
 _NOTHING = 1e-30
@@ -67,9 +67,10 @@ def input_scales(
         return None
     wish = torch.ones(cols, dtype=torch.float64)
     with one_thread():
-        for _ in range(_ROUNDS):
+        for number in range(_ROUNDS):
             share = _column_shares(weight, wish.float())
-            wish = (wish * (share.clamp_min(_LEAST * share.mean()) * inverse) ** 0.25).sqrt()
+            found = (share.clamp_min(_LEAST * share.mean()) * inverse) ** 0.25
+            wish = (wish * found).sqrt() if number else found
             wish /= wish.max()  # at most 1: no activation overflows
         codes = encode_input_scales(wish)
     factors = input_factors(codes)
@@ -85,35 +86,30 @@ def _scaled_moment(moment: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 
 
 def _energies(weight: torch.Tensor, factors: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Of some rows at a time: the squares of a weight (m, n), and their means over each of the transform's blocks with
-    the columns divided by factors, (m, blocks)."""
-    padding = padded(weight.shape[1]) - weight.shape[1]
+    """Of some rows of a weight (m, n) at a time: the squares by the transform's blocks, padded (rows, blocks, width),
+    and their means over each block with the columns divided by factors, (rows, blocks)."""
+    padding, blocks = padded(weight.shape[1]) - weight.shape[1], (-1, block_width(weight.shape[1]))
+    shares = torch.nn.functional.pad(factors.square().reciprocal(), (0, padding)).unflatten(0, blocks)
     for begin in range(0, len(weight), ROWS_AT_ONCE):
-        squares = weight[begin : begin + ROWS_AT_ONCE].square()
-        divided = torch.nn.functional.pad(squares / factors.square(), (0, padding))
-        yield squares, divided.unflatten(1, (-1, _width(weight))).mean(2)
-
-
-def _width(weight: torch.Tensor) -> int:
-    """Columns of a block of the transform."""
-    return 1 << log2_block(padded(weight.shape[1]))
+        rows = weight[begin : begin + ROWS_AT_ONCE].square()
+        squares = (torch.nn.functional.pad(rows, (0, padding)) if padding else rows).unflatten(1, blocks)
+        yield squares, (squares * shares).mean(2)
 
 
 def _column_shares(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """c, (n,) float64, up to a factor."""
-    cols = weight.shape[1]
-    found = torch.zeros(cols, dtype=torch.float64)
+    found = torch.zeros(padded(weight.shape[1]), dtype=torch.float64)
     for squares, blocks in _energies(weight, factors):
-        counts = influence(blocks).repeat_interleave(_width(weight), 1)[:, :cols]
-        found += (squares * counts).sum(0, dtype=torch.float64)
-    return found
+        squares.mul_(influence(blocks)[:, :, None])
+        found += squares.flatten(1).sum(0, dtype=torch.float64)
+    return found[: weight.shape[1]]
 
 
 def _mean_log_energy(weight: torch.Tensor, factors: torch.Tensor) -> float:
     """Over the rows that have any."""
     with one_thread():
         energies = torch.cat(
-            [even_square(blocks, _width(weight)) for _, blocks in _energies(weight, factors)]
+            [even_square(blocks, block_width(weight.shape[1])) for _, blocks in _energies(weight, factors)]
         )
         return float(energies[energies > _NOTHING].double().log().mean())
 

@@ -2,8 +2,9 @@
 
 The transform mixes the columns of a block of its own (`codecs/transform.py`), so a row is a Gaussian of another size
 in each block, and has one scale for all of them. Loud blocks leave the code's range if the scale suits the mean, and
-quiet ones have the error of the loud if it suits those. With the scale that costs least the error is about that of an
-even row whose mean square is the blocks' mean to the fourth power (docs/QUALITY.md, "Uneven rows").
+quiet ones have the error of the loud if it suits those. The scale that costs least is about that of an even row whose
+mean square is the power mean of order 4 of the blocks'; its error is what that row would have at 5 bits, and up to a
+third less at 3 (docs/QUALITY.md, "Uneven rows").
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import math
 import torch
 
 POWER = 4
-"""Of the mean over blocks. What they differ by counts for less at few bits and for more at many."""
+"""Order of the power mean over blocks. At few bits a lower one would predict better, at many a higher one."""
 _NOTHING = torch.finfo(torch.float32).tiny
 
 
 def even_square(blocks: torch.Tensor, width: int) -> torch.Tensor:
-    """Mean square of the even rows that cost as much, (m,), from the mean squares of each block, (m, blocks).
+    """Mean square of the even rows that take the same scale, (m,), from the mean squares of each block, (m, blocks).
 
     width: columns of a block; blocks of even rows differ by chance, the more the narrower they are.
     """

@@ -14,6 +14,8 @@ every token, and where tokens have inputs in common, what it does at one adds to
 each side by the other is what keeps attention sinks from dominating: their activations are huge, but hardly any
 gradient reaches them.
 
+For few outputs or inputs the sums over pairs are had more cheaply from the gradients of W themselves.
+
 An expert's tokens are few and far between; they are taken for independent.
 """
 
@@ -37,7 +39,7 @@ MEETING = 0.25
 """Weight of what two tokens of a sequence have in common, as against what each costs by itself: 1 would be unbiased,
 but is noisy from few sequences. Measured: docs/QUALITY.md."""
 MEETING_TOKENS = 1024
-"""Tokens of a sequence that are looked at together: the work for each of them grows with their number."""
+"""Tokens of a sequence that are looked at together: the work over pairs grows with their number."""
 MOMENT_BLOCK = 128
 """Columns from which half a symmetric product is worth several smaller products."""
 
@@ -87,11 +89,11 @@ class Moments:
 
     def _add_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Products of all tokens of a sequence with each other (s, t, t), and their sums."""
-        of_x, of_g = symmetric_product(x.mT, x.mT), symmetric_product(g.mT, g.mT)
+        of_x, of_g = _meeting(symmetric_product(x.mT, x.mT)), symmetric_product(g.mT, g.mT)
         with one_thread():
-            self.energy += float((_meeting(of_x) * of_g).sum())
+            self.energy += float((of_x * of_g).sum())
+        self._sum(self.outputs, g.flatten(0, 1), (of_x @ g).flatten(0, 1))
         self._sum(self.inputs, x.flatten(0, 1), (_meeting(of_g) @ x).flatten(0, 1))
-        self._sum(self.outputs, g.flatten(0, 1), (_meeting(of_x) @ g).flatten(0, 1))
 
     def _add_gradients(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Second moments of the weight's gradient (s, m, n): all pairs of tokens of a sequence, by `MEETING`."""
@@ -127,19 +129,19 @@ class Moments:
 
 def meeting_work(length: int, rows: int, cols: int) -> tuple[int, int]:
     """Multiplications for what the tokens of one sequence have in common: over pairs of tokens, and by the gradient of
-    the weight. Both lead to the same sums, and cost the same for the tokens alone."""
-    pairs = (
-        3 * length * length * (rows + cols) // 2
-    )  # half a product of each with itself, and one with the result
-    gradients = length * rows * cols + rows * cols * (rows + cols) // 2
+    the weight. Both lead to the same sums, and cost the same for the tokens alone. Symmetric products count whole, and
+    both moments as full ones."""
+    # Of inputs and gradients each: with itself, and then with what came of the other.
+    pairs = 2 * length * length * (rows + cols)
+    gradients = length * rows * cols + rows * cols * (rows + cols)
     return pairs, gradients
 
 
 def _meeting(gram: torch.Tensor) -> torch.Tensor:
-    """A copy of the products (s, t, t) of tokens with each other, those of different ones weighed by `MEETING`."""
-    weighed = gram * MEETING
-    weighed.diagonal(dim1=-2, dim2=-1).copy_(gram.diagonal(dim1=-2, dim2=-1))
-    return weighed
+    """The products (s, t, t) of tokens with each other, those of different ones weighed by `MEETING`; in place."""
+    alone = gram.diagonal(dim1=-2, dim2=-1).clone()
+    gram.mul_(MEETING).diagonal(dim1=-2, dim2=-1).copy_(alone)
+    return gram
 
 
 def symmetric_product(
@@ -156,7 +158,8 @@ def symmetric_product(
         return torch.mm(rounded.T, rounded, out_dtype=torch.float32)
     width = left.shape[-1]
     moment = torch.empty((*left.shape[:-2], width, width), device=left.device)
-    step = max(MOMENT_BLOCK, -(-width // 8))
+    count = max(1, min(8, width // MOMENT_BLOCK))
+    step = -(-width // count)  # alike: of a product with few columns the bits depend on the number of threads
     for begin in range(0, width, step):
         end = min(begin + step, width)
         block = moment[..., begin:end, :end]

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.transform import block_width
 from ciuic_cli.codecs.trellis import round_matrix
+from ciuic_cli.passes.quantize import Importance, prepare
 from ciuic_cli.passes.unevenness import even_square
 
 WINDOW, WIDTH, BLOCKS = 12, 64, 9
@@ -48,6 +50,19 @@ def test_a_single_block_is_as_it_is() -> None:
 
 def test_rows_of_zeros_are_nothing() -> None:
     assert not even_square(torch.zeros(2, 3), 64).any()
+
+
+@pytest.mark.parametrize("cols", [192, 70])
+def test_a_prepared_row_has_the_blocks_of_the_transform(cols: int) -> None:
+    """Whatever order its tiles lie in."""
+    draw = torch.Generator().manual_seed(cols)
+    weight = torch.randn(48, cols, generator=draw) * torch.linspace(0.1, 3.0, cols)
+    basis = torch.randn(300, cols, generator=draw) * torch.linspace(2.0, 0.5, cols)
+    prepared = prepare(weight.clone(), Importance(basis.T @ basis, torch.ones(48)))
+    assert prepared.blocks is not None and not torch.equal(prepared.blocks, prepared.blocks.sort().values)
+    width = block_width(cols)
+    squares = torch.nn.functional.pad(weight, (0, -cols % 16)).square().unflatten(1, (-1, width)).mean(2)
+    torch.testing.assert_close(prepared.deviation, even_square(squares, width).sqrt(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5])

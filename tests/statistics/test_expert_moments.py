@@ -116,10 +116,14 @@ def test_a_moment_of_tokens_that_meet_stays_positive() -> None:
     assert found.energy == pytest.approx(float(found.outputs.trace()), rel=1e-4)
 
 
-@pytest.mark.parametrize(("rows", "cols"), [(40, 200), (200, 40), (130, 130)])
-def test_tokens_and_gradients_of_sequences_lead_to_the_same_moments(rows: int, cols: int) -> None:
+@pytest.mark.parametrize(
+    ("length", "rows", "cols"), [(50, 40, 200), (50, 200, 40), (50, 20, 30), (300, 130, 300), (300, 20, 150)]
+)
+def test_tokens_and_gradients_of_sequences_lead_to_the_same_moments(
+    length: int, rows: int, cols: int
+) -> None:
     generator = torch.Generator().manual_seed(rows)
-    x, g = torch.randn(3, 50, cols, generator=generator), torch.randn(3, 50, rows, generator=generator)
+    x, g = (torch.randn(3, length, width, generator=generator) for width in (cols, rows))
     pairs, gradients, chosen = (
         Moments.zeros(rows, cols, x.device, torch.float32, full_outputs=True) for _ in range(3)
     )
@@ -127,14 +131,14 @@ def test_tokens_and_gradients_of_sequences_lead_to_the_same_moments(rows: int, c
     gradients._add_gradients(x, g)
     gradients._add_alone(x.flatten(0, 1), g.flatten(0, 1), 1 - MEETING)
     chosen.add_sequences(x, g)
-    assert chosen.tokens == 150
+    assert chosen.tokens == 3 * length
     for found in (gradients, chosen):
         assert found.energy == pytest.approx(pairs.energy, rel=1e-5)
-        torch.testing.assert_close(found.inputs, pairs.inputs, rtol=1e-4, atol=1e-2)
-        torch.testing.assert_close(found.outputs, pairs.outputs, rtol=1e-4, atol=1e-2)
+        for one, other in ((found.inputs, pairs.inputs), (found.outputs, pairs.outputs)):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.diagonal().max()))
 
 
-@pytest.mark.parametrize(("rows", "cols", "way"), [(64, 512, "_add_gradients"), (512, 512, "_add_pairs")])
+@pytest.mark.parametrize(("rows", "cols", "way"), [(32, 256, "_add_gradients"), (512, 512, "_add_pairs")])
 def test_the_way_with_fewer_operations_is_taken(
     rows: int, cols: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
