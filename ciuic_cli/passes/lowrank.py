@@ -1,9 +1,9 @@
 """The low-rank pass: W = L R + rest, where the few largest directions leave less for the code to carry.
 
 The code's error in a row is proportional to the row's energy (evenly spread over the transform's blocks, as is assumed
-here), so the best L R is the truncated SVD of
-diag(√c) W, c being the weight that each output row's noise keeps (`quantize.Feedback.noise`). L and R are
-trellis-coded themselves; the rest is taken against the coded product, so their error is not added.
+here), so the best L R is the truncated SVD of diag(√c) W, c being the weight that each output row's noise keeps
+(`quantize.Feedback.noise`). L and R are trellis-coded themselves; the rest is taken against the coded product, so their
+error is not added.
 """
 
 from __future__ import annotations
