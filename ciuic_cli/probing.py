@@ -30,6 +30,8 @@ from ciuic_cli.units import EMBEDDING_ROLES, UNSEEN_ROLES, Unit, importance_of
 
 LIMITS = (0.33, 10.0)
 """Corrections are kept between these: a handful of held-out sequences proves no more."""
+OWN_PROBE = 0.3
+"""Weight of a vocabulary's own probe, against what is usual of the other roles."""
 TOGETHER = "together"
 PROBED_LAYERS = 16
 """Layers in which a role's own probe disturbs it. The last probe disturbs all of them."""
@@ -128,9 +130,9 @@ def corrections_of(
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
-    An embedding's and a head's are half what was measured and half what is usual, in logarithms: their rows stand for
-    single tokens, of which a few sequences show few, and other texts have others (docs/QUALITY.md, "What other text
-    needs of a vocabulary"). So the corrected sum is what other text is expected to lose, not what these sequences did.
+    An embedding's and a head's are mostly what is usual (`OWN_PROBE`), in logarithms: their rows stand for single
+    tokens, of which a few sequences show few, and other texts have others (docs/QUALITY.md, "What other text needs of a
+    vocabulary"). So the corrected sum is what other text is expected to lose, not what these sequences did.
     Matrices without statistics are left alone (`units.UNSEEN_ROLES`).
 
     Args:
@@ -147,7 +149,7 @@ def corrections_of(
         entry["correction"] *= together["correction"]
     usual = _usual(found)
     for role in found.keys() & EMBEDDING_ROLES:
-        found[role]["correction"] = (found[role]["correction"] * usual) ** 0.5
+        found[role]["correction"] = found[role]["correction"] ** OWN_PROBE * usual ** (1 - OWN_PROBE)
     return {**found, TOGETHER: together}
 
 
@@ -166,9 +168,12 @@ def correction_of(role: str, corrections: Mapping[str, Mapping[str, float]]) -> 
 
 
 def _usual(corrections: Mapping[str, Mapping[str, float]]) -> float:
-    """The median of the roles' corrections, vocabularies left out where there are others."""
+    """That of all roles in sum, vocabularies left out where there are others."""
     roles = corrections.keys() - {TOGETHER}
-    return float(np.median([corrections[role]["correction"] for role in roles - {*EMBEDDING_ROLES} or roles]))
+    found = [corrections[role] for role in roles - {*EMBEDDING_ROLES} or roles]
+    predicted = [entry["predicted_kl"] for entry in found]
+    weights = predicted if sum(predicted) > 0 else None
+    return float(np.average([entry["correction"] for entry in found], weights=weights))
 
 
 def _compared(predicted: float, measured: float) -> dict[str, float]:

@@ -13,7 +13,15 @@ from ciuic_cli.arms import PassOptions
 from ciuic_cli.passes.prune import Structure
 from ciuic_cli.passes.quantize import Importance
 from ciuic_cli.planning import Plan, UnitPlan
-from ciuic_cli.probing import LIMITS, PROBED_LAYERS, TOGETHER, correction_of, corrections_of, probes_of
+from ciuic_cli.probing import (
+    LIMITS,
+    OWN_PROBE,
+    PROBED_LAYERS,
+    TOGETHER,
+    correction_of,
+    corrections_of,
+    probes_of,
+)
 from ciuic_cli.units import Unit
 
 BITS = np.full(2, 4, np.uint8)
@@ -79,11 +87,12 @@ def test_the_corrected_prediction_of_the_plan_is_what_was_measured() -> None:
     assert sum(predicted[role] * found[role]["correction"] for role in predicted) == pytest.approx(0.0111)
 
 
-def test_half_of_a_vocabularys_correction_is_that_of_the_other_roles() -> None:
-    predicted = {"embedding": 0.01, "q": 0.01, "k": 0.01, "v": 0.01, "head": 0.01}
-    found = _corrections(predicted, [0.005, 0.02, 0.01, 0.03, 0.08, 0.29])  # the whole: twice the sum
-    assert found["embedding"]["correction"] == pytest.approx(2 * (0.5 * 2.0) ** 0.5)
-    assert found["head"]["correction"] == pytest.approx(2 * (8.0 * 2.0) ** 0.5)
+def test_most_of_a_vocabularys_correction_is_that_of_the_other_roles() -> None:
+    predicted = {"embedding": 0.01, "q": 0.01, "k": 0.03, "v": 0.01, "head": 0.01}
+    found = _corrections(predicted, [0.005, 0.02, 0.03, 0.03, 0.08, 0.33])  # the whole: twice the sum
+    usual = 0.08 / 0.05
+    assert found["embedding"]["correction"] == pytest.approx(2 * 0.5**OWN_PROBE * usual ** (1 - OWN_PROBE))
+    assert found["head"]["correction"] == pytest.approx(2 * 8.0**OWN_PROBE * usual ** (1 - OWN_PROBE))
     assert [found[role]["correction"] for role in "qkv"] == pytest.approx([4.0, 2.0, 6.0])
     alone = _corrections({"embedding": 0.01}, [0.02, 0.02])
     assert alone["embedding"]["correction"] == pytest.approx(2.0)
@@ -158,8 +167,8 @@ def test_a_role_that_is_predicted_to_lose_nothing_stays_as_it_is() -> None:
     assert _corrections({"up": 0.0, "down": 0.01}, [0.0, 0.01, 0.01])["up"]["correction"] == 1.0
 
 
-def test_multi_token_prediction_layers_are_not_probed_and_count_as_the_median_role() -> None:
+def test_multi_token_prediction_layers_are_not_probed_and_count_as_the_others_do() -> None:
     found = _corrections({"up": 0.01, "down": 0.01, "q": 0.01, "mtp": 0.0}, [0.02, 0.01, 0.04, 0.07])
     assert set(found) == {"up", "down", "q", TOGETHER}
     assert correction_of("up", found) == found["up"]["correction"] == pytest.approx(2.0)
-    assert correction_of("mtp", found) == pytest.approx(2.0)
+    assert correction_of("mtp", found) == pytest.approx(7 / 3)

@@ -34,7 +34,7 @@ from ciuic_cli.threads import one_thread
 BLOCK = 16
 ROWS_AT_ONCE = 4096
 """Of a vocabulary: what has to be held besides."""
-INPUT_DAMPING = 0.04
+INPUT_DAMPING = 0.08
 """Added to H's diagonal, as a share of its mean."""
 OUTPUT_SHRINKAGE = 0.5
 """Share by which G's off-diagonal part is shrunk: it is estimated from few tokens and overfits."""

@@ -263,7 +263,8 @@ def _add_places(sums: Moments, tokens: torch.Tensor, gradients: torch.Tensor) ->
     present = tokens.unique()
     where = (present[:, None] == tokens[None]).to(gradients.dtype)
     together = where @ gradients
-    sums.inputs.addmm_(together.T, together)
+    shorter = together / together.norm(dim=1, keepdim=True).clamp_min(1e-30).sqrt()  # tails: see moments.py
+    sums.inputs.addmm_(shorter.T, shorter)
     sums.outputs[0, present] += together.square().sum(1)
     sums.outputs[1, present] += where.sum(1)
     with one_thread():

@@ -160,7 +160,7 @@ class StatisticsWriter:
         for expert, found in members.items():
             label = name if expert is None else f"{name}|{expert}"
             tensors[f"{label}|inputs"] = found.inputs.div_(max(found.energy, 1e-30))
-            tensors[f"{label}|outputs"] = found.outputs.div_(self.tokens)
+            tensors[f"{label}|outputs"] = found.outputs.mul_(found.scale / self.tokens)
         self._save(MOMENTS, name, f"{name}.safetensors", tensors)
 
     def write_single(self, kind: str, name: str, tensor: torch.Tensor) -> None:

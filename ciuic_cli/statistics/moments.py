@@ -14,6 +14,10 @@ every token, and where tokens have inputs in common, what it does at one adds to
 each side by the other is what keeps attention sinks from dominating: their activations are huge, but hardly any
 gradient reaches them.
 
+A few tokens still have most of the loss, and in other text it is others: feedback that is made for those is no use
+elsewhere. So every g_t is divided by the square root of |x_t| |g_t|, with which its loss counts with its root, and
+G is multiplied by what makes the sum of all losses what it was (docs/QUALITY.md, "Heavy tails").
+
 For few outputs or inputs the sums over pairs are had more cheaply from the gradients of W themselves.
 
 An expert's tokens are few and far between; they are taken for independent.
@@ -48,12 +52,18 @@ Key = tuple[str, int | None]
 
 @dataclass
 class Moments:
-    """Running sums of one matrix: input moment (n, n) and output moment (m, m), or of either the diagonal alone."""
+    """Running sums of one matrix: input moment (n, n) and output moment (m, m), or of either the diagonal alone.
+
+    energy: what both add up to, the trace of the inputs' moment; loss, counted: Σ |x|² |g|² of the tokens as they are,
+    and as they count.
+    """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
     energy: float = 0.0
     tokens: int = 0
+    loss: float = 0.0
+    counted: float = 0.0
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -74,11 +84,12 @@ class Moments:
 
     def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Add tokens whose errors do not meet: x (t, n) inputs and g (t, m) gradients, float32."""
-        self._add_alone(x, g)
+        self._add_alone(x, self._with_shorter_tails(x, g))
         self.tokens += x.shape[0]
 
     def add_sequences(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Add the tokens of sequences: x (s, t, n) inputs and g (s, t, m) gradients, float32."""
+        g = self._with_shorter_tails(x, g)
         pairs, gradients = meeting_work(x.shape[1], g.shape[2], x.shape[2])
         if pairs < gradients:
             self._add_pairs(x, g)
@@ -86,6 +97,24 @@ class Moments:
             self._add_gradients(x, g)
             self._add_alone(x.flatten(0, 1), g.flatten(0, 1), 1 - MEETING)
         self.tokens += x.shape[0] * x.shape[1]
+
+    @property
+    def numbers(self) -> tuple[float, int, float, float]:
+        """All but the tensors, in the order of the fields."""
+        return self.energy, self.tokens, self.loss, self.counted
+
+    @property
+    def scale(self) -> float:
+        """Loss of the tokens as they are over that of the tokens as they count."""
+        return self.loss / self.counted if self.counted else 1.0
+
+    def _with_shorter_tails(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        """Gradients (.., m) with which a token's loss is |x| |g| instead of its square; both are added up."""
+        root = x.norm(dim=-1, keepdim=True) * g.norm(dim=-1, keepdim=True)
+        with one_thread():
+            self.loss += float(root.square().sum())
+            self.counted += float(root.sum())
+        return g * root.clamp_min(1e-30).rsqrt()
 
     def _add_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Products of all tokens of a sequence with each other (s, t, t), and their sums."""
@@ -117,6 +146,8 @@ class Moments:
         self.outputs += other.outputs
         self.energy += other.energy
         self.tokens += other.tokens
+        self.loss += other.loss
+        self.counted += other.counted
 
     def _sum(self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
         """Add leftᵀ right of (t, k), which is symmetric, or its diagonal, in place. right: left itself if not given."""

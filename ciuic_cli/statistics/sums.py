@@ -46,9 +46,7 @@ class OrderedSums:
 
     def add(self, found: Mapping[Key, Moments]) -> None:
         """What this worker's segment of one round gave; all workers come together here."""
-        shapes = {
-            key: (own.inputs.shape, own.outputs.shape, own.energy, own.tokens) for key, own in found.items()
-        }
+        shapes = {key: (own.inputs.shape, own.outputs.shape, own.numbers) for key, own in found.items()}
         everyone = self.workers.gather(shapes)
         for key in _ordered(everyone):
             owner = self.owner[key[0]]
@@ -61,14 +59,13 @@ class OrderedSums:
                     self.workers.send(found[key].inputs, owner)
                     self.workers.send(found[key].outputs, owner)
                 elif self.workers.rank == owner:
-                    inputs, outputs, energy, tokens = theirs[key]
+                    inputs, outputs, numbers = theirs[key]
                     self._include(
                         key,
                         Moments(
                             self.workers.receive(inputs, self.device, rank),
                             self.workers.receive(outputs, self.device, rank),
-                            energy,
-                            tokens,
+                            *numbers,
                         ),
                     )
 

@@ -56,16 +56,30 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
     )
 
 
-def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """H and G from the inputs and gradients (t, ·) of sequences: those of whole sequences' and of single tokens'
-    gradients of the weight, mixed as `MEETING` says."""
+def _sums(
+    inputs: list[torch.Tensor], gradients: list[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+    """Sums of H and G from the inputs and gradients (t, ·) of sequences: those of whole sequences' and of single
+    tokens' gradients of the weight, mixed as `MEETING` says, each token's g xᵀ over the root of its norm; and the
+    losses of the tokens without and with that root."""
     share = moments.MEETING
+    norms = [
+        x.norm(dim=1, keepdim=True) * g.norm(dim=1, keepdim=True)
+        for x, g in zip(inputs, gradients, strict=True)
+    ]
+    gradients = [g / norm.sqrt() for g, norm in zip(gradients, norms, strict=True)]
     weight_gradients = torch.stack([g.T @ x for x, g in zip(inputs, gradients, strict=True)])
-    x, g = torch.cat(inputs), torch.cat(gradients)
+    x, g, norm = torch.cat(inputs), torch.cat(gradients), torch.cat(norms)
     g2, x2 = g.square().sum(1, keepdim=True), x.square().sum(1, keepdim=True)
     h = share * torch.einsum("smi,smj->ij", weight_gradients, weight_gradients) + (1 - share) * (x * g2).T @ x
     k = share * torch.einsum("sin,sjn->ij", weight_gradients, weight_gradients) + (1 - share) * (g * x2).T @ g
-    return h / h.trace(), k / len(x)
+    return h, k, float(norm.square().sum()), float(norm.sum())
+
+
+def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """H and G of those sums, per token."""
+    h, k, loss, counted = _sums(inputs, gradients)
+    return h / h.trace(), k * (loss / counted) / sum(len(x) for x in inputs)
 
 
 def test_drawn_gradients_have_the_fisher_information_of_the_prediction() -> None:
@@ -122,10 +136,11 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
         logits.backward(collect._gradient(logits.detach().softmax(-1), generator))
     # (tokens, groups, n) and (tokens, groups, m / groups) of each sequence
     count = x_parts[0].shape[1]
-    groups = [_moments([x[:, i] for x in x_parts], [g[:, i] for g in g_parts]) for i in range(count)]
-    traces = [float(k.trace()) for _, k in groups]
-    h = sum(trace * h for (h, _), trace in zip(groups, traces, strict=True)) / sum(traces)
-    blocks = [k for _, k in groups]
+    groups = [_sums([x[:, i] for x in x_parts], [g[:, i] for g in g_parts]) for i in range(count)]
+    hs, ks, losses, counted = zip(*groups, strict=True)
+    h = sum(hs) / sum(h.trace() for h in hs)
+    scale = sum(losses) / sum(counted) / sum(len(x) for x in x_parts)
+    blocks = [k * scale for k in ks]
     found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
     assert found_h is not None and found_g is not None
     torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-4 * float(h.abs().max()))
@@ -254,7 +269,8 @@ def test_an_embeddings_gradients_add_up_over_a_tokens_places(
     assert use is not None
     sequences = [_embedding_gradient(checkpoint, number) for number in range(len(_batches()))]
     together = torch.stack(sequences)  # (sequences, vocabulary, n)
-    moment = torch.einsum("svn,svm->nm", together, together)
+    root = together.norm(dim=2, keepdim=True).clamp_min(1e-30).sqrt()
+    moment = torch.einsum("svn,svm->nm", together / root, together / root)
     torch.testing.assert_close(use.moment, moment / moment.trace(), rtol=1e-3, atol=1e-5)
     places = torch.bincount(_batches().flatten(), minlength=len(use.energy))
     seen = places > 0

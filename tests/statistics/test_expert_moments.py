@@ -127,15 +127,30 @@ def test_tokens_and_gradients_of_sequences_lead_to_the_same_moments(
     pairs, gradients, chosen = (
         Moments.zeros(rows, cols, x.device, torch.float32, full_outputs=True) for _ in range(3)
     )
-    pairs._add_pairs(x, g)
-    gradients._add_gradients(x, g)
-    gradients._add_alone(x.flatten(0, 1), g.flatten(0, 1), 1 - MEETING)
+    shorter = pairs._with_shorter_tails(x, g)
+    pairs._add_pairs(x, shorter)
+    gradients._add_gradients(x, shorter)
+    gradients._add_alone(x.flatten(0, 1), shorter.flatten(0, 1), 1 - MEETING)
     chosen.add_sequences(x, g)
     assert chosen.tokens == 3 * length
     for found in (gradients, chosen):
         assert found.energy == pytest.approx(pairs.energy, rel=1e-5)
         for one, other in ((found.inputs, pairs.inputs), (found.outputs, pairs.outputs)):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.diagonal().max()))
+
+
+def test_a_token_counts_with_the_root_of_its_loss() -> None:
+    """A thousand times the gradient, a thousand times the weight: not a million."""
+    x, g = torch.eye(4), torch.eye(4)
+    g[3] *= 1000.0
+    found = Moments.zeros(4, 4, x.device, torch.float32, full_outputs=True)
+    found.add(x, g)
+    for moment in (found.inputs, found.outputs):
+        torch.testing.assert_close(moment.diagonal(), torch.tensor([1.0, 1.0, 1.0, 1000.0]))
+    # Whatever the tokens count for, an error that is alike in all weights loses what it does.
+    assert float(found.outputs.trace()) * found.scale == pytest.approx(
+        float((x.norm(dim=1) * g.norm(dim=1)).square().sum())
+    )
 
 
 @pytest.mark.parametrize(("rows", "cols", "way"), [(32, 256, "_add_gradients"), (512, 512, "_add_pairs")])
