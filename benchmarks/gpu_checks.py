@@ -117,6 +117,7 @@ def random_matrix(
         base=0.01,
         row_bits=bits,
         row_scale=random.integers(0, 33, rows, dtype=np.uint8),
+        scale_steps=int(random.integers(16, 272)),
         codes=random.integers(0, 256, size, dtype=np.uint8),
         lowrank=lowrank,
         input_scale=random.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None,

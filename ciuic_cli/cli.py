@@ -213,7 +213,7 @@ def compress(
         EffortLevel,
         typer.Option(
             help="Work spent on quality. fast: trellis of 2^12 states, 24 calibration sequences; default: 2^16, 64; "
-            "best: 2^16, 128."
+            "best: 2^16, 128, and then recovery: row scales and norms are tuned on more text."
         ),
     ] = EffortLevel.default,
     prune: Annotated[

@@ -19,11 +19,13 @@ import torch
 
 from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.quantize import Importance, input_feedback, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.probing import PROBED_LAYERS, rounding_noise
+from ciuic_cli.recovery import CHECKS, SEQUENCES
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import MEETING_TOKENS, meeting_work
@@ -77,11 +79,12 @@ class Forecast:
 
 @dataclass(frozen=True)
 class Text:
-    """Sequences that are calibrated on, those held out of them, and the length of each."""
+    """Sequences that are calibrated on, those held out of them, the length of each, and those of recovery's steps."""
 
     sequences: int
     held_out: int
     length: int
+    recovery: int = 0
 
     @property
     def tokens(self) -> int:
@@ -141,7 +144,9 @@ def disk_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, budget: i
     moments = sum(moment_bytes(parameter) for parameter in _compressed(model_map))
     predictions = 4 * text.held_out * text.length * vocabulary
     arms = sum(5 * 8 * unit.groups + 1500 for unit in units)
-    return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget)
+    step = SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
+    recovery = 4 * (3 * text.recovery * text.length * hidden + step) if text.recovery else 0
+    return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget + recovery)
 
 
 def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int, *, halved: bool) -> int:
@@ -190,7 +195,8 @@ def _busy_bytes(unit: Unit) -> int:
 def _seconds(
     model_map: ModelMap, units: Sequence[Unit], text: Text, window: int, ranks: bool, device: torch.device
 ) -> dict[str, float]:
-    total = dict.fromkeys(("statistics", "arms", "probe", "encode", "measure"), 0.0)
+    total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
+    decoding = 0.0
     probed = min(1.0, PROBED_LAYERS / max(1, len(model_map.layer_prefixes)))
     shapes = Counter(replace(unit, name="", expert=None) for unit in units)
     for unit, count in shapes.items():
@@ -198,6 +204,7 @@ def _seconds(
         total["arms"] += count * time_of["arms"]
         total["probe"] += 0.0 if unit.role in UNSEEN_ROLES else count * time_of["probe"] * (1 + probed)
         total["encode"] += count * time_of["encode"]
+        decoding += count * time_of["decode"]
     product = _time_products(device)
     routed = _active_weights(model_map)
     read = _time_reading(model_map, units)
@@ -211,7 +218,13 @@ def _seconds(
     # Forward, again before the backward pass, and as much for the gradients there; then both moments of every token.
     total["statistics"] += text.tokens * (3 * routed + moments) * product + 2 * weights * read
     total["probe"] += (roles + 2) * (text.held_out * text.length * routed * product + weights * read)
-    total["measure"] += text.held_out * text.length * routed * product + weights * read
+    total["measure"] += text.held_out * text.length * routed * product + weights * read + decoding
+    if text.recovery:
+        # The original forward; then forward, again before the backward pass, and the gradients there. Every step takes
+        # every layer twice.
+        total["recovery"] += 4 * text.recovery * text.length * routed * product
+        total["recovery"] += 2 * (text.recovery // SEQUENCES) * (weights * read + decoding)
+        total["recovery"] += (CHECKS + 1) * total["measure"]
     return total
 
 
@@ -248,7 +261,8 @@ def _clock(run: Callable[[], Any]) -> float:
 
 
 def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
-    """Seconds of arms, one probe and encoding of a matrix, its share of those of as many as are made side by side."""
+    """Seconds of arms, one probe, encoding and decoding of a matrix, its share of those of as many as are made side by
+    side."""
     full = full_outputs(unit.role, unit.rows)
     rows, cols = min(unit.rows, CUT), min(unit.cols, CUT)
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
@@ -282,7 +296,12 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
         sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))
     coding = clock(lambda: round_prepared(some, bits[: len(some.weight) // 16], window=window))
     coding *= unit.rows / min(CODED_ROWS, unit.rows) * unit.cols / cols
-    return {"arms": preparing + sorting, "probe": preparing + disturbing, "encode": preparing + coding}
+    coded = round_prepared(some, bits[: len(some.weight) // 16], window=window)
+    decoding = clock(lambda: decode_dense(coded)) * unit.weights / (coded.rows * coded.cols)
+    return {
+        "arms": preparing + sorting, "probe": preparing + disturbing, "encode": preparing + coding,
+        "decode": decoding,
+    }  # fmt: skip
 
 
 def _factor_work(rows: int, cols: int, full: bool) -> float:

@@ -19,13 +19,14 @@ from ciuic_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Effort:
-    """What an effort level spends: trellis window L and calibration sequences."""
+    """What an effort level spends: trellis window L, calibration sequences, and steps of recovery."""
 
     window: int
     nsamples: int
+    recovery_steps: int
 
 
-EFFORTS = {"fast": Effort(12, 24), "default": Effort(16, 64), "best": Effort(16, 128)}
+EFFORTS = {"fast": Effort(12, 24, 0), "default": Effort(16, 64, 0), "best": Effort(16, 128, 60)}
 MTP = ("keep", "drop")
 WIDTHS = tuple(MSE_BY_WINDOW[16])
 """Bits per weight that the code has."""
@@ -50,6 +51,7 @@ class Options:
     effort: str
     window: int
     nsamples: int
+    recovery_steps: int
     seqlen: int
     seed: int
     prune: str | float

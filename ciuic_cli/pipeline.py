@@ -37,6 +37,7 @@ from ciuic_cli.options import (
     check_texts,
 )
 from ciuic_cli.planning import check_reachable, largest_bytes, require_storable
+from ciuic_cli.recovery import SEQUENCES
 from ciuic_cli.run import STATISTICS, Progress, Run
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import calibration_batch
@@ -126,7 +127,7 @@ def compress(
         check_reachable(model_map, budget, passes)
         budget = min(budget, largest_bytes(model_map, passes))
         options = Options(
-            original / budget, effort, level.window, nsamples or level.nsamples, length,
+            original / budget, effort, level.window, nsamples or level.nsamples, level.recovery_steps, length,
             seed, prune, rank, widths, mtp, device,
         )  # fmt: skip
         if workers.leads and not dry_run:
@@ -135,7 +136,7 @@ def compress(
         batches = calibration_batch(
             open_tokenizer(checkpoint.folder),
             texts,
-            nsamples=options.nsamples,
+            nsamples=options.nsamples + SEQUENCES * options.recovery_steps,
             seqlen=options.seqlen,
             vocab_size=model_map.config.get_text_config().vocab_size,
         )
@@ -203,6 +204,7 @@ def _lead(
                         finished = run.report(plan, started)
                     else:
                         run.encode(plan)
+                        run.recover(plan)
                         finished, old = run.finish(plan, out, started, replace=force)
                         left = [] if old is None else [old]
                 if expected is not None:
@@ -261,6 +263,7 @@ def _follow(task: Callable[[], Task], workers: Workers, dry_run: bool) -> dict[s
             plan = run.plan()
             if not dry_run:
                 run.encode(plan)
+                run.recover(plan)
     told: dict[str, Any] = workers.tell(None)
     return told
 

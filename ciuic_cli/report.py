@@ -96,6 +96,13 @@ def pass_sentence(step: Mapping[str, Any]) -> str:
         return f"{step['weights']:,} weights left out, {step['structures']:,} whole structures among them"
     if step["name"] == "lowrank":
         return f"{step['matrices']:,} matrices have a low-rank part, {readable_bytes(step['bytes'])} in all"
+    if step["name"] == "recovery":
+        if step["kl_after"] >= step["kl_before"]:
+            return f"{step['steps']} steps lowered no KL on held-out text; nothing of them was kept"
+        return (
+            f"{step['steps']} steps tuned the row scales of {step['matrices']:,} matrices and {step['norms']:,} norms: "
+            f"KL on held-out text {step['kl_after']:.3g} instead of {step['kl_before']:.3g}"
+        )
     return (
         f"{readable_bytes(step['bytes'])} of codes; {step['sorted_matrices']:,} matrices are stored with rows that "
         f"matter alike side by side, {step['scaled_matrices']:,} with scales of their inputs"

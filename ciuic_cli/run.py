@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.card import render_card
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
-from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.estimates import Mean
@@ -28,12 +28,15 @@ from ciuic_cli.journal import Journal
 from ciuic_cli.memory import SIDE_BY_SIDE, return_freed_memory
 from ciuic_cli.planning import Plan, make_plan, stored_tensors, with_sorted_rows
 from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes_of
+from ciuic_cli.recovery import Factors, Recovery, Result, finished, tuned_dense, with_row_factors
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.runtime.routing import masking
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.measure import LOOK, KLMeter
+from ciuic_cli.statistics.streaming import Adjust
+from ciuic_cli.statistics.watching import Key
 from ciuic_cli.summary import build_report
 from ciuic_cli.task import Task
 from ciuic_cli.threads import side_by_side
@@ -43,6 +46,8 @@ from ciuic_cli.workers import Workers
 Progress = Callable[[str, int, int], None]
 STATISTICS = "statistics.done"
 """The journal's step after which the model has run once, forward and backward."""
+RECOVERY = "recovery"
+"""The journal's step with what recovery has come to."""
 
 
 class Run:
@@ -54,6 +59,7 @@ class Run:
         self._kl_meter: KLMeter | None = None
         self.corrections: dict[str, dict[str, float]] = {}
         self.singular = 0
+        self.recovered: Result | None = None
         self.device = choose_device(self.options.device)
         self.units = units_of(self.map.parameters.values())
         self.statistics = self._statistics()
@@ -180,6 +186,30 @@ class Run:
             ).to_bytes(),
         )
 
+    def recover(self, plan: Plan) -> None:
+        """Tune what is stored besides the codes, if the effort asks for it."""
+        if not self.options.recovery_steps:
+            return
+        folder = self.journal.folder / f"recovery-{self.workers.rank}"
+        writer.clear_away(folder)  # a killed run's
+        recovery = Recovery(
+            self.map, self._coded, self._masking(plan), self.task.recovery, folder,
+            device=self.device, workers=self.workers, state=self.journal.load(RECOVERY),
+        )  # fmt: skip
+
+        def measure(factors: Factors) -> float:
+            value = self._measured_kl(plan, factors).value if self.workers.leads else None
+            return float(self.workers.tell(value))
+
+        def save(state: bytes) -> None:
+            if self.workers.leads:
+                self.journal.save(RECOVERY, state)
+
+        self.recovered = recovery.run(
+            measure, save, lambda done, total: self.progress("recovery", done, total)
+        )
+        writer.clear_away(folder)
+
     def finish(
         self, plan: Plan, out: Path, started: float, *, replace: bool
     ) -> tuple[dict[str, Any], Path | None]:
@@ -203,16 +233,17 @@ class Run:
         return report, left
 
     def _write(self, plan: Plan, folder: Path, started: float) -> dict[str, Any]:
-        steps = self._numbers()
+        factors = {} if self.recovered is None else self.recovered.factors
 
         def payload(name: str) -> bytes:
             return_freed_memory()
-            if name not in steps:
-                value = self.map.read(name).to(self.map.stored_dtype(name)).contiguous()
+            parameter = self.map.parameters[name]
+            if (name, None) not in self._numbers and (name, 0) not in self._numbers:
+                value = tuned_dense(self.map, name, factors)
                 return value.reshape(-1).view(torch.uint8).numpy().tobytes()
-            if len(self.map.parameters[name].shape) < 3:
-                return self._blob(steps[name][0])
-            experts = (PackedMatrix.from_buffer(self._blob(number), where=name) for number in steps[name])
+            if len(parameter.shape) < 3:
+                return self._finished(name, None, factors).to_bytes()
+            experts = (self._finished(name, expert, factors) for expert in range(parameter.shape[0]))
             return ExpertStack(tuple(experts)).to_bytes()
 
         shards = lay_out(stored_tensors(self.map, plan.blob_bytes))
@@ -227,7 +258,7 @@ class Run:
         return_freed_memory()
         writer.write_index(shards, folder)
         writer.copy_companions(self.map.checkpoint.folder, folder)
-        measured = self._measured_kl(plan)
+        measured = self._measured_kl(plan, factors)
         self._require_better_than_guessing(measured)
         report = self.report(plan, started, measured)
         section = quantization_config(report, self.map.mtp)
@@ -240,24 +271,18 @@ class Run:
         writer.write_checksums(folder)
         return report
 
-    def _measured_kl(self, plan: Plan) -> Mean:
-        """KL of the finished codes on the held-out sequences, routers masked as they will be at loading."""
-        steps = {(unit.name, unit.expert): number for number, unit in enumerate(self.units)}
+    def _measured_kl(self, plan: Plan, factors: Factors) -> Mean:
+        """KL of the artifact with these factors on the held-out sequences."""
+        return self._meter().measure(finished(self.map, self._coded, factors), self._masking(plan))
 
-        def decoded(name: str, expert: int | None) -> torch.Tensor | None:
-            if (name, expert) not in steps:
-                return None
-            blob = self._blob(steps[name, expert])
-            return decode_dense(PackedMatrix.from_buffer(blob, where=name))
-
-        pruned = {
-            name.removesuffix(".down_proj"): torch.tensor(
-                [plan.units[self.units[number].key].is_zero for number in numbers]
-            )
-            for name, numbers in self._numbers().items()
-            if name.endswith(".down_proj")
-        }
-        return self._meter().measure(decoded, masking(pruned))
+    def _masking(self, plan: Plan) -> Adjust:
+        """Routers as they will be at loading: they choose no expert that is pruned."""
+        experts: dict[str, list[bool]] = {}
+        for unit in self.units:
+            if unit.name.endswith(".down_proj"):
+                pruned = plan.units[unit.key].is_zero
+                experts.setdefault(unit.name.removesuffix(".down_proj"), []).append(pruned)
+        return masking({name: torch.tensor(pruned) for name, pruned in experts.items()})
 
     def _require_better_than_guessing(self, measured: Mean) -> None:
         """Of a model that gives every token the same probability, KL is at most the logarithm of their number."""
@@ -273,19 +298,26 @@ class Run:
     def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
         return build_report(
             self.map, plan, self.statistics, options=self.options.as_dict(), corrections=self.corrections,
-            singular=self.singular, measured_kl=measured_kl, held_out_tokens=self.task.held_out.numel(),
+            singular=self.singular, measured_kl=measured_kl, recovered=self.recovered,
+            held_out_tokens=self.task.held_out.numel(),
             started=started,
         )  # fmt: skip
 
-    def _numbers(self) -> dict[str, list[int]]:
-        """The steps of each parameter's matrices."""
-        found: dict[str, list[int]] = {}
-        for number, unit in enumerate(self.units):
-            found.setdefault(unit.name, []).append(number)
-        return found
+    @cached_property
+    def _numbers(self) -> dict[Key, int]:
+        """The step of each matrix."""
+        return {(unit.name, unit.expert): number for number, unit in enumerate(self.units)}
 
-    def _blob(self, number: int) -> bytes:
-        return self._made("encode", number)
+    def _coded(self, name: str, expert: int | None) -> PackedMatrix | None:
+        """A matrix as it was rounded; None for what is not."""
+        number = self._numbers.get((name, expert))
+        return None if number is None else PackedMatrix.from_buffer(self._made("encode", number), where=name)
+
+    def _finished(self, name: str, expert: int | None, factors: Factors) -> PackedMatrix:
+        """A matrix as it is stored."""
+        packed, factor = self._coded(name, expert), factors.get((name, expert))
+        assert packed is not None
+        return packed if factor is None else with_row_factors(packed, factor)
 
 
 def _require_readable(folder: Path) -> None:

@@ -13,8 +13,10 @@ from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.estimates import Mean
 from ciuic_cli.memory import peak_resident_bytes
 from ciuic_cli.planning import Plan, UnitPlan
+from ciuic_cli.recovery import Factors, Result
 from ciuic_cli.statistics.files import Statistics
 
+TUNED_NORM = "norm: one number per channel, tuned once all else was rounded"
 UNPREDICTED = (
     "They draft tokens ahead; the model's own predictions do not pass through them, so they are no part of the "
     "predicted KL, and they are coded without calibration."
@@ -30,6 +32,7 @@ def build_report(
     corrections: dict[str, dict[str, float]],
     singular: int,
     measured_kl: Mean | None,
+    recovered: Result | None,
     held_out_tokens: int,
     started: float,
 ) -> dict[str, Any]:
@@ -37,10 +40,12 @@ def build_report(
 
     singular: how many matrices had a Hessian without full rank, which was damped; corrections: measured
     against predicted KL by role; measured_kl: of the finished codes on
-    held_out_tokens of calibration text; started: `time.monotonic()` at the beginning of the run.
+    held_out_tokens of calibration text; recovered: None where nothing was to be tuned; started: `time.monotonic()` at
+    the beginning of the run.
     """
     original = 2 * model_map.stored_numel
-    rows = _components(model_map, plan, statistics)
+    tuned = {} if recovered is None else recovered.factors
+    rows = _components(model_map, plan, statistics, tuned)
     return {
         "parameters": model_map.stored_numel,
         "original_bytes": original,
@@ -54,7 +59,7 @@ def build_report(
         "measured_kl": None if measured_kl is None else measured_kl.value,
         "measured_kl_stderr": None if measured_kl is None else measured_kl.stderr,
         "components": rows,
-        "passes": _passes(plan),
+        "passes": _passes(plan) + ([] if recovered is None else [_recovery(recovered, model_map)]),
         "padding": _padding(plan),
         "statistics": {
             "tokens": statistics.total_tokens,
@@ -73,7 +78,9 @@ def build_report(
     }
 
 
-def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list[dict[str, Any]]:
+def _components(
+    model_map: ModelMap, plan: Plan, statistics: Statistics, tuned: Factors
+) -> list[dict[str, Any]]:
     by_name: dict[str, list[UnitPlan]] = {}
     for unit_plan in plan.units.values():
         by_name.setdefault(unit_plan.unit.name, []).append(unit_plan)
@@ -89,9 +96,10 @@ def _components(model_map: ModelMap, plan: Plan, statistics: Statistics) -> list
         base["parameters"] = parameter.numel
         if not parameter.compress:
             size = parameter.numel * model_map.stored_dtype(parameter.name).itemsize
+            reason = TUNED_NORM if (parameter.name, None) in tuned else parameter.reason
             rows.append(
                 {**base, "bytes": size, "bits": 8.0 * size / max(1, parameter.numel), "rank": 0, "pruned": 0.0,
-                 "predicted_kl": 0.0, "dense": parameter.reason}
+                 "predicted_kl": 0.0, "dense": reason}
             )  # fmt: skip
             continue
         members = by_name[parameter.name]
@@ -137,6 +145,15 @@ def _passes(plan: Plan) -> list[dict[str, Any]]:
             "predicted_kl": plan.predicted_kl,
         },
     ]
+
+
+def _recovery(recovered: Result, model_map: ModelMap) -> dict[str, Any]:
+    """Of the pass that tunes: what has factors now, and KL on held-out text before and after."""
+    matrices = sum(model_map.parameters[name].compress for name, _ in recovered.factors)
+    return {
+        "name": "recovery", "bytes": 0, "steps": recovered.steps, "matrices": matrices,
+        "norms": len(recovered.factors) - matrices, "kl_before": recovered.kl_before, "kl_after": recovered.kl_after,
+    }  # fmt: skip
 
 
 def _padding(plan: Plan) -> dict[str, int]:

@@ -26,6 +26,7 @@ from ciuic_cli.errors import InputError
 from ciuic_cli.forecast import Forecast, Text, forecast
 from ciuic_cli.journal import Journal
 from ciuic_cli.options import Options
+from ciuic_cli.recovery import SEQUENCES
 from ciuic_cli.runtime.loading import choose_device
 
 HELD_OUT_EVERY = 16
@@ -36,7 +37,8 @@ HELD_OUT_EVERY = 16
 class Task:
     """A run that can be done: the model, what decides its bytes, and the text.
 
-    batches: LongTensor (sequences, length). budget: bytes that the artifact's safetensors files may take.
+    batches: LongTensor (sequences, length): `nsamples` for statistics and held-out text, evenly spread, and between
+    them what is left for recovery. budget: bytes that the artifact's safetensors files may take.
     """
 
     checkpoint: Checkpoint
@@ -48,17 +50,39 @@ class Task:
 
     @property
     def held_out(self) -> torch.Tensor:
-        """The sequences that the statistics do not see."""
-        return self.batches[_held_out(len(self.batches))]
+        """The sequences that neither statistics nor recovery see."""
+        sampled = self.batches[self._sampled]
+        return sampled[_held_out(len(sampled))]
 
     @property
     def calibration(self) -> torch.Tensor:
-        """The sequences that they do."""
-        single = len(self.batches) == 1
-        return self.batches if single else self.batches[~_held_out(len(self.batches))]
+        """The sequences of the statistics."""
+        sampled = self.batches[self._sampled]
+        return sampled if len(sampled) == 1 else sampled[~_held_out(len(sampled))]
+
+    @property
+    def recovery(self) -> torch.Tensor:
+        """The sequences of recovery's steps: first what the statistics have not seen, in random order, then what they
+        have, as often as it takes."""
+        fresh = torch.ones(len(self.batches), dtype=torch.bool)
+        fresh[self._sampled] = False
+        random = torch.Generator().manual_seed(self.options.seed)
+        parts = [
+            part[torch.randperm(len(part), generator=random)]
+            for part in (self.batches[fresh], self.calibration)
+        ]
+        wanted, rounds = SEQUENCES * self.options.recovery_steps, torch.cat(parts)
+        return rounds.repeat(-(-wanted // len(rounds)), 1)[:wanted]
+
+    @property
+    def _sampled(self) -> torch.Tensor:
+        """Which sequences are for the statistics, and held out of them."""
+        count = min(self.options.nsamples, len(self.batches))
+        return torch.arange(count) * len(self.batches) // count
 
     def forecast(self) -> Forecast:
-        text = Text(len(self.calibration), len(self.held_out), self.batches.shape[1])
+        recovery = SEQUENCES * self.options.recovery_steps
+        text = Text(len(self.calibration), len(self.held_out), self.batches.shape[1], recovery)
         return forecast(
             self.map, text, window=self.options.window, ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device),

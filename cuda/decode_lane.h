@@ -68,7 +68,8 @@ CIUIC_DEVICE u32 half_levels(u32 hash_low, u32 hash_high) {
 
 CIUIC_DEVICE float row_factor(const u8* blob, u32 groups, u32 row) {
   const float base = *(const float*)(blob + CIUIC_BLOB_BASE);
-  return ciuic_row_factor(base * exp2f((float)blob[CIUIC_BLOB_ROW_BITS + groups + row] * 0.0625f));
+  const float step = 1.0f / (float)(16 + blob[CIUIC_BLOB_STEPS]);
+  return ciuic_row_factor(base * exp2f((float)blob[CIUIC_BLOB_ROW_BITS + groups + row] * step));
 }
 
 // H of a row group. What is no width counts as no bits: blobs are checked where they are read.

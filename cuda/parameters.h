@@ -8,6 +8,7 @@
 #include "device.h"
 
 #define CIUIC_MAX_PARTS 4
+#define CIUIC_BLOB_STEPS 7      // byte offset of the scale steps per octave in a blob, less 16
 #define CIUIC_BLOB_BASE 20      // byte offset of the scale base in a blob
 #define CIUIC_BLOB_ROW_BITS 32  // byte offset of row_bits in a blob
 #define CIUIC_STACK_OFFSETS 16  // byte offset of the experts' offsets in a stack

@@ -72,6 +72,7 @@ def test_a_dry_run_says_what_a_run_will_take(tiny_checkpoint: Callable[..., Path
         ratio=2.0, dry_run=True, hint=hints.append,
     )  # fmt: skip
     expected = report["forecast"]
+    assert expected["seconds"].pop("recovery") == 0
     assert set(expected["seconds"]) == {"statistics", "arms", "probe", "encode", "measure"}
     assert all(seconds > 0 for seconds in expected["seconds"].values())
     assert expected["total_seconds"] == pytest.approx(sum(expected["seconds"].values()))

@@ -27,7 +27,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
-    ("units", "arms", "planning", "encoding", "probing", "journal", "runtime", "verification", "forecast"),
+    (
+        "units",
+        "arms",
+        "planning",
+        "encoding",
+        "probing",
+        "recovery",
+        "journal",
+        "runtime",
+        "verification",
+        "forecast",
+    ),
     (
         *(
             "pipeline",

@@ -21,12 +21,13 @@ import torch.distributed as dist
 
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.pipeline import compress
-from ciuic_cli.statistics.moments import Key, Moments
+from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.sums import SEGMENTS, OrderedSums, segments_of, share_of
+from ciuic_cli.statistics.watching import Key
 from ciuic_cli.workers import Workers, joined, leads, several
 
 CPU = torch.device("cpu")
-SETTINGS = {"ratio": 3.0, "nsamples": 20, "seqlen": 48, "effort": "fast"}
+SETTINGS: dict[str, Any] = {"ratio": 3.0, "nsamples": 20, "seqlen": 48, "effort": "fast"}
 
 
 class Threads(Workers):
@@ -131,7 +132,8 @@ def test_every_item_is_taken_once() -> None:
 def _torchrun(
     size: int, model: Path, out: Path, text: Path, *more: str, **options: Any
 ) -> subprocess.Popen[str]:
-    words = [f"--{name}={value}" for name, value in SETTINGS.items()]
+    given = {name: options.pop(name, value) for name, value in SETTINGS.items()}
+    words = [f"--{name}={value}" for name, value in given.items()]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
         *("-m", "ciuic_cli", "compress", str(model), str(out), "--calibration", str(text)),
@@ -180,21 +182,24 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def _alone(model: Path, out: Path, text: Path) -> bytes:
-    compress(model, out, calibration=[text], **SETTINGS)  # type: ignore[arg-type]
+def _alone(model: Path, out: Path, text: Path, **options: Any) -> bytes:
+    compress(model, out, calibration=[text], **{**SETTINGS, **options})
     return _weights(out)
 
 
-@pytest.mark.parametrize(("family", "size"), [("deepseek_v3", 3), ("llama_tied", 2)])
+@pytest.mark.parametrize(
+    ("family", "size", "effort"),
+    [("deepseek_v3", 3, "fast"), ("llama_tied", 2, "fast"), ("deepseek_v3", 3, "best")],
+)
 def test_any_number_of_workers_gives_the_same_bytes(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, family: str, size: int
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, family: str, size: int, effort: str
 ) -> None:
     model = tiny_checkpoint(family)
-    run = _torchrun(size, model, tmp_path / "several", text)
+    run = _torchrun(size, model, tmp_path / "several", text, effort=effort)
     stdout, stderr = run.communicate(timeout=240)
     assert run.returncode == 0, stderr
     assert stdout.count("KL divergence") == 1, "more than one worker speaks"
-    assert _weights(tmp_path / "several") == _alone(model, tmp_path / "one", text)
+    assert _weights(tmp_path / "several") == _alone(model, tmp_path / "one", text, effort=effort)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "several", "text.txt"]
 
 
@@ -249,6 +254,6 @@ def test_when_a_worker_is_killed_another_run_goes_on(
     assert run.wait(timeout=120) != 0
     assert not out.exists()
     heard: list[str] = []
-    compress(model, out, calibration=[text], hint=heard.append, **SETTINGS)  # type: ignore[arg-type]
+    compress(model, out, calibration=[text], hint=heard.append, **SETTINGS)
     assert any("going on with the unfinished run" in line for line in heard)
     assert _weights(out) == _alone(model, tmp_path / "one", text)

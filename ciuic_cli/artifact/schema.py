@@ -8,7 +8,7 @@ from ciuic_cli import __version__
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 
 QUANT_METHOD = "ciuic"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def quantization_config(report: dict[str, Any], mtp: PredictionLayers) -> dict[str, Any]:

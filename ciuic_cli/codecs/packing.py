@@ -3,7 +3,7 @@
 All numbers are little endian. A matrix blob:
 
     0  4s magic "CIU1"   4 u8 L   5 u8 flags (bit 0: low-rank part, bit 1: rows are sorted, bit 2: input scales)
-    6  u8 log2(B)   7 u8 zero
+    6  u8 log2(B)   7 u8 scale_steps - 16
     8  u32 rows   12 u32 cols   16 u32 seed   20 f32 base   24 u32 rank   28 u32 lowrank_bytes
     32 u8 row_bits[ceil(rows / 16)], u8 row_scale[rows],
        where rows are sorted: u4 row_class[rows], the even row of a byte in its low half,
@@ -14,10 +14,10 @@ All numbers are little endian. A matrix blob:
 
 A byte of row_bits has the whole bits per weight of its group in bits 0 to 3, and half a bit more if bit 7 is set.
 
-A row's scale is base * 2^(row_scale / 16). Each input is multiplied by its scale, 2^((input_scale - 128) / 16), before
-anything else: all other fields are about the matrix whose columns have been divided by that, the low-rank part too.
-Where rows are sorted, all of this but row_class is about the stored rows, the low-rank part too: the matrix's rows of
-class 0 in their order, then those of class 1, and so on to 15.
+A row's scale is base * 2^(row_scale / scale_steps). Each input is multiplied by its scale,
+2^((input_scale - 128) / 16), before anything else: all other fields are about the matrix whose columns have been
+divided by that, the low-rank part too. Where rows are sorted, all of this but row_class is about the stored rows, the
+low-rank part too: the matrix's rows of class 0 in their order, then those of class 1, and so on to 15.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ciuic_cli.codecs.scales import MAX_BASE, Bytes, decode_scales, input_factors
+from ciuic_cli.codecs.scales import MAX_BASE, SCALE_STEPS, Bytes, decode_scales, input_factors
 from ciuic_cli.codecs.transform import TILE, log2_block, padded
 from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError
@@ -82,6 +82,7 @@ class PackedMatrix:
             `codecs.trellis` and the kernels do) is about stored rows; `order` and `position` lead to the matrix's own.
         input_scale: None, or uint8 [cols], codes of what each input is multiplied by first: all else here (and what
             `codecs.trellis` and the kernels decode) is about W with its columns divided by that.
+        scale_steps: of the scale codes, per octave; 16 to 271.
     """
 
     rows: int
@@ -95,6 +96,7 @@ class PackedMatrix:
     lowrank: tuple[PackedMatrix, PackedMatrix] | None = None
     row_class: Bytes | None = None
     input_scale: Bytes | None = None
+    scale_steps: int = SCALE_STEPS[0]
 
     def __post_init__(self) -> None:
         _check_fields(self)
@@ -150,7 +152,7 @@ class PackedMatrix:
     def scales(self) -> npt.NDArray[np.float32]:
         """float32 [rows_padded], the row scales; 0 in the padding."""
         out = np.zeros(self.rows_padded, dtype=np.float32)
-        out[: self.rows] = decode_scales(self.base, self.row_scale)
+        out[: self.rows] = decode_scales(self.base, self.row_scale, self.scale_steps)
         return out
 
     @functools.cached_property
@@ -189,7 +191,7 @@ class PackedMatrix:
             + _IS_SORTED * (self.row_class is not None)
             + _HAS_INPUT_SCALE * (self.input_scale is not None),
             self.log2_block,
-            0,
+            self.scale_steps - SCALE_STEPS[0],
             self.rows,
             self.cols,
             self.seed,
@@ -307,6 +309,7 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
     need(m.L in WINDOWS, f"impossible window length {m.L}")
     need(0 <= m.seed < 2**32, f"impossible seed {m.seed}")
     need(0.0 < m.base <= MAX_BASE, f"impossible scale base {m.base}")
+    need(m.scale_steps in SCALE_STEPS, f"impossible scale steps {m.scale_steps}")
     groups = padded(m.rows) // TILE
     need(m.row_bits.dtype == np.uint8 and m.row_bits.shape == (groups,), f"row_bits must be uint8 [{groups}]")
     need(
@@ -346,8 +349,8 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
     if data.size < _HEADER.size or bytes(data[:4]) != b"CIU1":
         raise refusal(where, "this is not a compressed matrix")
     fields = _HEADER.unpack(data[: _HEADER.size].tobytes())
-    _, window, flags, log2, zero, rows, cols, seed, base, rank, lowrank_bytes = fields
-    if zero != 0 or flags & ~(_HAS_LOWRANK | _IS_SORTED | _HAS_INPUT_SCALE):
+    _, window, flags, log2, finer, rows, cols, seed, base, rank, lowrank_bytes = fields
+    if flags & ~(_HAS_LOWRANK | _IS_SORTED | _HAS_INPUT_SCALE):
         raise refusal(where, "unknown flags; a newer version may have written it")
     if not (1 <= rows <= _MAX_DIMENSION and 1 <= cols <= _MAX_DIMENSION) or log2 != log2_block(padded(cols)):
         raise refusal(where, f"impossible shape {rows} x {cols} with blocks of 2^{log2}")
@@ -404,6 +407,7 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
             lowrank=lowrank,
             row_class=row_class,
             input_scale=input_scale,
+            scale_steps=SCALE_STEPS[finer],
         )
     except InputError as error:
         raise refusal(where, error.message) from error

@@ -15,10 +15,11 @@ import torch
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.statistics.files import CONTEXTS, EMBEDDING, ENERGY, FREQUENCY, Statistics, StatisticsWriter
 from ciuic_cli.statistics.marks import Journal, Marks
-from ciuic_cli.statistics.moments import MomentRecorder, Moments, Watched
+from ciuic_cli.statistics.moments import MomentRecorder, Moments
 from ciuic_cli.statistics.store import TensorFolder
 from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
+from ciuic_cli.statistics.watching import watched_in
 from ciuic_cli.threads import one_thread
 from ciuic_cli.workers import Workers
 
@@ -138,11 +139,7 @@ class _Collection:
     def _layer(self, number: int) -> None:
         prefix = self.stream.prefixes[number]
         with self.stream.backward_layer(number) as (layer, carry):
-            watched = [
-                Watched(prefix + name, tensor)
-                for name, tensor in layer.named_parameters()
-                if (parameter := self.map.parameters.get(prefix + name)) is not None and parameter.compress
-            ]
+            watched = watched_in(layer, prefix, self.map.parameters)
             sums = self._sums([item.name for item in watched])
             for segment in self.segments:
                 recorder = MomentRecorder(watched, self.stream.dtype, self.length)

@@ -16,8 +16,9 @@ from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.digests import file_digest
 from ciuic_cli.errors import InputError
 from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
-from ciuic_cli.statistics.moments import Key, Moments
+from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.store import has_digest
+from ciuic_cli.statistics.watching import Key
 from ciuic_cli.workers import Workers
 
 INDEX = "statistics.json"

@@ -25,15 +25,14 @@ An expert's tokens are few and far between; they are taken for independent.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from ciuic_cli.memory import limit_freed_memory
 from ciuic_cli.statistics.experts import full_moments_fit
+from ciuic_cli.statistics.watching import Hook, Key, Product, ProductWatcher, Watched
 from ciuic_cli.threads import one_thread
 
 FULL_FISHER_LIMIT = 16384
@@ -46,8 +45,6 @@ MEETING_TOKENS = 1024
 """Tokens of a sequence that are looked at together: the work over pairs grows with their number."""
 MOMENT_BLOCK = 128
 """Columns from which half a symmetric product is worth several smaller products."""
-
-Key = tuple[str, int | None]
 
 
 @dataclass
@@ -199,79 +196,31 @@ def symmetric_product(
     return moment
 
 
-@dataclass(frozen=True)
-class Watched:
-    """One parameter to record: its in-memory name and the tensor that the layer computes with."""
+class MomentRecorder(ProductWatcher):
+    """While active, every product with a watched weight adds its inputs and its outputs' gradients to the moments.
 
-    name: str
-    tensor: torch.Tensor
-
-
-@dataclass
-class MomentRecorder(TorchFunctionMode):
-    """While active, every `F.linear` or grouped product on a watched weight records x and its output's gradient.
-
-    Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with. Where their full
-    moments would take too much (`experts.py`), the stack's pool (name, None) is recorded, and each expert's diagonals.
+    Where full moments of an expert stack would take too much (`experts.py`), the stack's pool (name, None) is
+    recorded, and each expert's diagonals.
     """
 
-    watched: list[Watched]
-    dtype: torch.dtype
-    length: int
-    moments: dict[Key, Moments] = field(default_factory=dict)
+    def __init__(self, watched: Sequence[Watched], dtype: torch.dtype, length: int) -> None:
+        super().__init__(watched)
+        self.dtype, self.length = dtype, length
+        self.moments: dict[Key, Moments] = {}
+        stacks = [item for item in watched if item.tensor.dim() == 3]
+        self._pooled = {item.name for item in stacks if not full_moments_fit(*item.tensor.shape)}
 
-    def __post_init__(self) -> None:
-        super().__init__()
-        self._address: dict[int, Key] = {}
-        self._pooled: set[str] = set()
-        for item in self.watched:
-            weight = item.tensor
-            if weight.dim() == 3:
-                if not full_moments_fit(*weight.shape):
-                    self._pooled.add(item.name)
-                for expert in range(weight.shape[0]):
-                    self._address[weight[expert].data_ptr()] = (item.name, expert)
-            else:
-                self._address[weight.data_ptr()] = (item.name, None)
+    def watch(self, product: Product) -> Hook:
+        key, shape, rows, x = product.key, product.shape, product.rows, product.x
+        if rows == slice(0, shape[0]):
+            return lambda gradient: self._record(key, shape, x, gradient)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func is torch.bmm and output.requires_grad:
-            self._watch_groups(args[0], args[1], output)
-        if func is not torch.nn.functional.linear:
-            return output
-        weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
-        key = self._address.get(weight.data_ptr())
-        if key is not None and output.requires_grad and weight.dim() == 2:
-            x = (args[0] if args else (kwargs or {})["input"]).detach()
-            output.register_hook(lambda gradient: self._record(key, weight.shape, x, gradient))
-        return output
+        def among_zeros(gradient: torch.Tensor) -> None:
+            whole = torch.zeros(len(gradient), shape[0], device=gradient.device)
+            whole[:, rows] = gradient
+            self._record(key, shape, x, whole)
 
-    def _watch_groups(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
-        """A grouped linear (DeepSeek-V4's o_a_proj): x (G, t, n) times a view (G, n, m / G) of the weight (m, n).
-
-        Each group is a matrix product of its own whose outputs are some of the rows: their gradients stand in
-        their place among zeros.
-        """
-        key = self._address.get(weight.data_ptr())
-        if key is None:
-            return
-        groups, cols, share = weight.shape
-        inputs = x.detach()
-
-        def record(gradient: torch.Tensor) -> None:
-            for group in range(groups):
-                rows = torch.zeros(gradient.shape[1], groups * share, device=gradient.device)
-                rows[:, group * share : (group + 1) * share] = gradient[group]
-                self._record(key, torch.Size((groups * share, cols)), inputs[group], rows)
-
-        output.register_hook(record)
+        return among_zeros
 
     def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
         limit_freed_memory()

@@ -217,11 +217,11 @@ class LayerStream:
             self.sweep()
             progress("forward", number + 1, len(self.prefixes))
 
-    def forward_layer(self, number: int) -> None:
-        """One layer forward: "<number>.<chunk>" in `hidden` to "<number + 1>.<chunk>"."""
+    def forward_layer(self, number: int, chunks: Sequence[int] | None = None) -> None:
+        """One layer forward, for these chunks or all: "<number>.<chunk>" in `hidden` to "<number + 1>.<chunk>"."""
         prefix = self.prefixes[number]
         with self.weights(prefix) as layer, torch.no_grad(), self.precision():
-            for index in range(len(self.chunks)):
+            for index in self._all_unless(chunks):
                 hidden = self.hidden.get(f"{number}.{index}", self.device)
                 with self._as_configured(prefix):
                     output = layer(hidden, **self.arguments(prefix, index))
@@ -229,11 +229,15 @@ class LayerStream:
                 self._require_finite(output, prefix)
                 self.hidden.put(f"{number + 1}.{index}", output)
 
-    def release(self, number: int) -> None:
-        """Forget the inputs of a layer, and the gradients at its output; what follows the last layer is one too."""
-        for index in range(len(self.chunks)):
+    def release(self, number: int, chunks: Sequence[int] | None = None) -> None:
+        """Forget the inputs of a layer, and the gradients at its output, of these chunks or all; what follows the last
+        layer is one too."""
+        for index in self._all_unless(chunks):
             self.hidden.drop(f"{number}.{index}")
             self.gradient.drop(f"{number + 1}.{index}")
+
+    def _all_unless(self, chunks: Sequence[int] | None) -> Sequence[int]:
+        return range(len(self.chunks)) if chunks is None else chunks
 
     def sweep(self) -> None:
         """Remove the files of what was released."""

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from ciuic_cli.statistics.moments import Key, Moments
+from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.watching import Key
 from ciuic_cli.workers import Workers
 
 SEGMENTS = 8

@@ -91,7 +91,7 @@ def test_versions_that_are_none(version: Any) -> None:
 
 
 def test_newer_version_names_the_file_and_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"version 7.*reads up to 2.*update ciuic") as caught:
+    with pytest.raises(InputError, match=r"version 7.*reads up to 3.*update ciuic") as caught:
         open_artifact(write(tmp_path, format_version=7))
     assert caught.value.exit_code == 3 and str(caught.value.file).endswith("config.json")
 

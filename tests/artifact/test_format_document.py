@@ -50,7 +50,7 @@ def _packed(
         rows, cols, window, seed, 0.01, row_bits, rng.integers(0, 60, rows).astype(np.uint8),
         rng.integers(0, 256, size).astype(np.uint8), lowrank,
         rng.integers(0, 16, rows).astype(np.uint8) if is_sorted else None,
-        rng.integers(0, 256, cols).astype(np.uint8) if is_scaled else None,
+        rng.integers(0, 256, cols).astype(np.uint8) if is_scaled else None, int(rng.integers(16, 272)),
     )  # fmt: skip
 
 

@@ -43,4 +43,5 @@ def random_matrix(
         lowrank=lowrank,
         row_class=rng.integers(0, 16, rows, dtype=np.uint8) if is_sorted else None,
         input_scale=rng.integers(0, 256, cols, dtype=np.uint8) if is_scaled else None,
+        scale_steps=int(rng.integers(16, 272)),
     )

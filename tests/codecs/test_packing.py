@@ -17,7 +17,13 @@ from packed_samples import random_matrix
 
 from ciuic_cli.codecs import trellis
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
-from ciuic_cli.codecs.scales import decode_scales, encode_input_scales, encode_scales, input_factors
+from ciuic_cli.codecs.scales import (
+    decode_scales,
+    encode_input_scales,
+    encode_scales,
+    finest_steps,
+    input_factors,
+)
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 
@@ -25,7 +31,7 @@ ODD_SHAPES = [(1, 1), (1, 16), (17, 33), (545, 830), (16, 1024), (40, 3)]
 
 
 def same(a: PackedMatrix, b: PackedMatrix) -> bool:
-    fields = ("rows", "cols", "L", "seed", "base")
+    fields = ("rows", "cols", "L", "seed", "base", "scale_steps")
     arrays = ("row_bits", "row_scale", "codes")
     equal = all(getattr(a, f) == getattr(b, f) for f in fields)
     equal &= all(np.array_equal(getattr(a, f), getattr(b, f)) for f in arrays)
@@ -56,7 +62,7 @@ def test_layout_of_the_header_and_of_the_parts() -> None:
     matrix = random_matrix(17, 33, [4, 3], L=13, seed=7)
     blob = matrix.to_bytes()
     assert struct.unpack("<4sBBBBIIIfII", blob[:32]) == (
-        b"CIU1", 13, 0, 4, 0, 17, 33, 7, np.float32(0.01), 0, 0
+        b"CIU1", 13, 0, 4, matrix.scale_steps - 16, 17, 33, 7, np.float32(0.01), 0, 0
     )  # fmt: skip
     assert list(blob[32:34]) == [4, 3]
     assert blob[34:51] == matrix.row_scale.tobytes()
@@ -181,7 +187,6 @@ SORTED = random_matrix(17, 33, [4, 3], is_sorted=True).to_bytes()
         (damaged(PLAIN, 5, "<B", 8), "unknown flags"),
         (damaged(PLAIN, 5, "<B", 1), "low-rank"),
         (damaged(PLAIN, 6, "<B", 5), "blocks"),
-        (damaged(PLAIN, 7, "<B", 1), "unknown flags"),
         (damaged(PLAIN, 8, "<I", 0), "impossible shape"),
         (damaged(PLAIN, 8, "<I", 2**32 - 1), "impossible shape"),
         (damaged(PLAIN, 8, "<I", 2**31 - 16), "cannot be in"),
@@ -272,12 +277,22 @@ def test_corruption_never_crashes(
             trellis.decode(part)
 
 
-def test_scales_are_within_half_a_step() -> None:
+@pytest.mark.parametrize("steps", [16, 40])
+def test_scales_are_within_half_a_step(steps: int) -> None:
     wish = np.exp(np.random.default_rng(0).normal(-4, 1, 200))
-    base, codes = encode_scales(wish)
-    found = decode_scales(base, codes)
+    base, codes = encode_scales(wish, steps)
+    found = decode_scales(base, codes, steps)
     assert found.dtype == np.float32
-    assert np.abs(np.log2(found / wish)).max() <= 0.5 / 16 + 1e-6
+    assert np.abs(np.log2(found / wish)).max() <= 0.5 / steps + 1e-6
+
+
+@pytest.mark.parametrize(("octaves", "steps"), [(0.0, 271), (0.5, 271), (1.0, 255), (2.5, 102), (20.0, 16)])
+def test_the_finest_steps_span_all_scales(octaves: float, steps: int) -> None:
+    wish = 0.013 * np.exp2(np.linspace(0.0, octaves, 50))
+    assert finest_steps(wish) == steps
+    if octaves < 15:
+        found = decode_scales(*encode_scales(wish, steps), steps)
+        assert np.abs(np.log2(found / wish)).max() <= 0.5 / steps + 1e-6
 
 
 @pytest.mark.parametrize("wish", [[0.0, 0.0], [0.0, 1.0], [1e-44, 1e-40], [1e-30, 1e30], [3e38]])

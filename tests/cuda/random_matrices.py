@@ -53,6 +53,7 @@ def packed(
         lowrank=lowrank,
         row_class=random.integers(0, 16, rows, dtype=np.uint8) if is_sorted else None,
         input_scale=random.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None,
+        scale_steps=int(random.integers(16, 272)),
     )
 
 

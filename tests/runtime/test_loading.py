@@ -38,7 +38,7 @@ def test_what_is_no_artifact(
     with pytest.raises(InputError, match=r"config\.json"):
         load(tmp_path, device="cpu")
     with pytest.raises(InputError, match="update ciuic"):
-        load(artifact("llama", format_version=3).folder, device="cpu")
+        load(artifact("llama", format_version=4).folder, device="cpu")
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,7 +240,7 @@ def test_what_loading_cannot_place_is_refused_by_inspect_too(
 
 def test_newer_format(artifact: Callable[..., Any]) -> None:
     with pytest.raises(InputError, match=r"version 3.*update ciuic"):
-        AutoModelForCausalLM.from_pretrained(artifact("llama", format_version=3).folder)
+        AutoModelForCausalLM.from_pretrained(artifact("llama", format_version=4).folder)
 
 
 @torch.inference_mode()

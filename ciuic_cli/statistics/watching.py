@@ -1,0 +1,110 @@
+"""Products with a layer's weights, noticed while the layer runs, for what needs the gradients of their outputs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ciuic_cli.checkpoint.model_map import Parameter
+
+Key = tuple[str, int | None]
+"""A parameter by its in-memory name, and which expert of it where it is a stack."""
+Hook = Callable[[torch.Tensor], None]
+"""Called with the gradient of a product's outputs, of their shape."""
+
+
+@dataclass(frozen=True)
+class Watched:
+    """One parameter to watch: its in-memory name and the tensor that the layer computes with."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+def watched_in(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter]) -> list[Watched]:
+    """The matrices of a layer that are compressed; prefix: of its parameters' names."""
+    return [
+        Watched(prefix + name, tensor)
+        for name, tensor in layer.named_parameters()
+        if (parameter := parameters.get(prefix + name)) is not None and parameter.compress
+    ]
+
+
+@dataclass(frozen=True)
+class Product:
+    """Tokens times some rows of a weight (m, n): outputs (.., rows), the bias included, of inputs x (.., n)."""
+
+    key: Key
+    shape: torch.Size
+    rows: slice
+    x: torch.Tensor
+    outputs: torch.Tensor
+    bias: torch.Tensor | None
+
+
+class ProductWatcher(TorchFunctionMode, ABC):
+    """While active, every `F.linear` or grouped product on a watched weight whose output requires a gradient is
+    watched: what `watch` returns is called with that gradient.
+
+    Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with.
+    """
+
+    def __init__(self, watched: Sequence[Watched]) -> None:
+        super().__init__()
+        self._address: dict[int, Key] = {}
+        for item in watched:
+            experts = enumerate(item.tensor) if item.tensor.dim() == 3 else [(None, item.tensor)]
+            self._address |= {part.data_ptr(): (item.name, expert) for expert, part in experts}
+
+    @abstractmethod
+    def watch(self, product: Product) -> Hook:
+        """What to do with the gradient of the product's outputs; nothing of the product needs a gradient."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is torch.bmm and output.requires_grad:
+            self._watch_groups(args[0].detach(), args[1], output)
+        elif func is torch.nn.functional.linear and output.requires_grad:
+            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
+            weight, bias = given["weight"], given.get("bias")
+            key = self._address.get(weight.data_ptr())
+            if key is not None and weight.dim() == 2:
+                every = slice(0, weight.shape[0])
+                product = Product(key, weight.shape, every, given["input"].detach(), output.detach(), bias)
+                output.register_hook(self.watch(product))
+        return output
+
+    def _watch_groups(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """A grouped linear (DeepSeek-V4's o_a_proj): x (G, t, n) times a view (G, n, m / G) of the weight (m, n).
+
+        Each group is a product with some of the rows.
+        """
+        key = self._address.get(weight.data_ptr())
+        if key is None:
+            return
+        groups, cols, share = weight.shape
+        shape, outputs = torch.Size((groups * share, cols)), output.detach()
+        hooks = [
+            self.watch(
+                Product(key, shape, slice(group * share, (group + 1) * share), x[group], outputs[group], None)
+            )
+            for group in range(groups)
+        ]
+
+        def each(gradient: torch.Tensor) -> None:
+            for hook, part in zip(hooks, gradient, strict=True):
+                hook(part)
+
+        output.register_hook(each)

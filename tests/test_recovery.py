@@ -1,0 +1,289 @@
+"""Recovery: its gradients against those of the whole model, what it keeps, and what becomes of row scales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from ciuic_cli import options, pipeline, recovery
+from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.codecs.packing import PackedMatrix, stored_bits
+from ciuic_cli.codecs.scales import encode_scales
+from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.passes.quantize import round_plain
+from ciuic_cli.recovery import CHECKS, SEQUENCES, Factors, Recovery, learning_rate, tunable, with_row_factors
+from ciuic_cli.statistics.watching import Key
+from ciuic_cli.units import units_of
+from ciuic_cli.workers import Workers
+
+CPU = torch.device("cpu")
+BITS = 3
+
+
+@pytest.fixture(autouse=True)
+def _in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "compute_dtype", lambda device: torch.float32)
+
+
+class Rounded:
+    """A model whose matrices are all rounded at a few bits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.map: ModelMap = map_model(open_checkpoint(folder))
+        self.matrices: dict[Key, PackedMatrix] = {}
+        for unit in units_of(self.map.parameters.values()):
+            name, expert = unit.name, unit.expert
+            weight = self.map.read(name) if expert is None else self.map.read_expert(name, expert)
+            self.matrices[name, expert] = round_plain(weight.float(), BITS, window=12)
+
+    def coded(self, name: str, expert: int | None) -> PackedMatrix | None:
+        return self.matrices.get((name, expert))
+
+    def recovery(self, text: torch.Tensor, folder: Path, **options: Any) -> Recovery:
+        def adjust(prefix: str, layer: nn.Module) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        settings: dict[str, Any] = {"device": CPU, "workers": Workers(), **options}
+        return Recovery(self.map, self.coded, adjust, text, folder, **settings)
+
+
+def _text(steps: int, length: int = 20) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 250, (SEQUENCES * steps, length), generator=generator)
+
+
+def _silent(done: int, total: int) -> None:
+    del done, total
+
+
+def _measures(values: list[float]) -> Callable[[Factors], float]:
+    left: Iterator[float] = iter(values)
+    return lambda factors: next(left)
+
+
+def _loss_and_gradients(
+    rounded: Rounded, folder: Path, text: torch.Tensor
+) -> tuple[float, dict[Key, torch.Tensor]]:
+    """KL of the rounded model, and its gradients in all factors, by autograd through the whole model."""
+    original = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    shapes = tunable(rounded.map, rounded.coded)
+    factors = {key: torch.ones(shape, requires_grad=True) for key, shape in shapes.items()}
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in original.named_parameters():
+        experts = range(len(value)) if value.dim() == 3 else [None]
+        parts = []
+        for expert in experts:
+            packed, factor = rounded.coded(name, expert), factors.get((name, expert))
+            if packed is None:
+                part = value.detach() if expert is None else value.detach()[expert]
+                parts.append(part if factor is None else part * factor)
+            else:
+                part = decode_dense(packed)
+                if expert is not None:  # the stream has stacks in the model's own dtype
+                    part = part.to(rounded.map.dtype).float()
+                parts.append(part if factor is None else part * factor[:, None])
+        weights[name] = torch.stack(parts) if value.dim() == 3 else parts[0]
+    if original.config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    with torch.no_grad():
+        p = original(input_ids=text).logits.log_softmax(-1)
+    q = functional_call(original, weights, kwargs={"input_ids": text}).logits.log_softmax(-1)
+    loss = (p.exp() * (p - q)).sum(-1).mean()
+    loss.backward()
+    return float(loss.detach()), {
+        key: factor.grad for key, factor in factors.items() if factor.grad is not None
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v3", "deepseek_v2", "mixtral"])
+def test_gradients_are_those_of_the_whole_model(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Of row factors, biases left out, experts' and norms' too; one sequence after the other gives the same."""
+    folder, text = tiny_checkpoint(family), _text(1)
+    rounded = Rounded(folder)
+    _, expected = _loss_and_gradients(rounded, folder, text)
+    tuned = rounded.recovery(text, tmp_path)
+    found: dict[Key, torch.Tensor] = {}
+
+    def instead(*args: Any, **kwargs: Any) -> None:
+        found.update({key: value.grad for key, value in tuned._factors.items() if value.grad is not None})
+
+    monkeypatch.setattr(tuned._optimizer, "step", instead)
+    tuned.run(lambda factors: 1.0, lambda state: None, _silent)
+    assert found.keys() == expected.keys() and any(len(value) > 1 for value in found.values())
+    for key, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-3 * scale + 1e-9, msg=str(key))
+
+
+def test_kl_falls_on_the_text_that_is_tuned_on(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Each step sees the same sequences: plain descent, which must go down by a good part."""
+    folder = tiny_checkpoint("deepseek_v3")
+    rounded, same = Rounded(folder), _text(1)
+    before, _ = _loss_and_gradients(rounded, folder, same)
+    result = rounded.recovery(same.repeat(40, 1), tmp_path).run(
+        lambda factors: -len(factors), lambda state: None, _silent
+    )
+    assert result.steps == 40 and len(result.factors) == len(tunable(rounded.map, rounded.coded))
+    for key, factor in result.factors.items():
+        if rounded.coded(*key) is not None:
+            rounded.matrices[key] = with_row_factors(rounded.matrices[key], factor)
+    after, _ = _loss_and_gradients(rounded, folder, same)
+    assert after < 0.93 * before
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "kept"),
+    [
+        ([1.0, 0.9, 0.8, 0.7, 0.6], 8, True),
+        ([1.0, 1.1, 1.2], 4, False),
+        ([1.0, 0.9, 0.95, 0.97], 6, True),
+        ([1.0, 1.1, 1.0, 1.1, 1.05], 8, False),
+    ],
+)
+def test_it_stops_where_kl_rises_and_keeps_what_was_best(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, values: list[float], steps: int, kept: bool
+) -> None:
+    rounded = Rounded(tiny_checkpoint("llama_tied"))
+    seen: list[Factors] = []
+    measure = _measures(values)
+
+    def note(factors: Factors) -> float:
+        seen.append(factors)
+        return measure(factors)
+
+    result = rounded.recovery(_text(2 * CHECKS), tmp_path).run(note, lambda state: None, _silent)
+    assert len(seen) == len(values)
+    assert (result.steps, result.kl_before, result.kl_after) == (steps, values[0], min(values))
+    assert bool(result.factors) == kept
+    best = seen[values.index(min(values))]
+    assert all(torch.equal(result.factors[key], best[key]) for key in best)
+
+
+def test_what_was_saved_is_gone_on_from(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    rounded, text = Rounded(tiny_checkpoint("deepseek_v3")), _text(CHECKS)
+    states: list[bytes] = []
+    whole = rounded.recovery(text, tmp_path / "a").run(_measures([5, 4, 3, 2, 1]), states.append, _silent)
+    assert len(states) == CHECKS
+    again = rounded.recovery(text, tmp_path / "b", state=states[1]).run(
+        _measures([2, 1]), states.append, _silent
+    )
+    done = rounded.recovery(text, tmp_path / "c", state=states[CHECKS - 1]).run(
+        _measures([]), states.append, _silent
+    )
+    for other in (again, done):
+        assert other.factors.keys() == whole.factors.keys() and replace(other, factors={}) == replace(
+            whole, factors={}
+        )
+        assert all(torch.equal(other.factors[key], whole.factors[key]) for key in whole.factors)
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [learning_rate(step, 60) for step in range(60)]
+    assert rates.index(max(rates)) == recovery.WARM_UP - 1
+    assert rates[0] < 0.25 * recovery.LEARNING_RATE and rates[-1] < 0.01 * recovery.LEARNING_RATE
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_rows_are_multiplied_within_half_a_step(is_sorted: bool) -> None:
+    draw = np.random.default_rng(0)
+    weight = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
+    packed = round_plain(weight, 4, window=12)
+    if is_sorted:
+        packed = replace(packed, row_class=draw.integers(0, 16, 70).astype(np.uint8))
+    factors = torch.from_numpy(draw.uniform(0.97, 1.03, 70)).float()
+    found = with_row_factors(packed, factors)
+    assert found.nbytes == packed.nbytes and found.scale_steps > 100
+    ratio = decode_dense(found).norm(dim=1) / decode_dense(packed).norm(dim=1)
+    assert float((ratio / factors).log2().abs().max()) <= 0.51 / found.scale_steps
+
+
+def test_rows_without_codes_do_not_make_steps_coarser() -> None:
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    weight[:16] *= 1e-4
+    whole = round_plain(weight, 4, window=12)
+    base, codes = encode_scales(whole.scales[:48])
+    gone = stored_bits([0, 4, 4])
+    packed = replace(
+        whole, base=base, row_scale=codes, row_bits=gone, codes=whole.codes[len(whole.codes) // 3 :]
+    )
+    found = with_row_factors(packed, torch.full((48,), 1.01))
+    assert found.scale_steps > 100
+    ratio = decode_dense(found)[16:].norm(dim=1) / decode_dense(packed)[16:].norm(dim=1)
+    assert float((ratio / 1.01).log2().abs().max()) <= 0.51 / found.scale_steps
+
+
+def test_rows_too_unlike_each_other_are_left_alone(tiny_checkpoint: Callable[..., Path]) -> None:
+    rounded = Rounded(tiny_checkpoint("llama_tied"))
+    usual = tunable(rounded.map, rounded.coded)
+    key = ("model.layers.0.mlp.up_proj.weight", None)
+    assert key in usual and not any("embed" in name for name, _ in usual)
+    weight = decode_dense(rounded.matrices[key])
+    weight[3] *= 1e-4
+    rounded.matrices[key] = round_plain(weight, 4, window=12)
+    assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key}
+
+
+TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
+
+
+@pytest.fixture
+def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """compress() with effort best, a small window, and a few steps of recovery."""
+    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, 6, CHECKS))
+    words = TEXT.split()
+    random = np.random.default_rng(0)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(random.choice(words, 3000)))
+
+    def run(source: Path, out: Path, **more: Any) -> dict[str, Any]:
+        settings = {"effort": "best", "seqlen": 48, "calibration": [text], "ratio": 3.0, **more}
+        return pipeline.compress(source, out, **settings)
+
+    return run
+
+
+def _weights(out: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3"])
+def test_best_says_what_it_gained_and_a_killed_run_ends_in_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, best: Callable[..., dict[str, Any]], family: str
+) -> None:
+    source, out = tiny_checkpoint(family), tmp_path / "out"
+    report = best(source, tmp_path / "whole")
+    (entry,) = [entry for entry in report["passes"] if entry["name"] == "recovery"]
+    assert entry["kl_after"] <= entry["kl_before"]
+    assert report["measured_kl"] == pytest.approx(entry["kl_after"], rel=1e-6)
+    assert report["artifact_bytes"] <= report["budget_bytes"]
+    tuned = [row for row in report["components"] if "tuned" in row.get("dense", "")]
+    assert len(tuned) == entry["norms"] and bool(tuned) == (entry["kl_after"] < entry["kl_before"])
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "recovery" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        best(source, out, progress=interrupt)
+    steps: list[int] = []
+    best(source, out, progress=lambda what, done, total: steps.append(done) if what == "recovery" else None)
+    assert steps and steps[0] > 1, "it began anew"
+    assert _weights(out) == _weights(tmp_path / "whole")
+    said = json.loads((out / "memory_report.json").read_text())["passes"]
+    assert [entry] == [other for other in said if other["name"] == "recovery"]
