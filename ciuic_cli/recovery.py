@@ -101,7 +101,7 @@ def tunable(model_map: ModelMap, coded: Coded) -> dict[Key, torch.Size]:
         if finest_steps(packed.scales[: packed.rows][_coded_rows(packed)]) >= FINE:
             found[unit.name, unit.expert] = torch.Size((unit.rows,))
     for parameter in model_map.parameters.values():
-        if parameter.role == "norm" and not parameter.buffer and parameter.tied_to is None:
+        if parameter.role == "norm" and len(parameter.shape) == 1 and not parameter.buffer:
             found[parameter.name, None] = torch.Size(parameter.shape)
     return found
 
@@ -296,7 +296,7 @@ class Recovery:
         return {
             key: norm.requires_grad_(True)
             for key, norm in found.items()
-            if key in self._factors and norm.dim() < 2
+            if key in self._factors and norm.dim() == 1
         }
 
     def _add(self, mine: list[dict[Key, torch.Tensor]]) -> None:
