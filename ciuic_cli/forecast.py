@@ -19,6 +19,7 @@ import torch
 
 from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.passes import lowrank
@@ -50,6 +51,8 @@ REPEATS = 3
 LOGIT_COPIES = 6
 PLAN_BYTES = 400
 """Of arms and plan in memory, per group of 16 rows."""
+TUNING_BYTES = 72
+"""Of recovery in memory, per row: its factor, what Adam keeps of it, and all that again while it is saved."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +148,7 @@ def disk_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, budget: i
     predictions = 4 * text.held_out * text.length * vocabulary
     arms = sum(5 * 8 * unit.groups + 1500 for unit in units)
     step = SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
-    recovery = 4 * (3 * text.recovery * text.length * hidden + step) if text.recovery else 0
+    recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget + recovery)
 
 
@@ -179,7 +182,8 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     logits = LOGIT_COPIES * 4 * text.length * vocabulary
     surroundings = ends + max(logits + 2 * vocabulary_bytes(model_map), outside)
     plan = PLAN_BYTES * sum(unit.groups for unit in units)
-    return base + max([*layers, surroundings, plan])
+    tuning = TUNING_BYTES * sum(unit.rows for unit in units) if text.recovery else 0
+    return base + tuning + max([*layers, surroundings, plan])
 
 
 def _beside(unit: Unit) -> int:
@@ -294,10 +298,10 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
         sorting += of_inputs * clock(lambda: input_feedback(importance.inputs))
     if ranks and unit.role not in PLAIN_ROLES:
         sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))
-    coding = clock(lambda: round_prepared(some, bits[: len(some.weight) // 16], window=window))
+    found: list[PackedMatrix] = []
+    coding = clock(lambda: found.append(round_prepared(some, bits[: len(some.weight) // 16], window=window)))
     coding *= unit.rows / min(CODED_ROWS, unit.rows) * unit.cols / cols
-    coded = round_prepared(some, bits[: len(some.weight) // 16], window=window)
-    decoding = clock(lambda: decode_dense(coded)) * unit.weights / (coded.rows * coded.cols)
+    decoding = clock(lambda: decode_dense(found[0])) * unit.weights / (found[0].rows * found[0].cols)
     return {
         "arms": preparing + sorting, "probe": preparing + disturbing, "encode": preparing + coding,
         "decode": decoding,

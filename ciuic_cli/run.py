@@ -22,13 +22,14 @@ from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.estimates import Mean
+from ciuic_cli.factors import Factors, tuned_dense, tuned_weights, with_row_factors
 from ciuic_cli.inspection import describe
 from ciuic_cli.interruption import check
 from ciuic_cli.journal import Journal
 from ciuic_cli.memory import SIDE_BY_SIDE, return_freed_memory
 from ciuic_cli.planning import Plan, make_plan, stored_tensors, with_sorted_rows
 from ciuic_cli.probing import correction_of, corrections_of, disturbance, probes_of
-from ciuic_cli.recovery import Factors, Recovery, Result, finished, tuned_dense, with_row_factors
+from ciuic_cli.recovery import Recovery, Result
 from ciuic_cli.report import render_html
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.runtime.routing import masking
@@ -198,16 +199,13 @@ class Run:
         )  # fmt: skip
 
         def measure(factors: Factors) -> float:
-            value = self._measured_kl(plan, factors).value if self.workers.leads else None
-            return float(self.workers.tell(value))
+            return float(self.workers.tell(self._recovered_kl(plan, factors) if self.workers.leads else None))
 
-        def save(state: bytes) -> None:
+        def save(state: Callable[[], bytes]) -> None:
             if self.workers.leads:
-                self.journal.save(RECOVERY, state)
+                self.journal.save(RECOVERY, state())
 
-        self.recovered = recovery.run(
-            measure, save, lambda done, total: self.progress("recovery", done, total)
-        )
+        self.recovered = recovery.run(measure, save, self.progress)
         writer.clear_away(folder)
 
     def finish(
@@ -235,16 +233,20 @@ class Run:
     def _write(self, plan: Plan, folder: Path, started: float) -> dict[str, Any]:
         factors = {} if self.recovered is None else self.recovered.factors
 
+        def finished(key: Key) -> PackedMatrix:
+            return with_row_factors(self._matrix(key), factors.get(key))
+
         def payload(name: str) -> bytes:
             return_freed_memory()
             parameter = self.map.parameters[name]
-            if (name, None) not in self._numbers and (name, 0) not in self._numbers:
+            if not parameter.compress:
                 value = tuned_dense(self.map, name, factors)
                 return value.reshape(-1).view(torch.uint8).numpy().tobytes()
             if len(parameter.shape) < 3:
-                return self._finished(name, None, factors).to_bytes()
-            experts = (self._finished(name, expert, factors) for expert in range(parameter.shape[0]))
-            return ExpertStack(tuple(experts)).to_bytes()
+                return finished((name, None)).to_bytes()
+            return ExpertStack(
+                tuple(finished((name, expert)) for expert in range(parameter.shape[0]))
+            ).to_bytes()
 
         shards = lay_out(stored_tensors(self.map, plan.blob_bytes))
         written = 0
@@ -273,7 +275,16 @@ class Run:
 
     def _measured_kl(self, plan: Plan, factors: Factors) -> Mean:
         """KL of the artifact with these factors on the held-out sequences."""
-        return self._meter().measure(finished(self.map, self._coded, factors), self._masking(plan))
+        return self._meter().measure(tuned_weights(self.map, self._coded, factors), self._masking(plan))
+
+    def _recovered_kl(self, plan: Plan, factors: Factors) -> float:
+        """Infinite where it is these factors that make predictions NaN or infinite."""
+        try:
+            return self._measured_kl(plan, factors).value
+        except TargetError:
+            if not factors:
+                raise
+            return math.inf
 
     def _masking(self, plan: Plan) -> Adjust:
         """Routers as they will be at loading: they choose no expert that is pruned."""
@@ -310,14 +321,10 @@ class Run:
 
     def _coded(self, name: str, expert: int | None) -> PackedMatrix | None:
         """A matrix as it was rounded; None for what is not."""
-        number = self._numbers.get((name, expert))
-        return None if number is None else PackedMatrix.from_buffer(self._made("encode", number), where=name)
+        return self._matrix((name, expert)) if (name, expert) in self._numbers else None
 
-    def _finished(self, name: str, expert: int | None, factors: Factors) -> PackedMatrix:
-        """A matrix as it is stored."""
-        packed, factor = self._coded(name, expert), factors.get((name, expert))
-        assert packed is not None
-        return packed if factor is None else with_row_factors(packed, factor)
+    def _matrix(self, key: Key) -> PackedMatrix:
+        return PackedMatrix.from_buffer(self._made("encode", self._numbers[key]), where=key[0])
 
 
 def _require_readable(folder: Path) -> None:

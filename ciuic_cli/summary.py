@@ -11,9 +11,10 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.estimates import Mean
+from ciuic_cli.factors import Factors
 from ciuic_cli.memory import peak_resident_bytes
 from ciuic_cli.planning import Plan, UnitPlan
-from ciuic_cli.recovery import Factors, Result
+from ciuic_cli.recovery import Result
 from ciuic_cli.statistics.files import Statistics
 
 TUNED_NORM = "norm: one number per channel, tuned once all else was rounded"
@@ -40,7 +41,7 @@ def build_report(
 
     singular: how many matrices had a Hessian without full rank, which was damped; corrections: measured
     against predicted KL by role; measured_kl: of the finished codes on
-    held_out_tokens of calibration text; recovered: None where nothing was to be tuned; started: `time.monotonic()` at
+    held_out_tokens of calibration text; recovered: None where no recovery was asked for; started: `time.monotonic()` at
     the beginning of the run.
     """
     original = 2 * model_map.stored_numel

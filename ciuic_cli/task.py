@@ -50,7 +50,7 @@ class Task:
 
     @property
     def held_out(self) -> torch.Tensor:
-        """The sequences that neither statistics nor recovery see."""
+        """The sequences that neither statistics nor recovery see, unless there is only one."""
         sampled = self.batches[self._sampled]
         return sampled[_held_out(len(sampled))]
 

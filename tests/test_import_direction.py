@@ -33,6 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "planning",
         "encoding",
         "probing",
+        "factors",
         "recovery",
         "journal",
         "runtime",

@@ -22,8 +22,9 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import PackedMatrix, stored_bits
 from ciuic_cli.codecs.scales import encode_scales
 from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.factors import Factors, tunable, with_row_factors
 from ciuic_cli.passes.quantize import round_plain
-from ciuic_cli.recovery import CHECKS, SEQUENCES, Factors, Recovery, learning_rate, tunable, with_row_factors
+from ciuic_cli.recovery import CHECKS, SEQUENCES, Recovery, learning_rate
 from ciuic_cli.statistics.watching import Key
 from ciuic_cli.task import Task
 from ciuic_cli.units import units_of
@@ -65,8 +66,8 @@ def _text(steps: int, length: int = 20) -> torch.Tensor:
     return torch.randint(0, 250, (SEQUENCES * steps, length), generator=generator)
 
 
-def _silent(done: int, total: int) -> None:
-    del done, total
+def _silent(what: str, done: int, total: int) -> None:
+    del what, done, total
 
 
 def _measures(values: list[float]) -> Callable[[Factors], float]:
@@ -75,14 +76,13 @@ def _measures(values: list[float]) -> Callable[[Factors], float]:
 
 
 def _loss_and_gradients(
-    rounded: Rounded, folder: Path, text: torch.Tensor
+    rounded: Rounded, folder: Path, text: torch.Tensor, at: Factors
 ) -> tuple[float, dict[Key, torch.Tensor]]:
-    """KL of the rounded model, and its gradients in all factors, by autograd through the whole model."""
+    """KL of the rounded model with these factors, and gradients of what is tuned, by autograd through all of it."""
     original = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
-    shapes = tunable(rounded.map, rounded.coded)
-    factors = {key: torch.ones(shape, requires_grad=True) for key, shape in shapes.items()}
+    factors = {key: factor.clone().requires_grad_(True) for key, factor in at.items()}
     weights: dict[str, torch.Tensor] = {}
     for name, value in original.named_parameters():
         experts = range(len(value)) if value.dim() == 3 else [None]
@@ -94,31 +94,44 @@ def _loss_and_gradients(
                 parts.append(part if factor is None else part * factor)
             else:
                 part = decode_dense(packed)
+                if factor is not None:
+                    part = part * factor.detach()[:, None]
                 if expert is not None:  # the stream has stacks in the model's own dtype
                     part = part.to(rounded.map.dtype).float()
-                parts.append(part if factor is None else part * factor[:, None])
+                parts.append(part if factor is None else part * (factor / factor.detach())[:, None])
         weights[name] = torch.stack(parts) if value.dim() == 3 else parts[0]
     if original.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     with torch.no_grad():
         p = original(input_ids=text).logits.log_softmax(-1)
     q = functional_call(original, weights, kwargs={"input_ids": text}).logits.log_softmax(-1)
-    loss = (p.exp() * (p - q)).sum(-1).mean()
-    loss.backward()
-    return float(loss.detach()), {
+    kl = (p.exp() * (p - q)).sum(-1)
+    (2 * (kl + recovery.FLOOR).sqrt()).mean().backward()
+    return float(kl.detach().mean()), {
         key: factor.grad for key, factor in factors.items() if factor.grad is not None
     }
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v3", "deepseek_v2", "mixtral"])
+def _near_one(rounded: Rounded) -> dict[Key, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = tunable(rounded.map, rounded.coded)
+    return {key: 1 + 0.2 * torch.rand(shape, generator=generator) for key, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "llama_tied", "qwen2", "deepseek_v2", "deepseek_v3", "deepseek_v4", "mixtral"]
+)
 def test_gradients_are_those_of_the_whole_model(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     """Of row factors, biases left out, experts' and norms' too; one sequence after the other gives the same."""
     folder, text = tiny_checkpoint(family), _text(1)
     rounded = Rounded(folder)
-    _, expected = _loss_and_gradients(rounded, folder, text)
+    factors = _near_one(rounded)
+    _, expected = _loss_and_gradients(rounded, folder, text, factors)
     tuned = rounded.recovery(text, tmp_path)
+    for key, factor in factors.items():
+        tuned._factors[key].data.copy_(factor)
     found: dict[Key, torch.Tensor] = {}
 
     def instead(*args: Any, **kwargs: Any) -> None:
@@ -130,22 +143,39 @@ def test_gradients_are_those_of_the_whole_model(
     for key, gradient in expected.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-3 * scale + 1e-9, msg=str(key))
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert not left, "files of a step that is over"
 
 
 def test_kl_falls_on_the_text_that_is_tuned_on(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """Each step sees the same sequences: plain descent, which must go down by a good part."""
     folder = tiny_checkpoint("deepseek_v3")
     rounded, same = Rounded(folder), _text(1)
-    before, _ = _loss_and_gradients(rounded, folder, same)
-    result = rounded.recovery(same.repeat(40, 1), tmp_path).run(
-        lambda factors: -len(factors), lambda state: None, _silent
-    )
-    assert result.steps == 40 and len(result.factors) == len(tunable(rounded.map, rounded.coded))
-    for key, factor in result.factors.items():
-        if rounded.coded(*key) is not None:
-            rounded.matrices[key] = with_row_factors(rounded.matrices[key], factor)
-    after, _ = _loss_and_gradients(rounded, folder, same)
-    assert after < 0.93 * before
+    tuned = rounded.recovery(same.repeat(40, 1), tmp_path)
+    result = tuned.run(_measures([5, 4, 3, 2, 1]), lambda state: None, _silent)
+    assert result.steps == 40
+    assert any(rounded.coded(*key) is None for key in result.factors), "no norm was tuned"
+    ones = {key: torch.ones_like(factor) for key, factor in result.factors.items()}
+    before, _ = _loss_and_gradients(rounded, folder, same, ones)
+    after, _ = _loss_and_gradients(rounded, folder, same, result.factors)
+    assert after < 0.85 * before
+
+
+def test_where_gradients_are_not_finite_nothing_is_kept(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "root_gradient", lambda logits, p: torch.full_like(logits, torch.nan))
+    tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
+    result = tuned.run(_measures([1.0]), lambda state: None, _silent)
+    assert (result.factors, result.steps, result.kl_after) == ({}, 0, 1.0)
+
+
+def test_with_nothing_to_tune_there_are_no_steps(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "tunable", lambda model_map, coded: {})
+    tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
+    assert tuned.run(_measures([1.0]), lambda state: None, _silent).steps == 0
 
 
 @pytest.mark.parametrize(
@@ -179,14 +209,14 @@ def test_it_stops_where_kl_rises_and_keeps_what_was_best(
 def test_what_was_saved_is_gone_on_from(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     rounded, text = Rounded(tiny_checkpoint("deepseek_v3")), _text(CHECKS)
     states: list[bytes] = []
-    whole = rounded.recovery(text, tmp_path / "a").run(_measures([5, 4, 3, 2, 1]), states.append, _silent)
+
+    def keep(state: Callable[[], bytes]) -> None:
+        states.append(state())
+
+    whole = rounded.recovery(text, tmp_path / "a").run(_measures([5, 4, 3, 2, 1]), keep, _silent)
     assert len(states) == CHECKS
-    again = rounded.recovery(text, tmp_path / "b", state=states[1]).run(
-        _measures([2, 1]), states.append, _silent
-    )
-    done = rounded.recovery(text, tmp_path / "c", state=states[CHECKS - 1]).run(
-        _measures([]), states.append, _silent
-    )
+    again = rounded.recovery(text, tmp_path / "b", state=states[1]).run(_measures([2, 1]), keep, _silent)
+    done = rounded.recovery(text, tmp_path / "c", state=states[CHECKS - 1]).run(_measures([]), keep, _silent)
     for other in (again, done):
         assert other.factors.keys() == whole.factors.keys() and replace(other, factors={}) == replace(
             whole, factors={}
@@ -229,7 +259,7 @@ def test_rows_without_codes_do_not_make_steps_coarser() -> None:
     assert float((ratio / 1.01).log2().abs().max()) <= 0.51 / found.scale_steps
 
 
-def test_rows_too_unlike_each_other_are_left_alone(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_what_cannot_have_factors_is_left_alone(tiny_checkpoint: Callable[..., Path]) -> None:
     rounded = Rounded(tiny_checkpoint("llama_tied"))
     usual = tunable(rounded.map, rounded.coded)
     key = ("model.layers.0.mlp.up_proj.weight", None)
@@ -238,6 +268,10 @@ def test_rows_too_unlike_each_other_are_left_alone(tiny_checkpoint: Callable[...
     weight[3] *= 1e-4
     rounded.matrices[key] = round_plain(weight, 4, window=12)
     assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key}
+    other = ("model.layers.1.mlp.up_proj.weight", None)
+    part = round_plain(weight[:16], 4, window=12), round_plain(torch.randn(16, len(weight)), 4, window=12)
+    rounded.matrices[other] = replace(rounded.matrices[other], lowrank=part)
+    assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key, other}
 
 
 TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "

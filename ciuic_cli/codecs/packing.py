@@ -149,6 +149,11 @@ class PackedMatrix:
         return group_offsets(self.row_bits, self.cols)
 
     @functools.cached_property
+    def is_coded(self) -> npt.NDArray[np.bool_]:
+        """(rows,) which of the stored rows have codes; the scales of others mean nothing."""
+        return np.repeat(bits_of(self.row_bits) > 0, TILE)[: self.rows]
+
+    @functools.cached_property
     def scales(self) -> npt.NDArray[np.float32]:
         """float32 [rows_padded], the row scales; 0 in the padding."""
         out = np.zeros(self.rows_padded, dtype=np.float32)

@@ -73,4 +73,6 @@ def encode_input_scales(factors: torch.Tensor) -> Bytes:
 
 def input_factors(input_scale: Bytes) -> torch.Tensor:
     """The input scales that codes stand for, float32 [cols]: 2^((code - 128) / 16), each power rounded to float32."""
-    return torch.from_numpy(_powers(16)[input_scale] * np.float32(2.0 ** (-_UNIT / 16)))
+    return torch.from_numpy(
+        _powers(SCALE_STEPS[0])[input_scale] * np.float32(2.0 ** (-_UNIT / SCALE_STEPS[0]))
+    )

@@ -38,14 +38,19 @@ def watched_in(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter
 
 @dataclass(frozen=True)
 class Product:
-    """Tokens times some rows of a weight (m, n): outputs (.., rows), the bias included, of inputs x (.., n)."""
+    """Inputs x (.., n) times some rows of a weight.
+
+    shape: (m, n) of the whole weight; rows: which of its rows `weight` (rows, n) are; outputs: (.., rows), the bias
+    included where it `has_bias`. The layer goes on with the same tensors: they are not to be changed.
+    """
 
     key: Key
     shape: torch.Size
     rows: slice
+    weight: torch.Tensor
     x: torch.Tensor
     outputs: torch.Tensor
-    bias: torch.Tensor | None
+    has_bias: bool = False
 
 
 class ProductWatcher(TorchFunctionMode, ABC):
@@ -78,11 +83,12 @@ class ProductWatcher(TorchFunctionMode, ABC):
             self._watch_groups(args[0].detach(), args[1], output)
         elif func is torch.nn.functional.linear and output.requires_grad:
             given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
-            weight, bias = given["weight"], given.get("bias")
+            weight, has_bias = given["weight"], given.get("bias") is not None
             key = self._address.get(weight.data_ptr())
             if key is not None and weight.dim() == 2:
                 every = slice(0, weight.shape[0])
-                product = Product(key, weight.shape, every, given["input"].detach(), output.detach(), bias)
+                x, outputs = given["input"].detach(), output.detach()
+                product = Product(key, weight.shape, every, weight, x, outputs, has_bias)
                 output.register_hook(self.watch(product))
         return output
 
@@ -96,12 +102,10 @@ class ProductWatcher(TorchFunctionMode, ABC):
             return
         groups, cols, share = weight.shape
         shape, outputs = torch.Size((groups * share, cols)), output.detach()
-        hooks = [
-            self.watch(
-                Product(key, shape, slice(group * share, (group + 1) * share), x[group], outputs[group], None)
-            )
-            for group in range(groups)
-        ]
+        hooks = []
+        for group in range(groups):
+            rows = slice(group * share, (group + 1) * share)
+            hooks.append(self.watch(Product(key, shape, rows, weight[group].T, x[group], outputs[group])))
 
         def each(gradient: torch.Tensor) -> None:
             for hook, part in zip(hooks, gradient, strict=True):

@@ -239,7 +239,7 @@ def test_what_loading_cannot_place_is_refused_by_inspect_too(
 
 
 def test_newer_format(artifact: Callable[..., Any]) -> None:
-    with pytest.raises(InputError, match=r"version 3.*update ciuic"):
+    with pytest.raises(InputError, match=r"version 4.*update ciuic"):
         AutoModelForCausalLM.from_pretrained(artifact("llama", format_version=4).folder)
 
 
