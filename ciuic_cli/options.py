@@ -26,7 +26,7 @@ class Effort:
     recovery_steps: int
 
 
-EFFORTS = {"fast": Effort(12, 24, 0), "default": Effort(16, 64, 0), "best": Effort(16, 128, 60)}
+EFFORTS = {"fast": Effort(12, 24, 0), "default": Effort(16, 64, 0), "best": Effort(16, 128, 90)}
 MTP = ("keep", "drop")
 WIDTHS = tuple(MSE_BY_WINDOW[16])
 """Bits per weight that the code has."""
