@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from threaded_workers import Meeting, Threads
 from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
@@ -24,7 +26,7 @@ from ciuic_cli.codecs.scales import encode_scales
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.factors import Factors, tunable, with_row_factors
 from ciuic_cli.passes.quantize import round_plain
-from ciuic_cli.recovery import CHECKS, SEQUENCES, Recovery, learning_rate
+from ciuic_cli.recovery import CHECKS, SEQUENCES, Recovery, Result, learning_rate
 from ciuic_cli.statistics.watching import Key
 from ciuic_cli.task import Task
 from ciuic_cli.units import units_of
@@ -222,6 +224,25 @@ def test_what_was_saved_is_gone_on_from(tiny_checkpoint: Callable[..., Path], tm
             whole, factors={}
         )
         assert all(torch.equal(other.factors[key], whole.factors[key]) for key in whole.factors)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_any_number_of_workers_tunes_alike(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, size: int
+) -> None:
+    """Five are more than a step has sequences."""
+    rounded, text, meeting = Rounded(tiny_checkpoint("deepseek_v3")), _text(2), Meeting(size)
+
+    def work(rank: int, workers: Workers) -> Result:
+        tuned = rounded.recovery(text, tmp_path / str(workers.size) / str(rank), workers=workers)
+        return tuned.run(_measures([3, 2, 1]), lambda state: None, _silent)
+
+    alone = work(0, Workers())
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(lambda rank: work(rank, Threads(rank, size, meeting)), range(size)))
+    for result in results:
+        assert result.factors.keys() == alone.factors.keys() and result.steps == 2
+        assert all(torch.equal(result.factors[key], alone.factors[key]) for key in alone.factors)
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

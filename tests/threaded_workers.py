@@ -1,0 +1,43 @@
+"""Workers of a run as threads of one process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ciuic_cli.workers import Workers
+
+
+class Threads(Workers):
+    """Workers that are threads of this process: the same promises, kept by queues instead of torch.distributed."""
+
+    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
+        super().__init__(rank, size)
+        self.meeting = meeting
+
+    def gather(self, value: Any) -> list[Any]:
+        self.meeting.values[self.rank] = value
+        self.meeting.barrier.wait()
+        found = [self.meeting.values[rank] for rank in range(self.size)]
+        self.meeting.barrier.wait()
+        return found
+
+    def send(self, tensor: torch.Tensor, rank: int) -> None:
+        self.meeting.mail[self.rank, rank].put(tensor)
+
+    def receive(self, shape: Sequence[int], device: torch.device, rank: int) -> torch.Tensor:
+        tensor: torch.Tensor = self.meeting.mail[rank, self.rank].get(timeout=30)
+        assert tensor.shape == torch.Size(shape)
+        return tensor
+
+
+class Meeting:
+    def __init__(self, size: int) -> None:
+        self.values: dict[int, Any] = {}
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.mail: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
