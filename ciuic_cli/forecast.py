@@ -19,6 +19,7 @@ import torch
 
 from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.memory import SIDE_BY_SIDE, resident_bytes
@@ -208,7 +209,7 @@ def _seconds(
         total["arms"] += count * time_of["arms"]
         total["probe"] += 0.0 if unit.role in UNSEEN_ROLES else count * time_of["probe"] * (1 + probed)
         total["encode"] += count * time_of["encode"]
-        decoding += count * time_of["decode"]
+        decoding += 0.0 if unit.role in MTP_ROLES else count * time_of["decode"]
     product = _time_products(device)
     routed = _active_weights(model_map)
     read = _time_reading(model_map, units)

@@ -9,13 +9,13 @@ A few tokens have most of that KL, and in other text it is others, so a token co
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load, save
 from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
@@ -78,7 +78,7 @@ class Recovery:
         adjust: what else its layers have in the artifact.
         text: LongTensor (steps * SEQUENCES, length), of which each step takes the next sequences.
         folder: this worker's own, for activations.
-        state: what `run` last gave to save, in an earlier process.
+        state: what `run` last gave to keep, in an earlier process.
     """
 
     def __init__(
@@ -120,12 +120,12 @@ class Recovery:
     def run(
         self,
         measure: Callable[[Factors], float],
-        save: Callable[[Callable[[], bytes]], None],
+        keep: Callable[[Callable[[], bytes]], None],
         progress: Progress,
     ) -> Result:
         """All steps that are left, until held-out KL rises.
 
-        measure: KL of the artifact with such factors on held-out text, in nats per token. save: called with what makes
+        measure: KL of the artifact with such factors on held-out text, in nats per token. keep: called with what makes
         all that the next steps depend on.
         """
         if not self._kls:
@@ -142,7 +142,7 @@ class Recovery:
                 if kl < min(self._kls):
                     self._kept = moved
                 self._kls.append(kl)
-                save(self._state)
+                keep(self._state)
         return Result(self._kept, self._step, self._kls[0], min(self._kls))
 
     def _goes_on(self) -> bool:
@@ -150,22 +150,28 @@ class Recovery:
         return self._step < self._steps and not rising
 
     def _state(self) -> bytes:
-        own = {
-            "step": self._step, "factors": [*self._factors.values()], "adam": self._optimizer.state_dict(),
-            "kept": [self._kept.get(key) for key in self._factors], "kls": self._kls,
-        }  # fmt: skip
-        buffer = io.BytesIO()
-        torch.save(own, buffer)
-        return buffer.getvalue()
+        """As a safetensors file; tensors of a factor are named after what they are and its number."""
+        own = {"step": torch.tensor(self._step), "kls": torch.tensor(self._kls, dtype=torch.float64)}
+        for number, (key, factor) in enumerate(self._factors.items()):
+            tensors = {"factor": factor.detach(), **self._optimizer.state[factor]}
+            if key in self._kept:
+                tensors["kept"] = self._kept[key]
+            own |= {f"{what}/{number}": tensor for what, tensor in tensors.items()}
+        return save(own)
 
     def _resume(self, state: bytes) -> None:
-        found = torch.load(io.BytesIO(state), weights_only=True)
-        self._step, self._kls = found["step"], found["kls"]
-        for key, value, kept in zip(self._factors, found["factors"], found["kept"], strict=True):
-            self._factors[key].data.copy_(value)
-            if kept is not None:
-                self._kept[key] = kept
-        self._optimizer.load_state_dict(found["adam"])
+        found = load(state)
+        self._step, self._kls = int(found.pop("step")), found.pop("kls").tolist()
+        factors = [*self._factors.items()]
+        for name, tensor in found.items():
+            what, _, number = name.partition("/")
+            key, factor = factors[int(number)]
+            if what == "factor":
+                factor.data.copy_(tensor)
+            elif what == "kept":
+                self._kept[key] = tensor
+            else:
+                self._optimizer.state[factor][what] = tensor
 
     def _advance(self) -> bool:
         """One step; False without one where a gradient is NaN or infinite."""

@@ -201,11 +201,11 @@ class Run:
         def measure(factors: Factors) -> float:
             return float(self.workers.tell(self._recovered_kl(plan, factors) if self.workers.leads else None))
 
-        def save(state: Callable[[], bytes]) -> None:
+        def keep(state: Callable[[], bytes]) -> None:
             if self.workers.leads:
                 self.journal.save(RECOVERY, state())
 
-        self.recovered = recovery.run(measure, save, self.progress)
+        self.recovered = recovery.run(measure, keep, self.progress)
         writer.clear_away(folder)
 
     def finish(

@@ -276,7 +276,9 @@ def test_wrong_choices_are_usage_errors(tmp_path: Path) -> None:
 def test_the_forecast_counts_coding_but_no_statistics_of_them(
     predicting: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forecasting, "_time_matrix", lambda *_: {"arms": 1.0, "probe": 1.0, "encode": 1.0})
+    monkeypatch.setattr(
+        forecasting, "_time_matrix", lambda *_: dict.fromkeys(("arms", "probe", "encode", "decode"), 1.0)
+    )
     dropped = map_model(open_checkpoint(predicting("deepseek_v3_fp8")))
     maps = (dropped, keep_mtp(dropped))
     own = [unit for unit in units_of(maps[1].parameters.values()) if unit.role in MTP_ROLES]
@@ -294,7 +296,7 @@ def test_the_forecast_counts_coding_but_no_statistics_of_them(
     )
     added = {phase: after[phase] - before[phase] for phase in after}
     assert added == pytest.approx(
-        {"statistics": 0, "arms": len(own), "probe": 0, "encode": len(own), "measure": 0}
+        {"statistics": 0, "arms": len(own), "probe": 0, "encode": len(own), "recovery": 0, "measure": 0}
     )
 
 
