@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ciuic_cli.console import Console, readable_bytes
 from ciuic_cli.display import printable
-from ciuic_cli.report import much_is_lost, padding_sentence, pass_sentence
+from ciuic_cli.sentences import much_is_lost, padding_sentence, pass_sentence
 
 if TYPE_CHECKING:
     from ciuic_cli.inspection import Description

@@ -51,6 +51,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "benching",
             "card",
             "report",
+            "sentences",
             "summary",
             "tables",
         ),

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ciuic_cli.report import much_is_lost, pass_sentence, render_html
+from ciuic_cli.report import render_html
+from ciuic_cli.sentences import much_is_lost, pass_sentence
 
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e</title></svg>"
@@ -208,3 +209,10 @@ def test_infinite_losses_do_not_break_the_picture(report: dict[str, Any]) -> Non
     source = render_html(report)
     Page(source)
     assert not re.search(r'(?:width|x)="(?:inf|nan)"', source)
+
+
+def test_recovery_says_what_it_gained_or_that_it_gained_nothing() -> None:
+    step = {"name": "recovery", "bytes": 0, "steps": 90, "matrices": 210, "norms": 61, "kl_before": 0.04}
+    gained = pass_sentence({**step, "kl_after": 0.03})
+    assert "210 matrices and 61 norms" in gained and "0.03 instead of 0.04" in gained
+    assert "nothing of them was kept" in pass_sentence({**step, "kl_after": 0.04})

@@ -39,9 +39,8 @@ def encode_scales(scales: npt.ArrayLike, steps: int = SCALE_STEPS[0]) -> tuple[f
     positive = wish[wish > 0]
     if positive.size == 0:
         return 2.0**-100, np.zeros(wish.shape, dtype=np.uint8)
-    lowest = float(positive.max()) * 2.0 ** (
-        -255 / steps
-    )  # where rows are zero, their scale is next to nothing
+    # Where rows are zero, their scale is next to nothing.
+    lowest = float(positive.max()) * 2.0 ** (-255 / steps)
     smallest = max(lowest if positive.size < wish.size else float(positive.min()), lowest, 2.0**-100)
     base = float(np.float32(min(smallest, MAX_BASE)))
     codes = np.rint(steps * np.log2(np.maximum(wish, base) / base))
