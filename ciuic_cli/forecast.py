@@ -31,7 +31,7 @@ from ciuic_cli.recovery import CHECKS, SEQUENCES
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import MEETING_TOKENS, meeting_work
-from ciuic_cli.statistics.streaming import compute_dtype
+from ciuic_cli.statistics.streaming import compute_dtype, logit_tokens
 from ciuic_cli.threads import side_by_side
 from ciuic_cli.units import (
     EMBEDDING_ROLES,
@@ -180,7 +180,7 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     ends = 4 * sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
-    logits = LOGIT_COPIES * 4 * text.length * vocabulary
+    logits = LOGIT_COPIES * 4 * min(text.length, logit_tokens(vocabulary)) * vocabulary
     surroundings = ends + max(logits + 2 * vocabulary_bytes(model_map), outside)
     plan = PLAN_BYTES * sum(unit.groups for unit in units)
     tuning = TUNING_BYTES * sum(unit.rows for unit in units) if text.recovery else 0

@@ -22,7 +22,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.factors import Coded, Factors, tunable
 from ciuic_cli.statistics.store import TensorFolder
-from ciuic_cli.statistics.streaming import Adjust, LayerStream, Progress, compute_dtype
+from ciuic_cli.statistics.streaming import Adjust, LayerStream, Place, Progress, compute_dtype
 from ciuic_cli.statistics.watching import Hook, Key, Product, ProductWatcher, Watched, watched_in
 from ciuic_cli.workers import Workers
 
@@ -205,26 +205,24 @@ class Recovery:
 
     def _predict(self, mine: Sequence[int]) -> list[dict[Key, torch.Tensor]]:
         """The gradients at the last layer's output, from the original's predictions; those of norms behind it."""
-        rows = iter(mine)
 
-        def note(hidden: torch.Tensor, logits: torch.Tensor) -> None:
-            self._predictions.put(str(next(rows)), logits[0].float().softmax(-1))
+        def note(place: Place, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+            self._predictions.put(place.name, logits[0].float().softmax(-1))
 
-        def compare(hidden: torch.Tensor, logits: torch.Tensor) -> None:
-            p = self._predictions.get(str(next(rows)), logits.device)
+        def compare(place: Place, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+            p = self._predictions.get(place.name, logits.device)
             gradient = root_gradient(logits.detach()[0].float(), p) / self._tokens
             logits.backward(gradient[None].to(logits.dtype))
 
         with torch.no_grad(), self._original.tail(note) as carry:
             carry(mine)
-        rows, found = iter(mine), []
+        found = []
         with self._tuned.tail(compare) as carry:
             norms = self._norms(self._tuned.model, "")
             for place in mine:
                 carry([place])
                 found.append(_taken(norms))
-                self._predictions.drop(str(place))
-        self._predictions.sweep()
+            self._predictions.clear()
         return found
 
     def _backward(self, number: int, mine: Sequence[int]) -> list[dict[Key, torch.Tensor]]:

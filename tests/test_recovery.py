@@ -27,6 +27,7 @@ from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.factors import Factors, tunable, with_row_factors
 from ciuic_cli.passes.quantize import round_plain
 from ciuic_cli.recovery import CHECKS, SEQUENCES, Recovery, Result, learning_rate
+from ciuic_cli.statistics import streaming
 from ciuic_cli.statistics.watching import Key
 from ciuic_cli.task import Task
 from ciuic_cli.units import units_of
@@ -37,8 +38,10 @@ BITS = 3
 
 
 @pytest.fixture(autouse=True)
-def _in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 20 tokens go through the head in three parts; the references take them whole."""
     monkeypatch.setattr(recovery, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(streaming, "LOGIT_BYTES", 8 * 4 * 256)
 
 
 class Rounded:

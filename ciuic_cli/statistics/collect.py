@@ -17,7 +17,7 @@ from ciuic_cli.statistics.files import CONTEXTS, EMBEDDING, ENERGY, FREQUENCY, S
 from ciuic_cli.statistics.marks import Journal, Marks
 from ciuic_cli.statistics.moments import MomentRecorder, Moments
 from ciuic_cli.statistics.store import TensorFolder
-from ciuic_cli.statistics.streaming import LayerStream, Progress, compute_dtype
+from ciuic_cli.statistics.streaming import LayerStream, Place, Progress, compute_dtype
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
 from ciuic_cli.statistics.watching import watched_in
 from ciuic_cli.threads import one_thread
@@ -169,11 +169,6 @@ class _Collection:
 
         handle = head.register_forward_hook(note)
         vocabulary, width = head.weight.shape
-        sequences = (
-            number * self.chunk + row
-            for local, number in enumerate(self.numbers)
-            for row in range(len(self.stream.chunks[local]))
-        )
         generator = torch.Generator(device=device)
 
         def nothing() -> tuple[Moments, Moments]:
@@ -183,10 +178,12 @@ class _Collection:
 
         moments, rows = nothing()
 
-        def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
+        def visit(place: Place, hidden: torch.Tensor, logits: torch.Tensor) -> None:
             probability = logits.detach()[0].float().softmax(-1)
             slope = _slope(logits, outputs.pop())
-            generator.manual_seed(sequence_seed(self.seed, next(sequences)))
+            if place.begin == 0:
+                sequence = self.numbers[place.chunk] * self.chunk + place.sequence
+                generator.manual_seed(sequence_seed(self.seed, sequence))
             logits.backward(_gradient(probability, generator)[None].to(logits.dtype))
             x = inputs.pop()[0].float()
             spread = probability * (1 - probability) * slope

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import TargetError
 from ciuic_cli.estimates import Floats, Mean, mean_of
 from ciuic_cli.statistics.store import TensorFolder
-from ciuic_cli.statistics.streaming import Adjust, LayerStream, Override, Progress
+from ciuic_cli.statistics.streaming import Adjust, LayerStream, Override, Place, Progress
 
 CHUNK = 2
 """Sequences that run through a layer at a time."""
@@ -64,19 +65,17 @@ class KLMeter:
         """KL of every token, one array per sequence; nothing while the original itself runs."""
         self._stream.override = override
         self._stream.forward(self._progress)
-        found: list[Floats] = []
-        row = 0
+        found: dict[tuple[int, int], list[Floats]] = {}
 
-        def visit(hidden: torch.Tensor, logits: torch.Tensor) -> None:
-            nonlocal row
+        def visit(place: Place, hidden: torch.Tensor, logits: torch.Tensor) -> None:
             log_q = logits[0].float().log_softmax(-1)
             if override is None:
-                self._original.put(str(row), log_q)
+                self._original.put(place.name, log_q)
             else:
-                log_p = self._original.get(str(row), log_q.device)
-                found.append((log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64).cpu().numpy())
-            row += 1
+                log_p = self._original.get(place.name, log_q.device)
+                lost = (log_p.exp() * (log_p - log_q)).sum(-1, dtype=torch.float64).cpu().numpy()
+                found.setdefault((place.chunk, place.sequence), []).append(lost)
 
         with self._stream.tail(visit) as carry:
             carry(range(len(self._stream.chunks)))
-        return found
+        return [np.concatenate(parts) for parts in found.values()]

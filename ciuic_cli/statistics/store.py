@@ -39,6 +39,12 @@ class TensorFolder:
         if self._contents.pop(name, None) is not None:
             self._dropped.append(name)
 
+    def clear(self) -> None:
+        """Remove all that is in the folder."""
+        for name in [*self._contents]:
+            self.drop(name)
+        self.sweep()
+
     def sweep(self) -> None:
         """Remove the files of what was dropped."""
         while self._dropped:

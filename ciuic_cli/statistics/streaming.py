@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -33,6 +34,31 @@ Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer, filled; active while the layer runs."""
 Carry = Callable[[Sequence[int]], None]
 """Runs the chunks of these numbers."""
+LOGIT_BYTES = 1 << 27
+"""Of float32 logits that exist at a time: longer sequences go through the head in parts."""
+
+
+class Place(NamedTuple):
+    """Which tokens a part of the predictions is of: chunk, sequence in it, and the first of its tokens."""
+
+    chunk: int
+    sequence: int
+    begin: int
+
+    @property
+    def name(self) -> str:
+        """For files."""
+        return f"{self.chunk}.{self.sequence}.{self.begin}"
+
+
+Visit = Callable[[Place, torch.Tensor, torch.Tensor], None]
+"""Called with hidden (1, tokens, n), which requires a gradient, and logits (1, tokens, vocabulary), which depend on
+it."""
+
+
+def logit_tokens(vocabulary: int) -> int:
+    """Tokens whose logits exist at a time."""
+    return max(1, LOGIT_BYTES // (4 * vocabulary))
 
 
 class _StandIn(nn.Module):
@@ -261,33 +287,35 @@ class LayerStream:
             )
 
     @contextmanager
-    def tail(self, visit: Callable[[torch.Tensor, torch.Tensor], None]) -> Iterator[Carry]:
-        """For running what follows the last layer; `visit(hidden, logits)` for every sequence of every chunk.
+    def tail(self, visit: Visit) -> Iterator[Carry]:
+        """For running what follows the last layer: `visit` sees every sequence of every chunk, part by part.
 
-        `hidden` (1, length, n) requires a gradient, `logits` (1, length, vocabulary) depends on it. The
-        gradient that visit leaves in hidden.grad becomes the last layer's output gradient.
+        The gradient that it leaves in hidden.grad becomes the last layer's output gradient.
         """
         last = len(self.prefixes)
+        size = logit_tokens(self.model.get_output_embeddings().weight.shape[0])
         with self.surroundings() as stand_ins:
+
+            def part(place: Place, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
+                """Predictions from what the last layer gave for some tokens; the gradient there."""
+                stand_ins[-1].replacement = hidden.requires_grad_(True)
+                with self.precision():
+                    logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
+                self._require_finite(logits, self._head)
+                visit(place, hidden, logits)
+                return hidden.grad
 
             def carry(chunks: Sequence[int]) -> None:
                 for index in chunks:
-                    tokens = self.chunks[index]
                     hidden = self.hidden.get(f"{last}.{index}", self.device)
                     gradients = []
-                    for row in range(tokens.shape[0]):
-                        leaf = hidden[row : row + 1].requires_grad_(True)
-                        stand_ins[-1].replacement = leaf
-                        with self.precision():
-                            logits = self.model(
-                                input_ids=tokens[row : row + 1].to(self.device), use_cache=False
-                            ).logits
-                        self._require_finite(logits, self._head)
-                        visit(leaf, logits)
-                        if leaf.grad is not None:
-                            gradients.append(leaf.grad)
-                    if gradients:
-                        self.gradient.put(f"{last}.{index}", torch.cat(gradients))
+                    for row, begin in product(range(len(hidden)), range(0, hidden.shape[1], size)):
+                        some = slice(row, row + 1), slice(begin, begin + size)
+                        place = Place(index, row, begin)
+                        gradients.append(part(place, self.chunks[index][some], hidden[some]))
+                    found = [gradient for gradient in gradients if gradient is not None]
+                    if found:
+                        self.gradient.put(f"{last}.{index}", torch.cat(found, 1).reshape(hidden.shape))
 
             yield carry
 
