@@ -16,6 +16,7 @@ import fnmatch
 import json
 import shlex
 import sys
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -58,8 +59,9 @@ def arguments() -> argparse.Namespace:
     add("--calibration", type=Path, metavar="FILE", help="text to calibrate on; default: the package's own")
     add("--nsamples", type=int, default=64, help=f"calibration sequences of {CALIBRATION_LENGTH} tokens")
     add("--bits", type=float, nargs="*", default=list(BITS), help="this tool's targets")
-    add("--ours", type=named, action="append", default=[], metavar="BITS=FOLDER",
-        help="a finished artifact for one of this tool's targets (repeatable)")  # fmt: skip
+    add("--best", type=float, nargs="*", default=[4.0], metavar="BITS", help="its targets with --effort best")
+    add("--ours", type=named, action="append", default=[], metavar="ROW=FOLDER",
+        help='a finished artifact for a row of this tool, named as in the tables: "4", "4, best"')  # fmt: skip
     add("--tools", nargs="*", default=[*PEERS], choices=[*PEERS], help="peers that take part")
     add("--only", nargs="*", default=["*"], metavar="PATTERN", help="contestants whose name matches one")
     add("--autoround-iterations", type=int, default=AUTOROUND_ITERATIONS)
@@ -67,27 +69,33 @@ def arguments() -> argparse.Namespace:
     add("--threads", type=int, help="threads of every step (default: the libraries' own)")
     add("--page", type=Path, help="page whose measured part is written, the plot beside it")
     chosen = parser.parse_args()
-    for bits, folder in chosen.ours:
+    rows = [one.name.removeprefix(f"{OURS} ") for one in candidates(chosen) if one.tool == OURS]
+    for row, folder in chosen.ours:
+        if row not in rows:
+            parser.error(f"--ours {row}: the rows are {', '.join(map(repr, rows))}")
         if not (Path(folder) / "config.json").is_file():
-            parser.error(f"--ours {bits}: {folder} is no artifact")
+            parser.error(f"--ours {row}: {folder} is no artifact")
     for _, file in chosen.text or ():
         if not Path(file).is_file():
             parser.error(f"--text: there is no file {file}")
     return chosen
 
 
-def contestants(chosen: argparse.Namespace) -> list[Contestant]:
-    finished = {float(bits): str(Path(folder).resolve()) for bits, folder in chosen.ours}
+def candidates(chosen: argparse.Namespace) -> list[Contestant]:
+    """All rows that there are to choose from."""
     if chosen.ablation:
-        found = quality_ablation.variants(4.0)
-    else:
-        found = ours(sorted({*chosen.bits, *finished}))
-        found += [peer for peer in peers(chosen.autoround_iterations) if peer.tool in chosen.tools]
-    for index, one in enumerate(found):
-        if one.tool == OURS and one.options.keys() == {"bpw"} and one.options["bpw"] in finished:
-            folder = finished[one.options["bpw"]]
-            found[index] = Contestant(one.name, OURS, {**one.options, "folder": folder})
-    return [one for one in found if any(fnmatch.fnmatch(one.name, pattern) for pattern in chosen.only)]
+        return quality_ablation.variants(4.0)
+    taking_part = [peer for peer in peers(chosen.autoround_iterations) if peer.tool in chosen.tools]
+    return ours(chosen.bits, chosen.best) + taking_part
+
+
+def contestants(chosen: argparse.Namespace) -> list[Contestant]:
+    finished = {f"{OURS} {row}": str(Path(folder).resolve()) for row, folder in chosen.ours}
+    return [
+        replace(one, options={"folder": finished[one.name]}) if one.name in finished else one
+        for one in candidates(chosen)
+        if any(fnmatch.fnmatch(one.name, pattern) for pattern in chosen.only)
+    ]
 
 
 def publish(results: dict[str, Any], page: Path, ablation: bool) -> None:

@@ -24,11 +24,13 @@ class Peer:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of the tables. tool: OURS or a key of PEERS; options: what it is asked for."""
+    """One row of the tables. tool: OURS or a key of PEERS; options: what it is asked for; curve: whether it is one of
+    this tool's points, default effort, that peers' sizes are compared with."""
 
     name: str
     tool: str
     options: dict[str, Any] = field(default_factory=dict)
+    curve: bool = False
 
     @property
     def slug(self) -> str:
@@ -109,6 +111,8 @@ def peers(autoround_iterations: int) -> list[Contestant]:
     return found
 
 
-def ours(bits: Sequence[float]) -> list[Contestant]:
-    """This tool at several targets, otherwise as it comes."""
-    return [Contestant(f"ciuic {value:g}", OURS, {"bpw": value}) for value in bits]
+def ours(bits: Sequence[float], best: Sequence[float] = ()) -> list[Contestant]:
+    """This tool at several targets, otherwise as it comes; at those of `best` with all the effort it has."""
+    found = [Contestant(f"ciuic {value:g}", OURS, {"bpw": value}, curve=True) for value in bits]
+    effort = {"arguments": ["--effort", "best"]}
+    return found + [Contestant(f"ciuic {value:g}, best", OURS, {"bpw": value, **effort}) for value in best]

@@ -44,7 +44,8 @@ class Measure:
     def row(self, workshop: Workshop, contestant: Contestant, parameters: int) -> dict[str, Any]:
         """One contestant made and measured; where a step failed: `step`, and why: `failed`."""
         own = contestant.tool == OURS
-        row: dict[str, Any] = {"name": contestant.name, "tool": contestant.tool, "ours": own, "texts": {}}
+        row: dict[str, Any] = {"name": contestant.name, "tool": contestant.tool, "ours": own}
+        row |= {"curve": contestant.curve, "texts": {}}
         try:
             made = workshop.make(contestant)
             row |= {"bytes": made.stored, "bpw": 8 * made.stored / parameters}

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 Row = dict[str, Any]
-"""One contestant: name, tool, ours, bpw, texts (by name: what `ciuic eval` found), step and failed where it failed."""
+"""One contestant: name, tool, ours, curve, bpw, texts (by name: what `ciuic eval` found); where it failed: step and
+failed."""
 
 
 def markers(part: str) -> tuple[str, str]:
@@ -65,7 +66,7 @@ def figures(found: dict[str, Any]) -> str:
 def text_table(rows: Sequence[Row], text: str) -> str:
     """All contestants on one text, smallest first; what failed has its line below the others."""
     measured = sorted((row for row in rows if text in row["texts"]), key=lambda row: row["bpw"])
-    curve = [(row["bpw"], row["texts"][text]["kl_mean"]) for row in measured if row["ours"]]
+    curve = [(row["bpw"], row["texts"][text]["kl_mean"]) for row in measured if row["curve"]]
     lines = [
         "| | bits per weight | KL | perplexity ratio | same token | this tool's bits for that KL |",
         "|---|---|---|---|---|---|",

@@ -22,6 +22,7 @@ class Point:
     bits: float
     divergence: float
     ours: bool
+    curve: bool
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def panel(title: str, points: Sequence[Point], top: float) -> list[str]:
     x = Scale(min(bits) - 0.3, max(bits) + 1.2, LEFT, WIDTH - RIGHT)
     y = Scale(min(divergences) * 0.8, max(divergences) * 1.25, top + HEIGHT - BOTTOM, top + TOP, True)
     drawn = [_text(LEFT, top + 24, f"KL divergence (nats per token), {title}", 'class="title"'), *_axes(x, y)]
-    own = sorted((point for point in points if point.ours), key=lambda point: point.bits)
+    own = sorted((point for point in points if point.curve), key=lambda point: point.bits)
     if len(own) > 1:
         line = " ".join(f"{x(point.bits):.1f},{y(point.divergence):.1f}" for point in own)
         drawn.append(f'<polyline points="{line}" fill="none" stroke="{OWN_COLOUR}" stroke-width="2"/>')
@@ -123,7 +124,14 @@ def points(rows: Sequence[dict[str, Any]], text: str) -> list[Point]:
     """The measured contestants of one text."""
     measured = [row for row in rows if text in row["texts"]]
     return [
-        Point(row["tool"], label_of(row["name"]), row["bpw"], row["texts"][text]["kl_mean"], row["ours"])
+        Point(
+            row["tool"],
+            label_of(row["name"]),
+            row["bpw"],
+            row["texts"][text]["kl_mean"],
+            row["ours"],
+            row["curve"],
+        )
         for row in measured
     ]
 

@@ -19,17 +19,19 @@ def evaluation(divergence: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def row(name: str, bits: float, divergence: float, *, ours: bool = False, **texts: float) -> dict[str, Any]:
+def row(name: str, bits: float, divergence: float, **texts: float) -> dict[str, Any]:
     found = {"mixed": evaluation(divergence)} | {text: evaluation(kl) for text, kl in texts.items()}
-    return {"name": name, "tool": name.split()[0], "ours": ours, "bpw": bits, "texts": found}
+    tool, ours = name.split()[0], name.startswith("ciuic ")
+    curve = ours and "," not in name
+    return {"name": name, "tool": tool, "ours": ours, "curve": curve, "bpw": bits, "texts": found}
 
 
 ROWS = [
-    row("ciuic 3", 3.0, 0.16, ours=True),
-    row("ciuic 5", 5.0, 0.01, ours=True),
+    row("ciuic 3", 3.0, 0.16),
+    row("ciuic 5", 5.0, 0.01),
     row("peer A", 4.5, 0.04),
     row("peer B", 4.9, 0.009),
-    {"name": "peer C", "tool": "peer", "ours": False, "texts": {}, "step": "install", "failed": "no `cc`"},
+    row("peer C", 0, 0) | {"texts": {}, "step": "install", "failed": "no `cc`"},
 ]
 RESULTS = {
     "command": "python benchmarks/quality.py m",
@@ -64,6 +66,8 @@ def test_the_page_has_every_contestant_in_order_of_size() -> None:
     (equal,) = [line for line in lines if line.startswith("| peer A")]
     assert equal.endswith("| 4.00 |") and "| 4.500 | 0.0400 ± 0.0040 |" in equal
     assert "- peer C: install failed: `no 'cc'`" in lines
+    more = {**RESULTS, "contestants": [*ROWS, row("ciuic 4, best", 4.0, 0.02)]}
+    assert equal in page.comparison(more, None).splitlines()  # sizes are compared with the default's
     ratio = [line for line in page.ablation(RESULTS).splitlines() if line.startswith("| peer A")]
     assert ratio[0].endswith("| 0.250 |")
 
