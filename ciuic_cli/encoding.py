@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +15,27 @@ from numpy.typing import NDArray
 
 from ciuic_cli.arms import Arms, PassOptions, require_weighable
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import PackedMatrix, stored_order, stored_position
-from ciuic_cli.codecs.scales import input_factors
+from ciuic_cli.codecs.packing import PackedMatrix, stored_order
+from ciuic_cli.codecs.scales import decode_scales
 from ciuic_cli.passes import lowrank, prune
-from ciuic_cli.passes.quantize import Importance, Prepared, per_group, prepare, removal_loss, round_prepared
+from ciuic_cli.passes.quantize import (
+    BLOCK,
+    Feedback,
+    Importance,
+    Prepared,
+    input_feedback,
+    per_group,
+    prepare,
+    removal_loss,
+    round_prepared,
+    round_rows,
+    row_scales,
+)  # fmt: skip
 from ciuic_cli.passes.scale import input_scales, scaled
 from ciuic_cli.passes.sort import row_classes, sorting_pays
 from ciuic_cli.planning import Plan, UnitPlan
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.units import CHANNEL_ROLES, Unit, importance_of
+from ciuic_cli.units import CHANNEL_ROLES, Unit, importance_of, slabs_of
 
 _LOG = logging.getLogger(__name__)
 _DAMPED = "%s: a singular Hessian, damped by %.3g of its mean diagonal more than usual"
@@ -31,47 +43,93 @@ _FALLBACK = "%s: a Hessian that no damping (%s) makes regular: rounded without e
 
 
 def read_unit(model_map: ModelMap, unit: Unit) -> torch.Tensor:
-    """The weight (rows, cols) in float32; raises `InputError` for NaN or infinity."""
+    """The weight (rows, cols) in float32, in memory of its own; raises `InputError` for NaN or infinity."""
     name, expert = unit.name, unit.expert
-    return (model_map.read(name) if expert is None else model_map.read_expert(name, expert)).float()
+    weight = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
+    return weight.to(torch.float32, copy=True)
+
+
+@dataclass(frozen=True)
+class Slab:
+    """Rows of a matrix that are worked on together. stored: which of the stored rows; rows: (m,) which of the matrix's
+    these are; weight: (m, n); prepared: the same, ready to be rounded."""
+
+    stored: slice
+    rows: torch.Tensor
+    weight: torch.Tensor
+    prepared: Prepared
+
+    @property
+    def groups(self) -> slice:
+        """Which of the groups of 16 stored rows."""
+        return slice(self.stored.start // BLOCK, -(-self.stored.stop // BLOCK))
+
+
+def slabs(
+    weight: torch.Tensor,
+    importance: Importance,
+    unit: Unit,
+    row_class: NDArray[np.uint8] | None = None,
+    known: tuple[torch.Tensor | None, Feedback] | None = None,
+) -> Iterator[Slab]:
+    """A matrix (m, n) as it is stored, its inputs scaled already, part by part.
+
+    known: what `input_feedback` gives for its H, where that was computed already.
+    """
+    order = torch.arange(unit.rows) if row_class is None else torch.from_numpy(stored_order(row_class))
+    for stored in slabs_of(unit):
+        rows = order[stored]
+        whole = row_class is None and len(rows) == unit.rows
+        part, its = (weight, importance) if whole else (weight[rows], importance.reordered(rows))
+        prepared = prepare(part, its, known)
+        known = prepared.blocks, prepared.inputs
+        yield Slab(stored, rows, part, prepared)
 
 
 def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: PassOptions) -> Arms:
     """All arms of one matrix with their predicted loss."""
-    weight = read_unit(model_map, unit)
+    importance, weight = importance_of(unit, statistics), read_unit(model_map, unit)
     require_weighable(torch.linalg.vector_norm(weight, dim=1).square().numpy(), unit, model_map)
-    importance = importance_of(unit, statistics)
     gone = removal_loss(weight, importance)
     require_weighable(gone.numpy(), unit, model_map)
-    prepared, input_scale = prepare(weight, importance), None
+    known, input_scale = input_feedback(importance.inputs), None
     covered = statistics.covers(unit.name)  # else there is no Hessian at all
     if covered and unit.expert is None:  # experts take the same transformed input, all of them
-        input_scale = input_scales(weight, importance, prepared)
+        input_scale = input_scales(weight, importance, known[1])
         if input_scale is not None:
-            outputs = prepared.outputs
-            del prepared  # three times as large as the matrix
             weight, importance = scaled(weight, importance, input_scale)
-            prepared = prepare(weight, importance, outputs)
+            known = input_feedback(importance.inputs)
+    losses = []
+    for slab in slabs(weight, importance, unit, known=known):
+        prepared = slab.prepared
+        losses.append(prepared.row_loss[: prepared.rows])
+    row_loss = torch.cat(losses)
     importance = replace(importance, contexts=None)  # as large as the matrix, and used up
     rest = {}
-    if ranks := options.ranks_for(unit):
+    if ranks := options.ranks_for(unit):  # of what is one slab
         rest = lowrank.rests(weight, prepared.outputs.noise[: unit.rows], ranks)
-    arms = replace(_priced(prepared, gone, rest, unit, options), input_scale=input_scale)
+    arms = _priced(row_loss, prepared.outputs, gone, rest, unit, options)
     damping = max(prepared.inputs.damping, prepared.outputs.damping)
     if damping:
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, unit.key, damping)
     seen = statistics.tokens(unit.name, unit.expert)
     dead = bool((importance.inputs.diagonal() <= 0).any())
+    arms.input_scale = input_scale
     arms.singular = covered and (bool(damping) or dead or seen < unit.cols)
     if options.prune == "auto" and unit.role in CHANNEL_ROLES:
         arms.channels = prune.channel_loss(weight, importance)
-    row_loss = prepared.row_loss[: unit.rows]
     row_class = row_classes(row_loss)
     if covered and sorting_pays(row_loss, row_class, unit.cols):
         order = torch.from_numpy(stored_order(row_class))
         rest = {rank: per_row[order] for rank, per_row in rest.items()}
+        outputs, row_loss = prepared.outputs, row_loss[order]
+        if outputs.factor is not None:  # else rows cost the same wherever they are
+            moved = prepared.reordered(importance, order)
+            outputs, row_loss = moved.outputs, moved.row_loss
+        elif rest:
+            outputs = replace(outputs, noise=outputs.noise[: unit.rows][order])
         arms.sorted = replace(
-            _priced(prepared.reordered(importance, order), gone[order], rest, unit, options),
+            _priced(row_loss, outputs, gone[order], rest, unit, options),
             row_class=row_class,
             input_scale=input_scale,
             channels=arms.channels,
@@ -81,32 +139,19 @@ def unit_arms(model_map: ModelMap, statistics: Statistics, unit: Unit, options: 
 
 
 def _priced(
-    prepared: Prepared, gone: torch.Tensor, rest: Mapping[int, torch.Tensor], unit: Unit, options: PassOptions
+    row_loss: torch.Tensor,
+    outputs: Feedback,
+    gone: torch.Tensor,
+    rest: Mapping[int, torch.Tensor],
+    unit: Unit,
+    options: PassOptions,
 ) -> Arms:
-    """The arms of a matrix with its rows in this order: what removing them costs, what low-rank parts leave of them."""
-    widths = options.widths_for(unit)
-    arms = Arms(unit, widths, options.window, prepared.sensitivity, per_group(gone))
+    """The arms of a matrix with its rows in this order: what errors in them cost, and their removal, and what low-rank
+    parts leave of them."""
+    arms = Arms(unit, options.widths_for(unit), options.window, per_group(row_loss), per_group(gone))
     if rest:
-        arms.lowrank = lowrank.arms(rest, prepared.outputs.noise[: unit.rows], unit.cols)
+        arms.lowrank = lowrank.arms(rest, outputs.noise[: unit.rows], unit.cols)
     return arms
-
-
-def arranged(
-    weight: torch.Tensor, importance: Importance, chosen: UnitPlan
-) -> tuple[torch.Tensor, Importance]:
-    """A weight (m, n) and its importance as they are stored: inputs scaled, rows in their order."""
-    weight, importance = scaled(weight, importance, chosen.input_scale)
-    if chosen.row_class is None:
-        return weight, importance
-    order = torch.from_numpy(stored_order(chosen.row_class))
-    return weight[order], importance.reordered(order)
-
-
-def as_it_was(weight: torch.Tensor, chosen: UnitPlan) -> torch.Tensor:
-    """The inverse of `arranged`: a weight (m, n) as the model has it."""
-    if chosen.row_class is not None:
-        weight = weight[torch.from_numpy(stored_position(chosen.row_class))]
-    return weight if chosen.input_scale is None else weight * input_factors(chosen.input_scale)
 
 
 def encode_unit(
@@ -114,17 +159,19 @@ def encode_unit(
 ) -> PackedMatrix:
     """Round one matrix as the plan says."""
     chosen = plan.units[unit.key]
-    importance = importance_of(unit, statistics)
-    weight = read_unit(model_map, unit)
+    importance, weight = importance_of(unit, statistics), read_unit(model_map, unit)
     removed = prune.removed_columns(plan.removed, unit.key, unit.cols)
     if removed is not None:
         weight = prune.correct_rest(weight, importance.inputs, removed)
-    weight, importance = arranged(weight, importance, chosen)
-    prepared, factors = prepare(weight, importance), None
+    weight, importance = scaled(weight, importance, chosen.input_scale)
+    if len(slabs_of(unit)) > 1:
+        return _encode_in_slabs(weight, importance, chosen, window)
+    (slab,) = slabs(weight, importance, unit, chosen.row_class)
+    prepared, factors = slab.prepared, None
     if chosen.rank:
         row_weight = prepared.outputs.noise[: unit.rows]
-        factors, product = lowrank.encode(weight, row_weight, chosen.rank, window=window)
-        prepared = prepared.with_weight(weight - product)
+        factors, product = lowrank.encode(slab.weight, row_weight, chosen.rank, window=window)
+        prepared = prepared.with_weight(slab.weight - product)
     return round_prepared(
         prepared,
         chosen.row_bits,
@@ -133,6 +180,25 @@ def encode_unit(
         input_scale=chosen.input_scale,
         window=window,
     )
+
+
+def _encode_in_slabs(
+    weight: torch.Tensor, importance: Importance, chosen: UnitPlan, window: int
+) -> PackedMatrix:
+    """The same of a matrix that has neither a low-rank part nor feedback between its rows."""
+    unit, known = chosen.unit, input_feedback(importance.inputs)
+    plain = slabs(weight, replace(importance, contexts=None), unit, chosen.row_class, known)
+    deviation = torch.cat([slab.prepared.deviation[: len(slab.rows)] for slab in plain])
+    base, codes = row_scales(deviation, chosen.row_bits, window)
+    scales = decode_scales(base, codes)
+    tiles = [
+        round_rows(slab.prepared, chosen.row_bits[slab.groups], scales[slab.stored], window)
+        for slab in slabs(weight, importance, unit, chosen.row_class, known)
+    ]
+    return PackedMatrix(
+        unit.rows, unit.cols, window, 0, base, chosen.row_bits, codes, np.concatenate(tiles),
+        row_class=chosen.row_class, input_scale=chosen.input_scale,
+    )  # fmt: skip
 
 
 _SORTED = "sorted "

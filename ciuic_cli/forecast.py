@@ -295,7 +295,7 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
     if unit.expert is None and unit.role not in UNSEEN_ROLES:
         of_inputs = _factor_work(unit.rows, unit.cols, False) / _factor_work(rows, cols, False)
         # Where they pay, H is factored once more.
-        sorting += of_inputs * clock(lambda: input_scales(weight, importance, prepared))
+        sorting += of_inputs * clock(lambda: input_scales(weight, importance, prepared.inputs))
         sorting += of_inputs * clock(lambda: input_feedback(importance.inputs))
     if ranks and unit.role not in PLAIN_ROLES:
         sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))

@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import bits_of
+from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.codecs.trellis import MSE_BY_WINDOW
-from ciuic_cli.encoding import arranged, as_it_was, read_unit
+from ciuic_cli.encoding import read_unit, slabs
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.linear_algebra import solve_transposed
-from ciuic_cli.passes.quantize import BLOCK, Prepared, RowFeedback, prepare
+from ciuic_cli.passes.quantize import BLOCK, Prepared, RowFeedback
+from ciuic_cli.passes.scale import scaled
 from ciuic_cli.planning import Plan
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.streaming import Override
@@ -106,19 +108,22 @@ def disturbance(
         if unit is None:
             return None
         arms = plan.units[unit.key]
-        weight, importance = arranged(read_unit(model_map, unit), importance_of(unit, statistics), arms)
+        importance, weight = importance_of(unit, statistics), read_unit(model_map, unit)
+        weight, importance = scaled(weight, importance, arms.input_scale)
         generator = torch.Generator().manual_seed(zlib.crc32(unit.key.encode()))
-        prepared, exact = prepare(weight, importance), torch.zeros(1)
-        if arms.rank:
-            left, right = lowrank.factor(weight, prepared.outputs.noise[: unit.rows], arms.rank)
-            exact = left @ right
-            prepared = prepared.with_weight(weight - exact)
-        noisy = rounding_noise(prepared, arms.row_bits, window, generator) + exact
-        gone = plan.gone.get(unit.key)
-        if gone is not None:
-            rows = torch.from_numpy(gone).repeat_interleave(BLOCK)[: unit.rows]
-            noisy[rows] = weight[rows]
-        return as_it_was(noisy, arms)
+        found, gone = torch.empty_like(weight), plan.gone.get(unit.key)
+        for slab in slabs(weight, importance, unit, arms.row_class):
+            prepared, exact = slab.prepared, torch.zeros(1)
+            if arms.rank:
+                left, right = lowrank.factor(slab.weight, prepared.outputs.noise[: unit.rows], arms.rank)
+                exact = left @ right
+                prepared = prepared.with_weight(slab.weight - exact)
+            noisy = rounding_noise(prepared, arms.row_bits[slab.groups], window, generator) + exact
+            if gone is not None:
+                kept = torch.from_numpy(gone[slab.groups]).repeat_interleave(BLOCK)[: len(noisy)]
+                noisy[kept] = slab.weight[kept]
+            found[slab.rows] = noisy
+        return found if arms.input_scale is None else found.mul_(input_factors(arms.input_scale))
 
     return override
 

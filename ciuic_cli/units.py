@@ -10,7 +10,7 @@ import torch
 from ciuic_cli.checkpoint.model_map import Parameter
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.memory import matrix_bytes
-from ciuic_cli.passes.quantize import BLOCK, Importance
+from ciuic_cli.passes.quantize import BLOCK, Importance, slab_rows
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
 from ciuic_cli.threads import one_thread
@@ -21,6 +21,8 @@ TEMPER = 0.7
 """Exponent of a token's importance: other texts have other frequencies than the calibration text, above all of tokens
 that are rare in it. (The same idea, with 0.75, draws word2vec's negative samples: Mikolov et al. 2013.)"""
 EMBEDDING_ROLES = ("embedding", "head")
+VOCABULARY_COPIES = 3
+"""Float32 copies of a vocabulary that are held whole: itself, its contexts, and what is made of either."""
 UNSEEN_ROLES = (*MTP_ROLES, "indexer")
 """Matrices without statistics, which no probe measures: predictions do not pass through multi-token-prediction layers,
 and no gradient through an indexer's choice of tokens, which is of all of them where the text is as short as here."""
@@ -63,10 +65,21 @@ def full_outputs(role: str, rows: int) -> bool:
     return role not in PLAIN_ROLES and rows <= FULL_FISHER_LIMIT
 
 
+def slabs_of(unit: Unit) -> list[slice]:
+    """Its stored rows, those that are worked on together: of a vocabulary, which nothing ties to each other, some at a
+    time."""
+    size = slab_rows(unit.cols) if unit.role in EMBEDDING_ROLES else unit.rows
+    return [slice(begin, min(begin + size, unit.rows)) for begin in range(0, unit.rows, size)]
+
+
 def working_bytes(unit: Unit) -> int:
     """The most bytes that preparing, probing or rounding the matrix takes."""
     full = full_outputs(unit.role, unit.rows)
-    return matrix_bytes(unit.rows, unit.cols, full_outputs=full, contexts=unit.role in EMBEDDING_ROLES)
+    if unit.role not in EMBEDDING_ROLES:
+        return matrix_bytes(unit.rows, unit.cols, full_outputs=full)
+    slab = slabs_of(unit)[0].stop
+    whole = 4 * VOCABULARY_COPIES * unit.weights
+    return whole + matrix_bytes(slab, unit.cols, full_outputs=full, contexts=True)
 
 
 def units_of(parameters: Iterable[Parameter]) -> list[Unit]:

@@ -34,12 +34,19 @@ from ciuic_cli.threads import one_thread
 BLOCK = 16
 ROWS_AT_ONCE = 4096
 """Of a vocabulary: what has to be held besides."""
+SLAB_BYTES = 1 << 25
+"""Of a vocabulary in float32: about what is worked on at a time where nothing ties the rows to each other."""
 INPUT_DAMPING = 0.08
 """Added to H's diagonal, as a share of its mean."""
 OUTPUT_SHRINKAGE = 0.5
 """Share by which G's off-diagonal part is shrunk: it is estimated from few tokens and overfits."""
 OUTPUT_DAMPING = 0.1
 """Added to G's diagonal, as a share of its mean: no output counts as entirely free."""
+
+
+def slab_rows(cols: int) -> int:
+    """Rows that are worked on at a time: few enough for memory, and enough to keep the products large."""
+    return max(1, SLAB_BYTES // (4 * cols * ROWS_AT_ONCE)) * ROWS_AT_ONCE
 
 
 @dataclass(frozen=True)
@@ -165,11 +172,6 @@ class Prepared:
         """(m16,) KL per unit of normalised code error of each row."""
         return 0.5 * self.outputs.noise * self.deviation.square() * self.input_noise
 
-    @property
-    def sensitivity(self) -> NDArray[np.float64]:
-        """(groups,) the loss of each group of 16 rows, per unit of normalised code error."""
-        return per_group(self.row_loss)
-
     def reordered(self, importance: Importance, order: torch.Tensor) -> Prepared:
         """The same matrix with its rows in another order (m,), to be priced: without its rows' own feedback.
 
@@ -189,21 +191,23 @@ class Prepared:
         return _in_order(matrix, None if self.blocks is None else self.blocks.argsort())
 
 
-def prepare(weight: torch.Tensor, importance: Importance, outputs: Feedback | None = None) -> Prepared:
+def prepare(
+    weight: torch.Tensor, importance: Importance, known: tuple[torch.Tensor | None, Feedback] | None = None
+) -> Prepared:
     """Transform a weight (m, n) float32 and its statistics, and factor the latter.
 
-    outputs: the outputs' feedback, where it is known already.
+    known: what `input_feedback` gives for this H, where that was computed already.
     """
     rows, cols = weight.shape
     w = _in_basis(weight)
-    blocks, inputs = input_feedback(importance.inputs)
+    blocks, inputs = known or input_feedback(importance.inputs)
     own = None
     if importance.contexts is not None:
         own = row_feedback(inputs, _in_order(_in_basis(importance.contexts), blocks))
     with one_thread():
         trace = inputs.noise.sum()
     noise = trace.expand(len(w)) if own is None else trace + own.noise
-    outputs = outputs or _output_feedback(importance.outputs.float(), len(w))
+    outputs = _output_feedback(importance.outputs.float(), len(w))
     return Prepared(_in_order(w, blocks), inputs, outputs, own, noise, rows, cols, blocks)
 
 
@@ -252,7 +256,8 @@ def removal_loss(weight: torch.Tensor, importance: Importance) -> torch.Tensor:
     with one_thread():
         average, damping = float(g.mean()), INPUT_DAMPING * float(h.diagonal().mean())
     # A removal is no small error: a row that looks free (saturated attention, say) counts as an average one.
-    return 0.5 * g.clamp_min(average) * ((weight @ h).add_(weight, alpha=damping) * weight).sum(1)
+    found = [((w @ h).add_(w, alpha=damping) * w).sum(1) for w in weight.split(slab_rows(weight.shape[1]))]
+    return 0.5 * g.clamp_min(average) * torch.cat(found)
 
 
 def _output_feedback(moment: torch.Tensor, padded_rows: int) -> Feedback:
@@ -293,12 +298,27 @@ def round_prepared(
     row_class: (rows,) where the prepared matrix's rows are those of another, sorted by it.
     input_scale: (cols,) where its columns are those of another, divided by it.
     """
-    best = np.array(
-        [SCALE_BY_WINDOW[window].get(bits, 0.0) for bits in bits_of(row_bits)], np.float32
-    ).repeat(BLOCK)
-    base, codes = encode_scales((prepared.deviation.numpy() * best)[: prepared.rows])
+    base, codes = row_scales(prepared.deviation[: prepared.rows], row_bits, window)
+    tiles = round_rows(prepared, row_bits, decode_scales(base, codes), window)
+    return PackedMatrix(
+        prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class, input_scale
+    )  # fmt: skip
+
+
+def row_scales(
+    deviation: torch.Tensor, row_bits: NDArray[np.uint8], window: int
+) -> tuple[float, NDArray[np.uint8]]:
+    """The codes of the scales that suit rows of these deviations (m,), as `encode_scales` has them."""
+    suiting = [SCALE_BY_WINDOW[window].get(bits, 0.0) for bits in bits_of(row_bits)]
+    return encode_scales(deviation.numpy() * np.array(suiting, np.float32).repeat(BLOCK)[: len(deviation)])
+
+
+def round_rows(
+    prepared: Prepared, row_bits: NDArray[np.uint8], scale: NDArray[np.float32], window: int
+) -> NDArray[np.uint8]:
+    """The codes of a matrix's row groups, with these scales (m,) of its rows."""
     scales = np.zeros(len(prepared.weight), np.float32)
-    scales[: prepared.rows] = decode_scales(base, codes)
+    scales[: prepared.rows] = scale
     tiles, _ = round_matrix(
         prepared.weight,
         scales,
@@ -308,11 +328,7 @@ def round_prepared(
         output_feedback=prepared.outputs.factor,
         row_feedback=None if prepared.own is None else (prepared.own.direction, prepared.own.pull),
     )
-    if prepared.blocks is not None:
-        tiles = _tiles_in_place(tiles, row_bits, prepared.blocks.numpy())
-    return PackedMatrix(
-        prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class, input_scale
-    )  # fmt: skip
+    return tiles if prepared.blocks is None else _tiles_in_place(tiles, row_bits, prepared.blocks.numpy())
 
 
 def _tiles_in_place(

@@ -63,9 +63,9 @@ def _rounded(
 ) -> tuple[torch.Tensor, float]:
     """The decoded matrix and its predicted loss."""
     prepared = prepare(weight, importance)
-    row_bits = np.full(len(prepared.sensitivity), bits, np.uint8)
+    row_bits = np.full(len(per_group(prepared.row_loss)), bits, np.uint8)
     packed = round_prepared(prepared, row_bits, window=window)
-    predicted = predicted_loss(prepared.sensitivity, np.zeros(len(row_bits)), (bits,), window).sum()
+    predicted = predicted_loss(per_group(prepared.row_loss), np.zeros(len(row_bits)), (bits,), window).sum()
     return decode(packed, original_basis=True), float(predicted)
 
 
@@ -205,7 +205,7 @@ def test_23_constant_weights_stay_finite(value: float, bits: int) -> None:
     weight = torch.full((37, 83), value)
     importance = Importance(_moment(83, 18), _moment(37, 19))
     prepared = prepare(weight, importance)
-    assert np.isfinite(prepared.sensitivity).all()
+    assert np.isfinite(per_group(prepared.row_loss)).all()
     assert torch.isfinite(removal_loss(weight, importance)).all()
     packed = round_prepared(prepared, np.full(3, bits, np.uint8), window=12)
     decoded = decode(packed, original_basis=True)
@@ -219,7 +219,7 @@ def test_23_constant_weights_stay_finite(value: float, bits: int) -> None:
 def test_zero_statistics_stay_finite() -> None:
     weight = _random(32, 48, 20)
     prepared = prepare(weight, Importance(torch.zeros(48, 48), torch.zeros(32, 32)))
-    assert np.isfinite(prepared.sensitivity).all()
+    assert np.isfinite(per_group(prepared.row_loss)).all()
     packed = round_prepared(prepared, np.full(2, 4, np.uint8), window=12)
     assert float((weight - decode(packed, original_basis=True)).square().mean()) < 0.01
 

@@ -9,7 +9,7 @@ import torch
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.passes import unevenness
-from ciuic_cli.passes.quantize import Importance, predicted_loss, prepare, round_prepared
+from ciuic_cli.passes.quantize import Importance, per_group, predicted_loss, prepare, round_prepared
 from ciuic_cli.passes.scale import input_scales, scaled
 
 ROWS, COLS = 64, 192
@@ -25,15 +25,15 @@ def uneven(seed: int = 0) -> tuple[torch.Tensor, Importance]:
 
 
 def chosen(weight: torch.Tensor, importance: Importance) -> np.ndarray | None:
-    return input_scales(weight, importance, prepare(weight, importance))
+    return input_scales(weight, importance, prepare(weight, importance).inputs)
 
 
 def real_loss(weight: torch.Tensor, importance: Importance, codes: np.ndarray | None) -> tuple[float, float]:
     """Predicted and real loss of rounding to 3 bits."""
-    prepared = prepare(*scaled(weight, importance, codes))
+    prepared = prepare(*scaled(weight.clone(), importance, codes))
     bits = np.full(ROWS // 16, 3, np.uint8)
     error = decode_dense(round_prepared(prepared, bits, input_scale=codes, window=12)) - weight
-    predicted = predicted_loss(prepared.sensitivity, np.zeros(ROWS // 16), (3,), 12)
+    predicted = predicted_loss(per_group(prepared.row_loss), np.zeros(ROWS // 16), (3,), 12)
     return float(predicted.sum()), float(0.5 * ((error @ importance.inputs) * error).sum())
 
 
@@ -107,7 +107,7 @@ def test_contexts_are_scaled_too() -> None:
     contexts = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1))
     importance = Importance(importance.inputs, importance.outputs, contexts.clone())
     codes = np.arange(COLS).astype(np.uint8)
-    stored, moved = scaled(weight, importance, codes)
+    stored, moved = scaled(weight.clone(), importance, codes)
     factors = input_factors(codes)
     error = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(2))
     before = ((error @ importance.inputs) * error).sum() + ((error * contexts).sum(1) ** 2).sum()
