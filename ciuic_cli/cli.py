@@ -41,6 +41,7 @@ from ciuic_cli.options import (
     width_names,
 )
 from ciuic_cli.tables import show_bench, show_compressed, show_description, show_evaluation, show_verification
+from ciuic_cli.waiting import sleep_between_work
 
 _UNITS = {
     unit: base**power
@@ -255,6 +256,7 @@ def compress(
             "device": check_device(device),
         }
         folder = locate(model)
+        sleep_between_work()
         from ciuic_cli.pipeline import compress as run_compress
         from ciuic_cli.workers import leads
 
@@ -350,6 +352,7 @@ def evaluate(
             raise UsageError("--prompt is empty", remedy="give some words to continue")
         folder = locate(path)
         original = None if base is None else locate(base)
+        sleep_between_work()
         from transformers.utils.logging import disable_progress_bar
 
         from ciuic_cli.evaluate import evaluate as run_evaluate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,6 +51,34 @@ def test_what_needs_no_model_loads_nothing_heavy(arguments: list[str], code: int
     )
     assert done.returncode == code, done.stderr
     assert said in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "chosen", "sleep"),
+    [
+        ("compress", {}, True),
+        ("eval", {}, True),
+        ("eval", {"OMP_WAIT_POLICY": "active"}, False),
+        ("bench", {}, False),
+    ],
+)
+def test_how_threads_wait(
+    artifact: Path, text: Path, tmp_path: Path, command: str, chosen: dict[str, str], sleep: bool
+) -> None:
+    """libgomp, which torch brings along, says how often a thread looks for work before it sleeps."""
+    arguments = {
+        "compress": [str(artifact), str(tmp_path / "out"), "--calibration", str(text)],
+        "eval": [str(artifact), "--text", str(text), "--seqlen", "64", "--limit", "1"],
+        "bench": [str(artifact), "-p", "4", "-n", "2", "-r", "1"],
+    }[command]
+    usual = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "ciuic_cli", command, *arguments, "--device", "cpu"],
+        env={**usual, "OMP_DISPLAY_ENV": "verbose", **chosen}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = re.findall(r"GOMP_SPINCOUNT = '(\w+)'", done.stderr)
+    assert found, done.stderr
+    assert all((spins == "0") is sleep for spins in found), found
 
 
 def test_a_reader_that_leaves_early(artifact: Path) -> None:

@@ -176,7 +176,7 @@ class _Collection:
             sums = torch.zeros(vocabulary, width, device=device), torch.zeros(3, vocabulary, device=device)
             return _nothing(vocabulary, width, device), Moments(*sums)
 
-        moments, rows = nothing()
+        found: list[Moments] = []  # of one segment
 
         def visit(place: Place, hidden: torch.Tensor, logits: torch.Tensor) -> None:
             probability = logits.detach()[0].float().softmax(-1)
@@ -185,6 +185,7 @@ class _Collection:
                 sequence = self.numbers[place.chunk] * self.chunk + place.sequence
                 generator.manual_seed(sequence_seed(self.seed, sequence))
             logits.backward(_gradient(probability, generator)[None].to(logits.dtype))
+            moments, rows = found
             x = inputs.pop()[0].float()
             spread = probability * (1 - probability) * slope
             trace = spread.sum(1)
@@ -199,20 +200,21 @@ class _Collection:
         sums, of_rows = self._sums([name]), self._sums([name])
         with self.stream.tail(visit) as carry:
             for segment in self.segments:
-                moments, rows = nothing()
+                found.clear()  # before the next ones are made: contexts are as large as the vocabulary
+                found.extend(nothing())
                 carry(segment)
-                sums.add({(name, None): moments} if segment else {})
-                of_rows.add({(name, None): rows} if segment else {})
+                sums.add({(name, None): found[0]} if segment else {})
+                of_rows.add({(name, None): found[1]} if segment else {})
         handle.remove()
         if of_rows.totals:
-            found, importance = of_rows.totals[name, None], sums.totals[name, None].outputs
-            total, spread, squares = found.outputs
+            contexts, importance = of_rows.totals[name, None], sums.totals[name, None].outputs
+            total, spread, squares = contexts.outputs
             with one_thread():
                 frequency = total / total.sum()
             self.writer.write_single(FREQUENCY, self._embedding_name(), frequency)
             seen = spread.square() / squares.clamp_min(1e-30)  # contexts, as many as count
             kept = seen / ((seen + 1.0) * spread * importance).clamp_min(1e-30)
-            self.writer.write_single(CONTEXTS, name, found.inputs.mul_(kept.sqrt()[:, None]))
+            self.writer.write_single(CONTEXTS, name, contexts.inputs.mul_(kept.sqrt()[:, None]))
         self.writer.write(sums.totals)
 
     def _embedding(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoints import VOCABULARY
 from transformers import AutoModelForCausalLM
 
 from ciuic_cli.checkpoint.model_map import map_model
@@ -240,6 +243,27 @@ def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., P
     contexts = statistics.contexts("lm_head.weight")
     assert contexts is not None and statistics.contexts("model.embed_tokens.weight") is None
     torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=1e-3, atol=1e-6)
+
+
+def test_a_vocabularys_sums_exist_twice_at_most(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one segment of the text and of those before it: they are as large as the embedding."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    others: list[int] = []
+    zeros, vocabulary = torch.zeros, (VOCABULARY, 48)
+
+    def counted(*shape: int, **options: Any) -> torch.Tensor:
+        if shape == vocabulary:
+            others.append(sum(each() is not None for each in made))
+        found = zeros(*shape, **options)
+        if shape == vocabulary:
+            made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(torch, "zeros", counted)
+    _collect(tiny_checkpoint("llama"), tmp_path / "out", _batches(), chunk=1)
+    assert others == [0, 1, 1]
 
 
 def test_what_follows_the_head_is_part_of_what_its_errors_cost(
