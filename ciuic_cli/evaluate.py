@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.estimates import Floats, mean_of
 from ciuic_cli.opening import expected_bytes, free_memory, open_model, open_tokenizer
+from ciuic_cli.predictions import predictions
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import (
     beginning,
@@ -146,15 +148,21 @@ def evaluate(
     reference = None if base is None else open_model(folders[1], device, dtype)
     sums: list[dict[str, Floats]] = []
     for number, window in enumerate(windows):
-        logits = _logits(model, window, folders[0])
-        base_logits = None if reference is None else _logits(reference, window, folders[1])
-        if base_logits is not None and base_logits.shape != logits.shape:
-            raise InputError(
-                f"the base predicts {base_logits.shape[-1]} tokens, the model {logits.shape[-1]}",
-                file=folders[1],
-                remedy="compare with the checkpoint that the artifact was made from",
-            )
-        sums.append(token_figures(logits, base_logits, window[1:].to(logits.device)))
+        parts = _predictions(model, window, folders[0])
+        base_parts = (
+            itertools.repeat(None) if reference is None else _predictions(reference, window, folders[1])
+        )
+        targets, figures = window[1:].to(model.device), []
+        for logits, base_logits in zip(parts, base_parts, strict=False):
+            if base_logits is not None and base_logits.shape != logits.shape:
+                raise InputError(
+                    f"the base predicts {base_logits.shape[-1]} tokens, the model {logits.shape[-1]}",
+                    file=folders[1],
+                    remedy="compare with the checkpoint that the artifact was made from",
+                )
+            figures.append(token_figures(logits, base_logits, targets[: len(logits)]))
+            targets = targets[len(logits) :]
+        sums.append({name: np.concatenate([part[name] for part in figures]) for name in figures[0]})
         if not all(np.isfinite(values).all() for values in sums[-1].values()):
             raise InputError(
                 f"predictions that are not finite, in window {number}",
@@ -215,12 +223,15 @@ def _dtype(folders: list[Path], place: torch.device) -> torch.dtype | None:
     return torch.float32 if needed < free_memory(place) // 2 else None
 
 
-def _logits(model: Any, window: torch.Tensor, folder: Path) -> torch.Tensor:
-    """(tokens, vocabulary): the predictions of every token of a window but the first."""
-    with running_as_configured(folder / "config.json"):
-        output = model(input_ids=window[None].to(model.device), use_cache=False)
-    logits: torch.Tensor = output.logits[0, :-1]
-    return logits
+def _predictions(model: Any, window: torch.Tensor, folder: Path) -> Iterator[torch.Tensor]:
+    """As `predictions`; what config.json is to blame for becomes an InputError."""
+    parts = predictions(model, window)
+    while True:
+        with running_as_configured(folder / "config.json"):
+            part = next(parts, None)
+        if part is None:
+            return
+        yield part
 
 
 def _summary(sums: list[dict[str, Floats]]) -> dict[str, Any]:
