@@ -368,7 +368,10 @@ def evaluate(
         if prompt is not None:
             found["prompt"] = prompt
             if original is not None:
-                found["text_before"] = generate_text(original, prompt, device=device)
+                try:
+                    found["text_before"] = generate_text(original, prompt, device=device)
+                except EnvironmentFault as fault:  # what was measured stays worth having
+                    console.hint(f"no text of the original: {fault}")
             found["text_after"] = generate_text(folder, prompt, device=device)
         console.json(found)
         show_evaluation(console, found, str(folder))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from ciuic_cli.checkpoint.architecture import build_config, positions_of, runnin
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.estimates import Floats, mean_of
+from ciuic_cli.inspection import is_artifact
 from ciuic_cli.opening import expected_bytes, free_memory, open_model, open_tokenizer
-from ciuic_cli.predictions import predictions
+from ciuic_cli.predictions import Predict, loaded, streamed
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.calibration import (
     beginning,
@@ -26,6 +28,7 @@ from ciuic_cli.statistics.calibration import (
     tokenize,
     tokenizer_faults,
 )
+from ciuic_cli.statistics.streaming import compute_dtype
 
 MINIMUM_TOKENS = 32
 """A last, partial window counts if it predicts at least so many tokens."""
@@ -111,9 +114,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Perplexity of a model on a text; with `base`, also the KL divergence from it.
 
-    On a CPU both models compute in float32 if their weights fit into memory so: two bfloat16 computations of
-    the same model differ by a KL divergence of about 0.001, which is no damage done by compression. On a GPU
-    they compute as they are stored.
+    On a CPU the models compute in float32: two bfloat16 computations of the same model differ by a KL divergence of
+    about 0.001, which is no damage done by compression. On a GPU they compute as they are stored. A checkpoint that
+    does not fit into memory so (on a CPU, into half of what is free) runs layer by layer, from its files; an artifact
+    that does not computes as it is stored.
 
     Args:
         path: an artifact or a checkpoint. base: the original to compare with.
@@ -143,37 +147,26 @@ def evaluate(
     windows = windows_of(content, tokenizer, seqlen, limit, text)
     highest = (int(window.max()) for window in windows)
     require_known(tokenizer, highest, configs[0].get_text_config().vocab_size)
-    dtype = _dtype(folders, choose_device(device))
-    model = open_model(folders[0], device, dtype)
-    reference = None if base is None else open_model(folders[1], device, dtype)
-    sums: list[dict[str, Floats]] = []
-    for number, window in enumerate(windows):
-        parts = _predictions(model, window, folders[0])
-        base_parts = (
-            itertools.repeat(None) if reference is None else _predictions(reference, window, folders[1])
-        )
-        targets, figures = window[1:].to(model.device), []
-        for logits, base_logits in zip(parts, base_parts, strict=False):
-            if base_logits is not None and base_logits.shape != logits.shape:
+    with ExitStack() as opened:
+        predict, dtype = opened.enter_context(_predicting(folders, 0, windows, device, progress, hint))
+        base_predict = None
+        if base is not None:
+            base_predict, _ = opened.enter_context(_predicting(folders, 1, windows, device, progress, hint))
+        sums = []
+        for number, window in enumerate(windows):
+            base_parts = itertools.repeat(None) if base_predict is None else base_predict(number)
+            sums.append(_figures(window, predict(number), base_parts, folders))
+            if not all(np.isfinite(values).all() for values in sums[-1].values()):
                 raise InputError(
-                    f"the base predicts {base_logits.shape[-1]} tokens, the model {logits.shape[-1]}",
-                    file=folders[1],
-                    remedy="compare with the checkpoint that the artifact was made from",
+                    f"predictions that are not finite, in window {number}",
+                    file=folders[0],
+                    remedy="the weights are damaged: check them with `ciuic inspect --verify`",
                 )
-            figures.append(token_figures(logits, base_logits, targets[: len(logits)]))
-            targets = targets[len(logits) :]
-        sums.append({name: np.concatenate([part[name] for part in figures]) for name in figures[0]})
-        if not all(np.isfinite(values).all() for values in sums[-1].values()):
-            raise InputError(
-                f"predictions that are not finite, in window {number}",
-                file=folders[0],
-                remedy="the weights are damaged: check them with `ciuic inspect --verify`",
-            )
-        progress("windows", number + 1, len(windows))
+            progress("windows", number + 1, len(windows))
     return _summary(sums) | {
         "text": OWN_TEXT if text is None else str(text),
         "seqlen": max(map(len, windows)),
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype,
     }
 
 
@@ -216,22 +209,57 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
         return str(tokenizer.decode(output[0], skip_special_tokens=True))
 
 
-def _dtype(folders: list[Path], place: torch.device) -> torch.dtype | None:
-    if place.type != "cpu":
-        return None
-    needed = sum(expected_bytes(folder, torch.float32) for folder in folders)
-    return torch.float32 if needed < free_memory(place) // 2 else None
+@contextmanager
+def _predicting(
+    folders: Sequence[Path],
+    which: int,
+    windows: Sequence[torch.Tensor],
+    device: str,
+    progress: Progress,
+    hint: Callable[[str], None],
+) -> Iterator[tuple[Predict, str]]:
+    """One of the models that are measured together, and what it computes in."""
+    place, folder = choose_device(device), folders[which]
+    on_cpu = place.type == "cpu"
+    dtype = torch.float32 if on_cpu else None
+    free = free_memory(place) // (2 if on_cpu else 1)
+    needed = expected_bytes(folder, dtype)
+    if is_artifact(read_config(folder)):
+        if on_cpu and needed > free:
+            dtype = None
+    elif needed > free:
+        hint(
+            f"{folder}: the weights take {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free for them: "
+            "it runs layer by layer, from its files"
+        )
+        with streamed(folder, windows, place, dtype or compute_dtype(place), progress) as predict:
+            yield predict, "float32" if on_cpu else "bfloat16"
+        return
+    model = open_model(folder, device, dtype)
+    yield loaded(model, windows, folder / "config.json"), str(model.dtype).removeprefix("torch.")
 
 
-def _predictions(model: Any, window: torch.Tensor, folder: Path) -> Iterator[torch.Tensor]:
-    """As `predictions`; what config.json is to blame for becomes an InputError."""
-    parts = predictions(model, window)
-    while True:
-        with running_as_configured(folder / "config.json"):
-            part = next(parts, None)
-        if part is None:
-            return
-        yield part
+def _figures(
+    window: torch.Tensor,
+    parts: Iterator[torch.Tensor],
+    base_parts: Iterator[torch.Tensor | None],
+    folders: Sequence[Path],
+) -> dict[str, Floats]:
+    """Those of all predicted tokens of a window."""
+    found: list[dict[str, Floats]] = []
+    place = 1
+    for logits, base_logits in zip(parts, base_parts, strict=False):
+        if base_logits is not None and base_logits.shape != logits.shape:
+            raise InputError(
+                f"the base predicts {base_logits.shape[-1]} tokens, the model {logits.shape[-1]}",
+                file=folders[1],
+                remedy="compare with the checkpoint that the artifact was made from",
+            )
+        targets = window[place : place + len(logits)].to(logits.device)
+        found.append(token_figures(logits, base_logits, targets))
+        place += len(logits)
+        del logits, base_logits  # before the next ones
+    return {name: np.concatenate([part[name] for part in found]) for name in found[0]}
 
 
 def _summary(sums: list[dict[str, Floats]]) -> dict[str, Any]:

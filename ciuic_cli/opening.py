@@ -87,12 +87,13 @@ def file_bytes(path: str | Path) -> int:
     return open_checkpoint(folder).source_bytes
 
 
-def expected_bytes(path: str | Path, dtype: torch.dtype) -> int:
-    """Bytes that the model's weights will take in memory, from the headers; dense ones in `dtype`."""
+def expected_bytes(path: str | Path, dtype: torch.dtype | None) -> int:
+    """Bytes that the model's weights will take in memory, from the headers; dense ones in `dtype`, None: their own."""
     folder = locate(path)
     if is_artifact(read_config(folder)):
         return open_artifact(folder).file_bytes
-    return map_model(open_checkpoint(folder)).stored_numel * dtype.itemsize
+    model_map = map_model(open_checkpoint(folder))
+    return model_map.stored_numel * (dtype or model_map.dtype).itemsize
 
 
 def free_memory(place: torch.device) -> int:

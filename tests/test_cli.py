@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import ciuic_cli.evaluate as evaluating
 import ciuic_cli.pipeline
-from ciuic_cli import cli
+from ciuic_cli import cli, opening
 from ciuic_cli.console import INTERRUPTED
 from ciuic_cli.errors import CiuicError
+from ciuic_cli.opening import expected_bytes
 
 QUICK = ["--nsamples", "4", "--seqlen", "64", "--effort", "fast"]
 
@@ -313,6 +315,24 @@ def test_eval_against_the_original(made: tuple[Path, Path, Any], text: Path) -> 
     assert all(isinstance(found[key], (int, float)) for key in keys)
     assert found["kl_mean"] > 0 and found["tokens"] == 2 * 63
     assert found["text_before"].startswith("The mill") and found["text_after"].startswith("The mill")
+
+
+def test_eval_of_an_original_that_cannot_be_loaded(
+    made: tuple[Path, Path, Any], text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is measured all the same, and writes no text."""
+    original, out, _ = made
+    room = 2 * expected_bytes(out, None)
+    for module in (opening, evaluating):
+        monkeypatch.setattr(module, "free_memory", lambda place: room)
+    options = ["--base", original, "--text", text, "--seqlen", 64, "--limit", 2, "--prompt", "The mill"]
+    result = invoke("eval", out, *options, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["kl_mean"] > 0 and found["text_after"].startswith("The mill")
+    assert "text_before" not in found
+    said = " ".join(result.stderr.split())
+    assert "layer by layer" in said and "no text of the original: the weights take" in said
 
 
 def test_eval_of_the_original_with_itself(made: tuple[Path, Path, Any], text: Path) -> None:

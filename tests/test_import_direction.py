@@ -23,7 +23,7 @@ PACKAGE = "ciuic_cli"
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
         *("display", "errors", "digests", "memory", "interruption", "streams", "console"),
-        *("estimates", "workers", "threads"),
+        *("estimates", "workers", "threads", "waiting"),
     ),
     ("checkpoint", "codecs", "budget"),
     ("statistics", "passes", "artifact", "kernels"),
@@ -47,6 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
             "task",
             "options",
             "evaluate",
+            "predictions",
             "bench",
             "benching",
             "card",

@@ -54,6 +54,8 @@ class Place(NamedTuple):
 Visit = Callable[[Place, torch.Tensor, torch.Tensor], None]
 """Called with hidden (1, tokens, n), which requires a gradient, and logits (1, tokens, vocabulary), which depend on
 it."""
+Predict = Callable[[int], Iterator[tuple[Place, torch.Tensor, torch.Tensor]]]
+"""Gives every part of a chunk in turn, as `Visit` gets them; hidden requires a gradient where gradients are enabled."""
 
 
 def logit_tokens(vocabulary: int) -> int:
@@ -143,7 +145,7 @@ class LayerStream:
         head = self.model.get_output_embeddings()
         self._head = next(name for name, module in self.model.named_modules() if module is head)
         self.embedding_scale = 1.0
-        self._arguments: dict[tuple[str, int], dict[str, Any]] = {}
+        self._arguments: dict[tuple[str, torch.Size], dict[str, Any]] = {}
         self._own: dict[tuple[str, int], dict[str, Any]] = {}
 
     def layer(self, prefix: str) -> nn.Module:
@@ -213,7 +215,7 @@ class LayerStream:
 
     def arguments(self, prefix: str, index: int) -> dict[str, Any]:
         """Keyword arguments with which the model calls the layer `prefix` on chunk `index`."""
-        return {**self._arguments[prefix, self.chunks[index].shape[0]], **self._own[prefix, index]}
+        return {**self._arguments[prefix, self.chunks[index].shape], **self._own[prefix, index]}
 
     def begin(self) -> None:
         """Embed every chunk: the first layer's inputs, unless they are there still, and every layer's arguments."""
@@ -227,7 +229,7 @@ class LayerStream:
                 if f"0.{index}" not in self.hidden.contents():
                     self.hidden.put(f"0.{index}", stand_ins[0].hidden)
                 for prefix, stand_in in zip(self.prefixes, stand_ins, strict=True):
-                    shared = self._arguments.setdefault((prefix, tokens.shape[0]), stand_in.kwargs)
+                    shared = self._arguments.setdefault((prefix, tokens.shape), stand_in.kwargs)
                     self._own[prefix, index] = {
                         name: value
                         for name, value in stand_in.kwargs.items()
@@ -280,11 +282,33 @@ class LayerStream:
         """The original's activations; what changed weights lead to is for the measurement to show."""
         if self.override is None and count_nonfinite(output):
             raise InputError(
-                "the calibration text drives this layer's output to NaN or infinity",
+                "the text drives this layer's output to NaN or infinity",
                 file=self.map.checkpoint.folder,
                 tensor=prefix.rstrip("."),
                 remedy="its weights are finite but too large, or config.json is damaged: download both again",
             )
+
+    @contextmanager
+    def predicting(self) -> Iterator[Predict]:
+        """For running what follows the last layer, on one chunk after the other."""
+        last = len(self.prefixes)
+        size = logit_tokens(self.model.get_output_embeddings().weight.shape[0])
+        with self.surroundings() as stand_ins:
+
+            def predict(index: int) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
+                hidden = self.hidden.get(f"{last}.{index}", self.device)
+                for row, begin in product(range(len(hidden)), range(0, hidden.shape[1], size)):
+                    some = slice(row, row + 1), slice(begin, begin + size)
+                    part = hidden[some].requires_grad_(torch.is_grad_enabled())
+                    stand_ins[-1].replacement = part
+                    with self.precision():
+                        tokens = self.chunks[index][some].to(self.device)
+                        logits = self.model(input_ids=tokens, use_cache=False).logits
+                    self._require_finite(logits, self._head)
+                    yield Place(index, row, begin), part, logits
+                    del part, logits  # before the next ones
+
+            yield predict
 
     @contextmanager
     def tail(self, visit: Visit) -> Iterator[Carry]:
@@ -293,29 +317,19 @@ class LayerStream:
         The gradient that it leaves in hidden.grad becomes the last layer's output gradient.
         """
         last = len(self.prefixes)
-        size = logit_tokens(self.model.get_output_embeddings().weight.shape[0])
-        with self.surroundings() as stand_ins:
-
-            def part(place: Place, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor | None:
-                """Predictions from what the last layer gave for some tokens; the gradient there."""
-                stand_ins[-1].replacement = hidden.requires_grad_(True)
-                with self.precision():
-                    logits = self.model(input_ids=tokens.to(self.device), use_cache=False).logits
-                self._require_finite(logits, self._head)
-                visit(place, hidden, logits)
-                return hidden.grad
+        with self.predicting() as predict:
 
             def carry(chunks: Sequence[int]) -> None:
                 for index in chunks:
-                    hidden = self.hidden.get(f"{last}.{index}", self.device)
                     gradients = []
-                    for row, begin in product(range(len(hidden)), range(0, hidden.shape[1], size)):
-                        some = slice(row, row + 1), slice(begin, begin + size)
-                        place = Place(index, row, begin)
-                        gradients.append(part(place, self.chunks[index][some], hidden[some]))
+                    for place, hidden, logits in predict(index):
+                        visit(place, hidden, logits)
+                        gradients.append(hidden.grad)
+                        del hidden, logits  # before the next ones
                     found = [gradient for gradient in gradients if gradient is not None]
                     if found:
-                        self.gradient.put(f"{last}.{index}", torch.cat(found, 1).reshape(hidden.shape))
+                        shape = (*self.chunks[index].shape, *found[0].shape[2:])
+                        self.gradient.put(f"{last}.{index}", torch.cat(found, 1).reshape(shape))
 
             yield carry
 
