@@ -18,6 +18,7 @@ from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.estimates import Floats, mean_of
 from ciuic_cli.inspection import is_artifact
+from ciuic_cli.memory import steady_memory
 from ciuic_cli.opening import expected_bytes, free_memory, open_model, open_tokenizer
 from ciuic_cli.predictions import Predict, loaded, streamed
 from ciuic_cli.runtime.loading import choose_device
@@ -136,6 +137,7 @@ def evaluate(
         InputError: unusable text or model, vocabularies that differ, predictions that are not finite.
         EnvironmentFault: the device or the memory is not there.
     """
+    steady_memory()
     folders = [locate(folder) for folder in (path, base) if folder is not None]
     content = read_text(Path(text)) if text is not None else default_text()
     configs = [build_config(read_config(folder), folder / "config.json") for folder in folders]
