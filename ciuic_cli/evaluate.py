@@ -150,13 +150,12 @@ def evaluate(
     highest = (int(window.max()) for window in windows)
     require_known(tokenizer, highest, configs[0].get_text_config().vocab_size)
     with ExitStack() as opened:
-        predict, dtype = opened.enter_context(_predicting(folders, 0, windows, device, progress, hint))
-        base_predict = None
-        if base is not None:
-            base_predict, _ = opened.enter_context(_predicting(folders, 1, windows, device, progress, hint))
+        (predict, dtype), *reference = [
+            opened.enter_context(_predicting(folder, windows, device, progress, hint)) for folder in folders
+        ]
         sums = []
         for number, window in enumerate(windows):
-            base_parts = itertools.repeat(None) if base_predict is None else base_predict(number)
+            base_parts = reference[0][0](number) if reference else itertools.repeat(None)
             sums.append(_figures(window, predict(number), base_parts, folders))
             if not all(np.isfinite(values).all() for values in sums[-1].values()):
                 raise InputError(
@@ -213,15 +212,14 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
 
 @contextmanager
 def _predicting(
-    folders: Sequence[Path],
-    which: int,
+    folder: Path,
     windows: Sequence[torch.Tensor],
     device: str,
     progress: Progress,
     hint: Callable[[str], None],
 ) -> Iterator[tuple[Predict, str]]:
-    """One of the models that are measured together, and what it computes in."""
-    place, folder = choose_device(device), folders[which]
+    """A model's predictions in the windows, and what it computes in; in memory, if there is room for it now."""
+    place = choose_device(device)
     on_cpu = place.type == "cpu"
     dtype = torch.float32 if on_cpu else None
     free = free_memory(place) // (2 if on_cpu else 1)
