@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # beside other work the suite takes half as long again otherwise
 
 import pytest
 from tiny_checkpoints import make_checkpoint

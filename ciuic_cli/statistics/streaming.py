@@ -218,10 +218,13 @@ class LayerStream:
         return {**self._arguments[prefix, self.chunks[index].shape], **self._own[prefix, index]}
 
     def begin(self) -> None:
-        """Embed every chunk: the first layer's inputs, unless they are there still, and every layer's arguments."""
+        """Embed every chunk: the first layer's inputs, unless they are there still, and every layer's arguments.
+
+        The head is left out: with a vocabulary of 262,144, one token's logits take longer than all else here.
+        """
         with self.surroundings() as stand_ins, torch.no_grad(), self.precision():
             for index, tokens in enumerate(self.chunks):
-                self.model(input_ids=tokens.to(self.device), use_cache=False, logits_to_keep=1)
+                self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
                 assert stand_ins[0].hidden is not None
                 if index == 0:
                     rows = self.model.get_input_embeddings().weight[tokens.to(self.device)]
@@ -291,9 +294,11 @@ class LayerStream:
     @contextmanager
     def predicting(self) -> Iterator[Predict]:
         """For running what follows the last layer, on one chunk after the other."""
-        last = len(self.prefixes)
-        size = logit_tokens(self.model.get_output_embeddings().weight.shape[0])
+        last, head = len(self.prefixes), self.model.get_output_embeddings()
+        size = logit_tokens(head.weight.shape[0])
         with self.surroundings() as stand_ins:
+            # As `precision` would round it, but once: for every part of a sequence that takes longer than the product.
+            head.weight = nn.Parameter(head.weight.to(self.dtype), requires_grad=False)
 
             def predict(index: int) -> Iterator[tuple[Place, torch.Tensor, torch.Tensor]]:
                 hidden = self.hidden.get(f"{last}.{index}", self.device)
