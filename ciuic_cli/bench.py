@@ -49,13 +49,14 @@ def bench(
 
     Returns:
         {"options", "model": figures, "base": figures, "ratios"}: figures as `benching.measure` describes them;
-        ratios are base over model for bytes and model over base for speeds: above 1 the model is better.
+        ratios are base over model for bytes and model over base for speeds: above 1 the model is better. Of a base
+        that the machine has no room for, file_bytes and weight_bytes alone.
 
     Raises:
         InputError: a model that cannot be opened.
         UsageError: the model has fewer positions than -p and -n need.
         EnvironmentFault: no such device, memory exhausted or too small for -p, -n and the batch, a measuring process
-        that was killed.
+        that was killed; of the base it is said instead.
     """
     options: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
@@ -67,9 +68,15 @@ def bench(
     paths = {"model": path} if base is None else {"model": path, "base": base}
     found: dict[str, Any] = {"options": options}
     for label, folder in paths.items():
-        found[label] = _in_own_process(folder, options, partial(progress, label))
-        # Both are measured alike: what was left open is settled by the first.
-        options |= {name: found[label][name] for name in ("prompt_tokens", "new_tokens")}
+        try:
+            found[label] = _in_own_process(folder, options, partial(progress, label))
+        except EnvironmentFault as fault:
+            if label == "model":
+                raise
+            hint(f"the original was not measured: {fault}")
+            found[label] = _by_its_files(folder)
+        else:  # both are measured alike: what was left open is settled by the first
+            options |= {name: found[label][name] for name in ("prompt_tokens", "new_tokens")}
     if (options["prompt_tokens"], options["new_tokens"]) != (
         prompt_tokens or PROMPT_TOKENS,
         new_tokens or NEW_TOKENS,
@@ -82,7 +89,15 @@ def bench(
 
 def _ratios(model: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
     ratios = {key: base[key] / model[key] for key in _LESS_IS_BETTER if model.get(key) and key in base}
-    return ratios | {key: model[key]["mean"] / base[key]["mean"] for key in _MORE_IS_BETTER}
+    speeds = {key: model[key]["mean"] / base[key]["mean"] for key in _MORE_IS_BETTER if key in base}
+    return ratios | speeds
+
+
+def _by_its_files(path: str | Path) -> dict[str, Any]:
+    """What is known of a model that is not loaded."""
+    from ciuic_cli.opening import expected_bytes, file_bytes
+
+    return {"file_bytes": file_bytes(path), "weight_bytes": expected_bytes(path, None)}
 
 
 def _in_own_process(

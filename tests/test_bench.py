@@ -20,8 +20,10 @@ from ciuic_cli import bench as module
 from ciuic_cli import benching
 from ciuic_cli.bench import bench
 from ciuic_cli.benching import fitted, measure, storage_bytes
+from ciuic_cli.console import Console
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.pipeline import compress
+from ciuic_cli.tables import show_bench
 
 QUICK: dict[str, Any] = {
     "prompt_tokens": 24,
@@ -90,6 +92,35 @@ def test_ratios_are_above_one_where_the_model_is_better(found: tuple[dict[str, A
     assert ratios["weight_bytes"] > 2.5
     assert ratios["decode"] == pytest.approx(model["decode"]["mean"] / base["decode"]["mean"])
     assert ratios["prefill"] == pytest.approx(model["prefill"]["mean"] / base["prefill"]["mean"])
+
+
+def test_an_original_without_room_is_known_by_its_files(
+    artifact: tuple[Path, Path],
+    found: tuple[dict[str, Any], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    original, out = artifact
+    whole, _ = found
+    measured = module._in_own_process
+
+    def without_room(path: Path, options: dict[str, Any], progress: Any) -> dict[str, Any]:
+        if path == original:
+            raise EnvironmentFault("the weights take 9.0 GB; 1.0 GB are free on cpu", file=path)
+        return measured(path, options, progress)
+
+    monkeypatch.setattr(module, "_in_own_process", without_room)
+    said: list[str] = []
+    result = bench(out, base=original, **QUICK, hint=said.append)
+    for what in ("base", "ratios"):  # loaded, a model has buffers too
+        expected = {name: whole[what][name] for name in ("file_bytes", "weight_bytes")}
+        assert result[what] == pytest.approx(expected, rel=1e-3)
+    assert len(said) == 1 and said[0].startswith("the original was not measured: the weights take 9.0 GB")
+    show_bench(Console(), result, "out")
+    rows = {line.split("│")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
+    assert "3.0" in rows["files"] and "tokens/s" in rows["decode, tokens/s"]
+    with pytest.raises(EnvironmentFault, match="the weights take"):
+        bench(original, **QUICK)
 
 
 def test_speed_counts_all_tokens_of_the_batch_and_not_the_warm_up(
