@@ -30,6 +30,9 @@ SEQUENCES = 4
 """Sequences of a step."""
 LEARNING_RATE = 1e-3
 """The share of itself that a factor changes by in a step, about, at most; falls to 0 with the cosine."""
+USUAL_KL = 0.037
+"""Nats per token below which steps are smaller: what their noise costs grows with their square, and there is less to
+gain. Measured: docs/QUALITY.md, "Recovery"."""
 WARM_UP = 5
 """Steps until the learning rate is reached."""
 CHECKS = 4
@@ -182,7 +185,7 @@ class Recovery:
         gradients = [factor.grad for factor in self._factors.values() if factor.grad is not None]
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):
             return False
-        self._optimizer.param_groups[0]["lr"] = learning_rate(self._step, self._steps)
+        self._optimizer.param_groups[0]["lr"] = learning_rate(self._step, self._steps, self._kls[0])
         self._optimizer.step()
         self._step += 1
         return True
@@ -278,9 +281,13 @@ def root_gradient(logits: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return (log_q.exp() - p) * (kl.clamp_min(0.0) + FLOOR).rsqrt()
 
 
-def learning_rate(step: int, steps: int) -> float:
-    """Of a step of so many, the first being 0: rising at first, then falling to 0 with the cosine."""
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+def learning_rate(step: int, steps: int, kl: float) -> float:
+    """Of a step of so many, the first being 0: rising at first, then falling to 0 with the cosine.
+
+    kl: of the artifact as it was rounded, on held-out text, in nats per token.
+    """
+    most = LEARNING_RATE * min(1.0, math.sqrt(max(kl, 0.0) / USUAL_KL))
+    return most * min(1.0, (step + 1) / WARM_UP) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def _taken(norms: Mapping[Key, torch.Tensor]) -> dict[Key, torch.Tensor]:

@@ -249,9 +249,14 @@ def test_any_number_of_workers_tunes_alike(
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    rates = [learning_rate(step, 60) for step in range(60)]
+    rates = [learning_rate(step, 60, 0.2) for step in range(60)]
     assert rates.index(max(rates)) == recovery.WARM_UP - 1
     assert rates[0] < 0.25 * recovery.LEARNING_RATE and rates[-1] < 0.01 * recovery.LEARNING_RATE
+
+
+def test_the_less_was_lost_the_smaller_the_steps() -> None:
+    rates = [learning_rate(9, 60, kl) for kl in (1.0, recovery.USUAL_KL, recovery.USUAL_KL / 4, -1e-9)]
+    assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, 0.0])
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
