@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from ciuic_cli.codecs import native, trellis
-from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.widths import BITS as ALL_BITS

@@ -14,10 +14,10 @@ import torch
 from ciuic_cli import kernels
 from ciuic_cli.codecs import reference
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
-from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.kernels import sources
 from ciuic_cli.kernels.launcher import LAUNCHERS, Launcher, Limits, launcher_for

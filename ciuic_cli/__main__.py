@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from ciuic_cli.interruption import INTERRUPTED, ends_tidily
-from ciuic_cli.streams import settle_streams
+from ciuic_cli.process.signals import INTERRUPTED, ends_tidily
+from ciuic_cli.process.streams import settle_streams
 
 
 def main() -> None:
@@ -13,7 +13,7 @@ def main() -> None:
     with ends_tidily(last=True):
         settle_streams()
         try:
-            from ciuic_cli.cli import main as command_line
+            from ciuic_cli.cli.app import main as command_line
 
             command_line()
         except KeyboardInterrupt:  # before there was a console, or after its last word

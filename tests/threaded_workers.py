@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ciuic_cli.workers import Workers
+from ciuic_cli.process.workers import Workers
 
 
 class Threads(Workers):

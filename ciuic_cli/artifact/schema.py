@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ciuic_cli import __version__
+from ciuic_cli._version import __version__
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 
 QUANT_METHOD = "ciuic"
@@ -24,3 +24,9 @@ def quantization_config(report: dict[str, Any], mtp: PredictionLayers) -> dict[s
         "ratio": round(report["ratio"], 6),
         **({"mtp": mtp.as_dict()} if mtp.layers else {}),
     }
+
+
+def is_artifact(config: dict[str, Any]) -> bool:
+    """Whether a config.json is one that ciuic wrote."""
+    section = config.get("quantization_config")
+    return isinstance(section, dict) and section.get("quant_method") == QUANT_METHOD

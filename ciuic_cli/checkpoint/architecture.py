@@ -21,7 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ciuic_cli.errors import CiuicError, InputError
-from ciuic_cli.memory import machine_fault
+from ciuic_cli.process.memory import machine_fault
 
 _MAX_LAYERS = 4096
 _MAX_EXPERTS = 65_536

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ciuic_cli.errors import EnvironmentFault
-from ciuic_cli.memory import exhaustion
+from ciuic_cli.process.memory import exhaustion
 
 
 @contextmanager

@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.packing import PackedMatrix, group_offsets, packed_nbytes
+from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
-from ciuic_cli.interruption import deferred
+from ciuic_cli.process.signals import deferred
 
 DEFAULT_WINDOW = 16
 

@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from ciuic_cli.threads import one_thread
+from ciuic_cli.process.threads import one_thread
 
 BLOCK = 128
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from ciuic_cli.codecs.transform import TILE
-from ciuic_cli.threads import one_thread
+from ciuic_cli.process.threads import one_thread
 
 PIVOTS = 16
 """How many blocks are chosen one by one, each knowing those before it; the others follow by what these leave of them.

@@ -23,13 +23,14 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
+from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.scales import decode_scales, encode_scales
 from ciuic_cli.codecs.transform import block_width, transform
-from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, SCALE_BY_WINDOW, round_matrix
+from ciuic_cli.codecs.trellis import round_matrix
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.passes.ordering import rounding_order
 from ciuic_cli.passes.unevenness import even_square
-from ciuic_cli.threads import one_thread
+from ciuic_cli.process.threads import one_thread
 
 BLOCK = 16
 ROWS_AT_ONCE = 4096

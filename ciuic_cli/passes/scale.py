@@ -24,7 +24,7 @@ from ciuic_cli.codecs.transform import block_width, padded
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.passes.quantize import ROWS_AT_ONCE, Feedback, Importance, damp, input_feedback
 from ciuic_cli.passes.unevenness import even_square, influence
-from ciuic_cli.threads import one_thread
+from ciuic_cli.process.threads import one_thread
 
 _ROUNDS = 5
 """How often the shares c are taken, each time of the energies as the scales then are. After the first, half of a step

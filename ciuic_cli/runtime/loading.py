@@ -15,7 +15,7 @@ from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
-from ciuic_cli.memory import exhaustion
+from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
 Blob = torch.Tensor | np.ndarray | bytes
@@ -46,7 +46,7 @@ def load(
     """
     place = choose_device(device)
     if verify:
-        from ciuic_cli.verification import verify as compare
+        from ciuic_cli.artifact.verification import verify as compare
 
         compare(path).require_intact(locate(path))
     artifact = open_artifact(path)

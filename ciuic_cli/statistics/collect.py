@@ -13,15 +13,15 @@ from typing import Any
 import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.layerwise.activation_store import TensorFolder
+from ciuic_cli.layerwise.layer_stream import LayerStream, Place, Progress, compute_dtype
+from ciuic_cli.layerwise.linear_hooks import watched_in
+from ciuic_cli.process.threads import one_thread
+from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.files import CONTEXTS, EMBEDDING, ENERGY, FREQUENCY, Statistics, StatisticsWriter
 from ciuic_cli.statistics.marks import Journal, Marks
 from ciuic_cli.statistics.moments import MomentRecorder, Moments
-from ciuic_cli.statistics.store import TensorFolder
-from ciuic_cli.statistics.streaming import LayerStream, Place, Progress, compute_dtype
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
-from ciuic_cli.statistics.watching import watched_in
-from ciuic_cli.threads import one_thread
-from ciuic_cli.workers import Workers
 
 CHUNK = 4
 """Sequences that run through a layer at a time."""

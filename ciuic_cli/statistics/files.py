@@ -13,13 +13,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from ciuic_cli.checkpoint.formats import count_nonfinite
-from ciuic_cli.digests import file_digest
 from ciuic_cli.errors import InputError
+from ciuic_cli.layerwise.activation_store import has_digest
+from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.process.digests import file_digest
+from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
 from ciuic_cli.statistics.moments import Moments
-from ciuic_cli.statistics.store import has_digest
-from ciuic_cli.statistics.watching import Key
-from ciuic_cli.workers import Workers
 
 INDEX = "statistics.json"
 MOMENTS = "moments"

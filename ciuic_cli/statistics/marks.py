@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-from ciuic_cli.workers import Workers
+from ciuic_cli.process.workers import Workers
 
 
 class Journal(Protocol):

@@ -30,10 +30,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ciuic_cli.memory import limit_freed_memory
+from ciuic_cli.layerwise.linear_hooks import Hook, Key, Product, ProductWatcher, Watched
+from ciuic_cli.process.memory import limit_freed_memory
+from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.watching import Hook, Key, Product, ProductWatcher, Watched
-from ciuic_cli.threads import one_thread
 
 FULL_FISHER_LIMIT = 16384
 """Outputs above which only the diagonal of G is kept (in practice: the head)."""

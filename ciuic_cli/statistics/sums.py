@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.moments import Moments
-from ciuic_cli.statistics.watching import Key
-from ciuic_cli.workers import Workers
 
 SEGMENTS = 8
 """Parts of the text; more workers than these do not make the statistics faster."""

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from safetensors import SafetensorError, safe_open
 
-from ciuic_cli.artifact import writer
+from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
 from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.process import atomic_files
 
 BLOBS = [StoredTensor(f"blob.{number}", "U8", (64,), 64) for number in range(5)]
 
@@ -43,8 +44,8 @@ def _content(folder: Path) -> dict[str, str]:
 
 def test_a_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    writer.write_atomically(path, b"first")
-    writer.write_atomically(path, b"second")
+    atomic_files.write_atomically(path, b"first")
+    atomic_files.write_atomically(path, b"second")
     assert path.read_bytes() == b"second"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
@@ -63,17 +64,17 @@ def test_34_a_failing_write_leaves_what_was_there(
     with monkeypatch.context() as patch:
         patch.setattr(owner, call, _failing(code))
         with pytest.raises(EnvironmentFault, match=remedy) as caught:
-            writer.write_atomically(path, b"new")
+            atomic_files.write_atomically(path, b"new")
     assert caught.value.exit_code == 5
     assert caught.value.file == str(path)
     assert {entry.name: entry.read_bytes() for entry in tmp_path.iterdir()} == {"file": b"old"}
 
 
 def test_34_a_read_only_folder(tmp_path: Path) -> None:
-    error = writer.environment_fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), tmp_path)
+    error = atomic_files.environment_fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), tmp_path)
     assert "another output folder" in str(error)
     with pytest.raises(EnvironmentFault, match="No such file"):
-        writer.write_atomically(tmp_path / "absent" / "file", b"")
+        atomic_files.write_atomically(tmp_path / "absent" / "file", b"")
 
 
 def test_shards_and_their_index(tmp_path: Path) -> None:
@@ -107,7 +108,7 @@ OLD = {"weights": "old", writer.CHECKSUMS: "old"}
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With renameat2 and, where the system or the file system lacks it, without."""
     if request.param == "two renames":
-        monkeypatch.setattr(writer, "_renamed", lambda first, second, flag: False)
+        monkeypatch.setattr(publishing, "renamed", lambda first, second, flag: False)
     return str(request.param)
 
 
@@ -119,7 +120,7 @@ def test_37_publishing_gives_the_folder_its_name(
     out = tmp_path / "out"
     if old is not None:
         _folder(out, **old)
-    assert writer.publish(new, out, replace=old is not None) is None
+    assert publishing.publish(new, out, replace=old is not None) is None
     assert _content(out) == NEW
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
@@ -138,11 +139,11 @@ def test_37_publishing_touches_nothing_that_was_not_to_be_replaced(
         _folder(out, **OLD)
     before = out.lstat()
     if replace and kind == "folder":
-        writer.publish(new, out, replace=True)
+        publishing.publish(new, out, replace=True)
         assert _content(out) == NEW
         return
     with pytest.raises(EnvironmentFault, match="appeared while the run was working") as caught:
-        writer.publish(new, out, replace=replace)
+        publishing.publish(new, out, replace=replace)
     assert caught.value.file == str(out) and "run the same command again" in str(caught.value.remedy)
     assert (out.lstat().st_ino, out.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert _content(new) == NEW
@@ -152,19 +153,19 @@ def test_37_an_old_folder_that_cannot_be_removed_is_named(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
-    monkeypatch.setattr(writer.shutil, "rmtree", _failing(errno.EACCES))
-    left = writer.publish(new, out, replace=True)
+    monkeypatch.setattr(atomic_files.shutil, "rmtree", _failing(errno.EACCES))
+    left = publishing.publish(new, out, replace=True)
     assert left is not None and _content(left) == OLD and _content(out) == NEW
-    assert writer.recover(out) == [left]
+    assert publishing.recover(out) == [left]
     monkeypatch.undo()
-    assert writer.recover(out) == [] and [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert publishing.recover(out) == [] and [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
 def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
     """Both names exist before, during and after: the inodes change places."""
     first, second = _folder(tmp_path / "a", file="a"), _folder(tmp_path / "b", file="b")
     inodes = first.stat().st_ino, second.stat().st_ino
-    if writer._renamed(first, second, writer._EXCHANGE):
+    if atomic_files.renamed(first, second, atomic_files.EXCHANGE):
         assert (second.stat().st_ino, first.stat().st_ino) == inodes
         assert _content(first) == {"file": "b"}
     else:  # a system without renameat2: nothing may have changed
@@ -173,22 +174,22 @@ def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
 
 def test_an_exchange_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
     first = _folder(tmp_path / "a", file="a")
-    assert writer._renamed(first, tmp_path / "absent", writer._EXCHANGE) is False
+    assert atomic_files.renamed(first, tmp_path / "absent", atomic_files.EXCHANGE) is False
     assert _content(first) == {"file": "a"}
 
 
 def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
-    assert writer._renamed(tmp_path, tmp_path / "other", writer._NOREPLACE) is False
+    monkeypatch.setattr(atomic_files.ctypes, "CDLL", lambda *args, **kwargs: object())
+    assert atomic_files.renamed(tmp_path, tmp_path / "other", atomic_files.NOREPLACE) is False
 
 
 def test_34_publishing_that_fails_leaves_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
-    monkeypatch.setattr(writer, "_renamed", _failing(errno.EACCES))
+    monkeypatch.setattr(publishing, "renamed", _failing(errno.EACCES))
     with pytest.raises(EnvironmentFault, match="permissions"):
-        writer.publish(new, out, replace=True)
+        publishing.publish(new, out, replace=True)
     assert _content(out) == OLD
 
 
@@ -211,7 +212,7 @@ def test_37_a_sticky_folder_binds_all_but_the_owners(
 
     monkeypatch.setattr(Path, "stat", stat)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert writer.may_rename(out) is may
+    assert atomic_files.may_rename(out) is may
 
 
 def test_companions_are_data_and_never_code(tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
-    monkeypatch.setattr(writer, "_renamed", lambda first, second, flag: False)
+    monkeypatch.setattr(publishing, "renamed", lambda first, second, flag: False)
     rename = Path.rename
 
     def second_fails(self: Path, target: Path) -> Path:
@@ -275,7 +276,7 @@ def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
 
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(EnvironmentFault):
-        writer.publish(new, out, replace=True)
+        publishing.publish(new, out, replace=True)
     assert _content(out) == OLD
 
 
@@ -286,12 +287,12 @@ def test_34_an_interrupted_write_leaves_no_piece(tmp_path: Path, monkeypatch: py
     (tmp_path / "file").write_text("old")
     monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        writer.write_atomically(tmp_path / "file", b"new")
+        atomic_files.write_atomically(tmp_path / "file", b"new")
     assert _content(tmp_path) == {"file": "old"}
 
 
 def test_34_the_system_error_behind_one_of_safetensors() -> None:
     error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    fault = writer.environment_fault(error, Path("x"))
+    fault = atomic_files.environment_fault(error, Path("x"))
     assert "No space left" in fault.message and "free disk space" in (fault.remedy or "")
-    assert "odd" in writer.environment_fault(SafetensorError("odd"), Path("x")).message
+    assert "odd" in atomic_files.environment_fault(SafetensorError("odd"), Path("x")).message

@@ -154,9 +154,9 @@ def test_every_switch_of_the_ablation_exists() -> None:
         finally:
             setattr(module, name, before)
     with pytest.raises(SystemExit, match="out of date"):
-        variant.patch("ciuic_cli.probing:NO_SUCH_CONSTANT=1")
+        variant.patch("ciuic_cli.allocation.probes:NO_SUCH_CONSTANT=1")
     with pytest.raises(SystemExit, match="cannot replace"):
-        variant.patch("ciuic_cli.probing:LIMITS=1.0")
+        variant.patch("ciuic_cli.allocation.probes:LIMITS=1.0")
 
 
 def test_a_job_is_read_as_it_is_written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

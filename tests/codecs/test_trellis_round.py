@@ -13,8 +13,8 @@ import torch
 from packed_samples import ALL_BITS
 
 from ciuic_cli.codecs import reference, trellis
-from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.packing import stored_bits
+from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.errors import UsageError
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.pipeline import compress
+from ciuic_cli.compression.pipeline import compress
 
 FORMS = [
     "llama",

@@ -21,22 +21,22 @@ from test_families import BOUND, RATIO, decoded_logits, must_be_compressed, stor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from ciuic_cli import forecast as forecasting
 from ciuic_cli import load, read_tensor
-from ciuic_cli.arms import PassOptions
+from ciuic_cli.allocation.arms import PassOptions
+from ciuic_cli.allocation.encoding import unit_arms
+from ciuic_cli.allocation.matrices import units_of
+from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.keeping import is_mtp, keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.cli import app
-from ciuic_cli.encoding import unit_arms
+from ciuic_cli.cli.app import app
+from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.cost import forecast as forecasting
+from ciuic_cli.cost.forecast import Text, disk_bytes
 from ciuic_cli.errors import InputError, UsageError
-from ciuic_cli.forecast import Text, disk_bytes
-from ciuic_cli.inspection import describe
-from ciuic_cli.pipeline import compress
-from ciuic_cli.units import units_of
-from ciuic_cli.verification import verify
+from ciuic_cli.report.inspection import describe
 
 PLACES = {"deepseek_v3_fp8": "model.layers.3", "deepseek_v4_fp4": "mtp.0"}
 ERROR = 0.01

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import ciuic_cli
-from ciuic_cli import cli
 from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.cli import app as cli
 
 QUICK = ("--nsamples", "4", "--seqlen", "64", "--effort", "fast")
 INDEX = "model.safetensors.index.json"

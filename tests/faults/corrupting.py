@@ -34,16 +34,16 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
-from ciuic_cli import cli
-from ciuic_cli import run as run_of_compress
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import open_artifact
+from ciuic_cli.artifact.verification import verify
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.folder import INDEX_NAME
+from ciuic_cli.cli import app as cli
+from ciuic_cli.cli.console import Console, run
 from ciuic_cli.codecs import native
-from ciuic_cli.console import Console, run
-from ciuic_cli.evaluate import generate_text
-from ciuic_cli.verification import verify
+from ciuic_cli.compression import run as run_of_compress
+from ciuic_cli.evaluation.perplexity import generate_text
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))  # for the checkpoints that all tests share

@@ -23,13 +23,13 @@ from typing import Any
 
 import torch
 
-from ciuic_cli import cli
+from ciuic_cli.artifact.verification import verify
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.journal import Journal
-from ciuic_cli.pipeline import compress
-from ciuic_cli.verification import verify
+from ciuic_cli.cli import app as cli
+from ciuic_cli.compression.journal import Journal
+from ciuic_cli.compression.pipeline import compress
 
 TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))  # for the checkpoints that all tests share

@@ -29,7 +29,7 @@ from attacks import (
 import ciuic_cli
 from ciuic_cli.artifact.schema import FORMAT_VERSION
 from ciuic_cli.artifact.writer import CHECKSUMS
-from ciuic_cli.console import Console, run
+from ciuic_cli.cli.console import Console, run
 from ciuic_cli.errors import InputError
 
 Make = Callable[..., Victim]
@@ -205,7 +205,7 @@ def test_an_artifact_that_is_replaced_while_it_is_read_is_not_called_damaged(
         shutil.copytree(artifact, copy)
         raise InputError("damaged")
 
-    monkeypatch.setattr("ciuic_cli.inspection.meta_model", replaced)
+    monkeypatch.setattr("ciuic_cli.report.inspection.meta_model", replaced)
     done = invoke("inspect", copy)
     assert done.code == 3 and "was replaced" in done.stderr and "again" in done.field("try"), done.stderr
 

@@ -18,9 +18,9 @@ from attacks import (
     weights,
 )
 
+from ciuic_cli.compression.task import Task
 from ciuic_cli.errors import InputError
-from ciuic_cli.interruption import ends_tidily
-from ciuic_cli.task import Task
+from ciuic_cli.process.signals import ends_tidily
 
 Make = Callable[..., Victim]
 

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from attacks import BASE_SEED, QUICK, Victim, command, harmless, invoke, old_artifact, seeded, snapshot
 
-from ciuic_cli.artifact import writer
-from ciuic_cli.verification import verify
+from ciuic_cli.artifact import publishing, writer
+from ciuic_cli.artifact.verification import verify
+from ciuic_cli.process import atomic_files
 
 Make = Callable[..., Victim]
 HARNESS = Path(__file__).with_name("killing.py")
@@ -50,7 +51,8 @@ def test_fault_43_two_hundred_interrupted_runs_lose_nothing() -> None:
 
 KILL_AT_STEP = """
 import os, signal, sys, threading
-from ciuic_cli import cli, journal
+from ciuic_cli.cli import app as cli
+from ciuic_cli.compression import journal
 
 real, count, lock = journal.write_atomically, 0, threading.Lock()
 step, how = int(sys.argv[1]), sys.argv[2]
@@ -117,7 +119,7 @@ def test_fault_35_killed_at_a_step_of_the_journal(victim: Make, step: int, how: 
 
 def finish_but_for_the_journal(v: Victim, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """A run that is killed after its last step but one; returns what the output is then."""
-    monkeypatch.setattr("ciuic_cli.journal.Journal.remove", lambda journal: None)
+    monkeypatch.setattr("ciuic_cli.compression.journal.Journal.remove", lambda journal: None)
     assert v.compress().code == 0
     monkeypatch.undo()
     return snapshot(v.out)
@@ -163,7 +165,7 @@ def test_fault_35_killed_between_the_two_steps_of_a_replacement(
     """Where the system cannot exchange two folders, the old one is put aside first."""
     v = victim(0, "llama")
     old_artifact(v.folder / ".out.replaced")
-    writer.partial_of(v.out).mkdir()
+    publishing.partial_of(v.out).mkdir()
     refused = v.compress()
     assert refused.code == 3 and "exists already" in refused.stderr
     assert (v.out / writer.CHECKSUMS).read_text() == "old"
@@ -176,14 +178,14 @@ def test_fault_34_permissions_that_are_revoked_during_the_run(
     victim: Make, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v = victim(seed, "llama")
-    real: Callable[..., None] = writer.write_atomically
+    real: Callable[..., None] = atomic_files.write_atomically
 
     def revoked(path: Path, data: bytes) -> None:
         if "encode" in str(path):
             raise PermissionError(13, os.strerror(13), str(path))
         real(path, data)
 
-    monkeypatch.setattr("ciuic_cli.journal.write_atomically", revoked)
+    monkeypatch.setattr("ciuic_cli.compression.journal.write_atomically", revoked)
     done = v.compress()
     assert done.code == 5 and "Permission denied" in done.stderr and "permissions" in done.field("try")
     harmless(done)

@@ -372,7 +372,7 @@ def test_steps_are_kept_where_a_library_refuses_what_had_run_before(
             raise RuntimeError("words that nobody knows")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ciuic_cli.run.KLMeter", refuse)
+        patch.setattr("ciuic_cli.compression.run.KLMeter", refuse)
         done = v.compress()
     assert done.code == 3, done.stderr
     done.says("words that nobody knows", "finished steps are kept")
@@ -392,7 +392,7 @@ def test_fault_38_memory_is_exhausted(
     def exhausted(*arguments: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("ciuic_cli.run.collect_statistics", exhausted)
+    monkeypatch.setattr("ciuic_cli.compression.run.collect_statistics", exhausted)
     v = victim(0, "llama")
     done = v.compress()
     assert done.code == 5 and "memory is exhausted" in done.stderr and not v.out.exists()
@@ -410,7 +410,7 @@ def test_a_signal_that_python_loses_ends_the_run(
         lose(signal.SIGTERM)
         return collect_statistics(*arguments, **more)
 
-    monkeypatch.setattr("ciuic_cli.run.collect_statistics", losing)
+    monkeypatch.setattr("ciuic_cli.compression.run.collect_statistics", losing)
     v = victim(0, "llama")
     temporary = bystanders()
     done = v.compress(*options)

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.codecs.trellis import MSE_BY_WINDOW, decode, decode_dense
+from ciuic_cli.allocation.probes import rounding_noise
+from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW
+from ciuic_cli.codecs.trellis import decode, decode_dense
 from ciuic_cli.passes.quantize import (
     BLOCK,
     INPUT_DAMPING,
@@ -25,7 +27,6 @@ from ciuic_cli.passes.quantize import (
     round_plain,
     round_prepared,
 )
-from ciuic_cli.probing import rounding_noise
 
 
 def _random(rows: int, cols: int, seed: int = 0) -> torch.Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.codecs.figures import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
 from ciuic_cli.codecs.transform import block_width
 from ciuic_cli.codecs.trellis import round_matrix
 from ciuic_cli.passes.quantize import Importance, prepare

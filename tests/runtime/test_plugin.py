@@ -20,7 +20,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 from ciuic_cli import load
 from ciuic_cli.codecs import native
 from ciuic_cli.errors import InputError, UsageError
-from ciuic_cli.inspection import describe
+from ciuic_cli.report.inspection import describe
 from ciuic_cli.runtime import blobs
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear

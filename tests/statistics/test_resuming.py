@@ -11,9 +11,9 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.marks import Marks
-from ciuic_cli.workers import Workers
 
 STEPS = 2 * 3 + 2
 """Of a model of three layers: forward, head, backward, embedding."""

@@ -1,0 +1,133 @@
+"""What each matrix's every arm costs and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ciuic_cli.allocation.matrices import PLAIN_ROLES, Unit
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.errors import InputError
+from ciuic_cli.passes import lowrank, prune
+from ciuic_cli.passes.quantize import predicted_loss
+from ciuic_cli.statistics.files import Statistics
+
+LEAST_PLAIN_WIDTH = 2
+"""Of matrices whose rows have to stay: one bit leaves a quarter of a row's energy as error, which other texts than the
+calibration's may not forgive. Where only narrower widths are asked for, they have those."""
+
+
+@dataclass(frozen=True)
+class PassOptions:
+    """What the user allows. prune: "off", "auto" or a share of the prunable weights; rank: "off", "auto" or a rank."""
+
+    widths: tuple[float, ...]
+    window: int = 16
+    prune: str | float = "auto"
+    rank: str | int = "auto"
+
+    def widths_for(self, unit: Unit) -> tuple[float, ...]:
+        if unit.role in PLAIN_ROLES:
+            return tuple(width for width in self.widths if width >= LEAST_PLAIN_WIDTH) or self.widths
+        return ((0,) if self.prune != "off" else ()) + self.widths
+
+    def ranks_for(self, unit: Unit) -> tuple[int, ...]:
+        """The ranks a matrix's low-rank part may have, all below its full rank."""
+        if self.rank == "off" or unit.role in PLAIN_ROLES:
+            return ()
+        ranks = lowrank.RANKS if self.rank == "auto" else (int(self.rank),)
+        return tuple(rank for rank in ranks if rank < min(unit.rows, unit.cols))
+
+
+@dataclass(slots=True)
+class Arms:
+    """All arms of one matrix: predicted KL (groups, widths), corrected by `correction`, and exact bytes.
+
+    channels: for a down projection, KL of losing each block of 16 of its inputs; else empty.
+    singular: whether its Hessian had less than full rank before damping (few tokens, or inputs that are always 0).
+    row_class: None, or (rows,) the classes by which its rows are sorted; groups are of stored rows.
+    input_scale: None, or (cols,) the codes of its input scales.
+    sorted: the arms of the same matrix with its rows sorted, where that pays.
+    """
+
+    unit: Unit
+    widths: tuple[float, ...]
+    window: int
+    sensitivity: NDArray[np.float64]
+    removal: NDArray[np.float64]
+    lowrank: list[lowrank.LowRankArm] = field(default_factory=list)
+    rank: int = 0
+    correction: float = 1.0
+    channels: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))
+    singular: bool = False
+    row_class: NDArray[np.uint8] | None = None
+    input_scale: NDArray[np.uint8] | None = None
+    sorted: Arms | None = None
+
+    @property
+    def loss(self) -> NDArray[np.float64]:
+        shrink = next((arm.remaining for arm in self.lowrank if arm.rank == self.rank), 1.0)
+        loss = predicted_loss(self.sensitivity * shrink, self.removal, self.widths, self.window)
+        return loss * self.correction
+
+    @property
+    def nbytes(self) -> NDArray[np.int64]:
+        per_bit = 2 * self.unit.padded_cols
+        return np.tile((np.array(self.widths) * per_bit).astype(np.int64), (self.unit.groups, 1))
+
+    @property
+    def lowrank_bytes(self) -> int:
+        return next((arm.nbytes for arm in self.lowrank if arm.rank == self.rank), 0)
+
+
+def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
+    """Let every matrix without statistics count, weight for weight, as the median matrix that has them.
+
+    Its own scale is arbitrary, and its loss is linear in it. In place; before any plan is made.
+    """
+    covered = [arm for arm in arms if statistics.covers(arm.unit.name)]
+    typical = float(np.median([arm.removal.sum() / arm.unit.weights for arm in covered])) if covered else 1.0
+    for arm in arms:
+        own = float(arm.removal.sum()) / arm.unit.weights
+        if own > 0 and not statistics.covers(arm.unit.name):
+            arm.sensitivity = arm.sensitivity * (typical / own)
+            arm.removal = arm.removal * (typical / own)
+
+
+def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
+    """What can go together: blocks of 16 MLP channels, and whole routed experts."""
+    by_key = {arm.unit.key: arm for arm in arms}
+    found = []
+    for arm in arms:
+        unit = arm.unit
+        if 0 not in arm.widths:
+            continue
+        names = [unit.key.replace("down_proj", other) for other in ("gate_proj", "up_proj", "gate_up_proj")]
+        partners = [by_key[name] for name in names if name in by_key and name != unit.key]
+        if not partners:
+            continue
+        in_order = all(partner.row_class is None for partner in partners)  # else blocks are no channels
+        for block, loss in enumerate(arm.channels if in_order else ()):
+            members = tuple(
+                (partner.unit.key, block) for partner in partners if partner.unit.rows == unit.cols
+            )
+            if members:
+                found.append(prune.Structure(unit.key, block, members, float(loss) * arm.correction))
+        if unit.expert is not None:
+            whole = tuple((member.unit.key, None) for member in (arm, *partners))
+            found.append(prune.Structure(unit.key, None, whole, float(arm.removal.sum()) * arm.correction))
+    return found
+
+
+def require_weighable(loss: NDArray[np.float64], unit: Unit, model_map: ModelMap) -> None:
+    """Raise InputError for a predicted loss, or squares of weights, beyond float32: the budget cannot weigh it."""
+    if not bool((loss <= np.finfo(np.float32).max).all()):
+        raise InputError(
+            "what this matrix would lose is predicted as NaN or infinity",
+            file=model_map.checkpoint.folder,
+            tensor=unit.key,
+            remedy="its weights, or those before it, are finite but too large: download the checkpoint again",
+        )

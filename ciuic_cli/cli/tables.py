@@ -1,0 +1,244 @@
+"""What each command shows on the terminal of its result; `--json` prints the result itself instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ciuic_cli.cli.console import Console
+from ciuic_cli.errors import printable
+from ciuic_cli.report.readable import readable_bytes
+from ciuic_cli.report.sentences import much_is_lost, padding_sentence, pass_sentence
+
+if TYPE_CHECKING:
+    from ciuic_cli.artifact.verification import Verification
+    from ciuic_cli.report.inspection import Description
+
+_BENCH_BYTES = {
+    "file_bytes": "files",
+    "weight_bytes": "weights in memory",
+    "rss_growth_bytes": "resident, grown by loading",
+    "rss_bytes": "resident after loading",
+    "peak_growth_bytes": "resident, grown at the peak",
+    "peak_rss_bytes": "resident at the peak",
+    "gpu_allocated_bytes": "GPU memory of the weights",
+    "gpu_peak_bytes": "GPU memory at the peak",
+}
+_REST = "headers and what is no weight"
+_EVALUATION = {
+    "perplexity_ratio": "perplexity, over the original's",
+    "kl_mean": "KL divergence, mean",
+    "kl_median": "KL divergence, median",
+    "kl_p99": "KL divergence, 99 % quantile",
+    "top1_agreement": "same most likely token",
+}
+
+
+def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> None:
+    """The memory report in short: bytes and ratio, loss, bits by role, what each pass did, warnings."""
+    for note in report["dropped"]:
+        console.warning(f"left out: {note}")
+    for note in report["kept"]:
+        console.hint(note)
+    unseen = report["statistics"]["experts_without_tokens"]
+    if unseen:
+        console.warning(
+            f"{unseen} expert matrices saw no calibration token; they count as their layer's average"
+        )
+    singular = report["statistics"]["singular_hessians"]
+    if singular:
+        console.hint(
+            f"{singular} matrices have a singular Hessian (fewer calibration tokens than inputs, or inputs that are "
+            "always 0); it was damped"
+        )
+    if much := much_is_lost(report):
+        console.warning(much)
+    source = report["source_file_bytes"]
+    after = _bytes(report["artifact_bytes"])
+    console.table(
+        title,
+        ["", "before", "after", "ratio"],
+        [
+            ["at 2 bytes per weight", _bytes(report["original_bytes"]), after,
+             f"{report['ratio']:.3f}"],
+            ["the files", _bytes(source), after, f"{report['ratio_to_source_files']:.3f}"],
+            ["bits per weight", f"{8 * source / max(1, report['parameters']):8.3f}",
+             f"{report['bits_per_weight']:8.3f}", ""],
+        ],
+    )  # fmt: skip
+    lost = _lost(
+        report["predicted_kl"],
+        report["measured_kl"],
+        report["measured_kl_stderr"],
+        report["statistics"]["held_out_tokens"],
+    )
+    console.data(f"\n{lost}\n")
+    console.table(
+        "by component",
+        ["", "tensors", "weights", "before", "after", "bits", "predicted KL"],
+        [*_roles(report["components"]), [_REST, None, None, "", _bytes(_rest(report)), "", ""]],
+    )
+    console.data("")
+    for step in report["passes"]:
+        console.data(f"{step['name']}: {pass_sentence(step)}")
+    console.data(f"padding: {padding_sentence(report['padding'])}")
+    console.data(
+        f"{report['seconds']:.0f} s, {readable_bytes(report['peak_rss_bytes'])} of memory at the peak"
+    )
+
+
+def _lost(predicted: float, measured: float | None, stderr: float | None, tokens: int) -> str:
+    beside = (
+        ""
+        if measured is None
+        else f", measured on {tokens:,} held-out calibration tokens {measured:.3g} ± {stderr or 0.0:.2g}"
+    )
+    return f"KL divergence in nats per token: predicted {predicted:.3g}{beside}"
+
+
+def _rest(report: Mapping[str, Any]) -> int:
+    """Bytes of the files that no weight takes."""
+    return int(report["artifact_bytes"] - sum(row["bytes"] for row in report["components"]))
+
+
+def _bytes(count: float) -> str:
+    """Readable bytes, padded so that a column of them is aligned to the right."""
+    return f"{readable_bytes(count):>8}"
+
+
+def _roles(components: Sequence[Mapping[str, Any]]) -> list[list[object]]:
+    roles: dict[str, list[Mapping[str, Any]]] = {}
+    for row in components:
+        roles.setdefault(row["role"], []).append(row)
+    rows: list[list[object]] = []
+    for role, members in sorted(roles.items(), key=lambda item: -sum(row["bytes"] for row in item[1])):
+        weights, nbytes = (sum(row[key] for row in members) for key in ("parameters", "bytes"))
+        loss = sum(row["predicted_kl"] for row in members)
+        dense = all(row.get("dense") for row in members)
+        unknown = any(row.get("unpredicted") for row in members)
+        lost = "kept exactly" if dense else "not the model's" if unknown else f"{loss:.2e}"
+        rows.append(
+            [role, len(members), weights, _bytes(2 * weights), _bytes(nbytes),
+             f"{8 * nbytes / max(1, weights):5.2f}", lost]
+        )  # fmt: skip
+    return rows
+
+
+def show_description(console: Console, found: Description, tensors: bool) -> None:
+    """What `describe` found: what it is, bytes by component, and the rows where `tensors`."""
+    for note in (*found.warnings, *(f"left out: {note}" for note in found.dropped)):
+        console.warning(note)
+    for note in found.kept:
+        console.hint(note)
+    formats = ", ".join(
+        f"{name} {100 * count / max(1, found.parameters):.3g} %" for name, count in found.formats.items()
+    )
+    console.data(
+        f"{found.path}: {found.kind}, {printable(found.architecture or found.model_type)}\n"
+        f"{found.parameters:,} parameters, {readable_bytes(found.file_bytes)} in {found.files} file(s)\n"
+        f"{found.bits_per_weight:.3f} bits per weight, ratio {found.ratio:.3f} to 2 bytes each\n"
+        f"weights stored as {formats}\n"
+    )
+    lost = found.losses
+    if lost is not None:
+        console.data(_lost(lost.predicted, lost.measured, lost.stderr, lost.held_out_tokens) + "\n")
+    rows: list[Sequence[object]] = [
+        [
+            part.role,
+            part.tensors,
+            part.parameters,
+            _bytes(part.bytes),
+            f"{part.bits:6.3f}",
+            _kl(part.predicted_kl),
+        ]
+        for part in found.components
+    ]
+    rows.append([_REST, None, None, _bytes(found.overhead_bytes), "", ""])
+    shown = 5 if lost is None else 6
+    titles = ["", "tensors", "weights", "bytes", "bits", "predicted KL"]
+    console.table("by component", titles[:shown], [row[:shown] for row in rows])
+    if tensors:
+        console.data("")
+        console.table(
+            "tensors",
+            ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned", "predicted KL"],
+            [
+                [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:6.3f}",
+                 " ".join(f"{width:g}:{count}" for width, count in row.widths.items()), row.rank or None,
+                 f"{100 * row.pruned:.1f} %" if row.pruned else "", _kl(row.predicted_kl)]
+                for row in found.rows
+            ],
+        )  # fmt: skip
+        reasons = Counter(row.reason for row in found.rows if row.reason)
+        for reason, count in reasons.items():
+            console.data(f"kept dense ({count} tensors): {reason}")
+
+
+def _kl(predicted: float | None) -> str:
+    return "" if predicted is None else f"{predicted:.2e}"
+
+
+def show_verification(console: Console, checked: Verification) -> None:
+    """Every damaged file with what is wrong, or that all are intact."""
+    console.data("")
+    if checked.problems:
+        console.table("damaged files", ["file", "what is wrong"], checked.problems)
+    else:
+        console.data(f"all {checked.files} files are intact ({readable_bytes(checked.nbytes)} compared)")
+    for name in checked.unlisted:
+        console.data(f"{name} has no checksum: it was added later")
+
+
+def show_evaluation(console: Console, found: Mapping[str, Any], title: str) -> None:
+    """Perplexity with its standard error; with a base, the distance from it; the texts, if any."""
+    rows = [["perplexity", f"{found['perplexity']:.4f} ± {found['stderr']:.4f}"]]
+    if "base_perplexity" in found:
+        rows.append(
+            ["perplexity of the original", f"{found['base_perplexity']:.4f} ± {found['base_stderr']:.4f}"]
+        )
+    rows += [
+        [label, _figure(key, found[key], found.get(f"{key.removesuffix('_mean')}_stderr"))]
+        for key, label in _EVALUATION.items()
+        if key in found
+    ]
+    console.table(f"{title}: {found['tokens']:,} tokens of {found['text']}", ["", "value"], rows)
+    for key, label in (("text_before", "before"), ("text_after", "after")):
+        if key in found:
+            console.data(f"\n{label}: {found[key]}")
+
+
+def _figure(key: str, value: float, stderr: float | None) -> str:
+    if key == "top1_agreement":
+        return f"{100 * value:.2f} %"
+    if key == "perplexity_ratio":
+        return f"{value:.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")
+    error = "" if stderr is None or not value else f" ± {stderr:.2g}"
+    return f"{value:.4g}{error} nats per token"
+
+
+def show_bench(console: Console, found: Mapping[str, Any], title: str) -> None:
+    """Memory and speed, the original's beside the model's when it was measured."""
+    model, base, ratios = found["model"], found.get("base"), found.get("ratios", {})
+
+    def row(key: str, label: str) -> list[str]:
+        cells = [label, _bench_cell(key, model[key])]
+        if base is not None:
+            cells.insert(1, _bench_cell(key, base[key]) if key in base else "")
+            cells.append(f"{ratios[key]:.2f}" if key in ratios else "")
+        return cells
+
+    rows = [row(key, label) for key, label in _BENCH_BYTES.items() if key in model]
+    rows += [
+        row("load_seconds", "loading"),
+        row("prefill", "prefill, tokens/s"),
+        row("decode", "decode, tokens/s"),
+    ]
+    columns = ["", "model"] if base is None else ["", "original", "model", "times better"]
+    console.table(title, columns, rows)
+
+
+def _bench_cell(key: str, value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"{value['mean']:.1f}" + ("" if value["stdev"] is None else f" ± {value['stdev']:.1f}")
+    return f"{value:.2f} s" if key == "load_seconds" else readable_bytes(value)

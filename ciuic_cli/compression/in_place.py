@@ -1,0 +1,75 @@
+"""apply_ciuic_compression: compress a model that is loaded already, in place."""
+
+from __future__ import annotations
+
+import tempfile
+from inspect import signature
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from safetensors import safe_open
+from torch import nn
+
+from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.errors import UsageError
+from ciuic_cli.process.signals import ends_tidily
+from ciuic_cli.process.workers import several
+from ciuic_cli.runtime.loading import pack_module_inplace
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any) -> Model:
+    """Compress a loaded transformers model in place and return it.
+
+    Its dense weights are exchanged for compressed ones, module by module; what else refers to the model keeps
+    working. The weights pass through a temporary folder (twice the size of the result, plus the original). It takes
+    as long as `ciuic compress`: pass progress=lambda what, done, total: ... to see how far it is.
+
+    Args:
+        model: a transformers causal language model with its weights on the CPU or a GPU.
+        tokenizer: of the model, for the calibration text; None: the one that its `name_or_path` has.
+        **options: as for `compress`, but dry_run and force: ratio, calibration, nsamples, effort, prune, bits, ...
+
+    Raises:
+        UsageError: no tokenizer, or not a transformers model. TypeError: an option that `compress` has not.
+        CiuicError: as `compress`; the model is unchanged then.
+    """
+    if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
+        raise UsageError(
+            "only transformers models can be compressed in place", remedy="pass a PreTrainedModel"
+        )
+    if several():
+        raise UsageError(
+            "a model is compressed in place by one process, not under torchrun",
+            remedy="compress its checkpoint with torchrun ... ciuic compress, and load the result everywhere",
+        )
+    signature(compress).bind("source", "out", **options)  # TypeError now, not after the model is written
+    if {"dry_run", "force"} & options.keys():
+        raise UsageError("a model is compressed in place without dry_run or force", remedy="leave them out")
+    if tokenizer is None:
+        tokenizer = _own_tokenizer(model)
+    with ends_tidily(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
+        source, out = Path(folder) / "source", Path(folder) / "out"
+        cast(Any, model).save_pretrained(source)
+        tokenizer.save_pretrained(source)
+        report = compress(source, out, **options)
+        blobs: dict[str, Any] = {}
+        for file in sorted(out.glob("*.safetensors")):
+            with safe_open(file, framework="pt") as tensors:
+                compressed = {row["name"] for row in report["components"] if "dense" not in row}
+                blobs |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in compressed}  # noqa: SIM118
+        notes = {"bits_per_weight": report["bits_per_weight"], "ratio": report["ratio"]}
+        return cast(Model, pack_module_inplace(model, blobs, notes=notes))
+
+
+def _own_tokenizer(model: Any) -> Any:
+    from transformers import AutoTokenizer
+
+    name = getattr(model, "name_or_path", "") or getattr(model.config, "name_or_path", "")
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            "the model's tokenizer was not found", remedy="pass it: apply_ciuic_compression(model, tokenizer)"
+        ) from error

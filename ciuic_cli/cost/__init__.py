@@ -1,0 +1,1 @@
+"""Time, memory and disk of a run, predicted before it starts."""

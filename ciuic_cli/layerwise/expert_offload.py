@@ -1,0 +1,55 @@
+"""Expert stacks that stay where they are: an expert goes to the device, in the product's dtype, while it is multiplied.
+
+A layer of DeepSeek-V3 has 11.3 G weights in its experts: 23 GB in bfloat16, more than most devices hold beside all
+else. Forward and backward each bring one expert at a time; autograd keeps no copy of it in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+
+from ciuic_cli.process.memory import limit_freed_memory
+
+
+class BroughtOnUse(TorchFunctionMode):
+    """While active, `F.linear` with an expert of one of the module's stacks works on any device and in any dtype."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        stacks = [parameter for parameter in module.parameters() if parameter.dim() == 3]
+        self._experts = {expert.data_ptr() for stack in stacks for expert in stack}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is linear and len(args) == 2 and not kwargs and args[1].data_ptr() in self._experts:
+            return _Product.apply(*args)
+        return func(*args, **(kwargs or {}))
+
+
+class _Product(torch.autograd.Function):
+    """x Wᵀ for x (t, n) and W (m, n), which needs no gradient and may lie anywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        limit_freed_memory()
+        ctx.weight, ctx.dtype = weight, x.dtype
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        return linear(x, weight.to(device=x.device, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        gradient = gradients[0]
+        product = gradient @ ctx.weight.to(device=gradient.device, dtype=gradient.dtype)
+        return product.to(ctx.dtype), None

@@ -1,0 +1,1 @@
+"""The operating system: memory, threads, signals, streams, atomic files, worker processes."""

@@ -1,0 +1,1 @@
+"""Row scales and norms tuned after rounding."""

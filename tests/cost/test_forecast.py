@@ -1,0 +1,88 @@
+"""The forecast against what a run really takes, where that does not depend on the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from ciuic_cli.allocation.matrices import units_of
+from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.cost import forecast as module
+from ciuic_cli.cost.forecast import Text, disk_bytes, forecast, moment_bytes, peak_bytes, vocabulary_bytes
+from ciuic_cli.statistics import experts
+from ciuic_cli.statistics.collect import collect_statistics
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "moe_intermediate_size": 128}
+
+
+def _map(folder: Path) -> ModelMap:
+    return map_model(open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("limit", [1 << 27, 1000])
+def test_the_statistics_take_what_was_forecast(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    monkeypatch.setattr(experts, "FULL_LIMIT", limit)
+    model_map = _map(tiny_checkpoint("deepseek_v3", **WIDE))
+    batches = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(0))
+    collect_statistics(
+        model_map,
+        batches,
+        tmp_path,
+        device=torch.device("cpu"),
+        seed=0,
+        progress=lambda what, done, total: None,
+    )
+    found = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
+    predicted = sum(moment_bytes(p) for p in model_map.parameters.values() if p.compress)
+    assert predicted + vocabulary_bytes(model_map) == pytest.approx(found, rel=0.05)
+
+
+def test_more_layers_take_more_disk_and_time_but_no_more_memory(tiny_checkpoint: Callable[..., Path]) -> None:
+    few, many = (
+        _map(tiny_checkpoint("deepseek_v3", num_hidden_layers=count, first_k_dense_replace=0, **WIDE))
+        for count in (2, 6)
+    )
+    text = Text(2, 1, 64)
+    disk, peak = {}, {}
+    for name, model_map in (("few", few), ("many", many)):
+        units = units_of(model_map.parameters.values())
+        disk[name] = disk_bytes(model_map, units, text, model_map.stored_numel // 2)
+        peak[name] = peak_bytes(model_map, units, text, 0, halved=True)
+    assert disk["many"] > 2.4 * disk["few"]
+    assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
+    monotone = [
+        forecast(m, text, window=12, ranks=True, budget=1, device=torch.device("cpu")) for m in (few, many)
+    ]
+    assert monotone[1].seconds["encode"] > 1.5 * monotone[0].seconds["encode"]
+
+
+@pytest.mark.parametrize("effort", ["fast", "best"])
+def test_a_dry_run_says_what_a_run_will_take(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, effort: str
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
+    hints: list[str] = []
+    report = compress(
+        tiny_checkpoint("llama"), tmp_path / "out", calibration=[text], nsamples=4, seqlen=32, effort=effort,
+        ratio=2.0, dry_run=True, hint=hints.append,
+    )  # fmt: skip
+    expected = report["forecast"]
+    assert (expected["seconds"]["recovery"] > 0) == (effort == "best")
+    assert set(expected["seconds"]) == {"statistics", "arms", "probe", "encode", "recovery", "measure"}
+    assert all(seconds > 0 for phase, seconds in expected["seconds"].items() if phase != "recovery")
+    assert expected["total_seconds"] == pytest.approx(sum(expected["seconds"].values()))
+    assert expected["peak_rss_bytes"] > 50e6
+    assert any("of memory at its peak" in hint for hint in hints)
+
+
+def test_long_times_are_said_in_hours() -> None:
+    assert "2 h 05 min" in module.Forecast({"encode": 7500.0}, 10**9, 10**9).sentence()
+    assert "take 1 min" in module.Forecast({"encode": 3.0}, 10**9, 10**9).sentence()

@@ -1,0 +1,48 @@
+"""The measured KL divergence against the whole model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ciuic_cli.checkpoint.model_map import map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.evaluation.estimates import mean_of
+from ciuic_cli.evaluation.kl_meter import KLMeter
+from ciuic_cli.layerwise import layer_stream
+
+CHANGED = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("tokens_at_a_time", [7, 24, 100])
+def test_kl_is_that_of_the_whole_model(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tokens_at_a_time: int,
+) -> None:
+    monkeypatch.setattr(layer_stream, "LOGIT_BYTES", tokens_at_a_time * 4 * 256)
+    checkpoint = tiny_checkpoint("llama")
+    batches = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
+    meter = KLMeter(
+        map_model(open_checkpoint(checkpoint)),
+        batches,
+        tmp_path / "meter",
+        device=torch.device("cpu"),
+        progress=lambda what, done, total: None,
+    )
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    weight = model.get_parameter(CHANGED)
+    with torch.no_grad():
+        log_p = model(input_ids=batches).logits.log_softmax(-1)
+        weight.mul_(1.5)
+        log_q = model(input_ids=batches).logits.log_softmax(-1)
+    expected = mean_of([*(log_p.exp() * (log_p - log_q)).sum(-1).double().numpy()])
+    found = meter.measure(lambda name, expert: weight.detach() if name == CHANGED else None)
+    assert expected.value > 1e-6
+    assert found.value == pytest.approx(expected.value, rel=1e-3)
+    assert found.stderr == pytest.approx(expected.stderr, rel=1e-2)

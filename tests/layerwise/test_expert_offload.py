@@ -1,0 +1,63 @@
+"""Experts that are brought to the product: the same numbers, and no copy that stays."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from ciuic_cli.layerwise.expert_offload import BroughtOnUse
+
+
+class Experts(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        value = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
+        self.stack = nn.Parameter(value.to(dtype), requires_grad=False)
+        self.plain = nn.Parameter(torch.ones(12, 12), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.linear(x, self.plain)
+        return sum((nn.functional.linear(x, self.stack[e]) for e in torch.tensor([0, 2])), torch.zeros(()))
+
+
+def _both(module: Experts, x: torch.Tensor, dense: Experts, autocast: bool) -> list[tuple[torch.Tensor, ...]]:
+    found = []
+    for model, brought in ((module, True), (dense, False)):
+        leaf = x.clone().requires_grad_(True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            if brought:
+                with BroughtOnUse(model):
+                    y = model(leaf)
+            else:
+                y = model(leaf)
+        y.float().square().sum().backward()
+        assert leaf.grad is not None
+        found.append((y, leaf.grad))
+    return found
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products_and_gradients_are_those_of_a_float32_stack(dtype: torch.dtype, autocast: bool) -> None:
+    module, dense = Experts(dtype), Experts(dtype)
+    dense.stack = nn.Parameter(dense.stack.float(), requires_grad=False)
+    (y, gradient), (expected, by_autograd) = _both(module, torch.randn(5, 12), dense, autocast)
+    assert y.dtype == expected.dtype and torch.equal(y, expected)
+    assert gradient.dtype == torch.float32 and torch.equal(gradient, by_autograd)
+
+
+def test_nothing_of_an_experts_size_is_kept_for_the_backward_pass() -> None:
+    module, kept = Experts(torch.bfloat16), []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.shape), lambda none: none
+    ):
+        x = torch.randn(5, 12, requires_grad=True)
+        with BroughtOnUse(module), torch.autocast("cpu", torch.bfloat16):
+            module(x)
+    assert torch.Size((8, 12)) not in kept and torch.Size((12, 12)) in kept
+
+
+def test_outside_of_it_other_dtypes_are_an_error() -> None:
+    with pytest.raises(RuntimeError):
+        Experts(torch.bfloat16)(torch.randn(5, 12))

@@ -1,0 +1,116 @@
+"""Freed memory goes back, what oneDNN keeps is bounded unless the user said otherwise, and exhaustion is known."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from ciuic_cli.process.memory import exhaustion
+
+FREED = """
+import numpy as np
+from ciuic_cli.process.memory import resident_bytes, return_freed_memory, steady_memory
+{prepare}
+kept = []
+def layer():
+    blocks = []
+    for _ in range(400):
+        blocks.append(np.ones(1 << 16))  # half a megabyte: below the size that is mapped singly
+        kept.append(np.ones(16))  # in between, what stays
+    return blocks
+held = layer()
+full = resident_bytes()
+del held
+return_freed_memory()
+print(full - resident_bytes())
+"""
+
+
+def test_what_a_layer_held_goes_back() -> None:
+    script = FREED.format(prepare="steady_memory()")
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    assert int(done.stdout) > 0.9 * 400 * 8 * (1 << 16)
+
+
+HOLES = """
+import numpy as np
+from ciuic_cli.process.memory import limit_freed_memory, resident_bytes, return_freed_memory, steady_memory
+steady_memory()
+# A heap of many holes, each a little larger than the one before it, with what stays in between.
+holes, kept = [], []
+for number in range(400):
+    holes.append(np.ones((1 << 16) + 8 * number))
+    kept.append(np.ones(512))
+holes.clear()
+return_freed_memory()
+limit_freed_memory()
+least, most = resident_bytes(), 0
+for number in reversed(range(400)):
+    {limit}
+    np.ones((1 << 16) + 8 * number)  # one at a time, each in a hole of its own
+    most = max(most, resident_bytes())
+print(most - least)
+"""
+
+
+def test_what_a_loop_touches_goes_back_within_it() -> None:
+    def growth(limit: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", HOLES.format(limit=limit)], check=True, capture_output=True, text=True
+        )
+        return int(done.stdout)
+
+    assert growth("limit_freed_memory()") < 80 << 20 < growth("pass")
+
+
+@pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"])
+@pytest.mark.parametrize(("before", "after"), [(None, "16"), ("1024", "1024")])
+def test_a_limit_of_the_users_own_is_kept(name: str, before: str | None, after: str) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != name}
+    if before is not None:
+        environment[name] = before
+    script = (
+        "import os; from ciuic_cli.process.memory import steady_memory; steady_memory(); "
+        f"print(os.environ[{name!r}])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, env=environment
+    )
+    assert done.stdout.strip() == after
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "memory is exhausted"),
+        (OSError(12, "Cannot allocate memory"), "memory is exhausted"),
+        (RuntimeError("unable to mmap 67992 bytes from file </x>: Cannot allocate memory (12)"), "memory is"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), "memory is"),
+        (RuntimeError("std::bad_alloc"), "memory is exhausted"),
+        (RuntimeError("could not create a primitive"), "memory is exhausted"),
+        (RuntimeError("could not create a memory object"), "memory is exhausted"),
+        (RuntimeError("could not execute a primitive"), "memory is exhausted"),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes"), "memory is"),
+        (RuntimeError("[enforce fail] Failed to allocate 64 bytes"), "memory is exhausted"),
+        (RuntimeError("can't alloc"), "memory is exhausted"),
+        (ImportError("libtorch_cpu.so: failed to map segment from shared object"), "memory is exhausted"),
+        (RuntimeError("can't start new thread"), "no more threads"),
+        (BaseException("ThreadPoolBuildError { kind: IOError(Os { code: 11 }) }"), "no more threads"),
+        (OutOfMemoryError("CUDA out of memory"), "device memory is exhausted"),
+        (OSError(28, "No space left on device"), None),
+        (ImportError("no module named torch"), None),
+        (ValueError("a size of 3"), None),
+    ],
+)
+def test_what_says_that_there_is_no_more(error: BaseException, said: str | None) -> None:
+    fault = exhaustion(error)
+    assert (fault is None) == (said is None)
+    if fault is not None:
+        assert str(said) in fault.message and fault.remedy and fault.exit_code == 5

@@ -1,0 +1,219 @@
+"""What a run computes has the same bits for any number of threads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from ciuic_cli.passes import lowrank
+from ciuic_cli.passes.linear_algebra import cholesky, solve_lower, solve_transposed
+from ciuic_cli.passes.quantize import Importance, prepare
+from ciuic_cli.process.threads import one_thread, side_by_side
+from ciuic_cli.statistics.moments import symmetric_product
+
+SIZE = 700
+
+
+def _positive(generator: torch.Generator) -> torch.Tensor:
+    x = torch.randn(SIZE, SIZE + 40, dtype=torch.float64, generator=generator)
+    return x @ x.T / SIZE
+
+
+def _prepared(generator: torch.Generator) -> torch.Tensor:
+    moment = _positive(generator).float()
+    weight = torch.randn(SIZE, SIZE, generator=generator)
+    made = prepare(weight, Importance(moment / moment.trace(), moment))
+    assert made.inputs.factor is not None and made.outputs.factor is not None
+    return torch.cat([made.weight, made.inputs.factor, made.outputs.factor], dim=1)
+
+
+WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
+    "product": lambda g: torch.randn(SIZE, 2048, generator=g) @ torch.randn(2048, SIZE, generator=g),
+    "product in bfloat16": lambda g: (
+        torch.randn(SIZE, 2048, generator=g).bfloat16() @ torch.randn(2048, SIZE, generator=g).bfloat16()
+    ).float(),
+    "product in float64": lambda g: (
+        torch.randn(SIZE, SIZE, dtype=torch.float64, generator=g)
+        @ torch.randn(SIZE, SIZE, dtype=torch.float64, generator=g)
+    ),
+    "moment": lambda g: symmetric_product(*2 * (torch.randn(1536, 130, generator=g),)),
+    "moments of sequences": lambda g: symmetric_product(
+        *2 * (torch.randn(3, 300, 400, generator=g),)
+    ).flatten(),
+    "sum along rows": lambda g: torch.randn(SIZE, 4096, generator=g).square().sum(1),
+    "factorisation": lambda g: _cholesky(_positive(g)),
+    "low rank": lambda g: lowrank.factor(
+        torch.randn(SIZE, SIZE, generator=g), torch.rand(SIZE, generator=g), 64
+    )[0],
+    "solution": lambda g: solve_transposed(
+        _lower(g), solve_lower(_lower(g), torch.randn(SIZE, 300, generator=g))
+    ),
+    "prepared matrix": _prepared,
+}
+
+
+def _lower(generator: torch.Generator) -> torch.Tensor:
+    lower = cholesky(_positive(generator))
+    assert lower is not None
+    return lower.float()
+
+
+def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
+    lower = cholesky(matrix)
+    assert lower is not None
+    torch.testing.assert_close(lower @ lower.T, matrix)
+    return lower
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_threads_do_not_matter(what: str) -> None:
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 4):
+            torch.set_num_threads(threads)
+            found.append(WORK[what](torch.Generator().manual_seed(0)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_the_number_of_threads_comes_back_after_an_error() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), one_thread():
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == before
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+        assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(before)
+
+
+def _never(item: int) -> bool:
+    return False
+
+
+def test_large_items_have_all_threads_between_the_others() -> None:
+    def make(item: int) -> int:
+        return torch.get_num_threads()
+
+    with _threads(3):
+        made = dict(side_by_side(range(9), make, lambda item: item in (0, 4, 5)))
+    assert made == {item: 3 if item in (0, 4, 5) else 1 for item in range(9)}
+
+
+@pytest.mark.parametrize("what", WORK)
+def test_work_side_by_side_has_the_same_bits(what: str) -> None:
+    with _threads(1):
+        alone = WORK[what](torch.Generator().manual_seed(0))
+    with _threads(2):
+        made = dict(side_by_side(range(4), lambda _: WORK[what](torch.Generator().manual_seed(0)), _never))
+    assert sorted(made) == [0, 1, 2, 3]
+    assert all(torch.equal(alone, each) for each in made.values())
+
+
+def test_as_many_at_once_as_there_are_threads_each_with_one() -> None:
+    meeting, seen = threading.Barrier(3, timeout=60), []
+
+    def make(item: int) -> int:
+        meeting.wait()  # breaks unless three are made at once
+        seen.append(torch.get_num_threads())
+        return item * item
+
+    with _threads(3):
+        assert dict(side_by_side(range(6), make, _never)) == {item: item * item for item in range(6)}
+    assert seen == [1] * 6
+
+
+def test_items_are_taken_when_there_is_a_thread_for_them() -> None:
+    taken: list[int] = []
+    with _threads(2):
+        work = side_by_side((taken.append(item) or item for item in range(9)), lambda item: item, _never)
+        next(work)
+        assert len(taken) <= 3
+        work.close()
+        assert len(taken) <= 3
+
+
+def test_one_thread_makes_them_in_order_where_it_is() -> None:
+    with _threads(1):
+        here = threading.get_ident()
+        assert list(side_by_side(range(3), lambda item: threading.get_ident() - here, _never)) == [
+            (0, 0),
+            (1, 0),
+            (2, 0),
+        ]
+
+
+def test_an_error_of_one_ends_them_all() -> None:
+    made = []
+
+    def make(item: int) -> None:
+        if item == 3:
+            raise KeyError(item)
+        made.append(item)
+
+    with _threads(2), pytest.raises(KeyError):
+        list(side_by_side(range(100), make, _never))
+    assert len(made) < 10
+
+
+INTERRUPTED_AT_WORK = """
+import faulthandler, signal, sys, threading
+import torch
+from ciuic_cli.process.signals import ends_tidily
+from ciuic_cli.process.threads import side_by_side
+
+faulthandler.dump_traceback_later(60, exit=True)  # it hangs
+torch.set_num_threads(2)
+POOLS = ("threading.py", "futures/_base.py", "futures/thread.py")
+
+def interrupted(place):
+    # A signal at the place-th return from a function of Python's own thread pools; whether there were so many.
+    left = place
+    def trace(frame, event, argument):
+        nonlocal left
+        if event == "return" and frame.f_code.co_filename.endswith(POOLS):
+            left -= 1
+            if left == 0:
+                signal.raise_signal(signal.SIGTERM)
+        return trace
+    try:
+        with ends_tidily():
+            sys.settrace(trace)
+            for _ in side_by_side(range(4), lambda item: item, lambda item: False):
+                pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+    return False
+
+places = 0
+while interrupted(places + 1):
+    places += 1
+print(places, threading.active_count())
+"""
+
+
+def test_an_interruption_anywhere_never_leaves_the_workers_waiting() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_WORK], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    places, threads = map(int, done.stdout.split())
+    assert places > 40 and threads == 1

@@ -1,0 +1,228 @@
+"""Several workers on one run: the same bytes as one, and nothing lost when one of them ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from threaded_workers import Meeting, Threads
+
+from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.process.workers import Workers, joined, leads, several
+from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.sums import SEGMENTS, OrderedSums, segments_of, share_of
+
+CPU = torch.device("cpu")
+SETTINGS: dict[str, Any] = {"ratio": 3.0, "nsamples": 20, "seqlen": 48, "effort": "fast"}
+
+
+NAMES = ["a", "b", "stack"]
+
+
+def _segment(number: int) -> dict[Key, Moments]:
+    """What a segment of text gave; not every expert gets a token in each."""
+    generator = torch.Generator().manual_seed(number)
+    keys: list[Key] = [("a", None), ("b", None), ("stack", number % 3), ("stack", 3)]
+    return {
+        key: Moments(
+            torch.randn(5, 5, generator=generator),
+            torch.randn(3, generator=generator),
+            float(torch.rand(1, generator=generator)),
+            number + 1,
+            *torch.rand(2, generator=generator).tolist(),
+        )
+        for key in keys
+    }
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 8, 15])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 11])
+def test_sums_have_the_bits_of_one_after_the_other(chunks: int, size: int) -> None:
+    segments = segments_of(chunks)
+    assert [chunk for segment in segments for chunk in segment] == list(range(chunks))
+    assert 0 < len(segments) <= SEGMENTS and all(segments)
+    expected: dict[Key, Moments] = {}
+    for segment in segments:
+        for key, found in _segment(segment.start).items():
+            if key in expected:
+                expected[key].include(found)
+            else:
+                expected[key] = found
+    meeting = Meeting(size)
+
+    def work(rank: int) -> dict[Key, Moments]:
+        workers = Threads(rank, size, meeting)
+        sums = OrderedSums(workers, NAMES, CPU)
+        for segment in share_of(segments, workers):
+            sums.add(_segment(segment.start) if segment else {})
+        return sums.totals
+
+    with ThreadPoolExecutor(size) as pool:
+        parts = list(pool.map(work, range(size)))
+    totals = {key: found for part in parts for key, found in part.items()}
+    assert totals.keys() == expected.keys() and sum(map(len, parts)) == len(expected)
+    for key, found in expected.items():
+        assert torch.equal(totals[key].inputs, found.inputs), key
+        assert torch.equal(totals[key].outputs, found.outputs), key
+        assert totals[key].numbers == found.numbers
+
+
+def test_every_item_is_taken_once() -> None:
+    store = dist.HashStore()  # type: ignore[no-untyped-call]
+    items = list(range(100, 160))
+
+    def work(rank: int) -> list[int]:
+        found = []
+        for item in Workers(rank, 3, store).take("things", items):
+            time.sleep(0.001)
+            found.append(item)
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        taken = list(pool.map(work, range(3)))
+    assert Counter(item for part in taken for item in part) == Counter(items)
+    assert all(taken), "one of them did everything"
+    assert list(Workers().take("things", items)) == items
+
+
+def _torchrun(
+    size: int, model: Path, out: Path, text: Path, *more: str, **options: Any
+) -> subprocess.Popen[str]:
+    given = {name: options.pop(name, value) for name, value in SETTINGS.items()}
+    words = [f"--{name}={value}" for name, value in given.items()]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
+        *("-m", "ciuic_cli", "compress", str(model), str(out), "--calibration", str(text)),
+    ]
+    return subprocess.Popen(
+        [*command, *words, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "WORLD_SIZE to a number; it is ''"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE to a number; it is 'many'"),
+        ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK to a number; it is '-1'"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "cannot meet.*MASTER_ADDR"),
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
+            "cannot meet.*'x'",
+        ),
+    ],
+)
+def test_half_of_torchruns_settings(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], said: str
+) -> None:
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TORCHELASTIC_RUN_ID": "run", **settings}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(EnvironmentFault, match=said) as caught:
+        if not leads() or not several():
+            return
+        with joined():
+            pass
+    assert "torchrun" in str(caught.value.remedy)
+
+
+def _weights(out: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("The quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 60)
+    return path
+
+
+def _alone(model: Path, out: Path, text: Path, **options: Any) -> bytes:
+    compress(model, out, calibration=[text], **{**SETTINGS, **options})
+    return _weights(out)
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "effort"),
+    [("deepseek_v3", 3, "fast"), ("llama_tied", 2, "fast"), ("llama_tied", 2, "best")],
+)
+def test_any_number_of_workers_gives_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, family: str, size: int, effort: str
+) -> None:
+    model = tiny_checkpoint(family)
+    run = _torchrun(size, model, tmp_path / "several", text, effort=effort)
+    stdout, stderr = run.communicate(timeout=240)
+    assert run.returncode == 0, stderr
+    assert stdout.count("KL divergence") == 1, "more than one worker speaks"
+    assert _weights(tmp_path / "several") == _alone(model, tmp_path / "one", text, effort=effort)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "several", "text.txt"]
+
+
+def test_a_dry_run_of_several_writes_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    run = _torchrun(2, tiny_checkpoint("llama_tied"), tmp_path / "out", text, "--dry-run")
+    stdout, stderr = run.communicate(timeout=240)
+    assert run.returncode == 0 and stdout.count("KL divergence") == 1, stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_a_refused_output_ends_all_and_stays(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+    run = _torchrun(2, tiny_checkpoint("llama_tied"), out, text)
+    _, stderr = run.communicate(timeout=240)
+    assert run.returncode != 0
+    assert stderr.count("the output exists already") == 1
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+
+
+def _worker(run: subprocess.Popen[str], rank: int) -> int:
+    """The process id of one of torchrun's workers."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[1]
+            settings = entry.joinpath("environ").read_bytes().split(b"\0")
+        except OSError:  # ended meanwhile
+            continue
+        if int(parent) == run.pid and f"RANK={rank}".encode() in settings:
+            return int(entry.name)
+    raise AssertionError(f"no worker {rank}")
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_when_a_worker_is_killed_another_run_goes_on(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, rank: int
+) -> None:
+    model, out = tiny_checkpoint("deepseek_v3"), tmp_path / "out"
+    run = _torchrun(2, model, out, text)
+    arms = tmp_path / ".out.ciuic" / "arms"
+    while not arms.is_dir() or len(list(arms.iterdir())) < 5:
+        assert run.poll() is None, "it ended before it could be killed"
+        time.sleep(0.01)
+    os.kill(_worker(run, rank), signal.SIGKILL)
+    assert run.wait(timeout=120) != 0
+    assert not out.exists()
+    heard: list[str] = []
+    compress(model, out, calibration=[text], hint=heard.append, **SETTINGS)
+    assert any("going on with the unfinished run" in line for line in heard)
+    assert _weights(out) == _alone(model, tmp_path / "one", text)

@@ -1,0 +1,389 @@
+"""Recovery: its gradients against those of the whole model, what it keeps, and what becomes of row scales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from threaded_workers import Meeting, Threads
+from torch import nn
+from torch.func import functional_call
+from transformers import AutoModelForCausalLM
+
+from ciuic_cli.allocation.matrices import units_of
+from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.codecs.packing import PackedMatrix, stored_bits
+from ciuic_cli.codecs.scales import encode_scales
+from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.compression import options, pipeline
+from ciuic_cli.compression.task import Task
+from ciuic_cli.layerwise import layer_stream
+from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.passes.quantize import round_plain
+from ciuic_cli.process.workers import Workers
+from ciuic_cli.recovery import tuning as recovery
+from ciuic_cli.recovery.row_factors import Factors, tunable, with_row_factors
+from ciuic_cli.recovery.tuning import CHECKS, SEQUENCES, Recovery, Result, learning_rate
+
+CPU = torch.device("cpu")
+BITS = 3
+
+
+@pytest.fixture(autouse=True)
+def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 20 tokens go through the head in three parts; the references take them whole."""
+    monkeypatch.setattr(recovery, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 8 * 4 * 256)
+
+
+class Rounded:
+    """A model whose matrices are all rounded at a few bits."""
+
+    def __init__(self, folder: Path) -> None:
+        self.map: ModelMap = map_model(open_checkpoint(folder))
+        self.matrices: dict[Key, PackedMatrix] = {}
+        for unit in units_of(self.map.parameters.values()):
+            name, expert = unit.name, unit.expert
+            weight = self.map.read(name) if expert is None else self.map.read_expert(name, expert)
+            self.matrices[name, expert] = round_plain(weight.float(), BITS, window=12)
+
+    def coded(self, name: str, expert: int | None) -> PackedMatrix | None:
+        return self.matrices.get((name, expert))
+
+    def recovery(self, text: torch.Tensor, folder: Path, **options: Any) -> Recovery:
+        def adjust(prefix: str, layer: nn.Module) -> AbstractContextManager[None]:
+            return nullcontext()
+
+        settings: dict[str, Any] = {"device": CPU, "workers": Workers(), **options}
+        return Recovery(self.map, self.coded, adjust, text, folder, **settings)
+
+
+def _text(steps: int, length: int = 20) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 250, (SEQUENCES * steps, length), generator=generator)
+
+
+def _silent(what: str, done: int, total: int) -> None:
+    del what, done, total
+
+
+def _measures(values: list[float]) -> Callable[[Factors], float]:
+    left: Iterator[float] = iter(values)
+    return lambda factors: next(left)
+
+
+def _loss_and_gradients(
+    rounded: Rounded, folder: Path, text: torch.Tensor, at: Factors
+) -> tuple[float, dict[Key, torch.Tensor]]:
+    """KL of the rounded model with these factors, and gradients of what is tuned, by autograd through all of it."""
+    original = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    factors = {key: factor.clone().requires_grad_(True) for key, factor in at.items()}
+    weights: dict[str, torch.Tensor] = {}
+    for name, value in original.named_parameters():
+        experts = range(len(value)) if value.dim() == 3 else [None]
+        parts = []
+        for expert in experts:
+            packed, factor = rounded.coded(name, expert), factors.get((name, expert))
+            if packed is None:
+                part = value.detach() if expert is None else value.detach()[expert]
+                parts.append(part if factor is None else part * factor)
+            else:
+                part = decode_dense(packed)
+                if factor is not None:
+                    part = part * factor.detach()[:, None]
+                if expert is not None:  # the stream has stacks in the model's own dtype
+                    part = part.to(rounded.map.dtype).float()
+                parts.append(part if factor is None else part * (factor / factor.detach())[:, None])
+        weights[name] = torch.stack(parts) if value.dim() == 3 else parts[0]
+    if original.config.tie_word_embeddings:
+        weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+    with torch.no_grad():
+        p = original(input_ids=text).logits.log_softmax(-1)
+    q = functional_call(original, weights, kwargs={"input_ids": text}).logits.log_softmax(-1)
+    kl = (p.exp() * (p - q)).sum(-1)
+    (2 * (kl + recovery.FLOOR).sqrt()).mean().backward()
+    return float(kl.detach().mean()), {
+        key: factor.grad for key, factor in factors.items() if factor.grad is not None
+    }
+
+
+def _near_one(rounded: Rounded) -> dict[Key, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = tunable(rounded.map, rounded.coded)
+    return {key: 1 + 0.2 * torch.rand(shape, generator=generator) for key, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "llama_tied", "qwen2", "deepseek_v2", "deepseek_v3", "deepseek_v4", "mixtral"]
+)
+def test_gradients_are_those_of_the_whole_model(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Of row factors, biases left out, experts' and norms' too; one sequence after the other gives the same."""
+    folder, text = tiny_checkpoint(family), _text(1)
+    rounded = Rounded(folder)
+    factors = _near_one(rounded)
+    _, expected = _loss_and_gradients(rounded, folder, text, factors)
+    tuned = rounded.recovery(text, tmp_path)
+    for key, factor in factors.items():
+        tuned._factors[key].data.copy_(factor)
+    found: dict[Key, torch.Tensor] = {}
+
+    def instead(*args: Any, **kwargs: Any) -> None:
+        found.update({key: value.grad for key, value in tuned._factors.items() if value.grad is not None})
+
+    monkeypatch.setattr(tuned._optimizer, "step", instead)
+    tuned.run(lambda factors: 1.0, lambda state: None, _silent)
+    assert found.keys() == expected.keys() and any(len(value) > 1 for value in found.values())
+    for key, gradient in expected.items():
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-3 * scale + 1e-9, msg=str(key))
+    left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+    assert not left, "files of a step that is over"
+
+
+def test_kl_falls_on_the_text_that_is_tuned_on(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """Each step sees the same sequences: plain descent, which must go down by a good part."""
+    folder = tiny_checkpoint("deepseek_v3")
+    rounded, same = Rounded(folder), _text(1)
+    tuned = rounded.recovery(same.repeat(40, 1), tmp_path)
+    result = tuned.run(_measures([5, 4, 3, 2, 1]), lambda state: None, _silent)
+    assert result.steps == 40
+    assert any(rounded.coded(*key) is None for key in result.factors), "no norm was tuned"
+    ones = {key: torch.ones_like(factor) for key, factor in result.factors.items()}
+    before, _ = _loss_and_gradients(rounded, folder, same, ones)
+    after, _ = _loss_and_gradients(rounded, folder, same, result.factors)
+    assert after < 0.85 * before
+
+
+def test_where_gradients_are_not_finite_nothing_is_kept(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "root_gradient", lambda logits, p: torch.full_like(logits, torch.nan))
+    tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
+    result = tuned.run(_measures([1.0]), lambda state: None, _silent)
+    assert (result.factors, result.steps, result.kl_after) == ({}, 0, 1.0)
+
+
+def test_with_nothing_to_tune_there_are_no_steps(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "tunable", lambda model_map, coded: {})
+    tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
+    assert tuned.run(_measures([1.0]), lambda state: None, _silent).steps == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "steps", "kept"),
+    [
+        ([1.0, 0.9, 0.8, 0.7, 0.6], 8, True),
+        ([1.0, 1.1, 1.2], 4, False),
+        ([1.0, 0.9, 0.95, 0.97], 6, True),
+        ([1.0, 1.1, 1.0, 1.1, 1.05], 8, False),
+    ],
+)
+def test_it_stops_where_kl_rises_and_keeps_what_was_best(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, values: list[float], steps: int, kept: bool
+) -> None:
+    rounded = Rounded(tiny_checkpoint("llama_tied"))
+    seen: list[Factors] = []
+    measure = _measures(values)
+
+    def note(factors: Factors) -> float:
+        seen.append(factors)
+        return measure(factors)
+
+    result = rounded.recovery(_text(2 * CHECKS), tmp_path).run(note, lambda state: None, _silent)
+    assert len(seen) == len(values)
+    assert (result.steps, result.kl_before, result.kl_after) == (steps, values[0], min(values))
+    assert bool(result.factors) == kept
+    best = seen[values.index(min(values))]
+    assert all(torch.equal(result.factors[key], best[key]) for key in best)
+
+
+def test_what_was_saved_is_gone_on_from(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    rounded, text = Rounded(tiny_checkpoint("deepseek_v3")), _text(CHECKS)
+    states: list[bytes] = []
+
+    def keep(state: Callable[[], bytes]) -> None:
+        states.append(state())
+
+    whole = rounded.recovery(text, tmp_path / "a").run(_measures([5, 4, 3, 2, 1]), keep, _silent)
+    assert len(states) == CHECKS
+    again = rounded.recovery(text, tmp_path / "b", state=states[1]).run(_measures([2, 1]), keep, _silent)
+    done = rounded.recovery(text, tmp_path / "c", state=states[CHECKS - 1]).run(_measures([]), keep, _silent)
+    for other in (again, done):
+        assert other.factors.keys() == whole.factors.keys() and replace(other, factors={}) == replace(
+            whole, factors={}
+        )
+        assert all(torch.equal(other.factors[key], whole.factors[key]) for key in whole.factors)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_any_number_of_workers_tunes_alike(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, size: int
+) -> None:
+    """Five are more than a step has sequences."""
+    rounded, text, meeting = Rounded(tiny_checkpoint("deepseek_v3")), _text(2), Meeting(size)
+
+    def work(rank: int, workers: Workers) -> Result:
+        tuned = rounded.recovery(text, tmp_path / str(workers.size) / str(rank), workers=workers)
+        return tuned.run(_measures([3, 2, 1]), lambda state: None, _silent)
+
+    alone = work(0, Workers())
+    with ThreadPoolExecutor(size) as pool:
+        results = list(pool.map(lambda rank: work(rank, Threads(rank, size, meeting)), range(size)))
+    for result in results:
+        assert result.factors.keys() == alone.factors.keys() and result.steps == 2
+        assert all(torch.equal(result.factors[key], alone.factors[key]) for key in alone.factors)
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [learning_rate(step, 60, 0.2) for step in range(60)]
+    assert rates.index(max(rates)) == recovery.WARM_UP - 1
+    assert rates[0] < 0.25 * recovery.LEARNING_RATE and rates[-1] < 0.01 * recovery.LEARNING_RATE
+
+
+def test_the_less_was_lost_the_smaller_the_steps() -> None:
+    rates = [learning_rate(9, 60, kl) for kl in (1.0, recovery.USUAL_KL, recovery.USUAL_KL / 4, -1e-9)]
+    assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, 0.0])
+
+
+@pytest.mark.parametrize("is_sorted", [False, True])
+def test_rows_are_multiplied_within_half_a_step(is_sorted: bool) -> None:
+    draw = np.random.default_rng(0)
+    weight = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
+    packed = round_plain(weight, 4, window=12)
+    if is_sorted:
+        packed = replace(packed, row_class=draw.integers(0, 16, 70).astype(np.uint8))
+    factors = torch.from_numpy(draw.uniform(0.97, 1.03, 70)).float()
+    found = with_row_factors(packed, factors)
+    assert found.nbytes == packed.nbytes and found.scale_steps > 100
+    ratio = decode_dense(found).norm(dim=1) / decode_dense(packed).norm(dim=1)
+    assert float((ratio / factors).log2().abs().max()) <= 0.51 / found.scale_steps
+
+
+def test_rows_without_codes_do_not_make_steps_coarser() -> None:
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
+    weight[:16] *= 1e-4
+    whole = round_plain(weight, 4, window=12)
+    base, codes = encode_scales(whole.scales[:48])
+    gone = stored_bits([0, 4, 4])
+    packed = replace(
+        whole, base=base, row_scale=codes, row_bits=gone, codes=whole.codes[len(whole.codes) // 3 :]
+    )
+    found = with_row_factors(packed, torch.full((48,), 1.01))
+    assert found.scale_steps > 100
+    ratio = decode_dense(found)[16:].norm(dim=1) / decode_dense(packed)[16:].norm(dim=1)
+    assert float((ratio / 1.01).log2().abs().max()) <= 0.51 / found.scale_steps
+
+
+def test_what_cannot_have_factors_is_left_alone(tiny_checkpoint: Callable[..., Path]) -> None:
+    rounded = Rounded(tiny_checkpoint("llama_tied"))
+    usual = tunable(rounded.map, rounded.coded)
+    key = ("model.layers.0.mlp.up_proj.weight", None)
+    assert key in usual and not any("embed" in name for name, _ in usual)
+    weight = decode_dense(rounded.matrices[key])
+    weight[3] *= 1e-4
+    rounded.matrices[key] = round_plain(weight, 4, window=12)
+    assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key}
+    other = ("model.layers.1.mlp.up_proj.weight", None)
+    part = round_plain(weight[:16], 4, window=12), round_plain(torch.randn(16, len(weight)), 4, window=12)
+    rounded.matrices[other] = replace(rounded.matrices[other], lowrank=part)
+    assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key, other}
+
+
+TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
+
+
+@pytest.fixture
+def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """compress() with effort best, a small window, and a few steps of recovery."""
+    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, 6, CHECKS))
+    words = TEXT.split()
+    random = np.random.default_rng(0)
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(random.choice(words, 3000)))
+
+    def run(source: Path, out: Path, **more: Any) -> dict[str, Any]:
+        settings = {"effort": "best", "seqlen": 48, "calibration": [text], "ratio": 3.0, **more}
+        return pipeline.compress(source, out, **settings)
+
+    return run
+
+
+def _weights(out: Path) -> bytes:
+    return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3"])
+def test_best_says_what_it_gained_and_a_killed_run_ends_in_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, best: Callable[..., dict[str, Any]], family: str
+) -> None:
+    source, out = tiny_checkpoint(family), tmp_path / "out"
+    report = best(source, tmp_path / "whole")
+    (entry,) = [entry for entry in report["passes"] if entry["name"] == "recovery"]
+    assert entry["kl_after"] <= entry["kl_before"]
+    assert report["measured_kl"] == pytest.approx(entry["kl_after"], rel=1e-6)
+    assert report["artifact_bytes"] <= report["budget_bytes"]
+    tuned = [row for row in report["components"] if "tuned" in row.get("dense", "")]
+    assert len(tuned) == entry["norms"] and bool(tuned) == (entry["kl_after"] < entry["kl_before"])
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "recovery" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        best(source, out, progress=interrupt)
+    steps: list[int] = []
+    best(source, out, progress=lambda what, done, total: steps.append(done) if what == "recovery" else None)
+    assert steps and steps[0] > 1, "it began anew"
+    assert _weights(out) == _weights(tmp_path / "whole")
+    said = json.loads((out / "memory_report.json").read_text())["passes"]
+    assert [entry] == [other for other in said if other["name"] == "recovery"]
+
+
+def _task(sequences: int, nsamples: int, steps: int) -> Task:
+    """A task with numbered sequences."""
+    settings = replace(_OPTIONS, nsamples=nsamples, recovery_steps=steps)
+    batches = torch.arange(sequences)[:, None].expand(-1, 3)
+    return Task(None, None, settings, None, batches, 0)  # type: ignore[arg-type]
+
+
+_OPTIONS = options.Options(4.0, "best", 12, 0, 0, 48, 0, "auto", "auto", (4.0,), "drop", "cpu")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "nsamples", "steps"), [(368, 128, 60), (200, 128, 60), (40, 128, 60), (17, 5, 2)]
+)
+def test_what_is_held_out_is_not_tuned_on(sequences: int, nsamples: int, steps: int) -> None:
+    task = _task(sequences, nsamples, steps)
+    held_out, seen = set(task.held_out[:, 0].tolist()), set(task.calibration[:, 0].tolist())
+    tuned = task.recovery[:, 0].tolist()
+    fresh = set(range(sequences)) - held_out - seen
+    assert len(tuned) == SEQUENCES * steps and held_out.isdisjoint(tuned) and held_out.isdisjoint(seen)
+    assert len(held_out | seen) == min(nsamples, sequences)
+    first = tuned[: len(fresh)]
+    assert set(first) <= fresh and len(set(first)) == len(first), (
+        "what the statistics have not seen comes first"
+    )
+    if len(tuned) >= sequences:
+        assert set(tuned) == fresh | seen
+    assert task.recovery.equal(_task(sequences, nsamples, steps).recovery)
+    assert tuned != sorted(tuned)
+
+
+def test_without_recovery_the_text_is_as_it_was() -> None:
+    task = _task(64, 64, 0)
+    assert len(task.held_out) == 4 and len(task.calibration) == 60 and len(task.recovery) == 0

@@ -1,0 +1,218 @@
+"""The report page: well-formed, self-contained, nothing unescaped, and the report's numbers on it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from ciuic_cli.report.html import render_html
+from ciuic_cli.report.sentences import much_is_lost, pass_sentence
+
+VOID = {"meta", "br", "img", "hr", "link", "input"}
+HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e</title></svg>"
+
+REPORT: dict[str, Any] = {
+    "parameters": 1_234_567,
+    "original_bytes": 2_469_134,
+    "source_file_bytes": 2_480_000,
+    "artifact_bytes": 615_000,
+    "budget_bytes": 617_283,
+    "ratio": 4.0149,
+    "ratio_to_source_files": 4.0325,
+    "bits_per_weight": 3.9852,
+    "predicted_kl": 0.01234,
+    "measured_kl": 0.02345,
+    "measured_kl_stderr": 0.00123,
+    "components": [
+        {"name": "model.embed_tokens.weight", "role": "embedding", "shape": [512, 64], "parameters": 32768,
+         "bytes": 24576, "bits": 6.0, "widths": {"6": 32}, "rank": 0, "pruned": 0.0, "predicted_kl": 0.004},
+        {"name": "model.layers.0.mlp.experts.down_proj", "role": "expert_down", "shape": [2, 64, 64],
+         "parameters": 8192, "bytes": 3072, "bits": 3.0, "widths": {"0": 4, "5": 4}, "rank": 0, "pruned": 0.5,
+         "predicted_kl": 0.005, "experts": [
+             {"bits": 5.5, "pruned": False, "tokens": 9, "predicted_kl": 0.001},
+             {"bits": 0.0, "pruned": True, "tokens": 0, "predicted_kl": 0.004}]},
+        {"name": "model.layers.10.self_attn.o_proj.weight", "role": "o", "shape": [64, 64], "parameters": 4096,
+         "bytes": 64, "bits": 0.125, "widths": {"0": 4}, "rank": 0, "pruned": 1.0, "predicted_kl": 0.00334},
+        {"name": "model.layers.2.self_attn.o_proj.weight", "role": "o", "shape": [64, 64], "parameters": 4096,
+         "bytes": 2176, "bits": 4.25, "widths": {"4": 4}, "rank": 16, "pruned": 0.0, "predicted_kl": 0.001},
+        {"name": "model.norm.weight", "role": "norm", "shape": [64], "parameters": 64, "bytes": 128, "bits": 16.0,
+         "rank": 0, "pruned": 0.0, "predicted_kl": 0.0, "dense": "norm: one number per channel"},
+    ],
+    "passes": [
+        {"name": "prune", "weights": 77_000, "structures": 3, "bytes": 0},
+        {"name": "lowrank", "matrices": 5, "bytes": 4096},
+        {"name": "bits", "sorted_matrices": 3, "scaled_matrices": 2, "bytes": 600_000, "predicted_kl": 0.01234},
+    ],
+    "statistics": {"tokens": 4321, "experts_without_tokens": 7, "roles": {
+        "o": {"predicted_kl": 0.00111, "measured_kl": 0.00222, "correction": 2.0}}},
+    "warnings": ["the tied head differs from the embedding"],
+    "dropped": ["layer 61: multi-token prediction"],
+    "options": {"ratio": 4.0, "seed": 0},
+    "seconds": 12.0,
+    "peak_rss_bytes": 500_000_000,
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Collects the elements and the text; every element but the void ones must be closed in order."""
+
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(source)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] != "style":
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.words)
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    return copy.deepcopy(REPORT)
+
+
+def test_page_is_well_formed_and_needs_nothing_else(report: dict[str, Any]) -> None:
+    source = render_html(report)
+    page = Page(source)
+    names = {tag for tag, _ in page.tags}
+    assert {"html", "style", "svg", "table", "title"} <= names
+    assert not names & {"script", "link", "img", "iframe", "object"}
+    for _, attributes in page.tags:
+        assert not {"src", "href", "onload", "onclick"} & attributes.keys()
+    assert "prefers-color-scheme: dark" in source
+    assert "url(" not in source and "@import" not in source
+
+
+def test_headline_figures(report: dict[str, Any]) -> None:
+    text = Page(render_html(report)).text
+    for figure in ("4.015 : 1", "615 kB", "2.47 MB", "3.985", "0.0123", "0.0234", "1,234,567", "4,321"):
+        assert figure in text
+
+
+def test_a_great_loss_is_warned_of(report: dict[str, Any]) -> None:
+    assert much_is_lost(report) is None and "much is lost" not in Page(render_html(report)).text
+    for report["measured_kl"], report["predicted_kl"], times in ((1.5, 0.1, "4.5"), (None, 0.7, "2")):
+        warning = much_is_lost(report)
+        assert warning is not None and f"about {times} times" in warning and "--ratio" in warning
+        assert warning in Page(render_html(report)).text
+    report["measured_kl"], report["predicted_kl"] = 0.1, 0.7  # what was measured counts
+    assert much_is_lost(report) is None
+
+
+def test_not_measured_is_said(report: dict[str, Any]) -> None:
+    report["measured_kl"] = None
+    assert "not measured" in Page(render_html(report)).text
+
+
+def test_every_component_layer_pass_and_reason_is_shown(report: dict[str, Any]) -> None:
+    text = Page(render_html(report)).text
+    assert "65.5 kB → 24.6 kB, 6.00 bits" in text  # the embedding, before and after
+    assert "0.00111, measured 0.00222; counted × 2.00" in text
+    for step in report["passes"]:
+        assert pass_sentence(step) in text
+    assert "norm: one number per channel" in text and "model.norm.weight" in text
+    for note in ("the tied head differs", "multi-token prediction", "7 expert matrices"):
+        assert note in text
+
+
+def test_heat_map_cells(report: dict[str, Any]) -> None:
+    source = render_html(report)
+    cells = re.findall(r"<g><title>(.*?)</title>.*?</g>", source, flags=re.DOTALL)
+    assert len(cells) == 4  # dense tensors have none
+    assert any("experts.down_proj: 3.00 bits, 50.0 % pruned, 1 experts left out" in cell for cell in cells)
+    assert any("layers.2.self_attn.o_proj.weight: 4.25 bits, rank 16" in cell for cell in cells)
+    assert ">0.0 – 5.5<" in source  # the experts' range
+    assert ">pruned<" in source  # layer 10, in place of its bits
+
+
+def test_layers_are_in_numerical_order(report: dict[str, Any]) -> None:
+    words = [word for word in Page(render_html(report)).words if re.fullmatch(r"layer \d+", word)]
+    assert words == ["layer 0", "layer 2", "layer 10"] * 2  # the heat map, then the losses
+
+
+def test_kept_prediction_layers_have_bits_and_no_loss(report: dict[str, Any]) -> None:
+    row = {**report["components"][-2], "name": "model.layers.61.eh_proj.weight", "role": "mtp"}
+    report["components"].append({**row, "unpredicted": "no <calibration> of it"})
+    report["kept"] = ["layer 61 is <kept>"]
+    source = render_html(report)
+    page = Page(source)
+    assert "layer 61 is <kept>" in page.text and "no <calibration> of it" in page.text
+    assert page.words.count("layer 61") == 1  # in the heat map, not among the losses
+    assert "<kept>" not in source
+
+
+def test_longer_bars_for_more_bytes(report: dict[str, Any]) -> None:
+    source = render_html(report)
+    bars = source[source.index("Bytes by component before") :]
+    before = float(re.findall(r'class="before"[^>]*width="([0-9.]+)"', bars)[0])
+    after = float(re.findall(r'class="after"[^>]*width="([0-9.]+)"', bars)[0])
+    assert after / before == pytest.approx(24576 / 65536, abs=0.002)
+
+
+def test_hostile_names_are_harmless(report: dict[str, Any]) -> None:
+    expected = len(Page(render_html(report)).tags)
+    for row in report["components"]:
+        row["name"] += HOSTILE
+    report["components"][0]["role"] = HOSTILE
+    report["components"][-1]["dense"] = HOSTILE
+    report["statistics"]["roles"] = {HOSTILE: report["statistics"]["roles"]["o"]}
+    report["warnings"] = [HOSTILE]
+    report["dropped"] = [HOSTILE]
+    report["options"] = {HOSTILE: HOSTILE}
+    source = render_html(report)
+    page = Page(source)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert len(page.tags) - expected < 8  # a long role takes more lines of text, and no other element
+    assert "\x1b" not in source and "\u202e" not in source
+    assert "&lt;script&gt;" in source
+
+
+def test_a_name_of_a_megabyte_is_cut(report: dict[str, Any]) -> None:
+    report["components"][0]["name"] = "x" * 1_000_000
+    assert len(render_html(report)) < 40_000
+
+
+def test_a_model_without_layers_or_probes(report: dict[str, Any]) -> None:
+    report["components"] = [report["components"][-1]]
+    report["statistics"] = {"tokens": 1, "experts_without_tokens": 0, "roles": {}}
+    text = Page(render_html(report)).text
+    assert "Predicted and measured" not in text
+    assert "model.norm.weight" in text
+
+
+def test_infinite_losses_do_not_break_the_picture(report: dict[str, Any]) -> None:
+    report["components"][0]["predicted_kl"] = float("inf")
+    report["components"][1]["predicted_kl"] = float("nan")
+    source = render_html(report)
+    Page(source)
+    assert not re.search(r'(?:width|x)="(?:inf|nan)"', source)
+
+
+def test_recovery_says_what_it_gained_or_that_it_gained_nothing() -> None:
+    step = {"name": "recovery", "bytes": 0, "steps": 90, "matrices": 210, "norms": 61, "kl_before": 0.04}
+    gained = pass_sentence({**step, "kl_after": 0.03})
+    assert "210 matrices and 61 norms" in gained and "0.03 instead of 0.04" in gained
+    assert "nothing of them was kept" in pass_sentence({**step, "kl_after": 0.04})
