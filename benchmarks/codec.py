@@ -25,7 +25,7 @@ import torch
 
 from ciuic_cli.codecs import native, trellis
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.widths import BITS as ALL_BITS
@@ -35,32 +35,32 @@ BITS = ALL_BITS[1:]
 WHOLE = [int(bits) for bits in BITS if bits == int(bits) and bits >= 2]  # all that the plain loop knows
 
 
-def row_error(weight: torch.Tensor, scale: torch.Tensor, bits: float, window: int) -> float:
+def row_error(weight: torch.Tensor, scale: torch.Tensor, bits: float, L: int) -> float:
     """Normalised error of a matrix (m, n) with the codes of its rows scaled by scale (m,)."""
     groups = [stored_bits(bits)] * (len(weight) // TILE)
-    _, decoded = trellis.round_matrix(weight, scale, groups, L=window)
+    _, decoded = trellis.round_matrix(weight, scale, groups, L=L)
     return float((weight - decoded).double().square().mean()) * 4.0**bits
 
 
-def gaussian_error(bits: float, window: int, scale: float, tiles: int, seed: int = 0) -> float:
+def gaussian_error(bits: float, L: int, scale: float, tiles: int, seed: int = 0) -> float:
     """Normalised error over `tiles` tiles, encoded as the product encodes them (closing of the circle included)."""
     weight = torch.randn(TILE * tiles // 4, 4 * TILE, generator=torch.Generator().manual_seed(seed))
-    return row_error(weight, torch.full((len(weight),), scale), bits, window)
+    return row_error(weight, torch.full((len(weight),), scale), bits, L)
 
 
 def quality(windows: list[int], tiles: int) -> None:
     print("| L | K | best scale | error x 4^K |\n|---|---|---|---|")
-    for window in windows:
+    for L in windows:
         for bits in BITS:
             # The more bits, the rarer a weight beyond the largest level has to be.
             shift = {1: -0.14, 1.5: -0.07, 5.5: 0.06, 6: 0.12, 7: 0.2, 8: 0.4}.get(bits, 0.0)
             scales = np.linspace(0.94, 1.26, 9) + shift
-            coarse = [gaussian_error(bits, window, float(s), tiles // 2) for s in scales]
+            coarse = [gaussian_error(bits, L, float(s), tiles // 2) for s in scales]
             fit = np.polyfit(scales, coarse, 3)
             fine = np.linspace(scales[0], scales[-1], 200)
             best = round(float(fine[np.polyval(fit, fine).argmin()]), 2)
-            error = gaussian_error(bits, window, best, tiles, seed=1)
-            print(f"| {window} | {bits} | {best} | {error:.4f} |", flush=True)
+            error = gaussian_error(bits, L, best, tiles, seed=1)
+            print(f"| {L} | {bits} | {best} | {error:.4f} |", flush=True)
 
 
 def uneven(windows: list[int]) -> None:
@@ -72,20 +72,20 @@ def uneven(windows: list[int]) -> None:
     )
     draw = torch.randn(rows, blocks, width, generator=torch.Generator().manual_seed(0))
     patterns = ((1, 4), (1, 16), (3, 4), (5, 4))
-    for window, bits, (loud, times) in itertools.product(windows, (2, 3, 4, 5), patterns):
+    for L, bits, (loud, times) in itertools.product(windows, (2, 3, 4, 5), patterns):
         variance = torch.ones(blocks)
         variance[:loud] = times
         weight = (draw * (variance / variance.mean()).sqrt()[:, None]).flatten(1)
-        best = SCALE_BY_WINDOW[window][bits]  # of even rows, over their deviation
+        best = SCALE_BY_L[L][bits]  # of even rows, over their deviation
         squares = even_square(weight.square().unflatten(1, (blocks, width)).mean(2), width)
         mean = weight.square().mean(1).sqrt()
         others = [
-            row_error(weight, best * factor * mean, bits, window)
+            row_error(weight, best * factor * mean, bits, L)
             for factor in (1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.3)
         ]
-        taken, predicted = row_error(weight, best * squares.sqrt(), bits, window), float(squares.mean())
-        values = (others[0], min(others), taken, MSE_BY_WINDOW[window][bits] * predicted)
-        print(f"| {window} | {bits} | {loud} of 9, {times} times the variance | ", end="")
+        taken, predicted = row_error(weight, best * squares.sqrt(), bits, L), float(squares.mean())
+        values = (others[0], min(others), taken, MSE_BY_L[L][bits] * predicted)
+        print(f"| {L} | {bits} | {loud} of 9, {times} times the variance | ", end="")
         print(" | ".join(f"{value:.2f}" for value in values), "|", flush=True)
 
 
@@ -121,32 +121,32 @@ def encode(windows: list[int], threads: int) -> None:
     print("| L | K | M weights/s | error | plain loop | error | ratio |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_loop(Path(folder))
-        for window in windows:
+        for L in windows:
             for bits in WHOLE:
-                tiles = 12 * threads * (1 << (16 - window))
+                tiles = 12 * threads * (1 << (16 - L))
                 weight = torch.randn(TILE * tiles // 4, 4 * TILE)
-                scales = np.full(weight.shape[0], SCALE_BY_WINDOW[window][bits], np.float32)
+                scales = np.full(weight.shape[0], SCALE_BY_L[L][bits], np.float32)
                 row_bits = [stored_bits(bits)] * (weight.shape[0] // TILE)
                 decoded = [weight]
 
                 def ours() -> None:
-                    decoded[0] = trellis.round_matrix(weight, scales, row_bits, L=window)[1]  # noqa: B023
+                    decoded[0] = trellis.round_matrix(weight, scales, row_bits, L=L)[1]  # noqa: B023
 
                 fast = seconds(ours, threads, 3)
                 error = float((weight - decoded[0]).double().square().mean()) * 4.0**bits
                 few = max(2, tiles // 8)
-                factor = float(CODE_SIGMA) / SCALE_BY_WINDOW[window][bits]
+                factor = float(CODE_SIGMA) / SCALE_BY_L[L][bits]
                 x = (torch.randn(few, TILE_WEIGHTS) * factor).numpy()
                 found = np.zeros((few, TILE_WEIGHTS), np.int32)
                 slow = seconds(
-                    lambda: plain.plain_encode(x.ctypes.data, few, bits, window, found.ctypes.data),  # noqa: B023
+                    lambda: plain.plain_encode(x.ctypes.data, few, bits, L, found.ctypes.data),  # noqa: B023
                     1,
                     1,
                 )
                 plain_error = float(np.square((x - levels(found)) / factor).mean()) * 4.0**bits
                 rates = (weight.numel() / fast / 1e6, x.size / slow / 1e6)
                 print(
-                    f"| {window} | {bits} | {rates[0]:.3f} | {error:.3f} | {rates[1]:.3f} | {plain_error:.3f} "
+                    f"| {L} | {bits} | {rates[0]:.3f} | {error:.3f} | {rates[1]:.3f} | {plain_error:.3f} "
                     f"| {rates[0] / rates[1]:.1f} |",
                     flush=True,
                 )

@@ -123,9 +123,9 @@ def build(device: torch.device) -> dict[str, float]:
         started = time.monotonic()
         compiler.compile_unit(unit, launcher.architecture)
         seconds[unit] = time.monotonic() - started
-        for window in (16, 13):
+        for L in (16, 13):
             for name in names:
-                launcher.load(name, window)
+                launcher.load(name, L)
     return seconds
 
 

@@ -14,7 +14,7 @@ import torch
 from ciuic_cli import kernels
 from ciuic_cli.codecs import reference
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import inverse_transform
@@ -96,7 +96,7 @@ def random_matrix(
     cols: int,
     row_bits: tuple[float, ...],
     rank: int = 0,
-    window: int = 16,
+    L: int = 16,
     *,
     is_scaled: bool = False,
 ) -> PackedMatrix:
@@ -106,13 +106,13 @@ def random_matrix(
     lowrank = None
     if rank:
         lowrank = (
-            random_matrix(random, rank, cols, (5.5,), window=window),
-            random_matrix(random, rank, rows, (6, 3.5), window=window),
+            random_matrix(random, rank, cols, (5.5,), L=L),
+            random_matrix(random, rank, rows, (6, 3.5), L=L),
         )
     return PackedMatrix(
         rows=rows,
         cols=cols,
-        L=window,
+        L=L,
         seed=0,
         base=0.01,
         row_bits=bits,
@@ -169,15 +169,15 @@ def run(device: torch.device, *, small: bool = False, seed: int = 0) -> list[Che
 
 
 def _rows(device, random, record, small: bool) -> None:
-    for window in (16, 13):
+    for L in (16, 13):
         for bits in BITS:
-            packed = random_matrix(random, 45, 208, (bits, 4), window=window)
+            packed = random_matrix(random, 45, 208, (bits, 4), L=L)
             matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
             exact = torch.from_numpy(reference.decode(packed)).double()
-            record(f"decode {bits:g} bits L={window}", relative_error(kernels.decode(matrix), exact), 1e-6)
+            record(f"decode {bits:g} bits L={L}", relative_error(kernels.decode(matrix), exact), 1e-6)
             for dtype in (torch.bfloat16, torch.float16):
                 error = relative_error(kernels.decode(matrix, dtype=dtype), exact)
-                record(f"decode {bits:g} bits L={window} {dtype}", error)
+                record(f"decode {bits:g} bits L={L} {dtype}", error)
     for cols in (100, 1040) if small else (100, 576, 4096, 7168):
         packed = random_matrix(random, 77, cols, (4, 2.5, 8), is_scaled=True)
         matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
@@ -233,15 +233,15 @@ def _experts(device, random, record, small: bool) -> None:
 
 def _encoder(device, record, small: bool) -> None:
     for bits in BITS[1:]:
-        window = 13 if small else 16
+        L = 13 if small else 16
         tiles = 2 if small else 64
         # Outliers beyond the code's range would drown what there is to see in few tiles.
-        targets = torch.randn(tiles, 256).clamp(-3.0, 3.0) / SCALE_BY_WINDOW[window][bits]
-        codes, decoded = kernels.encode(targets.to(device), bits, window)
+        targets = torch.randn(tiles, 256).clamp(-3.0, 3.0) / SCALE_BY_L[L][bits]
+        codes, decoded = kernels.encode(targets.to(device), bits, L)
         packed = PackedMatrix(
             rows=16,
             cols=16 * tiles,
-            L=window,
+            L=L,
             seed=0,
             base=1.0,
             row_bits=stored_bits([bits]),
@@ -252,5 +252,5 @@ def _encoder(device, record, small: bool) -> None:
         stored = stored.transpose(0, 1).reshape(tiles, 256).double()
         record(f"encode {bits:g} bits: codes are what was decoded", relative_error(decoded, stored), 1e-6)
         # Relative to the native encoder's on Gaussian weights.
-        error = relative_error(decoded, targets.double()) * 2.0**bits / MSE_BY_WINDOW[window][bits] ** 0.5
+        error = relative_error(decoded, targets.double()) * 2.0**bits / MSE_BY_L[L][bits] ** 0.5
         record(f"encode {bits:g} bits: error over the native encoder's", error, 1.1)

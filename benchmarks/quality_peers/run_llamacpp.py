@@ -86,7 +86,7 @@ def whole_model(job: Job) -> Path:
     return out
 
 
-def importance(job: Job) -> Path:
+def fisher(job: Job) -> Path:
     """The importance matrix over the calibration sequences' text, made once."""
     out = job.shared / "imatrix.gguf"
     if not out.is_file():
@@ -107,7 +107,7 @@ def work(job: Job) -> int:
     import gguf
 
     out = job.artifact / "model.gguf"
-    command = [program("llama-quantize"), "--imatrix", importance(job)]
+    command = [program("llama-quantize"), "--imatrix", fisher(job)]
     if job.options["embedding"]:
         command += ["--token-embedding-type", job.options["embedding"]]
     command += [whole_model(job), out, job.options["type"], str(job.threads)]

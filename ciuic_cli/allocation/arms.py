@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from ciuic_cli.allocation.matrices import PLAIN_ROLES, Unit
+from ciuic_cli.allocation.matrices import PLAIN_ROLES, WeightMatrix
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.passes import lowrank, prune
@@ -25,21 +25,21 @@ class PassOptions:
     """What the user allows. prune: "off", "auto" or a share of the prunable weights; rank: "off", "auto" or a rank."""
 
     widths: tuple[float, ...]
-    window: int = 16
+    L: int = 16
     prune: str | float = "auto"
     rank: str | int = "auto"
 
-    def widths_for(self, unit: Unit) -> tuple[float, ...]:
-        if unit.role in PLAIN_ROLES:
+    def widths_for(self, matrix: WeightMatrix) -> tuple[float, ...]:
+        if matrix.role in PLAIN_ROLES:
             return tuple(width for width in self.widths if width >= LEAST_PLAIN_WIDTH) or self.widths
         return ((0,) if self.prune != "off" else ()) + self.widths
 
-    def ranks_for(self, unit: Unit) -> tuple[int, ...]:
+    def ranks_for(self, matrix: WeightMatrix) -> tuple[int, ...]:
         """The ranks a matrix's low-rank part may have, all below its full rank."""
-        if self.rank == "off" or unit.role in PLAIN_ROLES:
+        if self.rank == "off" or matrix.role in PLAIN_ROLES:
             return ()
         ranks = lowrank.RANKS if self.rank == "auto" else (int(self.rank),)
-        return tuple(rank for rank in ranks if rank < min(unit.rows, unit.cols))
+        return tuple(rank for rank in ranks if rank < min(matrix.rows, matrix.cols))
 
 
 @dataclass(slots=True)
@@ -53,9 +53,9 @@ class Arms:
     sorted: the arms of the same matrix with its rows sorted, where that pays.
     """
 
-    unit: Unit
+    matrix: WeightMatrix
     widths: tuple[float, ...]
-    window: int
+    L: int
     sensitivity: NDArray[np.float64]
     removal: NDArray[np.float64]
     lowrank: list[lowrank.LowRankArm] = field(default_factory=list)
@@ -70,13 +70,13 @@ class Arms:
     @property
     def loss(self) -> NDArray[np.float64]:
         shrink = next((arm.remaining for arm in self.lowrank if arm.rank == self.rank), 1.0)
-        loss = predicted_loss(self.sensitivity * shrink, self.removal, self.widths, self.window)
+        loss = predicted_loss(self.sensitivity * shrink, self.removal, self.widths, self.L)
         return loss * self.correction
 
     @property
     def nbytes(self) -> NDArray[np.int64]:
-        per_bit = 2 * self.unit.padded_cols
-        return np.tile((np.array(self.widths) * per_bit).astype(np.int64), (self.unit.groups, 1))
+        per_bit = 2 * self.matrix.padded_cols
+        return np.tile((np.array(self.widths) * per_bit).astype(np.int64), (self.matrix.groups, 1))
 
     @property
     def lowrank_bytes(self) -> int:
@@ -88,46 +88,48 @@ def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
 
     Its own scale is arbitrary, and its loss is linear in it. In place; before any plan is made.
     """
-    covered = [arm for arm in arms if statistics.covers(arm.unit.name)]
-    typical = float(np.median([arm.removal.sum() / arm.unit.weights for arm in covered])) if covered else 1.0
+    covered = [arm for arm in arms if statistics.covers(arm.matrix.name)]
+    typical = (
+        float(np.median([arm.removal.sum() / arm.matrix.weights for arm in covered])) if covered else 1.0
+    )
     for arm in arms:
-        own = float(arm.removal.sum()) / arm.unit.weights
-        if own > 0 and not statistics.covers(arm.unit.name):
+        own = float(arm.removal.sum()) / arm.matrix.weights
+        if own > 0 and not statistics.covers(arm.matrix.name):
             arm.sensitivity = arm.sensitivity * (typical / own)
             arm.removal = arm.removal * (typical / own)
 
 
 def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:
     """What can go together: blocks of 16 MLP channels, and whole routed experts."""
-    by_key = {arm.unit.key: arm for arm in arms}
+    by_key = {arm.matrix.key: arm for arm in arms}
     found = []
     for arm in arms:
-        unit = arm.unit
+        matrix = arm.matrix
         if 0 not in arm.widths:
             continue
-        names = [unit.key.replace("down_proj", other) for other in ("gate_proj", "up_proj", "gate_up_proj")]
-        partners = [by_key[name] for name in names if name in by_key and name != unit.key]
+        names = [matrix.key.replace("down_proj", other) for other in ("gate_proj", "up_proj", "gate_up_proj")]
+        partners = [by_key[name] for name in names if name in by_key and name != matrix.key]
         if not partners:
             continue
         in_order = all(partner.row_class is None for partner in partners)  # else blocks are no channels
         for block, loss in enumerate(arm.channels if in_order else ()):
             members = tuple(
-                (partner.unit.key, block) for partner in partners if partner.unit.rows == unit.cols
+                (partner.matrix.key, block) for partner in partners if partner.matrix.rows == matrix.cols
             )
             if members:
-                found.append(prune.Structure(unit.key, block, members, float(loss) * arm.correction))
-        if unit.expert is not None:
-            whole = tuple((member.unit.key, None) for member in (arm, *partners))
-            found.append(prune.Structure(unit.key, None, whole, float(arm.removal.sum()) * arm.correction))
+                found.append(prune.Structure(matrix.key, block, members, float(loss) * arm.correction))
+        if matrix.expert is not None:
+            whole = tuple((member.matrix.key, None) for member in (arm, *partners))
+            found.append(prune.Structure(matrix.key, None, whole, float(arm.removal.sum()) * arm.correction))
     return found
 
 
-def require_weighable(loss: NDArray[np.float64], unit: Unit, model_map: ModelMap) -> None:
+def require_weighable(loss: NDArray[np.float64], matrix: WeightMatrix, model_map: ModelMap) -> None:
     """Raise InputError for a predicted loss, or squares of weights, beyond float32: the budget cannot weigh it."""
     if not bool((loss <= np.finfo(np.float32).max).all()):
         raise InputError(
             "what this matrix would lose is predicted as NaN or infinity",
             file=model_map.checkpoint.folder,
-            tensor=unit.key,
+            tensor=matrix.key,
             remedy="its weights, or those before it, are finite but too large: download the checkpoint again",
         )

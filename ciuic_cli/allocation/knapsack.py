@@ -29,7 +29,7 @@ class Allocation:
     choice: IntArray
     loss: float
     nbytes: int
-    price: float
+    multiplier: float
 
 
 def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
@@ -73,9 +73,9 @@ def _parts(*tables: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
         yield tuple(table[begin : begin + _ITEMS] for table in tables)
 
 
-def _choose(loss: FloatArray, nbytes: IntArray, price: float) -> IntArray:
+def _choose(loss: FloatArray, nbytes: IntArray, multiplier: float) -> IntArray:
     return np.concatenate(
-        [np.argmin(part + price * size, axis=1) for part, size in _parts(loss, nbytes)]
+        [np.argmin(part + multiplier * size, axis=1) for part, size in _parts(loss, nbytes)]
         or [np.zeros(0, np.intp)]
     )
 

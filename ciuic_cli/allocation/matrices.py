@@ -9,7 +9,7 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import Parameter
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.passes.quantize import BLOCK, Importance, slab_rows
+from ciuic_cli.passes.quantize import BLOCK, KroneckerFisher, chunk_rows
 from ciuic_cli.process.memory import matrix_bytes
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.files import Statistics
@@ -34,7 +34,7 @@ CHANNEL_ROLES = ("down", "shared_expert_down")
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class WeightMatrix:
     """One matrix of the budget: a 2-D parameter, or one expert of a stack."""
 
     name: str
@@ -65,50 +65,50 @@ def full_outputs(role: str, rows: int) -> bool:
     return role not in PLAIN_ROLES and rows <= FULL_FISHER_LIMIT
 
 
-def slabs_of(unit: Unit) -> list[slice]:
+def row_slices(matrix: WeightMatrix) -> list[slice]:
     """Its stored rows, those that are worked on together: of a vocabulary, which nothing ties to each other, some at a
     time."""
-    size = slab_rows(unit.cols) if unit.role in EMBEDDING_ROLES else unit.rows
-    return [slice(begin, min(begin + size, unit.rows)) for begin in range(0, unit.rows, size)]
+    size = chunk_rows(matrix.cols) if matrix.role in EMBEDDING_ROLES else matrix.rows
+    return [slice(begin, min(begin + size, matrix.rows)) for begin in range(0, matrix.rows, size)]
 
 
-def working_bytes(unit: Unit) -> int:
+def working_bytes(matrix: WeightMatrix) -> int:
     """The most bytes that preparing, probing or rounding the matrix takes."""
-    full = full_outputs(unit.role, unit.rows)
-    if unit.role not in EMBEDDING_ROLES:
-        return matrix_bytes(unit.rows, unit.cols, full_outputs=full)
-    slab = slabs_of(unit)[0].stop
-    whole = 4 * VOCABULARY_COPIES * unit.weights
-    return whole + matrix_bytes(slab, unit.cols, full_outputs=full, contexts=True)
+    full = full_outputs(matrix.role, matrix.rows)
+    if matrix.role not in EMBEDDING_ROLES:
+        return matrix_bytes(matrix.rows, matrix.cols, full_outputs=full)
+    chunk = row_slices(matrix)[0].stop
+    whole = 4 * VOCABULARY_COPIES * matrix.weights
+    return whole + matrix_bytes(chunk, matrix.cols, full_outputs=full, contexts=True)
 
 
-def units_of(parameters: Iterable[Parameter]) -> list[Unit]:
+def weight_matrices(parameters: Iterable[Parameter]) -> list[WeightMatrix]:
     """Every compressible matrix, experts one by one, in the order of the model."""
-    units = []
+    matrices = []
     for parameter in parameters:
         if not parameter.compress or parameter.tied_to:
             continue
         if len(parameter.shape) == 3:
             count, rows, cols = parameter.shape
-            units += [Unit(parameter.name, e, parameter.role, rows, cols) for e in range(count)]
+            matrices += [WeightMatrix(parameter.name, e, parameter.role, rows, cols) for e in range(count)]
         else:
             rows, cols = parameter.shape
-            units.append(Unit(parameter.name, None, parameter.role, rows, cols))
-    return units
+            matrices.append(WeightMatrix(parameter.name, None, parameter.role, rows, cols))
+    return matrices
 
 
 @one_thread()
-def importance_of(unit: Unit, statistics: Statistics) -> Importance:
+def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
     """G and H of one matrix.
 
     A head's rows and an embedding's rows are mixed with the uniform share, and the differences between them
     tempered, so that tokens absent from the calibration text keep their weight. A tied matrix is charged for both
     of its uses.
     """
-    h = statistics.input_moment(unit.name, unit.expert)
-    g = statistics.output_fisher(unit.name, unit.expert)
-    use = statistics.embedding_use(unit.name)
-    contexts = statistics.contexts(unit.name)
+    h = statistics.input_moment(matrix.name, matrix.expert)
+    g = statistics.output_fisher(matrix.name, matrix.expert)
+    use = statistics.embedding_use(matrix.name)
+    contexts = statistics.contexts(matrix.name)
     as_head = None if contexts is None or g is None else (1 - UNIFORM_SHARE) * g
     if g is not None and g.dim() == 1:
         g = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
@@ -122,15 +122,15 @@ def importance_of(unit: Unit, statistics: Statistics) -> Importance:
             h = (g.sum() * h + as_input.sum() * use.moment) / both
             g = g + as_input
     if h is None or g is None:  # not covered by the statistics; `level_uncovered` sets the scale
-        h = torch.eye(unit.cols) / unit.cols
-        g = torch.ones(unit.rows)
+        h = torch.eye(matrix.cols) / matrix.cols
+        g = torch.ones(matrix.rows)
     if contexts is not None and as_head is not None:
         # They hold for the head's share of what a row costs, and leave what all rows have in common.
         contexts *= (as_head / g.clamp_min(1e-30)).sqrt()[:, None]
         h = h - (contexts * (g / g.sum().clamp_min(1e-30))[:, None]).T @ contexts
-    if unit.role in EMBEDDING_ROLES and g.dim() == 1:
+    if matrix.role in EMBEDDING_ROLES and g.dim() == 1:
         g = tempered(g)
-    return Importance(h, g, contexts)
+    return KroneckerFisher(h, g, contexts)
 
 
 def tempered(importance: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.allocation.arms import Arms, PassOptions, require_weighable, structures_of
 from ciuic_cli.allocation.knapsack import Allocation, allocate, smallest
-from ciuic_cli.allocation.matrices import Unit, units_of
+from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
 from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES
@@ -27,13 +27,13 @@ _SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class UnitPlan:
+class MatrixPlan:
     """row_bits: (groups,) uint8; rank of the low-rank part; predicted KL per token; the others: as in `Arms`.
 
     A multi-token-prediction layer's matrix predicts none: the model's own predictions do not pass through it.
     """
 
-    unit: Unit
+    matrix: WeightMatrix
     row_bits: NDArray[np.uint8]
     rank: int
     lowrank_bytes: int
@@ -51,21 +51,21 @@ class UnitPlan:
 class Plan:
     """The arms taken. blob_bytes: exact size of each compressed parameter; file_bytes: of all safetensors files."""
 
-    units: dict[str, UnitPlan]
+    matrices: dict[str, MatrixPlan]
     blob_bytes: dict[str, int]
     file_bytes: int
     budget: int
-    price: float
+    multiplier: float
     removed: tuple[prune.Structure, ...] = ()
 
     @property
     def predicted_kl(self) -> float:
-        return sum(plan.predicted_kl for plan in self.units.values())
+        return sum(plan.predicted_kl for plan in self.matrices.values())
 
     @cached_property
     def rounding_kl(self) -> dict[str, float]:
         """Predicted KL of each matrix without what removed structures cost: that is charged to down projections."""
-        found = {key: plan.predicted_kl for key, plan in self.units.items()}
+        found = {key: plan.predicted_kl for key, plan in self.matrices.items()}
         for structure in self.removed:
             found[structure.down] -= structure.loss
         return found
@@ -73,7 +73,7 @@ class Plan:
     @cached_property
     def gone(self) -> dict[str, NDArray[np.bool_]]:
         """The row groups that went with removed structures, as one mask per matrix that lost any."""
-        return prune.masks(self.removed, {key: len(plan.row_bits) for key, plan in self.units.items()})
+        return prune.masks(self.removed, {key: len(plan.row_bits) for key, plan in self.matrices.items()})
 
 
 def blob_sizes(
@@ -82,16 +82,16 @@ def blob_sizes(
     """Bytes of every compressed parameter's blob, stacks included."""
     single: dict[str, list[int]] = {}
     for arm in arms:
-        unit = arm.unit
+        matrix = arm.matrix
         size = packed_nbytes(
-            unit.rows,
-            unit.cols,
-            row_bits[unit.key],
+            matrix.rows,
+            matrix.cols,
+            row_bits[matrix.key],
             arm.lowrank_bytes,
             is_sorted=arm.row_class is not None,
             has_input_scale=arm.input_scale is not None,
         )
-        single.setdefault(unit.name, []).append(size)
+        single.setdefault(matrix.name, []).append(size)
     return {
         name: sum(sizes)
         + (stack_header_nbytes(len(sizes)) if len(model_map.parameters[name].shape) == 3 else 0)
@@ -131,7 +131,7 @@ def stored_tensors(model_map: ModelMap, blobs: dict[str, int]) -> list[StoredTen
 def with_sorted_rows(arms: Sequence[Arms], plan: Plan) -> list[Arms]:
     """The arms with rows sorted where that pays, but for the matrices whose MLP channels the plan removes."""
     bound = {key for structure in plan.removed if structure.block is not None for key, _ in structure.members}
-    return [arm if arm.sorted is None or arm.unit.key in bound else arm.sorted for arm in arms]
+    return [arm if arm.sorted is None or arm.matrix.key in bound else arm.sorted for arm in arms]
 
 
 def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassOptions) -> Plan:
@@ -142,14 +142,16 @@ def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassO
         TargetError: not reachable even with every matrix at its smallest arm.
     """
     for arm in arms:
-        require_weighable(arm.loss, arm.unit, model_map)
+        require_weighable(arm.loss, arm.matrix, model_map)
     if isinstance(options.rank, int):
         for arm in arms:
             if any(candidate.rank == options.rank for candidate in arm.lowrank):
                 arm.rank = options.rank
     forced: dict[str, NDArray[np.bool_]] = {}
     if isinstance(options.prune, float):
-        candidates = {arm.unit.key: (arm.removal, BLOCK * arm.unit.cols) for arm in arms if 0 in arm.widths}
+        candidates = {
+            arm.matrix.key: (arm.removal, BLOCK * arm.matrix.cols) for arm in arms if 0 in arm.widths
+        }
         forced = prune.forced_groups(candidates, options.prune)
     solution = _Solution(model_map, arms, budget, forced)
     plan = _take(solution, arms, options)
@@ -162,7 +164,7 @@ def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassO
 def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
     """Solve, then let low-rank parts and structures in at the price found, and solve again."""
     allocation = solution.solve()
-    if options.rank == "auto" and _choose_ranks(arms, allocation.price):
+    if options.rank == "auto" and _choose_ranks(arms, allocation.multiplier):
         try:
             allocation = solution.solve()
         except TargetError:  # the codes alone take (nearly) all bytes, so their price says nothing
@@ -172,10 +174,10 @@ def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
         structures = [s for s in structures_of(arms) if s.block is not None or solution.maskable(s.down)]
         worth = solution.worth(allocation)
         taken = [s for s in structures if s.loss < worth(s)]
-        solution.forced = prune.masks(taken, {arm.unit.key: arm.unit.groups for arm in arms})
+        solution.forced = prune.masks(taken, {arm.matrix.key: arm.matrix.groups for arm in arms})
         solution.taken = taken
         for arm in arms:
-            gone = solution.forced.get(arm.unit.key)
+            gone = solution.forced.get(arm.matrix.key)
             if gone is not None and gone.all():
                 arm.rank = 0
         allocation = solution.solve()
@@ -205,35 +207,37 @@ def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:
     arms = _blank_arms(model_map, options)
     for arm in arms:
         arm.rank = max((part.rank for part in arm.lowrank), default=0)
-        arm.row_class = np.broadcast_to(np.uint8(0), arm.unit.rows)
-    widest = {arm.unit.key: np.full(arm.unit.groups, stored_bits(max(arm.widths)), np.uint8) for arm in arms}
+        arm.row_class = np.broadcast_to(np.uint8(0), arm.matrix.rows)
+    widest = {
+        arm.matrix.key: np.full(arm.matrix.groups, stored_bits(max(arm.widths)), np.uint8) for arm in arms
+    }
     return stored_bytes(lay_out(stored_tensors(model_map, blob_sizes(model_map, arms, widest))))
 
 
 def _blank_arms(model_map: ModelMap, options: PassOptions) -> list[Arms]:
     """Every matrix's arms with their bytes, input scales among them, and no loss."""
     arms = []
-    for unit in units_of(model_map.parameters.values()):
-        nothing = np.zeros(unit.groups)
-        remaining = np.broadcast_to(np.float32(1), unit.groups)
+    for matrix in weight_matrices(model_map.parameters.values()):
+        nothing = np.zeros(matrix.groups)
+        remaining = np.broadcast_to(np.float32(1), matrix.groups)
         parts = [
-            lowrank.LowRankArm(rank, lowrank.factor_bytes(unit.rows, unit.cols, rank), remaining)
-            for rank in options.ranks_for(unit)
+            lowrank.LowRankArm(rank, lowrank.factor_bytes(matrix.rows, matrix.cols, rank), remaining)
+            for rank in options.ranks_for(matrix)
         ]
-        scales = np.broadcast_to(np.uint8(0), unit.cols) if unit.expert is None else None
-        widths = options.widths_for(unit)
-        arms.append(Arms(unit, widths, options.window, nothing, nothing, parts, input_scale=scales))
+        scales = np.broadcast_to(np.uint8(0), matrix.cols) if matrix.expert is None else None
+        widths = options.widths_for(matrix)
+        arms.append(Arms(matrix, widths, options.L, nothing, nothing, parts, input_scale=scales))
     return arms
 
 
-def _choose_ranks(arms: list[Arms], price: float) -> bool:
+def _choose_ranks(arms: list[Arms], multiplier: float) -> bool:
     """Give each matrix the rank that is cheapest at this price; True if any takes one."""
     for arm in arms:
         costs = {}
         for rank in [0, *(candidate.rank for candidate in arm.lowrank)]:
             arm.rank = rank
-            best = (arm.loss + price * arm.nbytes).min(axis=1).sum()
-            costs[rank] = float(best) + price * arm.lowrank_bytes
+            best = (arm.loss + multiplier * arm.nbytes).min(axis=1).sum()
+            costs[rank] = float(best) + multiplier * arm.lowrank_bytes
         arm.rank = min(costs, key=lambda rank: (costs[rank], rank))
     return any(arm.rank for arm in arms)
 
@@ -247,13 +251,13 @@ class _Solution:
         self.map, self.arms, self.budget, self.forced = model_map, arms, budget, forced
         self.taken: list[prune.Structure] = []
         self.widths = tuple(sorted({width for arm in arms for width in arm.widths}))
-        self.starts = np.cumsum([0, *(arm.unit.groups for arm in arms)])
+        self.starts = np.cumsum([0, *(arm.matrix.groups for arm in arms)])
 
     def overhead(self) -> int:
         """Bytes of everything but codes; the header counted with its longest possible offsets."""
-        empty = {arm.unit.key: np.zeros(arm.unit.groups, np.uint8) for arm in self.arms}
+        empty = {arm.matrix.key: np.zeros(arm.matrix.groups, np.uint8) for arm in self.arms}
         most = stored_bits(max(self.widths))
-        full = {arm.unit.key: np.full(arm.unit.groups, most, np.uint8) for arm in self.arms}
+        full = {arm.matrix.key: np.full(arm.matrix.groups, most, np.uint8) for arm in self.arms}
         small = stored_bytes(lay_out(stored_tensors(self.map, blob_sizes(self.map, self.arms, empty))))
         headers = [
             sum(
@@ -269,11 +273,11 @@ class _Solution:
         loss = np.full((items, len(self.widths)), np.inf, np.float32)
         nbytes = np.zeros((items, len(self.widths)), np.int32)
         for arm, start in zip(self.arms, self.starts, strict=False):
-            stop = start + arm.unit.groups
-            nbytes[start:stop] = (np.array(self.widths) * 2 * arm.unit.padded_cols).astype(np.int32)
+            stop = start + arm.matrix.groups
+            nbytes[start:stop] = (np.array(self.widths) * 2 * arm.matrix.padded_cols).astype(np.int32)
             columns = [self.widths.index(width) for width in arm.widths]
             loss[start:stop, columns] = arm.loss
-            gone = self.forced.get(arm.unit.key)
+            gone = self.forced.get(arm.matrix.key)
             if gone is not None:
                 loss[start:stop][gone, 1:] = np.inf
                 loss[start:stop][gone, 0] = 0.0
@@ -294,7 +298,7 @@ class _Solution:
     def row_bits(self, allocation: Allocation) -> dict[str, NDArray[np.uint8]]:
         widths = stored_bits(self.widths)[allocation.choice]
         return {
-            arm.unit.key: widths[start : start + arm.unit.groups]
+            arm.matrix.key: widths[start : start + arm.matrix.groups]
             for arm, start in zip(self.arms, self.starts, strict=False)
         }
 
@@ -306,10 +310,12 @@ class _Solution:
         """What the members of a structure cost now: their loss, and their bytes at the margin's price."""
         places = {}
         for arm, start in zip(self.arms, self.starts, strict=False):
-            chosen = allocation.choice[start : start + arm.unit.groups]
+            chosen = allocation.choice[start : start + arm.matrix.groups]
             columns = np.searchsorted(arm.widths, np.array(self.widths)[chosen])
-            rows = np.arange(arm.unit.groups)
-            places[arm.unit.key] = arm.loss[rows, columns] + allocation.price * arm.nbytes[rows, columns]
+            rows = np.arange(arm.matrix.groups)
+            places[arm.matrix.key] = (
+                arm.loss[rows, columns] + allocation.multiplier * arm.nbytes[rows, columns]
+            )
 
         def worth_of(structure: prune.Structure) -> float:
             costs = (places[key] if group is None else places[key][group] for key, group in structure.members)
@@ -319,19 +325,19 @@ class _Solution:
 
     def plan(self, allocation: Allocation) -> Plan:
         bits = self.row_bits(allocation)
-        units = {}
+        matrices = {}
         for arm in self.arms:
-            chosen = bits[arm.unit.key]
+            chosen = bits[arm.matrix.key]
             columns = np.searchsorted(arm.widths, bits_of(chosen))
             per_group = arm.loss[np.arange(len(chosen)), columns]
-            forced = self.forced.get(arm.unit.key)
+            forced = self.forced.get(arm.matrix.key)
             if forced is not None and self.taken:
                 per_group = np.where(forced, 0.0, per_group)  # charged to the structure instead
-            loss = float(per_group.sum()) + sum(s.loss for s in self.taken if s.down == arm.unit.key)
-            loss = 0.0 if arm.unit.role in MTP_ROLES else loss
-            units[arm.unit.key] = UnitPlan(
-                arm.unit, chosen, arm.rank, arm.lowrank_bytes, loss, arm.row_class, arm.input_scale
+            loss = float(per_group.sum()) + sum(s.loss for s in self.taken if s.down == arm.matrix.key)
+            loss = 0.0 if arm.matrix.role in MTP_ROLES else loss
+            matrices[arm.matrix.key] = MatrixPlan(
+                arm.matrix, chosen, arm.rank, arm.lowrank_bytes, loss, arm.row_class, arm.input_scale
             )
         blobs = blob_sizes(self.map, self.arms, bits)
         total = stored_bytes(lay_out(stored_tensors(self.map, blobs)))
-        return Plan(units, blobs, total, self.budget, allocation.price, tuple(self.taken))
+        return Plan(matrices, blobs, total, self.budget, allocation.multiplier, tuple(self.taken))

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.allocation.encoding import read_unit, slabs
-from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, UNSEEN_ROLES, Unit, importance_of
+from ciuic_cli.allocation.encoding import read_matrix, row_chunks
+from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, UNSEEN_ROLES, WeightMatrix, fisher_of
 from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import bits_of
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.layerwise.layer_stream import Override
@@ -40,16 +40,16 @@ PROBED_LAYERS = 16
 
 
 def rounding_noise(
-    prepared: Prepared, row_bits: NDArray[np.uint8], window: int, generator: torch.Generator
+    prepared: Prepared, row_bits: NDArray[np.uint8], L: int, generator: torch.Generator
 ) -> torch.Tensor:
     """A stand-in for the rounded matrix: the weight (m, n) plus Gaussian noise with the code's error, fed back
     on both sides as rounding would feed it."""
-    error = MSE_BY_WINDOW[window]
+    error = MSE_BY_L[L]
     variance = torch.tensor(
         [error[bits] * 4.0**-bits if bits else 0.0 for bits in bits_of(row_bits).tolist()]
     ).repeat_interleave(BLOCK)
     noise = torch.randn(prepared.weight.shape, generator=generator)
-    noise *= (variance.sqrt() * prepared.deviation)[:, None]
+    noise *= (variance.sqrt() * prepared.rms)[:, None]
     if prepared.outputs.factor is not None:
         noise = solve_transposed(prepared.outputs.factor, noise)
     if prepared.own is not None:
@@ -70,66 +70,66 @@ def _undo_drift(noise: torch.Tensor, own: RowFeedback) -> None:
         drift += (block * own.direction[:, begin : begin + BLOCK]).sum(1, keepdim=True)
 
 
-def probes_of(plan: Plan, layers: Sequence[str]) -> list[list[Unit]]:
+def probes_of(plan: Plan, layers: Sequence[str]) -> list[list[WeightMatrix]]:
     """The matrices that each probe disturbs: one role after the other, and at last all together.
 
     Of a role, those of at most PROBED_LAYERS layers, evenly spaced. layers: prefixes of all layers' names.
     """
     roles = _by_role(plan)
     return [
-        *(_spread(units, layers) for units in roles.values()),
-        [unit for units in roles.values() for unit in units],
+        *(_spread(matrices, layers) for matrices in roles.values()),
+        [matrix for matrices in roles.values() for matrix in matrices],
     ]
 
 
-def _spread(units: Sequence[Unit], layers: Sequence[str]) -> list[Unit]:
+def _spread(matrices: Sequence[WeightMatrix], layers: Sequence[str]) -> list[WeightMatrix]:
     """Those of some layers, and all that lie outside of layers."""
     found = {
-        unit.key: unit.name[: len(prefix)]
+        matrix.key: matrix.name[: len(prefix)]
         for prefix in layers
-        for unit in units
-        if unit.name.startswith(prefix)
+        for matrix in matrices
+        if matrix.name.startswith(prefix)
     }
     present = list(dict.fromkeys(found.values()))
     count = min(PROBED_LAYERS, len(present))
     chosen = {present[(2 * number + 1) * len(present) // (2 * count)] for number in range(count)}
-    return [unit for unit in units if found.get(unit.key) is None or found[unit.key] in chosen]
+    return [matrix for matrix in matrices if found.get(matrix.key) is None or found[matrix.key] in chosen]
 
 
-def disturbance(
-    model_map: ModelMap, statistics: Statistics, plan: Plan, units: Iterable[Unit], *, window: int
+def perturbation(
+    model_map: ModelMap, statistics: Statistics, plan: Plan, matrices: Iterable[WeightMatrix], *, L: int
 ) -> Override:
     """The weights of these matrices with noise like the code's at the plan's widths; removed structures stay as they
     are."""
-    chosen = {(unit.name, unit.expert): unit for unit in units}
+    chosen = {(matrix.name, matrix.expert): matrix for matrix in matrices}
 
     def override(name: str, expert: int | None) -> torch.Tensor | None:
-        unit = chosen.get((name, expert))
-        if unit is None:
+        matrix = chosen.get((name, expert))
+        if matrix is None:
             return None
-        arms = plan.units[unit.key]
-        importance, weight = importance_of(unit, statistics), read_unit(model_map, unit)
-        weight, importance = scaled(weight, importance, arms.input_scale)
-        generator = torch.Generator().manual_seed(zlib.crc32(unit.key.encode()))
-        found, gone = torch.empty_like(weight), plan.gone.get(unit.key)
-        for slab in slabs(weight, importance, unit, arms.row_class):
-            prepared, exact = slab.prepared, torch.zeros(1)
+        arms = plan.matrices[matrix.key]
+        fisher, weight = fisher_of(matrix, statistics), read_matrix(model_map, matrix)
+        weight, fisher = scaled(weight, fisher, arms.input_scale)
+        generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode()))
+        found, gone = torch.empty_like(weight), plan.gone.get(matrix.key)
+        for chunk in row_chunks(weight, fisher, matrix, arms.row_class):
+            prepared, exact = chunk.prepared, torch.zeros(1)
             if arms.rank:
-                left, right = lowrank.factor(slab.weight, prepared.outputs.noise[: unit.rows], arms.rank)
+                left, right = lowrank.factor(chunk.weight, prepared.outputs.noise[: matrix.rows], arms.rank)
                 exact = left @ right
-                prepared = prepared.with_weight(slab.weight - exact)
-            noisy = rounding_noise(prepared, arms.row_bits[slab.groups], window, generator) + exact
+                prepared = prepared.with_weight(chunk.weight - exact)
+            noisy = rounding_noise(prepared, arms.row_bits[chunk.groups], L, generator) + exact
             if gone is not None:
-                kept = torch.from_numpy(gone[slab.groups]).repeat_interleave(BLOCK)[: len(noisy)]
-                noisy[kept] = slab.weight[kept]
-            found[slab.rows] = noisy
+                kept = torch.from_numpy(gone[chunk.groups]).repeat_interleave(BLOCK)[: len(noisy)]
+                noisy[kept] = chunk.weight[kept]
+            found[chunk.rows] = noisy
         return found if arms.input_scale is None else found.mul_(input_factors(arms.input_scale))
 
     return override
 
 
 def corrections_of(
-    plan: Plan, probes: Sequence[Sequence[Unit]], measured: Sequence[float]
+    plan: Plan, probes: Sequence[Sequence[WeightMatrix]], measured: Sequence[float]
 ) -> dict[str, dict[str, float]]:
     """For each role: predicted and measured KL of the matrices that its probe disturbed, and the correction.
 
@@ -146,9 +146,9 @@ def corrections_of(
     """
     *single, whole = measured
     found = {}
-    for units, value in zip(probes[:-1], single, strict=True):
-        found[units[0].role] = _compared(sum(plan.rounding_kl[unit.key] for unit in units), value)
-    corrected = sum(plan.rounding_kl[unit.key] * found[unit.role]["correction"] for unit in probes[-1])
+    for matrices, value in zip(probes[:-1], single, strict=True):
+        found[matrices[0].role] = _compared(sum(plan.rounding_kl[matrix.key] for matrix in matrices), value)
+    corrected = sum(plan.rounding_kl[matrix.key] * found[matrix.role]["correction"] for matrix in probes[-1])
     together = _compared(corrected, whole)
     for entry in found.values():
         entry["correction"] *= together["correction"]
@@ -158,12 +158,12 @@ def corrections_of(
     return {**found, TOGETHER: together}
 
 
-def _by_role(plan: Plan) -> dict[str, list[Unit]]:
-    roles: dict[str, list[Unit]] = {}
-    for unit_plan in plan.units.values():
-        if unit_plan.unit.role in UNSEEN_ROLES:
+def _by_role(plan: Plan) -> dict[str, list[WeightMatrix]]:
+    roles: dict[str, list[WeightMatrix]] = {}
+    for unit_plan in plan.matrices.values():
+        if unit_plan.matrix.role in UNSEEN_ROLES:
             continue
-        roles.setdefault(unit_plan.unit.role, []).append(unit_plan.unit)
+        roles.setdefault(unit_plan.matrix.role, []).append(unit_plan.matrix)
     return roles
 
 

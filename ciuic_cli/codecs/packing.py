@@ -36,7 +36,7 @@ from ciuic_cli.codecs.transform import TILE, log2_block, padded
 from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError
 
-WINDOWS = range(12, 17)
+L_VALUES = range(12, 17)
 UNIT_BYTES = 32
 
 _HEADER = struct.Struct("<4sBBBBIIIfII")
@@ -311,7 +311,7 @@ def _check_fields(m: PackedMatrix, where: str = "") -> None:
         1 <= m.rows <= _MAX_DIMENSION and 1 <= m.cols <= _MAX_DIMENSION,
         f"impossible shape {m.rows} x {m.cols}",
     )
-    need(m.L in WINDOWS, f"impossible window length {m.L}")
+    need(m.L in L_VALUES, f"impossible window length {m.L}")
     need(0 <= m.seed < 2**32, f"impossible seed {m.seed}")
     need(0.0 < m.base <= MAX_BASE, f"impossible scale base {m.base}")
     need(m.scale_steps in SCALE_STEPS, f"impossible scale steps {m.scale_steps}")
@@ -354,7 +354,7 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
     if data.size < _HEADER.size or bytes(data[:4]) != b"CIU1":
         raise refusal(where, "this is not a compressed matrix")
     fields = _HEADER.unpack(data[: _HEADER.size].tobytes())
-    _, window, flags, log2, finer, rows, cols, seed, base, rank, lowrank_bytes = fields
+    _, L, flags, log2, finer, rows, cols, seed, base, rank, lowrank_bytes = fields
     if flags & ~(_HAS_LOWRANK | _IS_SORTED | _HAS_INPUT_SCALE):
         raise refusal(where, "unknown flags; a newer version may have written it")
     if not (1 <= rows <= _MAX_DIMENSION and 1 <= cols <= _MAX_DIMENSION) or log2 != log2_block(padded(cols)):
@@ -403,7 +403,7 @@ def _read_matrix(data: Bytes, where: str, *, nested: bool) -> tuple[PackedMatrix
         matrix = PackedMatrix(
             rows=rows,
             cols=cols,
-            L=window,
+            L=L,
             seed=seed,
             base=base,
             row_bits=row_bits,

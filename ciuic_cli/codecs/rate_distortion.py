@@ -14,7 +14,7 @@ def _by_width(*values: float) -> dict[float, float]:
 
 
 # By window length L and bits per weight K: best scale of the code relative to the standard deviation.
-SCALE_BY_WINDOW: dict[int, dict[float, float]] = {
+SCALE_BY_L: dict[int, dict[float, float]] = {
     12: _by_width(0.9, 0.99, 1.03, 1.07, 1.1, 1.12, 1.14, 1.15, 1.17, 1.2, 1.24, 1.31, 1.44),
     13: _by_width(0.89, 0.98, 1.03, 1.06, 1.09, 1.11, 1.13, 1.15, 1.17, 1.2, 1.24, 1.32, 1.44),
     14: _by_width(0.89, 0.98, 1.02, 1.06, 1.08, 1.1, 1.12, 1.14, 1.15, 1.19, 1.23, 1.31, 1.42),
@@ -23,7 +23,7 @@ SCALE_BY_WINDOW: dict[int, dict[float, float]] = {
 }
 
 # Mean squared error at that scale, times 4^K: 1.0 is Shannon's limit.
-MSE_BY_WINDOW: dict[int, dict[float, float]] = {
+MSE_BY_L: dict[int, dict[float, float]] = {
     12: _by_width(1.136, 1.162, 1.168, 1.194, 1.218, 1.248, 1.292, 1.361, 1.424, 1.55, 1.733, 2.809, 2.497),
     13: _by_width(1.115, 1.139, 1.151, 1.175, 1.182, 1.209, 1.236, 1.292, 1.369, 1.434, 1.514, 1.91, 2.245),
     14: _by_width(1.09, 1.112, 1.126, 1.137, 1.154, 1.176, 1.205, 1.236, 1.262, 1.323, 1.384, 1.546, 1.671),

@@ -16,7 +16,7 @@ import torch
 
 from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import PackedMatrix, group_offsets, packed_nbytes
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
@@ -26,8 +26,8 @@ DEFAULT_WINDOW = 16
 
 # At the default window, by bits per weight K: best scale of the code relative to the weights' standard
 # deviation, and mean squared error at that scale times 4^K. Other windows: codecs/figures.py.
-CODE_SCALE = SCALE_BY_WINDOW[DEFAULT_WINDOW]
-CODE_MSE = MSE_BY_WINDOW[DEFAULT_WINDOW]
+CODE_SCALE = SCALE_BY_L[DEFAULT_WINDOW]
+CODE_MSE = MSE_BY_L[DEFAULT_WINDOW]
 
 
 def round_matrix(

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.errors import UsageError
 
 
@@ -21,14 +21,14 @@ from ciuic_cli.errors import UsageError
 class Effort:
     """What an effort level spends: trellis window L, calibration sequences, and steps of recovery."""
 
-    window: int
+    L: int
     nsamples: int
     recovery_steps: int
 
 
 EFFORTS = {"fast": Effort(12, 24, 0), "default": Effort(16, 64, 0), "best": Effort(16, 128, 90)}
 MTP = ("keep", "drop")
-WIDTHS = tuple(MSE_BY_WINDOW[16])
+WIDTHS = tuple(MSE_BY_L[16])
 """Bits per weight that the code has."""
 DEFAULT_WIDTHS = tuple(width for width in WIDTHS if width >= 2)
 """Less is predicted to pay in experts that are rarely chosen, and does not on text other than the calibration's
@@ -49,7 +49,7 @@ class Options:
 
     ratio: float
     effort: str
-    window: int
+    L: int
     nsamples: int
     recovery_steps: int
     seqlen: int

@@ -125,11 +125,11 @@ def compress(
         budget = budget_of(original, **target)
         level = EFFORTS[effort]
         length = _sequence_length(seqlen, positions_of(model_map.config))
-        passes = PassOptions(widths, level.window, prune, rank)
+        passes = PassOptions(widths, level.L, prune, rank)
         check_reachable(model_map, budget, passes)
         budget = min(budget, largest_bytes(model_map, passes))
         options = Options(
-            original / budget, effort, level.window, nsamples or level.nsamples, level.recovery_steps, length,
+            original / budget, effort, level.L, nsamples or level.nsamples, level.recovery_steps, length,
             seed, prune, rank, widths, mtp, device,
         )  # fmt: skip
         if workers.leads and not dry_run:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ciuic_cli.allocation.arms import Arms, level_uncovered
-from ciuic_cli.allocation.encoding import arms_from_bytes, arms_to_bytes, encode_unit, unit_arms
-from ciuic_cli.allocation.matrices import Unit, units_of, working_bytes
+from ciuic_cli.allocation.encoding import arms_from_bytes, arms_to_bytes, encode_matrix, price_matrix
+from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices, working_bytes
 from ciuic_cli.allocation.plan import Plan, make_plan, stored_tensors, with_sorted_rows
-from ciuic_cli.allocation.probes import correction_of, corrections_of, disturbance, probes_of
+from ciuic_cli.allocation.probes import correction_of, corrections_of, perturbation, probes_of
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.schema import quantization_config
@@ -63,7 +63,7 @@ class Run:
         self.singular = 0
         self.recovered: Result | None = None
         self.device = choose_device(self.options.device)
-        self.units = units_of(self.map.parameters.values())
+        self.matrices = weight_matrices(self.map.parameters.values())
         self.statistics = self._statistics()
 
     def _statistics(self) -> Statistics:
@@ -103,13 +103,13 @@ class Run:
             self.progress(what, self.workers.count(f"{what} done", work[number]), sum(work))
         self.workers.wait()
 
-    def _matrices(self, what: str, make: Callable[[Unit], bytes]) -> None:
+    def _matrices(self, what: str, make: Callable[[WeightMatrix], bytes]) -> None:
         """A step for every matrix."""
         self._steps(
             what,
-            [unit.weights for unit in self.units],
-            lambda number: make(self.units[number]),
-            lambda number: working_bytes(self.units[number]) > SIDE_BY_SIDE,
+            [matrix.weights for matrix in self.matrices],
+            lambda number: make(self.matrices[number]),
+            lambda number: working_bytes(self.matrices[number]) > SIDE_BY_SIDE,
         )
 
     def _made(self, what: str, number: int) -> bytes:
@@ -121,24 +121,26 @@ class Run:
     def plan(self) -> Plan:
         """Price every arm, take a first plan, correct the prediction by what its noise really does, plan again."""
         self._matrices(
-            "arms", lambda unit: arms_to_bytes(unit_arms(self.map, self.statistics, unit, self.passes))
+            "arms", lambda matrix: arms_to_bytes(price_matrix(self.map, self.statistics, matrix, self.passes))
         )
         first = self._first_plan()
         return_freed_memory()
         self.corrections = self._corrections(first)
         arms = [
-            arm.sorted if arm.sorted is not None and first.units[arm.unit.key].row_class is not None else arm
+            arm.sorted
+            if arm.sorted is not None and first.matrices[arm.matrix.key].row_class is not None
+            else arm
             for arm in self._arms()  # again: the probes needed the memory
         ]
         for arm in arms:
-            arm.correction = correction_of(arm.unit.role, self.corrections)
+            arm.correction = correction_of(arm.matrix.role, self.corrections)
         return make_plan(self.map, arms, self.task.budget, self.passes)
 
     def _arms(self) -> list[Arms]:
         """All arms, from the journal."""
         arms = [
-            arms_from_bytes(self._made("arms", number), unit, self.passes)
-            for number, unit in enumerate(self.units)
+            arms_from_bytes(self._made("arms", number), matrix, self.passes)
+            for number, matrix in enumerate(self.matrices)
         ]
         level_uncovered(arms, self.statistics)
         return arms
@@ -160,7 +162,7 @@ class Run:
         probes = probes_of(plan, self.map.layer_prefixes)
 
         def measure(number: int) -> bytes:
-            noise = disturbance(self.map, self.statistics, plan, probes[number], window=self.options.window)
+            noise = perturbation(self.map, self.statistics, plan, probes[number], L=self.options.L)
             return json.dumps(self._meter().measure(noise).value).encode()
 
         self._steps("probe", [1] * len(probes), measure)
@@ -183,8 +185,8 @@ class Run:
         return_freed_memory()  # what choosing took: it grows with the model, and the largest matrices come first
         self._matrices(
             "encode",
-            lambda unit: encode_unit(
-                self.map, self.statistics, plan, unit, window=self.options.window
+            lambda matrix: encode_matrix(
+                self.map, self.statistics, plan, matrix, L=self.options.L
             ).to_bytes(),
         )
 
@@ -290,10 +292,10 @@ class Run:
     def _masking(self, plan: Plan) -> Adjust:
         """Routers as they will be at loading: they choose no expert that is pruned."""
         experts: dict[str, list[bool]] = {}
-        for unit in self.units:
-            if unit.name.endswith(".down_proj"):
-                pruned = plan.units[unit.key].is_zero
-                experts.setdefault(unit.name.removesuffix(".down_proj"), []).append(pruned)
+        for matrix in self.matrices:
+            if matrix.name.endswith(".down_proj"):
+                pruned = plan.matrices[matrix.key].is_zero
+                experts.setdefault(matrix.name.removesuffix(".down_proj"), []).append(pruned)
         return masking({name: torch.tensor(pruned) for name, pruned in experts.items()})
 
     def _require_better_than_guessing(self, measured: Mean) -> None:
@@ -318,7 +320,7 @@ class Run:
     @cached_property
     def _numbers(self) -> dict[Key, int]:
         """The step of each matrix."""
-        return {(unit.name, unit.expert): number for number, unit in enumerate(self.units)}
+        return {(matrix.name, matrix.expert): number for number, matrix in enumerate(self.matrices)}
 
     def _coded(self, name: str, expert: int | None) -> PackedMatrix | None:
         """A matrix as it was rounded; None for what is not."""

@@ -85,7 +85,7 @@ class Task:
         recovery = SEQUENCES * self.options.recovery_steps
         text = Text(len(self.calibration), len(self.held_out), self.batches.shape[1], recovery)
         return forecast(
-            self.map, text, window=self.options.window, ranks=self.options.rank != "off", budget=self.budget,
+            self.map, text, L=self.options.L, ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device),
         )  # fmt: skip
 

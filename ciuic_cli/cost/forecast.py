@@ -21,9 +21,9 @@ from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
     PLAIN_ROLES,
     UNSEEN_ROLES,
-    Unit,
+    WeightMatrix,
     full_outputs,
-    units_of,
+    weight_matrices,
     working_bytes,
 )
 from ciuic_cli.allocation.probes import PROBED_LAYERS, rounding_noise
@@ -34,7 +34,7 @@ from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.layerwise.layer_stream import compute_dtype, logit_tokens
 from ciuic_cli.passes import lowrank
-from ciuic_cli.passes.quantize import Importance, input_feedback, prepare, removal_loss, round_prepared
+from ciuic_cli.passes.quantize import KroneckerFisher, input_feedback, prepare, removal_loss, round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.process.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.process.threads import side_by_side
@@ -96,15 +96,15 @@ class Text:
 
 
 def forecast(
-    model_map: ModelMap, text: Text, *, window: int, ranks: bool, budget: int, device: torch.device
+    model_map: ModelMap, text: Text, *, L: int, ranks: bool, budget: int, device: torch.device
 ) -> Forecast:
     """Predict a run of `compress` with these sequences, window, byte budget, and with or without low-rank arms."""
-    units = units_of(model_map.parameters.values())
+    matrices = weight_matrices(model_map.parameters.values())
     base = resident_bytes()  # now: what timing matrices leaves behind is used again
     return Forecast(
-        _seconds(model_map, units, text, window, ranks, device),
-        disk_bytes(model_map, units, text, budget),
-        peak_bytes(model_map, units, text, base, halved=compute_dtype(device) == torch.bfloat16),
+        _seconds(model_map, matrices, text, L, ranks, device),
+        disk_bytes(model_map, matrices, text, budget),
+        peak_bytes(model_map, matrices, text, base, halved=compute_dtype(device) == torch.bfloat16),
     )
 
 
@@ -140,27 +140,31 @@ def vocabulary_bytes(model_map: ModelMap) -> int:
     return 4 * (vocabulary * hidden + vocabulary + hidden * hidden)
 
 
-def disk_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, budget: int) -> int:
+def disk_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: Text, budget: int) -> int:
     """The most bytes that journal and output take at any time."""
     hidden, vocabulary = _width(model_map)
     state = 4 * text.tokens * hidden
     sweeps = state * (len(model_map.layer_prefixes) + 3)
     moments = sum(moment_bytes(parameter) for parameter in _compressed(model_map))
     predictions = 4 * text.held_out * text.length * vocabulary
-    arms = sum(5 * 8 * unit.groups + 1500 for unit in units)
+    arms = sum(5 * 8 * matrix.groups + 1500 for matrix in matrices)
     step = SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget + recovery)
 
 
-def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int, *, halved: bool) -> int:
+def peak_bytes(
+    model_map: ModelMap, matrices: Sequence[WeightMatrix], text: Text, base: int, *, halved: bool
+) -> int:
     """The most resident bytes: `base` now, and the largest of the phases on top of it.
 
     halved: whether the statistics' products are in bfloat16 here.
     """
     hidden, vocabulary = _width(model_map)
-    inside = max((_busy_bytes(unit) for unit in units if unit.role not in EMBEDDING_ROLES), default=0)
-    outside = max((_busy_bytes(unit) for unit in units if unit.role in EMBEDDING_ROLES), default=0)
+    inside = max(
+        (_busy_bytes(matrix) for matrix in matrices if matrix.role not in EMBEDDING_ROLES), default=0
+    )
+    outside = max((_busy_bytes(matrix) for matrix in matrices if matrix.role in EMBEDDING_ROLES), default=0)
     layers = []
     for prefix in model_map.layer_prefixes:
         parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
@@ -182,39 +186,44 @@ def peak_bytes(model_map: ModelMap, units: Sequence[Unit], text: Text, base: int
     )
     logits = LOGIT_COPIES * 4 * min(text.length, logit_tokens(vocabulary)) * vocabulary
     surroundings = ends + max(logits + 2 * vocabulary_bytes(model_map), outside)
-    plan = PLAN_BYTES * sum(unit.groups for unit in units)
-    tuning = TUNING_BYTES * sum(unit.rows for unit in units) if text.recovery else 0
+    plan = PLAN_BYTES * sum(matrix.groups for matrix in matrices)
+    tuning = TUNING_BYTES * sum(matrix.rows for matrix in matrices) if text.recovery else 0
     return base + tuning + max([*layers, surroundings, plan])
 
 
-def _beside(unit: Unit) -> int:
+def _beside(matrix: WeightMatrix) -> int:
     """How many matrices like it are worked on at once."""
-    return torch.get_num_threads() if working_bytes(unit) <= SIDE_BY_SIDE else 1
+    return torch.get_num_threads() if working_bytes(matrix) <= SIDE_BY_SIDE else 1
 
 
-def _busy_bytes(unit: Unit) -> int:
+def _busy_bytes(matrix: WeightMatrix) -> int:
     """What work on the matrix takes, and on as many like it as are worked on side by side."""
-    return working_bytes(unit) * _beside(unit)
+    return working_bytes(matrix) * _beside(matrix)
 
 
 def _seconds(
-    model_map: ModelMap, units: Sequence[Unit], text: Text, window: int, ranks: bool, device: torch.device
+    model_map: ModelMap,
+    matrices: Sequence[WeightMatrix],
+    text: Text,
+    L: int,
+    ranks: bool,
+    device: torch.device,
 ) -> dict[str, float]:
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0
     probed = min(1.0, PROBED_LAYERS / max(1, len(model_map.layer_prefixes)))
-    shapes = Counter(replace(unit, name="", expert=None) for unit in units)
-    for unit, count in shapes.items():
-        time_of = _time_matrix(unit, window, ranks)
+    shapes = Counter(replace(matrix, name="", expert=None) for matrix in matrices)
+    for matrix, count in shapes.items():
+        time_of = _time_matrix(matrix, L, ranks)
         total["arms"] += count * time_of["arms"]
-        total["probe"] += 0.0 if unit.role in UNSEEN_ROLES else count * time_of["probe"] * (1 + probed)
+        total["probe"] += 0.0 if matrix.role in UNSEEN_ROLES else count * time_of["probe"] * (1 + probed)
         total["encode"] += count * time_of["encode"]
-        decoding += 0.0 if unit.role in MTP_ROLES else count * time_of["decode"]
+        decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
     product = _time_products(device)
     routed = _active_weights(model_map)
-    read = _time_reading(model_map, units)
+    read = _time_reading(model_map, matrices)
     weights = sum(parameter.numel for parameter in _run(model_map))
-    roles = len({unit.role for unit in units if unit.role not in UNSEEN_ROLES})
+    roles = len({matrix.role for matrix in matrices if matrix.role not in UNSEEN_ROLES})
     contexts = math.prod(_width(model_map))
     moments = contexts + sum(
         _moment_work(p, text.length) * (_share(model_map) if len(p.shape) == 3 else 1)
@@ -265,17 +274,17 @@ def _clock(run: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
+def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
     """Seconds of arms, one probe, encoding and decoding of a matrix, its share of those of as many as are made side by
     side."""
-    full = full_outputs(unit.role, unit.rows)
-    rows, cols = min(unit.rows, CUT), min(unit.cols, CUT)
+    full = full_outputs(matrix.role, matrix.rows)
+    rows, cols = min(matrix.rows, CUT), min(matrix.cols, CUT)
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
-    importance = Importance(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
-    prepared = prepare(weight, importance)  # loads what is loaded once, too
+    fisher = KroneckerFisher(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
+    prepared = prepare(weight, fisher)  # loads what is loaded once, too
     bits = np.full(len(prepared.weight) // 16, 4, np.uint8)
-    some = prepare(weight[:CODED_ROWS], Importance(importance.inputs, torch.ones(min(CODED_ROWS, rows))))
-    beside = _beside(unit)
+    some = prepare(weight[:CODED_ROWS], KroneckerFisher(fisher.inputs, torch.ones(min(CODED_ROWS, rows))))
+    beside = _beside(matrix)
 
     def clock(run: Callable[[], Any]) -> float:
         def together() -> None:
@@ -284,25 +293,25 @@ def _time_matrix(unit: Unit, window: int, ranks: bool) -> dict[str, float]:
         return min(_clock(together) for _ in range(REPEATS)) / beside
 
     def noise() -> None:
-        rounding_noise(prepared, bits, window, torch.Generator().manual_seed(0))
+        rounding_noise(prepared, bits, L, torch.Generator().manual_seed(0))
 
-    factoring = _factor_work(unit.rows, unit.cols, full) / _factor_work(rows, cols, full)
-    preparing = factoring * clock(lambda: prepare(weight, importance))
+    factoring = _factor_work(matrix.rows, matrix.cols, full) / _factor_work(rows, cols, full)
+    preparing = factoring * clock(lambda: prepare(weight, fisher))
     disturbing = factoring * clock(noise)
-    area = unit.weights / (rows * cols)
-    sorting = area * clock(lambda: prepared.reordered(importance, torch.arange(rows)).row_loss)
-    sorting += area * clock(lambda: removal_loss(weight, importance))
-    if unit.expert is None and unit.role not in UNSEEN_ROLES:
-        of_inputs = _factor_work(unit.rows, unit.cols, False) / _factor_work(rows, cols, False)
+    area = matrix.weights / (rows * cols)
+    sorting = area * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_loss)
+    sorting += area * clock(lambda: removal_loss(weight, fisher))
+    if matrix.expert is None and matrix.role not in UNSEEN_ROLES:
+        of_inputs = _factor_work(matrix.rows, matrix.cols, False) / _factor_work(rows, cols, False)
         # Where they pay, H is factored once more.
-        sorting += of_inputs * clock(lambda: input_scales(weight, importance, prepared.inputs))
-        sorting += of_inputs * clock(lambda: input_feedback(importance.inputs))
-    if ranks and unit.role not in PLAIN_ROLES:
-        sorting += area * clock(lambda: lowrank.rests(weight, torch.ones(rows), lowrank.RANKS))
+        sorting += of_inputs * clock(lambda: input_scales(weight, fisher, prepared.inputs))
+        sorting += of_inputs * clock(lambda: input_feedback(fisher.inputs))
+    if ranks and matrix.role not in PLAIN_ROLES:
+        sorting += area * clock(lambda: lowrank.residuals(weight, torch.ones(rows), lowrank.RANKS))
     found: list[PackedMatrix] = []
-    coding = clock(lambda: found.append(round_prepared(some, bits[: len(some.weight) // 16], window=window)))
-    coding *= unit.rows / min(CODED_ROWS, unit.rows) * unit.cols / cols
-    decoding = clock(lambda: decode_dense(found[0])) * unit.weights / (found[0].rows * found[0].cols)
+    coding = clock(lambda: found.append(round_prepared(some, bits[: len(some.weight) // 16], L=L)))
+    coding *= matrix.rows / min(CODED_ROWS, matrix.rows) * matrix.cols / cols
+    decoding = clock(lambda: decode_dense(found[0])) * matrix.weights / (found[0].rows * found[0].cols)
     return {
         "arms": preparing + sorting, "probe": preparing + disturbing, "encode": preparing + coding,
         "decode": decoding,
@@ -322,16 +331,16 @@ def _time_products(device: torch.device) -> float:
     return best / (512 * CUT * CUT)
 
 
-def _time_reading(model_map: ModelMap, units: Iterable[Unit]) -> float:
+def _time_reading(model_map: ModelMap, matrices: Iterable[WeightMatrix]) -> float:
     """Seconds per weight to read, decode and copy."""
-    unit = min(units, key=lambda unit: abs(unit.weights - (1 << 22)))
+    matrix = min(matrices, key=lambda matrix: abs(matrix.weights - (1 << 22)))
 
     def read() -> int:
         value = (
-            model_map.read(unit.name)
-            if unit.expert is None
-            else model_map.read_expert(unit.name, unit.expert)
+            model_map.read(matrix.name)
+            if matrix.expert is None
+            else model_map.read_expert(matrix.name, matrix.expert)
         )
         return int(torch.isfinite(value.float()).sum())
 
-    return min(_clock(read), _clock(read)) / unit.weights
+    return min(_clock(read), _clock(read)) / matrix.weights

@@ -11,7 +11,7 @@ import torch
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import TargetError
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
-from ciuic_cli.layerwise.activation_store import TensorFolder
+from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream, Override, Place, Progress
 
 CHUNK = 2
@@ -41,7 +41,7 @@ class KLMeter:
         self._stream = LayerStream(
             model_map, batches.split(CHUNK), folder, device=device, dtype=torch.float32
         )
-        self._original = TensorFolder(folder / "original")
+        self._original = ActivationStore(folder / "original")
         self._progress = progress
         self._run(None)
 

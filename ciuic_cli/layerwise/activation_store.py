@@ -16,7 +16,7 @@ Contents = dict[str, tuple[Sequence[int], str]]
 """Shape and digest of each tensor by its name."""
 
 
-class TensorFolder:
+class ActivationStore:
     """Float32 tensors by name in a folder, written and read whole; nothing stays mapped in memory."""
 
     def __init__(self, folder: Path) -> None:

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ciuic_cli.process.memory import limit_freed_memory
 
 
-class BroughtOnUse(TorchFunctionMode):
+class ExpertsOnUse(TorchFunctionMode):
     """While active, `F.linear` with an expert of one of the module's stacks works on any device and in any dtype."""
 
     def __init__(self, module: nn.Module) -> None:

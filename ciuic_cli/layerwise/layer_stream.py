@@ -20,8 +20,8 @@ from ciuic_cli.checkpoint.architecture import running_as_configured
 from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
-from ciuic_cli.layerwise.activation_store import TensorFolder
-from ciuic_cli.layerwise.expert_offload import BroughtOnUse
+from ciuic_cli.layerwise.activation_store import ActivationStore
+from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.process.memory import SIDE_BY_SIDE, limit_freed_memory, matrix_bytes, return_freed_memory
 from ciuic_cli.process.threads import one_thread, side_by_side
 
@@ -139,8 +139,8 @@ class LayerStream:
         )
         self.chunks = list(chunks)
         self.folder = folder
-        self.hidden = TensorFolder(folder / "hidden")
-        self.gradient = TensorFolder(folder / "gradient")
+        self.hidden = ActivationStore(folder / "hidden")
+        self.gradient = ActivationStore(folder / "gradient")
         self.prefixes = list(model_map.layer_prefixes)
         head = self.model.get_output_embeddings()
         self._head = next(name for name, module in self.model.named_modules() if module is head)
@@ -158,7 +158,7 @@ class LayerStream:
         self._fill(module, prefix)
         try:
             adjusted = self.adjust(prefix, module) if self.adjust is not None else nullcontext()
-            with adjusted, BroughtOnUse(module):
+            with adjusted, ExpertsOnUse(module):
                 yield module
         finally:
             self.map.release(module)

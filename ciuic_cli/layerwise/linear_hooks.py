@@ -20,17 +20,17 @@ Hook = Callable[[torch.Tensor], None]
 
 
 @dataclass(frozen=True)
-class Watched:
+class WatchedLinear:
     """One parameter to watch: its in-memory name and the tensor that the layer computes with."""
 
     name: str
     tensor: torch.Tensor
 
 
-def watched_in(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter]) -> list[Watched]:
+def linears_of(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter]) -> list[WatchedLinear]:
     """The matrices of a layer that are compressed; prefix: of its parameters' names."""
     return [
-        Watched(prefix + name, tensor)
+        WatchedLinear(prefix + name, tensor)
         for name, tensor in layer.named_parameters()
         if (parameter := parameters.get(prefix + name)) is not None and parameter.compress
     ]
@@ -53,14 +53,14 @@ class Product:
     has_bias: bool = False
 
 
-class ProductWatcher(TorchFunctionMode, ABC):
+class LinearHook(TorchFunctionMode, ABC):
     """While active, every `F.linear` or grouped product on a watched weight whose output requires a gradient is
     watched: what `watch` returns is called with that gradient.
 
     Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with.
     """
 
-    def __init__(self, watched: Sequence[Watched]) -> None:
+    def __init__(self, watched: Sequence[WatchedLinear]) -> None:
         super().__init__()
         self._address: dict[int, Key] = {}
         for item in watched:

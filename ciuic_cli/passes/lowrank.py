@@ -57,7 +57,9 @@ def factor_bytes(rows: int, cols: int, rank: int) -> int:
     return packed_nbytes(rank, cols, bits) + packed_nbytes(rank, rows, bits)
 
 
-def rests(weight: torch.Tensor, row_weight: torch.Tensor, ranks: tuple[int, ...]) -> dict[int, torch.Tensor]:
+def residuals(
+    weight: torch.Tensor, row_weight: torch.Tensor, ranks: tuple[int, ...]
+) -> dict[int, torch.Tensor]:
     """What each rank would leave of the energy of each row of W, (m,) by rank; rank 0 leaves all of it."""
     found = {0: weight.square().sum(1)}
     ranks = tuple(rank for rank in ranks if rank < min(weight.shape))
@@ -82,10 +84,10 @@ def arms(rest: Mapping[int, torch.Tensor], row_weight: torch.Tensor, cols: int) 
 
 
 def encode(
-    weight: torch.Tensor, row_weight: torch.Tensor, rank: int, *, window: int
+    weight: torch.Tensor, row_weight: torch.Tensor, rank: int, *, L: int
 ) -> tuple[tuple[PackedMatrix, PackedMatrix], torch.Tensor]:
     """The coded factors (R, Lᵀ), and their product (m, n) as the decoder will see it."""
     left, right = factor(weight, row_weight, rank)
-    coded = tuple(round_plain(part.contiguous(), FACTOR_BITS, window=window) for part in (right, left.T))
+    coded = tuple(round_plain(part.contiguous(), FACTOR_BITS, L=L) for part in (right, left.T))
     r, lt = (decode(part, original_basis=True) for part in coded)
     return (coded[0], coded[1]), lt.T @ r

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower, solve_transposed
-from ciuic_cli.passes.quantize import BLOCK, Importance
+from ciuic_cli.passes.quantize import BLOCK, KroneckerFisher
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,9 @@ def forced_groups(
     return found
 
 
-def channel_loss(down: torch.Tensor, importance: Importance) -> NDArray[np.float64]:
+def channel_loss(down: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.float64]:
     """KL per token of removing each block of 16 inputs of a down projection (m, n), others unchanged: (n/16,)."""
-    g, h = importance.outputs, importance.inputs
+    g, h = fisher.outputs, fisher.inputs
     weighted = down * g[:, None] if g.dim() == 1 else g @ down
     gram = down.T @ weighted  # (n, n): wᵢᵀ G wⱼ
     count = -(-down.shape[1] // BLOCK)
@@ -86,7 +86,7 @@ def removed_columns(structures: Iterable[Structure], key: str, cols: int) -> tor
     return mask.reshape(-1)[:cols]
 
 
-def correct_rest(down: torch.Tensor, h: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
+def correct_remaining(down: torch.Tensor, h: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
     """The down projection (m, n) without the removed columns, the others corrected by least squares.
 
     The kept columns take over what the removed ones contributed as far as their inputs are correlated:

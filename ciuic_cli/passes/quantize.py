@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.scales import decode_scales, encode_scales
 from ciuic_cli.codecs.transform import block_width, transform
 from ciuic_cli.codecs.trellis import round_matrix
@@ -35,7 +35,7 @@ from ciuic_cli.process.threads import one_thread
 BLOCK = 16
 ROWS_AT_ONCE = 4096
 """Of a vocabulary: what has to be held besides."""
-SLAB_BYTES = 1 << 25
+CHUNK_BYTES = 1 << 25
 """Of a vocabulary in float32: about what is worked on at a time where nothing ties the rows to each other."""
 INPUT_DAMPING = 0.08
 """Added to H's diagonal, as a share of its mean."""
@@ -45,13 +45,13 @@ OUTPUT_DAMPING = 0.1
 """Added to G's diagonal, as a share of its mean: no output counts as entirely free."""
 
 
-def slab_rows(cols: int) -> int:
+def chunk_rows(cols: int) -> int:
     """Rows that are worked on at a time: few enough for memory, and enough to keep the products large."""
-    return max(1, SLAB_BYTES // (4 * cols * ROWS_AT_ONCE)) * ROWS_AT_ONCE
+    return max(1, CHUNK_BYTES // (4 * cols * ROWS_AT_ONCE)) * ROWS_AT_ONCE
 
 
 @dataclass(frozen=True)
-class Importance:
+class KroneckerFisher:
     """What an error in a matrix costs per token. inputs: H (n, n) float32; outputs: G (m, m), or its diagonal (m,).
 
     contexts: (m, n) float32 v, where the rows differ in their inputs: row r has H + v_r v_rᵀ.
@@ -61,11 +61,11 @@ class Importance:
     outputs: torch.Tensor
     contexts: torch.Tensor | None = None
 
-    def reordered(self, order: torch.Tensor) -> Importance:
+    def reordered(self, order: torch.Tensor) -> KroneckerFisher:
         """Of the matrix whose rows are these rows (m,) of the other."""
         outputs = self.outputs[order]
         contexts = None if self.contexts is None else self.contexts[order]
-        return Importance(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order], contexts)
+        return KroneckerFisher(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order], contexts)
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Prepared:
     blocks: torch.Tensor | None = None
 
     @cached_property
-    def deviation(self) -> torch.Tensor:
+    def rms(self) -> torch.Tensor:
         """(m16,) standard deviation of the even rows that are as hard to code."""
         tiles = self.weight.square().unflatten(1, (-1, BLOCK)).mean(2)
         if self.blocks is not None:
@@ -171,15 +171,15 @@ class Prepared:
     @cached_property
     def row_loss(self) -> torch.Tensor:
         """(m16,) KL per unit of normalised code error of each row."""
-        return 0.5 * self.outputs.noise * self.deviation.square() * self.input_noise
+        return 0.5 * self.outputs.noise * self.rms.square() * self.input_noise
 
-    def reordered(self, importance: Importance, order: torch.Tensor) -> Prepared:
+    def reordered(self, fisher: KroneckerFisher, order: torch.Tensor) -> Prepared:
         """The same matrix with its rows in another order (m,), to be priced: without its rows' own feedback.
 
         importance: in this one's order. The inputs' side stays as it is; G is factored again.
         """
         order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
-        outputs = _output_feedback(importance.reordered(order[: self.rows]).outputs.float(), len(self.weight))
+        outputs = _output_feedback(fisher.reordered(order[: self.rows]).outputs.float(), len(self.weight))
         weight, noise = self.weight[order], self.input_noise[order]
         return replace(self, weight=weight, outputs=outputs, own=None, input_noise=noise)
 
@@ -193,7 +193,9 @@ class Prepared:
 
 
 def prepare(
-    weight: torch.Tensor, importance: Importance, known: tuple[torch.Tensor | None, Feedback] | None = None
+    weight: torch.Tensor,
+    fisher: KroneckerFisher,
+    known: tuple[torch.Tensor | None, Feedback] | None = None,
 ) -> Prepared:
     """Transform a weight (m, n) float32 and its statistics, and factor the latter.
 
@@ -201,14 +203,14 @@ def prepare(
     """
     rows, cols = weight.shape
     w = _in_basis(weight)
-    blocks, inputs = known or input_feedback(importance.inputs)
+    blocks, inputs = known or input_feedback(fisher.inputs)
     own = None
-    if importance.contexts is not None:
-        own = row_feedback(inputs, _in_order(_in_basis(importance.contexts), blocks))
+    if fisher.contexts is not None:
+        own = row_feedback(inputs, _in_order(_in_basis(fisher.contexts), blocks))
     with one_thread():
         trace = inputs.noise.sum()
     noise = trace.expand(len(w)) if own is None else trace + own.noise
-    outputs = _output_feedback(importance.outputs.float(), len(w))
+    outputs = _output_feedback(fisher.outputs.float(), len(w))
     return Prepared(_in_order(w, blocks), inputs, outputs, own, noise, rows, cols, blocks)
 
 
@@ -250,14 +252,14 @@ def _in_order(matrix: torch.Tensor, blocks: torch.Tensor | None) -> torch.Tensor
     return matrix
 
 
-def removal_loss(weight: torch.Tensor, importance: Importance) -> torch.Tensor:
+def removal_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
     """(m,) KL per token of leaving out each row of a weight (m, n) float32 altogether."""
-    h, g = importance.inputs.float(), importance.outputs
+    h, g = fisher.inputs.float(), fisher.outputs
     g = (g if g.dim() == 1 else g.diagonal()).float()
     with one_thread():
         average, damping = float(g.mean()), INPUT_DAMPING * float(h.diagonal().mean())
     # A removal is no small error: a row that looks free (saturated attention, say) counts as an average one.
-    found = [((w @ h).add_(w, alpha=damping) * w).sum(1) for w in weight.split(slab_rows(weight.shape[1]))]
+    found = [((w @ h).add_(w, alpha=damping) * w).sum(1) for w in weight.split(chunk_rows(weight.shape[1]))]
     return 0.5 * g.clamp_min(average) * torch.cat(found)
 
 
@@ -276,10 +278,10 @@ def per_group(per_row: torch.Tensor) -> NDArray[np.float64]:
 
 
 def predicted_loss(
-    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], widths: tuple[float, ...], window: int
+    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], widths: tuple[float, ...], L: int
 ) -> NDArray[np.float64]:
     """KL per token of each group at each width, (groups, widths); width 0 leaves the group out."""
-    error = MSE_BY_WINDOW[window]
+    error = MSE_BY_L[L]
     columns = [removal if width == 0 else sensitivity * error[width] * 4.0**-width for width in widths]
     return np.stack(columns, axis=1)
 
@@ -291,7 +293,7 @@ def round_prepared(
     lowrank: tuple[PackedMatrix, PackedMatrix] | None = None,
     row_class: NDArray[np.uint8] | None = None,
     input_scale: NDArray[np.uint8] | None = None,
-    window: int,
+    L: int,
 ) -> PackedMatrix:
     """Round with feedback on both sides. row_bits: (groups,) uint8, the width of each group of 16 rows
     as it is stored.
@@ -299,23 +301,21 @@ def round_prepared(
     row_class: (rows,) where the prepared matrix's rows are those of another, sorted by it.
     input_scale: (cols,) where its columns are those of another, divided by it.
     """
-    base, codes = row_scales(prepared.deviation[: prepared.rows], row_bits, window)
-    tiles = round_rows(prepared, row_bits, decode_scales(base, codes), window)
+    base, codes = row_scales(prepared.rms[: prepared.rows], row_bits, L)
+    tiles = round_rows(prepared, row_bits, decode_scales(base, codes), L)
     return PackedMatrix(
-        prepared.rows, prepared.cols, window, 0, base, row_bits, codes, tiles, lowrank, row_class, input_scale
+        prepared.rows, prepared.cols, L, 0, base, row_bits, codes, tiles, lowrank, row_class, input_scale
     )  # fmt: skip
 
 
-def row_scales(
-    deviation: torch.Tensor, row_bits: NDArray[np.uint8], window: int
-) -> tuple[float, NDArray[np.uint8]]:
+def row_scales(rms: torch.Tensor, row_bits: NDArray[np.uint8], L: int) -> tuple[float, NDArray[np.uint8]]:
     """The codes of the scales that suit rows of these deviations (m,), as `encode_scales` has them."""
-    suiting = [SCALE_BY_WINDOW[window].get(bits, 0.0) for bits in bits_of(row_bits)]
-    return encode_scales(deviation.numpy() * np.array(suiting, np.float32).repeat(BLOCK)[: len(deviation)])
+    suiting = [SCALE_BY_L[L].get(bits, 0.0) for bits in bits_of(row_bits)]
+    return encode_scales(rms.numpy() * np.array(suiting, np.float32).repeat(BLOCK)[: len(rms)])
 
 
 def round_rows(
-    prepared: Prepared, row_bits: NDArray[np.uint8], scale: NDArray[np.float32], window: int
+    prepared: Prepared, row_bits: NDArray[np.uint8], scale: NDArray[np.float32], L: int
 ) -> NDArray[np.uint8]:
     """The codes of a matrix's row groups, with these scales (m,) of its rows."""
     scales = np.zeros(len(prepared.weight), np.float32)
@@ -324,7 +324,7 @@ def round_rows(
         prepared.weight,
         scales,
         row_bits,
-        L=window,
+        L=L,
         input_feedback=prepared.inputs.factor,
         output_feedback=prepared.outputs.factor,
         row_feedback=None if prepared.own is None else (prepared.own.direction, prepared.own.pull),
@@ -345,10 +345,10 @@ def _tiles_in_place(
     return back
 
 
-def round_plain(weight: torch.Tensor, bits: int, *, window: int) -> PackedMatrix:
+def round_plain(weight: torch.Tensor, bits: int, *, L: int) -> PackedMatrix:
     """Round a matrix (m, n) at one width without statistics."""
     rows, cols = weight.shape
     w = _in_basis(weight)
     nothing = Feedback(None, torch.ones(1))
     prepared = Prepared(w, nothing, nothing, None, torch.zeros(0), rows, cols)
-    return round_prepared(prepared, np.full(len(w) // BLOCK, bits, np.uint8), window=window)
+    return round_prepared(prepared, np.full(len(w) // BLOCK, bits, np.uint8), L=L)

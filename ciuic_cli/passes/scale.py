@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from ciuic_cli.codecs.scales import encode_input_scales, input_factors
 from ciuic_cli.codecs.transform import block_width, padded
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
-from ciuic_cli.passes.quantize import ROWS_AT_ONCE, Feedback, Importance, damp, input_feedback
+from ciuic_cli.passes.quantize import ROWS_AT_ONCE, Feedback, KroneckerFisher, damp, input_feedback
 from ciuic_cli.passes.unevenness import even_square, influence
 from ciuic_cli.process.threads import one_thread
 
@@ -35,18 +35,18 @@ _NOTHING = 1e-30
 
 
 def scaled(
-    weight: torch.Tensor, importance: Importance, input_scale: NDArray[np.uint8] | None
-) -> tuple[torch.Tensor, Importance]:
+    weight: torch.Tensor, fisher: KroneckerFisher, input_scale: NDArray[np.uint8] | None
+) -> tuple[torch.Tensor, KroneckerFisher]:
     """A weight (m, n) and its importance with the inputs scaled: weight and contexts in their own memory."""
     if input_scale is None:
-        return weight, importance
+        return weight, fisher
     factors = input_factors(input_scale)
-    if importance.contexts is not None:
-        importance.contexts.mul_(factors)
-    return weight.div_(factors), replace(importance, inputs=_scaled_moment(importance.inputs, factors))
+    if fisher.contexts is not None:
+        fisher.contexts.mul_(factors)
+    return weight.div_(factors), replace(fisher, inputs=_scaled_moment(fisher.inputs, factors))
 
 
-def input_scales(weight: torch.Tensor, importance: Importance, inputs: Feedback) -> NDArray[np.uint8] | None:
+def input_scales(weight: torch.Tensor, fisher: KroneckerFisher, inputs: Feedback) -> NDArray[np.uint8] | None:
     """The codes (n,) of the best input scales of a weight (m, n) float32; None where they do not pay for their bytes.
 
     Scales take a byte of every column; halving the error saves one bit of every weight.
@@ -57,7 +57,7 @@ def input_scales(weight: torch.Tensor, importance: Importance, inputs: Feedback)
     rows, cols = weight.shape
     if not bool(weight.any()):
         return None
-    inverse = _inverse_diagonal(importance.inputs)
+    inverse = _inverse_diagonal(fisher.inputs)
     if inverse is None:
         return None
     wish = torch.ones(cols, dtype=torch.float64)
@@ -70,7 +70,7 @@ def input_scales(weight: torch.Tensor, importance: Importance, inputs: Feedback)
         codes = encode_input_scales(wish)
     factors = input_factors(codes)
     saved = _mean_log_energy(weight, torch.ones(cols)) - _mean_log_energy(weight, factors)
-    left = input_feedback(_scaled_moment(importance.inputs, factors))[1]
+    left = input_feedback(_scaled_moment(fisher.inputs, factors))[1]
     with one_thread():
         saved += math.log(float(inputs.noise.sum()) / float(left.noise.sum()))
     return codes if saved / math.log(4.0) * rows * cols > 8 * cols else None

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ciuic_cli.allocation.matrices import PLAIN_ROLES, units_of
+from ciuic_cli.allocation.matrices import PLAIN_ROLES, weight_matrices
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import encode_scales, finest_steps
@@ -69,14 +69,14 @@ def tunable(model_map: ModelMap, coded: Coded) -> dict[Key, torch.Size]:
     """
     inside = tuple(model_map.layer_prefixes)
     found: dict[Key, torch.Size] = {}
-    for unit in units_of(model_map.parameters.values()):
-        if unit.role in PLAIN_ROLES or not unit.name.startswith(inside):
+    for matrix in weight_matrices(model_map.parameters.values()):
+        if matrix.role in PLAIN_ROLES or not matrix.name.startswith(inside):
             continue
-        packed = coded(unit.name, unit.expert)
+        packed = coded(matrix.name, matrix.expert)
         if packed is None or packed.lowrank is not None or packed.is_zero:
             continue
         if finest_steps(packed.scales[: packed.rows][packed.is_coded]) >= FINE:
-            found[unit.name, unit.expert] = torch.Size((unit.rows,))
+            found[matrix.name, matrix.expert] = torch.Size((matrix.rows,))
     for parameter in model_map.parameters.values():
         if parameter.role == "norm" and len(parameter.shape) == 1 and not parameter.buffer:
             found[parameter.name, None] = torch.Size(parameter.shape)

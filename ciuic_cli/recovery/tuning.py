@@ -20,9 +20,9 @@ from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.layerwise.activation_store import TensorFolder
+from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream, Place, Progress, compute_dtype
-from ciuic_cli.layerwise.linear_hooks import Hook, Key, Product, ProductWatcher, Watched, watched_in
+from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, WatchedLinear, linears_of
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.row_factors import Coded, Factors, tunable
 
@@ -43,10 +43,10 @@ FLOOR = 1e-3
 """Nats per token, below which a token's KL makes it count no more."""
 
 
-class RowGradients(ProductWatcher):
+class RowGradients(LinearHook):
     """Records, for every row of the watched weights, the loss's gradient in a factor of 1 that it would have."""
 
-    def __init__(self, watched: Sequence[Watched]) -> None:
+    def __init__(self, watched: Sequence[WatchedLinear]) -> None:
         super().__init__(watched)
         self.found: dict[Key, torch.Tensor] = {}
 
@@ -118,7 +118,7 @@ class Recovery:
 
         self._original, self._tuned = stream("original"), stream("tuned")
         self._tuned.override, self._tuned.adjust = self._override, adjust
-        self._predictions = TensorFolder(folder / "predictions")
+        self._predictions = ActivationStore(folder / "predictions")
 
     def run(
         self,
@@ -232,7 +232,7 @@ class Recovery:
         """The gradients at a layer's input; those of its rows and norms."""
         prefix, found = self._tuned.prefixes[number], []
         with self._tuned.backward_layer(number) as (layer, carry):
-            watched = watched_in(layer, prefix, self.map.parameters)
+            watched = linears_of(layer, prefix, self.map.parameters)
             norms = self._norms(layer, prefix)
             for place in mine:
                 with RowGradients(watched) as rows:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ciuic_cli.allocation.plan import Plan, UnitPlan
+from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import bits_of
@@ -82,9 +82,9 @@ def build_report(
 def _components(
     model_map: ModelMap, plan: Plan, statistics: Statistics, tuned: Factors
 ) -> list[dict[str, Any]]:
-    by_name: dict[str, list[UnitPlan]] = {}
-    for unit_plan in plan.units.values():
-        by_name.setdefault(unit_plan.unit.name, []).append(unit_plan)
+    by_name: dict[str, list[MatrixPlan]] = {}
+    for unit_plan in plan.matrices.values():
+        by_name.setdefault(unit_plan.matrix.name, []).append(unit_plan)
     rows = []
     for parameter in model_map.parameters.values():
         if parameter.tied_to or parameter.buffer:
@@ -117,7 +117,7 @@ def _components(
         if len(parameter.shape) == 3:
             row["experts"] = [
                 {"bits": float(bits_of(member.row_bits).mean()), "pruned": member.is_zero,
-                 "tokens": statistics.tokens(parameter.name, member.unit.expert), "predicted_kl": member.predicted_kl}
+                 "tokens": statistics.tokens(parameter.name, member.matrix.expert), "predicted_kl": member.predicted_kl}
                 for member in members
             ]  # fmt: skip
         rows.append(row)
@@ -131,18 +131,18 @@ def _mtp_bytes(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _passes(plan: Plan) -> list[dict[str, Any]]:
-    units = plan.units.values()
-    pruned = sum(int((u.row_bits == 0).sum()) * 16 * u.unit.cols for u in units)
-    ranked = [u for u in units if u.rank]
-    coded = sum(int(bits_of(u.row_bits).sum() * 2 * u.unit.padded_cols) for u in units)
+    matrices = plan.matrices.values()
+    pruned = sum(int((u.row_bits == 0).sum()) * 16 * u.matrix.cols for u in matrices)
+    ranked = [u for u in matrices if u.rank]
+    coded = sum(int(bits_of(u.row_bits).sum() * 2 * u.matrix.padded_cols) for u in matrices)
     return [
         {"name": "prune", "weights": pruned, "structures": len(plan.removed), "bytes": 0},
-        {"name": "lowrank", "matrices": len(ranked), "bytes": sum(u.lowrank_bytes for u in units)},
+        {"name": "lowrank", "matrices": len(ranked), "bytes": sum(u.lowrank_bytes for u in matrices)},
         {
             "name": "bits",
             "bytes": coded,
-            "sorted_matrices": sum(u.row_class is not None for u in units),
-            "scaled_matrices": sum(u.input_scale is not None for u in units),
+            "sorted_matrices": sum(u.row_class is not None for u in matrices),
+            "scaled_matrices": sum(u.input_scale is not None for u in matrices),
             "predicted_kl": plan.predicted_kl,
         },
     ]
@@ -160,11 +160,11 @@ def _recovery(recovered: Result, model_map: ModelMap) -> dict[str, Any]:
 def _padding(plan: Plan) -> dict[str, int]:
     """Matrices that end inside a tile, their weights that are only padding, and the bytes of the codes of those."""
     matrices = weights = bits = 0
-    for chosen in plan.units.values():
-        unit = chosen.unit
-        rows = np.full(unit.groups, 16)
-        rows[-1] -= 16 * unit.groups - unit.rows
-        extra = 16 * unit.padded_cols - rows * unit.cols
+    for chosen in plan.matrices.values():
+        matrix = chosen.matrix
+        rows = np.full(matrix.groups, 16)
+        rows[-1] -= 16 * matrix.groups - matrix.rows
+        extra = 16 * matrix.padded_cols - rows * matrix.cols
         matrices += bool(extra.any())
         weights += int(extra.sum())
         bits += int((extra * bits_of(chosen.row_bits)).sum())
@@ -172,6 +172,6 @@ def _padding(plan: Plan) -> dict[str, int]:
 
 
 def _untouched(plan: Plan, statistics: Statistics) -> int:
-    units = [u.unit for u in plan.units.values() if u.unit.role not in MTP_ROLES]
-    experts = [unit for unit in units if unit.expert is not None]
-    return sum(statistics.tokens(unit.name, unit.expert) == 0 for unit in experts)
+    matrices = [u.matrix for u in plan.matrices.values() if u.matrix.role not in MTP_ROLES]
+    experts = [matrix for matrix in matrices if matrix.expert is not None]
+    return sum(statistics.tokens(matrix.name, matrix.expert) == 0 for matrix in experts)

@@ -120,7 +120,7 @@ class TorchMatrix:
             packed.cols_padded,
             packed.seed,
         )
-        self.window = packed.L
+        self.L = packed.L
         self.is_zero = packed.is_zero
         self.position = packed.position_on(codes.device)
         self.input_factors = packed.input_factors_on(codes.device)
@@ -172,7 +172,7 @@ class TorchMatrix:
             nbytes = int(UNIT_BYTES * bits) * blocks
             begins = self.group_offset[groups[chosen]].tolist()
             stored = torch.stack([self.codes[begin : begin + nbytes] for begin in begins])
-            levels = _levels(stored.reshape(-1, int(UNIT_BYTES * bits)), bits, self.window)
+            levels = _levels(stored.reshape(-1, int(UNIT_BYTES * bits)), bits, self.L)
             rows = (
                 levels.reshape(chosen.size, blocks, TILE, TILE).transpose(1, 2).reshape(chosen.size, TILE, -1)
             )
@@ -182,7 +182,7 @@ class TorchMatrix:
         return out
 
 
-def _levels(stored: torch.Tensor, bits: float, window: int) -> torch.Tensor:
+def _levels(stored: torch.Tensor, bits: float, L: int) -> torch.Tensor:
     """Tiles as stored, uint8 [n, 32 bits], to the code's levels, int64 [n, 16 rows, 16 columns]."""
     whole = int(bits)
     bytes_of = stored[:, : UNIT_BYTES * whole].reshape(-1, whole, TILE, 2).to(torch.int64)
@@ -198,6 +198,6 @@ def _levels(stored: torch.Tensor, bits: float, window: int) -> torch.Tensor:
     unit_of = [-(-end // TILE) - 1 for end in ends]
     shift = torch.tensor([TILE * (unit + 1) - end for unit, end in zip(unit_of, ends, strict=True)])
     windows = words[:, unit_of].transpose(1, 2) >> shift.to(stored.device)
-    hashed = ((windows & ((1 << window) - 1)) * MULTIPLIER) & 0xFFFFFFFF
+    hashed = ((windows & ((1 << L) - 1)) * MULTIPLIER) & 0xFFFFFFFF
     total = sum((hashed >> (8 * byte)) & 0xFF for byte in range(4))
     return total - LEVEL_CENTRE  # type: ignore[return-value]

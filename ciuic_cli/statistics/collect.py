@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.layerwise.activation_store import TensorFolder
+from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import LayerStream, Place, Progress, compute_dtype
-from ciuic_cli.layerwise.linear_hooks import watched_in
+from ciuic_cli.layerwise.linear_hooks import linears_of
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.files import CONTEXTS, EMBEDDING, ENERGY, FREQUENCY, Statistics, StatisticsWriter
@@ -123,7 +123,7 @@ class _Collection:
     def _resumed(self, steps: int) -> int:
         """How many steps are finished, with what they left taken over."""
         for step, state in self.marks.found(steps):
-            places: dict[str, TensorFolder | StatisticsWriter] = {
+            places: dict[str, ActivationStore | StatisticsWriter] = {
                 "hidden": self.stream.hidden, "gradient": self.stream.gradient, "written": self.writer,
             }  # fmt: skip
             intact = all(place.holds(state[name]) for name, place in places.items())
@@ -139,7 +139,7 @@ class _Collection:
     def _layer(self, number: int) -> None:
         prefix = self.stream.prefixes[number]
         with self.stream.backward_layer(number) as (layer, carry):
-            watched = watched_in(layer, prefix, self.map.parameters)
+            watched = linears_of(layer, prefix, self.map.parameters)
             sums = self._sums([item.name for item in watched])
             for segment in self.segments:
                 recorder = MomentRecorder(watched, self.stream.dtype, self.length)
@@ -207,13 +207,13 @@ class _Collection:
                 of_rows.add({(name, None): found[1]} if segment else {})
         handle.remove()
         if of_rows.totals:
-            contexts, importance = of_rows.totals[name, None], sums.totals[name, None].outputs
+            contexts, fisher = of_rows.totals[name, None], sums.totals[name, None].outputs
             total, spread, squares = contexts.outputs
             with one_thread():
                 frequency = total / total.sum()
             self.writer.write_single(FREQUENCY, self._embedding_name(), frequency)
             seen = spread.square() / squares.clamp_min(1e-30)  # contexts, as many as count
-            kept = seen / ((seen + 1.0) * spread * importance).clamp_min(1e-30)
+            kept = seen / ((seen + 1.0) * spread * fisher).clamp_min(1e-30)
             self.writer.write_single(CONTEXTS, name, contexts.inputs.mul_(kept.sqrt()[:, None]))
         self.writer.write(sums.totals)
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ciuic_cli.layerwise.linear_hooks import Hook, Key, Product, ProductWatcher, Watched
+from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, WatchedLinear
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.experts import full_moments_fit
@@ -196,14 +196,14 @@ def symmetric_product(
     return moment
 
 
-class MomentRecorder(ProductWatcher):
+class MomentRecorder(LinearHook):
     """While active, every product with a watched weight adds its inputs and its outputs' gradients to the moments.
 
     Where full moments of an expert stack would take too much (`experts.py`), the stack's pool (name, None) is
     recorded, and each expert's diagonals.
     """
 
-    def __init__(self, watched: Sequence[Watched], dtype: torch.dtype, length: int) -> None:
+    def __init__(self, watched: Sequence[WatchedLinear], dtype: torch.dtype, length: int) -> None:
         super().__init__(watched)
         self.dtype, self.length = dtype, length
         self.moments: dict[Key, Moments] = {}

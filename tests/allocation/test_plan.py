@@ -14,8 +14,8 @@ import torch
 
 from ciuic_cli.allocation import plan as planning
 from ciuic_cli.allocation.arms import Arms, PassOptions, level_uncovered, structures_of
-from ciuic_cli.allocation.encoding import unit_arms
-from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, Unit, units_of
+from ciuic_cli.allocation.encoding import price_matrix
+from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, WeightMatrix, weight_matrices
 from ciuic_cli.allocation.plan import Plan, check_reachable, largest_bytes, make_plan, stored_tensors
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import read_blobs
@@ -41,9 +41,9 @@ def _arms(model_map: ModelMap, options: PassOptions, seed: int = 0) -> list[Arms
     """Arms whose sensitivities are spread over orders of magnitude, as real ones are."""
     rng = np.random.default_rng(seed)
     made = []
-    for unit in units_of(model_map.parameters.values()):
-        sensitivity = rng.lognormal(0, 2, unit.groups)
-        made.append(Arms(unit, options.widths_for(unit), options.window, sensitivity, sensitivity.copy()))
+    for matrix in weight_matrices(model_map.parameters.values()):
+        sensitivity = rng.lognormal(0, 2, matrix.groups)
+        made.append(Arms(matrix, options.widths_for(matrix), options.L, sensitivity, sensitivity.copy()))
     return made
 
 
@@ -51,25 +51,25 @@ def _budget(model_map: ModelMap, ratio: float) -> int:
     return int(2 * model_map.stored_numel / ratio)
 
 
-def _packed(unit: Unit, row_bits: np.ndarray, rank: int = 0) -> PackedMatrix:
+def _packed(matrix: WeightMatrix, row_bits: np.ndarray, rank: int = 0) -> PackedMatrix:
     """A matrix of zeros codes in the form that the plan says."""
-    codes = np.zeros(int(tile_nbytes(row_bits).sum()) * unit.padded_cols // 16, np.uint8)
+    codes = np.zeros(int(tile_nbytes(row_bits).sum()) * matrix.padded_cols // 16, np.uint8)
     lowrank = None
     if rank:
         right, left = (
-            _packed(Unit("", None, "", rank, size), np.full(rank // 16, 6, np.uint8))
-            for size in (unit.cols, unit.rows)
+            _packed(WeightMatrix("", None, "", rank, size), np.full(rank // 16, 6, np.uint8))
+            for size in (matrix.cols, matrix.rows)
         )
         lowrank = (right, left)
-    scale = np.zeros(unit.rows, np.uint8)
-    return PackedMatrix(unit.rows, unit.cols, 16, 0, 1.0, row_bits, scale, codes, lowrank)
+    scale = np.zeros(matrix.rows, np.uint8)
+    return PackedMatrix(matrix.rows, matrix.cols, 16, 0, 1.0, row_bits, scale, codes, lowrank)
 
 
 def _write(model_map: ModelMap, plan: Plan, folder: Path, shard_bytes: int) -> list[Path]:
     parts: dict[str, list[PackedMatrix]] = {}
-    for unit_plan in plan.units.values():
-        packed = _packed(unit_plan.unit, unit_plan.row_bits, unit_plan.rank)
-        parts.setdefault(unit_plan.unit.name, []).append(packed)
+    for unit_plan in plan.matrices.values():
+        packed = _packed(unit_plan.matrix, unit_plan.row_bits, unit_plan.rank)
+        parts.setdefault(unit_plan.matrix.name, []).append(packed)
 
     def payload(name: str) -> bytes:
         if name not in parts:
@@ -106,13 +106,13 @@ def test_planned_bytes_are_the_written_ones(
     options = PassOptions(WIDTHS, prune="auto", rank="auto")
     arms = _arms(model_map, options)
     for arm in arms:  # a low-rank part that leaves nothing wherever one fits
-        if min(arm.unit.rows, arm.unit.cols) > 16 and arm.unit.role not in EMBEDDING_ROLES:
-            nbytes = factor_bytes(arm.unit.rows, arm.unit.cols, 16)
-            arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.unit.groups, 1e-9))]
+        if min(arm.matrix.rows, arm.matrix.cols) > 16 and arm.matrix.role not in EMBEDDING_ROLES:
+            nbytes = factor_bytes(arm.matrix.rows, arm.matrix.cols, 16)
+            arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.matrix.groups, 1e-9))]
     budget = _budget(model_map, 2.2)
     plan = make_plan(model_map, arms, budget, options)
     assert plan.file_bytes <= budget
-    assert any(unit.rank for unit in plan.units.values())
+    assert any(matrix.rank for matrix in plan.matrices.values())
     files = _write(model_map, plan, tmp_path / "out", shard_bytes=1 << 40)
     assert sum(file.stat().st_size for file in files) == plan.file_bytes
     opened = read_blobs(files)
@@ -143,13 +143,13 @@ def test_the_embedding_loses_no_token(tiny_checkpoint: Callable[..., Path]) -> N
     options = PassOptions(WIDTHS, prune="auto")
     arms = _arms(model_map, options)
     for arm in arms:
-        if arm.unit.role in EMBEDDING_ROLES:
+        if arm.matrix.role in EMBEDDING_ROLES:
             arm.sensitivity[:] = arm.removal[:] = 0.0
             assert 0 not in arm.widths
         else:
             assert 0 in arm.widths
     plan = make_plan(model_map, arms, _budget(model_map, 4.0), options)
-    found = {p.unit.role: p.row_bits for p in plan.units.values()}
+    found = {p.matrix.role: p.row_bits for p in plan.matrices.values()}
     assert (found["embedding"] == 2).all()
     assert (found["head"] == 2).all()
 
@@ -160,7 +160,10 @@ def test_the_vocabulary_has_two_bits_unless_only_one_is_asked_for(
     model_map = _map(tiny_checkpoint("llama"))
     for widths, least in ((WIDTHS, 2), ((1, 4), 4), ((1,), 1)):
         options = PassOptions(widths, prune="off", rank="off")
-        found = {unit.role: min(options.widths_for(unit)) for unit in units_of(model_map.parameters.values())}
+        found = {
+            matrix.role: min(options.widths_for(matrix))
+            for matrix in weight_matrices(model_map.parameters.values())
+        }
         assert found["embedding"] == found["head"] == least and found["gate"] == 1
 
 
@@ -171,7 +174,7 @@ def test_free_row_groups_are_pruned_unless_forbidden(tiny_checkpoint: Callable[.
         arms = _arms(model_map, options)
         arms[3].sensitivity[1] = arms[3].removal[1] = 0.0
         plan = make_plan(model_map, arms, _budget(model_map, 3.0), options)
-        assert plan.units[arms[3].unit.key].row_bits[1] == expected
+        assert plan.matrices[arms[3].matrix.key].row_bits[1] == expected
 
 
 class _PlainStatistics:
@@ -217,19 +220,19 @@ def test_low_rank_is_taken_where_the_matrix_nearly_is(
     budget = _budget(model_map, 4.0)
     plans = {}
     for rank in ("auto", "off", 32):
-        options = PassOptions(WIDTHS, window=12, prune="off", rank=rank)
+        options = PassOptions(WIDTHS, L=12, prune="off", rank=rank)
         arms = [
-            unit_arms(model_map, statistics, unit, options)
-            for unit in units_of(model_map.parameters.values())
+            price_matrix(model_map, statistics, matrix, options)
+            for matrix in weight_matrices(model_map.parameters.values())
         ]
         plans[rank] = make_plan(model_map, arms, budget, options)
-    ranks = {key: plan.rank for key, plan in plans["auto"].units.items() if plan.rank}
+    ranks = {key: plan.rank for key, plan in plans["auto"].matrices.items() if plan.rank}
     assert ranks == {steep: 16}
-    assert plans["auto"].units[steep].lowrank_bytes == factor_bytes(192, 192, 16)
+    assert plans["auto"].matrices[steep].lowrank_bytes == factor_bytes(192, 192, 16)
     assert plans["auto"].predicted_kl < 0.9 * plans["off"].predicted_kl
     assert plans["auto"].file_bytes <= budget
-    assert not any(plan.rank for plan in plans["off"].units.values())
-    forced = {plan.rank for plan in plans[32].units.values() if plan.unit.role not in EMBEDDING_ROLES}
+    assert not any(plan.rank for plan in plans["off"].matrices.values())
+    forced = {plan.rank for plan in plans[32].matrices.values() if plan.matrix.role not in EMBEDDING_ROLES}
     assert forced == {32}
     assert plans[32].file_bytes <= budget
 
@@ -241,11 +244,11 @@ def test_corrections_move_bits_to_the_role_that_costs_more(tiny_checkpoint: Call
     def bits_of_down(correction: float) -> float:
         arms = _arms(model_map, options)
         for arm in arms:
-            if arm.unit.role == "down":
+            if arm.matrix.role == "down":
                 arm.correction = correction
         plan = make_plan(model_map, arms, _budget(model_map, 4.0), options)
         return float(
-            np.mean([bits_of(p.row_bits).mean() for p in plan.units.values() if p.unit.role == "down"])
+            np.mean([bits_of(p.row_bits).mean() for p in plan.matrices.values() if p.matrix.role == "down"])
         )
 
     low, middle, high = bits_of_down(1 / 3), bits_of_down(1.0), bits_of_down(3.0)
@@ -258,23 +261,25 @@ def test_channels_that_cost_nothing_leave_gate_and_up(tiny_checkpoint: Callable[
     model_map = _map(tiny_checkpoint("llama"))
     options = PassOptions(WIDTHS)
     arms = _arms(model_map, options)
-    down = next(arm for arm in arms if arm.unit.role == "down")
+    down = next(arm for arm in arms if arm.matrix.role == "down")
     down.channels = np.array([1e9, 0.0, 1e9, 1e9, 1e9, 1e9])  # 88 channels
-    layer = down.unit.key.removesuffix("down_proj.weight")
-    found = [s for s in structures_of(arms) if s.down == down.unit.key]
+    layer = down.matrix.key.removesuffix("down_proj.weight")
+    found = [s for s in structures_of(arms) if s.down == down.matrix.key]
     assert found[1].members == ((f"{layer}gate_proj.weight", 1), (f"{layer}up_proj.weight", 1))
     plan = make_plan(model_map, arms, _budget(model_map, 2.5), options)
-    assert [(s.down, s.block) for s in plan.removed] == [(down.unit.key, 1)]
+    assert [(s.down, s.block) for s in plan.removed] == [(down.matrix.key, 1)]
     for name in ("gate_proj", "up_proj"):
-        assert plan.units[f"{layer}{name}.weight"].row_bits[1] == 0
+        assert plan.matrices[f"{layer}{name}.weight"].row_bits[1] == 0
     assert plan.file_bytes <= plan.budget
 
 
 @pytest.mark.parametrize(("role", "whole"), [("expert", 1), ("mtp_expert", 0)])
 def test_experts_that_nothing_is_known_of_are_no_structures(role: str, whole: int) -> None:
     options, nothing = PassOptions(WIDTHS), np.zeros(2)
-    units = [Unit(f"mlp.experts.{part}", 0, role, 32, 32) for part in ("gate_up_proj", "down_proj")]
-    arms = [Arms(unit, options.widths_for(unit), options.window, nothing, nothing) for unit in units]
+    matrices = [
+        WeightMatrix(f"mlp.experts.{part}", 0, role, 32, 32) for part in ("gate_up_proj", "down_proj")
+    ]
+    arms = [Arms(matrix, options.widths_for(matrix), options.L, nothing, nothing) for matrix in matrices]
     assert len(structures_of(arms)) == whole
 
 
@@ -282,13 +287,13 @@ def test_an_expert_that_costs_nothing_goes_as_a_whole(tiny_checkpoint: Callable[
     model_map = _map(tiny_checkpoint("deepseek_v3"))
     options = PassOptions(WIDTHS)
     arms = _arms(model_map, options)
-    down = next(arm for arm in arms if arm.unit.role == "expert_down" and arm.unit.expert == 2)
+    down = next(arm for arm in arms if arm.matrix.role == "expert_down" and arm.matrix.expert == 2)
     down.removal[:] = 1e-12
     plan = make_plan(model_map, arms, _budget(model_map, 2.2), options)
-    assert [(s.down, s.block) for s in plan.removed] == [(down.unit.key, None)]
-    assert not plan.units[down.unit.key].row_bits.any()
-    assert not plan.units[down.unit.key.replace("down_proj", "gate_up_proj")].row_bits.any()
-    assert plan.units[down.unit.key.replace("[2]", "[1]")].row_bits.any()
+    assert [(s.down, s.block) for s in plan.removed] == [(down.matrix.key, None)]
+    assert not plan.matrices[down.matrix.key].row_bits.any()
+    assert not plan.matrices[down.matrix.key.replace("down_proj", "gate_up_proj")].row_bits.any()
+    assert plan.matrices[down.matrix.key.replace("[2]", "[1]")].row_bits.any()
 
 
 def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Callable[..., Path]) -> None:
@@ -296,16 +301,16 @@ def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Call
     options = PassOptions(WIDTHS, rank=16)
     arms = _arms(model_map, options)
     for arm in arms:
-        if arm.unit.expert is not None:
-            nbytes = factor_bytes(arm.unit.rows, arm.unit.cols, 16)
-            arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.unit.groups, 0.9, np.float32))]
-    down = next(arm for arm in arms if arm.unit.role == "expert_down" and arm.unit.expert == 2)
+        if arm.matrix.expert is not None:
+            nbytes = factor_bytes(arm.matrix.rows, arm.matrix.cols, 16)
+            arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.matrix.groups, 0.9, np.float32))]
+    down = next(arm for arm in arms if arm.matrix.role == "expert_down" and arm.matrix.expert == 2)
     down.removal[:] = 1e-12
     plan = make_plan(model_map, arms, _budget(model_map, 1.5), options)
-    assert down.unit.key in [s.down for s in plan.removed if s.block is None]
-    assert plan.units[down.unit.key].is_zero and plan.units[down.unit.key].lowrank_bytes == 0
-    assert plan.units[down.unit.key.replace("down_proj", "gate_up_proj")].is_zero
-    assert plan.units[down.unit.key.replace("[2]", "[1]")].rank == 16
+    assert down.matrix.key in [s.down for s in plan.removed if s.block is None]
+    assert plan.matrices[down.matrix.key].is_zero and plan.matrices[down.matrix.key].lowrank_bytes == 0
+    assert plan.matrices[down.matrix.key.replace("down_proj", "gate_up_proj")].is_zero
+    assert plan.matrices[down.matrix.key.replace("[2]", "[1]")].rank == 16
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
@@ -314,9 +319,9 @@ def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: f
     options = PassOptions(WIDTHS, prune=share)
     arms = _arms(model_map, options)
     plan = make_plan(model_map, arms, _budget(model_map, 2.0), options)
-    prunable = [p for p in plan.units.values() if p.unit.role not in EMBEDDING_ROLES]
-    total = sum(p.unit.groups * p.unit.cols for p in prunable)
-    gone = sum(int((p.row_bits == 0).sum()) * p.unit.cols for p in prunable)
+    prunable = [p for p in plan.matrices.values() if p.matrix.role not in EMBEDDING_ROLES]
+    total = sum(p.matrix.groups * p.matrix.cols for p in prunable)
+    gone = sum(int((p.row_bits == 0).sum()) * p.matrix.cols for p in prunable)
     assert share * total <= gone <= share * total + 88
 
 
@@ -365,22 +370,22 @@ def test_no_plan_is_larger_than_the_largest(
 
 def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: Callable[..., Path]) -> None:
     arms = _arms(_map(tiny_checkpoint("llama")), PassOptions(WIDTHS))
-    lost = arms[3].unit.name
-    covered = [arm for arm in arms if arm.unit.name != lost]
-    before = {arm.unit.key: arm.removal.copy() for arm in arms}
+    lost = arms[3].matrix.name
+    covered = [arm for arm in arms if arm.matrix.name != lost]
+    before = {arm.matrix.key: arm.removal.copy() for arm in arms}
     shares = arms[3].sensitivity / arms[3].sensitivity.sum()
     level_uncovered(arms, cast(Statistics, SimpleNamespace(covers=lambda name: name != lost)))
-    typical = np.median([arm.removal.sum() / arm.unit.weights for arm in covered])
-    assert arms[3].removal.sum() / arms[3].unit.weights == pytest.approx(typical)
+    typical = np.median([arm.removal.sum() / arm.matrix.weights for arm in covered])
+    assert arms[3].removal.sum() / arms[3].matrix.weights == pytest.approx(typical)
     np.testing.assert_allclose(arms[3].sensitivity / arms[3].sensitivity.sum(), shares)
-    assert all((arm.removal == before[arm.unit.key]).all() for arm in covered)
+    assert all((arm.removal == before[arm.matrix.key]).all() for arm in covered)
 
 
 def test_experts_chosen_by_a_table_are_not_removed(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v4"))  # layer 0 has a hash router
     arms = _arms(model_map, PassOptions(WIDTHS))
     for arm in arms:
-        if arm.unit.expert == 1:
+        if arm.matrix.expert == 1:
             arm.removal = arm.removal * 1e-9
     plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(WIDTHS))
     removed = {structure.down for structure in plan.removed if structure.block is None}

@@ -10,8 +10,8 @@ import torch
 
 from ciuic_cli.allocation import probes as probing
 from ciuic_cli.allocation.arms import PassOptions
-from ciuic_cli.allocation.matrices import Unit
-from ciuic_cli.allocation.plan import Plan, UnitPlan
+from ciuic_cli.allocation.matrices import WeightMatrix
+from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.allocation.probes import (
     LIMITS,
     OWN_PROBE,
@@ -22,17 +22,17 @@ from ciuic_cli.allocation.probes import (
     probes_of,
 )
 from ciuic_cli.passes.prune import Structure
-from ciuic_cli.passes.quantize import Importance
+from ciuic_cli.passes.quantize import KroneckerFisher
 
 BITS = np.full(2, 4, np.uint8)
 
 
 def _plan(predicted: dict[str, float]) -> Plan:
-    units = {
-        f"{role}.weight": UnitPlan(Unit(f"{role}.weight", None, role, 32, 32), BITS, 0, 0, loss)
+    matrices = {
+        f"{role}.weight": MatrixPlan(WeightMatrix(f"{role}.weight", None, role, 32, 32), BITS, 0, 0, loss)
         for role, loss in predicted.items()
     }
-    return Plan(units, {}, 0, 0, 0.0)
+    return Plan(matrices, {}, 0, 0, 0.0)
 
 
 def _corrections(predicted: dict[str, float], answers: list[float]) -> dict[str, dict[str, float]]:
@@ -42,13 +42,13 @@ def _corrections(predicted: dict[str, float], answers: list[float]) -> dict[str,
 
 def _deep(layers: int) -> tuple[Plan, list[str]]:
     """A plan with two experts' matrices in each layer, and a head outside of them."""
-    units = [
-        Unit(f"model.layers.{layer}.mlp.experts.down_proj", expert, "expert_down", 32, 32)
+    matrices = [
+        WeightMatrix(f"model.layers.{layer}.mlp.experts.down_proj", expert, "expert_down", 32, 32)
         for layer in range(layers)
         for expert in range(2)
     ]
-    units.append(Unit("lm_head.weight", None, "head", 32, 32))
-    plans = {unit.key: UnitPlan(unit, BITS, 0, 0, 0.001) for unit in units}
+    matrices.append(WeightMatrix("lm_head.weight", None, "head", 32, 32))
+    plans = {matrix.key: MatrixPlan(matrix, BITS, 0, 0, 0.001) for matrix in matrices}
     return Plan(plans, {}, 0, 0, 0.0), [f"model.layers.{layer}." for layer in range(layers)]
 
 
@@ -56,9 +56,9 @@ def _deep(layers: int) -> tuple[Plan, list[str]]:
 def test_a_role_is_probed_in_some_layers_and_all_roles_in_all(layers: int) -> None:
     plan, prefixes = _deep(layers)
     experts, head, whole = probes_of(plan, prefixes)
-    assert [unit.name for unit in head] == ["lm_head.weight"]
-    assert {unit.key for unit in whole} == set(plan.units)
-    seen = sorted({int(unit.name.split(".")[2]) for unit in experts})
+    assert [matrix.name for matrix in head] == ["lm_head.weight"]
+    assert {matrix.key for matrix in whole} == set(plan.matrices)
+    seen = sorted({int(matrix.name.split(".")[2]) for matrix in experts})
     assert len(seen) == min(layers, PROBED_LAYERS)
     assert len(experts) == 2 * len(seen)
     steps = np.diff([-1, *seen, layers])
@@ -101,7 +101,7 @@ def test_most_of_a_vocabularys_correction_is_that_of_the_other_roles() -> None:
 def test_what_removed_structures_cost_is_not_put_down_to_rounding() -> None:
     plan = _plan({"gate": 0.004, "down": 0.02})
     gone = Structure("down.weight", 1, (("gate.weight", 1),), 0.015)
-    plan = Plan(plan.units, {}, 0, 0, 0.0, (gone,))
+    plan = Plan(plan.matrices, {}, 0, 0, 0.0, (gone,))
     found = corrections_of(plan, probes_of(plan, ()), [0.004, 0.005, 0.009])
     assert found["gate"]["correction"] == pytest.approx(1.0)
     assert found["down"]["predicted_kl"] == pytest.approx(0.005)
@@ -110,26 +110,26 @@ def test_what_removed_structures_cost_is_not_put_down_to_rounding() -> None:
 
 def _disturbed(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
     """A weight as the probe of the only matrix of the plan has it, all errors costing the same."""
-    importance = Importance(torch.eye(weight.shape[1]), torch.eye(weight.shape[0]))
-    monkeypatch.setattr(probing, "read_unit", lambda model_map, unit: weight)
-    monkeypatch.setattr(probing, "importance_of", lambda unit, statistics: importance)
-    (unit,) = (chosen.unit for chosen in plan.units.values())
+    fisher = KroneckerFisher(torch.eye(weight.shape[1]), torch.eye(weight.shape[0]))
+    monkeypatch.setattr(probing, "read_matrix", lambda model_map, matrix: weight)
+    monkeypatch.setattr(probing, "fisher_of", lambda matrix, statistics: fisher)
+    (matrix,) = (chosen.matrix for chosen in plan.matrices.values())
     nothing = cast(Any, None)
-    noisy = probing.disturbance(nothing, nothing, plan, [unit], window=16)(unit.name, None)
+    noisy = probing.perturbation(nothing, nothing, plan, [matrix], L=16)(matrix.name, None)
     assert noisy is not None
     return noisy
 
 
 def test_removed_rows_stay_as_they_are_in_a_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    unit = Unit("gate.weight", None, "gate", 32, 64)
-    chosen = UnitPlan(unit, np.array([4, 0], np.uint8), 0, 0, 0.0)
-    alone = Plan({unit.key: chosen}, {}, 0, 0, 0.0)
+    matrix = WeightMatrix("gate.weight", None, "gate", 32, 64)
+    chosen = MatrixPlan(matrix, np.array([4, 0], np.uint8), 0, 0, 0.0)
+    alone = Plan({matrix.key: chosen}, {}, 0, 0, 0.0)
     assert not _disturbed(monkeypatch, weight, alone)[
         16:
     ].any()  # left out by the budget: what the probe measures
-    gone = (Structure("down.weight", 1, ((unit.key, 1),), 0.0),)
-    noisy = _disturbed(monkeypatch, weight, Plan({unit.key: chosen}, {}, 0, 0, 0.0, gone))
+    gone = (Structure("down.weight", 1, ((matrix.key, 1),), 0.0),)
+    noisy = _disturbed(monkeypatch, weight, Plan({matrix.key: chosen}, {}, 0, 0, 0.0, gone))
     assert torch.equal(noisy[16:], weight[16:]) and not torch.equal(noisy[:16], weight[:16])
 
 
@@ -137,11 +137,11 @@ def test_a_probe_disturbs_what_the_low_rank_part_leaves(monkeypatch: pytest.Monk
     generator = torch.Generator().manual_seed(0)
     low = torch.randn(64, 16, generator=generator) @ torch.randn(16, 128, generator=generator)
     weight = low + 0.1 * torch.randn(64, 128, generator=generator)
-    unit = Unit("q.weight", None, "q", 64, 128)
+    matrix = WeightMatrix("q.weight", None, "q", 64, 128)
     bits = np.full(4, 4, np.uint8)
     errors = []
     for rank in (0, 16):
-        plan = Plan({unit.key: UnitPlan(unit, bits, rank, 0, 0.0)}, {}, 0, 0, 0.0)
+        plan = Plan({matrix.key: MatrixPlan(matrix, bits, rank, 0, 0.0)}, {}, 0, 0, 0.0)
         errors.append(float((_disturbed(monkeypatch, weight, plan) - weight).square().mean()))
     # Energies of 16 + 0.01 and of less than 0.01 of the rest.
     assert errors[1] < 1e-3 * errors[0]
@@ -151,9 +151,9 @@ def test_an_indexer_is_not_probed_and_loses_no_row() -> None:
     """Where the text is shorter than its reach it chooses every token: no error in it would show."""
     plan = _plan({"q": 0.01, "indexer": 0.02})
     probes = probes_of(plan, ())
-    assert {unit.role for probe in probes for unit in probe} == {"q"}
+    assert {matrix.role for probe in probes for matrix in probe} == {"q"}
     assert correction_of("indexer", corrections_of(plan, probes, [0.02, 0.02])) == pytest.approx(2.0)
-    (indexer,) = (chosen.unit for chosen in plan.units.values() if chosen.unit.role == "indexer")
+    (indexer,) = (chosen.matrix for chosen in plan.matrices.values() if chosen.matrix.role == "indexer")
     assert 0 not in PassOptions((2, 4)).widths_for(indexer)
 
 

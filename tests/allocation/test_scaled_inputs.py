@@ -12,10 +12,16 @@ import torch
 from stand_in_statistics import known_statistics
 
 from ciuic_cli.allocation.arms import Arms, PassOptions
-from ciuic_cli.allocation.encoding import arms_from_bytes, arms_to_bytes, encode_unit, read_unit, unit_arms
-from ciuic_cli.allocation.matrices import units_of
-from ciuic_cli.allocation.plan import Plan, UnitPlan, check_reachable, make_plan
-from ciuic_cli.allocation.probes import disturbance
+from ciuic_cli.allocation.encoding import (
+    arms_from_bytes,
+    arms_to_bytes,
+    encode_matrix,
+    price_matrix,
+    read_matrix,
+)
+from ciuic_cli.allocation.matrices import weight_matrices
+from ciuic_cli.allocation.plan import MatrixPlan, Plan, check_reachable, make_plan
+from ciuic_cli.allocation.probes import perturbation
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.scales import input_factors
@@ -24,7 +30,7 @@ from ciuic_cli.errors import TargetError
 from ciuic_cli.passes.quantize import OUTPUT_DAMPING, damp
 from ciuic_cli.statistics.files import Statistics
 
-OPTIONS = PassOptions((3,), window=12, prune="off", rank="off")
+OPTIONS = PassOptions((3,), L=12, prune="off", rank="off")
 
 
 def _moment(cols: int) -> torch.Tensor:
@@ -48,7 +54,8 @@ def dense(tiny_checkpoint: Callable[..., Path]) -> tuple[ModelMap, Statistics]:
 def arms(dense: tuple[ModelMap, Statistics]) -> list[Arms]:
     model_map, statistics = dense
     return [
-        unit_arms(model_map, statistics, unit, OPTIONS) for unit in units_of(model_map.parameters.values())
+        price_matrix(model_map, statistics, matrix, OPTIONS)
+        for matrix in weight_matrices(model_map.parameters.values())
     ]
 
 
@@ -58,7 +65,7 @@ def plan(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> Plan:
 
 
 def test_every_large_enough_matrix_is_scaled(arms: list[Arms]) -> None:
-    assert all(arm.input_scale is not None and len(arm.input_scale) == arm.unit.cols for arm in arms)
+    assert all(arm.input_scale is not None and len(arm.input_scale) == arm.matrix.cols for arm in arms)
 
 
 def test_a_coded_matrix_has_the_planned_bytes_and_the_planned_loss(
@@ -66,27 +73,27 @@ def test_a_coded_matrix_has_the_planned_bytes_and_the_planned_loss(
 ) -> None:
     model_map, statistics = dense
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
-        chosen = plan.units[name]
-        packed = encode_unit(model_map, statistics, plan, chosen.unit, window=12)
+        chosen = plan.matrices[name]
+        packed = encode_matrix(model_map, statistics, plan, chosen.matrix, L=12)
         assert chosen.input_scale is not None and packed.input_scale is not None
         assert np.array_equal(packed.input_scale, chosen.input_scale)
         assert packed.nbytes == plan.blob_bytes[name]
-        loss = _loss(statistics, chosen, decode_dense(packed) - read_unit(model_map, chosen.unit))
+        loss = _loss(statistics, chosen, decode_dense(packed) - read_matrix(model_map, chosen.matrix))
         assert loss == pytest.approx(chosen.predicted_kl, rel=0.15)
 
 
 def test_noise_of_a_probe_costs_what_is_planned(dense: tuple[ModelMap, Statistics], plan: Plan) -> None:
     model_map, statistics = dense
-    chosen = plan.units["model.layers.0.self_attn.q_proj.weight"]
-    noisy = disturbance(model_map, statistics, plan, [chosen.unit], window=12)(chosen.unit.name, None)
+    chosen = plan.matrices["model.layers.0.self_attn.q_proj.weight"]
+    noisy = perturbation(model_map, statistics, plan, [chosen.matrix], L=12)(chosen.matrix.name, None)
     assert noisy is not None
-    loss = _loss(statistics, chosen, noisy - read_unit(model_map, chosen.unit))
+    loss = _loss(statistics, chosen, noisy - read_matrix(model_map, chosen.matrix))
     assert loss == pytest.approx(chosen.predicted_kl, rel=0.15)
 
 
-def _loss(statistics: Statistics, chosen: UnitPlan, error: torch.Tensor) -> float:
+def _loss(statistics: Statistics, chosen: MatrixPlan, error: torch.Tensor) -> float:
     """½ tr(Eᵀ G E H) as the pass prices it: of the divided columns, with H and G (here diagonal) damped."""
-    h, g = statistics.input_moment(chosen.unit.name), statistics.output_fisher(chosen.unit.name)
+    h, g = statistics.input_moment(chosen.matrix.name), statistics.output_fisher(chosen.matrix.name)
     assert h is not None and g is not None and chosen.input_scale is not None
     factors = input_factors(chosen.input_scale)
     h = h * factors * factors[:, None]
@@ -96,13 +103,13 @@ def _loss(statistics: Statistics, chosen: UnitPlan, error: torch.Tensor) -> floa
 
 
 def test_the_journal_keeps_them(arms: list[Arms]) -> None:
-    back = arms_from_bytes(arms_to_bytes(arms[1]), arms[1].unit, OPTIONS)
+    back = arms_from_bytes(arms_to_bytes(arms[1]), arms[1].matrix, OPTIONS)
     assert arms[1].input_scale is not None and np.array_equal(back.input_scale, arms[1].input_scale)
 
 
 def test_what_can_be_reached_counts_their_bytes(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> None:
     least = make_plan(dense[0], arms, 2 * dense[0].stored_numel, OPTIONS).file_bytes  # there is one width
-    scales = sum(arm.unit.cols for arm in arms)
+    scales = sum(arm.matrix.cols for arm in arms)
     check_reachable(dense[0], least + 64, OPTIONS)
     with pytest.raises(TargetError):
         check_reachable(dense[0], least - scales // 2, OPTIONS)
@@ -110,20 +117,20 @@ def test_what_can_be_reached_counts_their_bytes(dense: tuple[ModelMap, Statistic
 
 def test_with_rows_sorted_and_a_low_rank_part(dense: tuple[ModelMap, Statistics], plan: Plan) -> None:
     model_map, statistics = dense
-    chosen = plan.units["model.layers.0.self_attn.q_proj.weight"]
-    classes = np.arange(chosen.unit.rows).astype(np.uint8) % 16
+    chosen = plan.matrices["model.layers.0.self_attn.q_proj.weight"]
+    classes = np.arange(chosen.matrix.rows).astype(np.uint8) % 16
     own = replace(chosen, rank=16, row_class=classes)
-    changed = replace(plan, units={**plan.units, chosen.unit.key: own})
-    packed = encode_unit(model_map, statistics, changed, chosen.unit, window=12)
+    changed = replace(plan, matrices={**plan.matrices, chosen.matrix.key: own})
+    packed = encode_matrix(model_map, statistics, changed, chosen.matrix, L=12)
     assert packed.rank == 16 and packed.row_class is not None and packed.input_scale is not None
-    weight = read_unit(model_map, chosen.unit)
+    weight = read_matrix(model_map, chosen.matrix)
     assert _loss(statistics, chosen, decode_dense(packed) - weight) < 1.25 * chosen.predicted_kl
-    noisy = disturbance(model_map, statistics, changed, [chosen.unit], window=12)(chosen.unit.name, None)
+    noisy = perturbation(model_map, statistics, changed, [chosen.matrix], L=12)(chosen.matrix.name, None)
     assert noisy is not None and _loss(statistics, chosen, noisy - weight) < 1.25 * chosen.predicted_kl
 
 
 def test_experts_have_none(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map, statistics = _mapped(tiny_checkpoint("deepseek_v3"))
-    for unit in units_of(model_map.parameters.values()):
-        if unit.expert is not None:
-            assert unit_arms(model_map, statistics, unit, OPTIONS).input_scale is None
+    for matrix in weight_matrices(model_map.parameters.values()):
+        if matrix.expert is not None:
+            assert price_matrix(model_map, statistics, matrix, OPTIONS).input_scale is None

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ciuic_cli.allocation.matrices import TEMPER, UNIFORM_SHARE, Unit, importance_of, tempered
+from ciuic_cli.allocation.matrices import TEMPER, UNIFORM_SHARE, WeightMatrix, fisher_of, tempered
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 
 
@@ -24,18 +24,18 @@ def _statistics(**parts: Any) -> Statistics:
 
 
 def test_tokens_that_the_text_lacks_keep_a_weight() -> None:
-    head = Unit("lm_head.weight", None, "head", 4, 8)
+    head = WeightMatrix("lm_head.weight", None, "head", 4, 8)
     g = torch.tensor([1.0, 0.0, 3.0, 0.0])
-    found = importance_of(head, _statistics(h=torch.eye(8), g=g))
+    found = fisher_of(head, _statistics(h=torch.eye(8), g=g))
     mixed = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * 1.0
     assert torch.allclose(found.outputs, tempered(mixed))
     assert float(found.outputs[2] / found.outputs[1]) == pytest.approx(float(mixed[2] / mixed[1]) ** TEMPER)
     assert float(found.outputs.sum()) == pytest.approx(4.0)
     wide = dataclasses.replace(head, role="up")  # too many outputs for a full G, but no tokens
-    assert torch.allclose(importance_of(wide, _statistics(h=torch.eye(8), g=g)).outputs, mixed)
+    assert torch.allclose(fisher_of(wide, _statistics(h=torch.eye(8), g=g)).outputs, mixed)
     embedding = dataclasses.replace(head, role="embedding")
     use = EmbeddingUse(torch.eye(8) / 8, torch.full((4,), 16.0), torch.tensor([0.5, 0.5, 0.0, 0.0]))
-    found = importance_of(embedding, _statistics(use=use))
+    found = fisher_of(embedding, _statistics(use=use))
     assert torch.allclose(found.inputs, torch.eye(8) / 8)
     share = torch.tensor([0.5, 0.5, 0.0, 0.0]) * (1 - UNIFORM_SHARE) + UNIFORM_SHARE / 4
     assert torch.allclose(found.outputs, tempered(16 * share))
@@ -43,12 +43,12 @@ def test_tokens_that_the_text_lacks_keep_a_weight() -> None:
 
 
 def test_a_tied_matrix_pays_for_both_uses() -> None:
-    unit = Unit("model.embed_tokens.weight", None, "embedding", 4, 8)
+    matrix = WeightMatrix("model.embed_tokens.weight", None, "embedding", 4, 8)
     h, g = torch.diag(torch.arange(8.0)) / 28, torch.tensor([4.0, 1.0, 1.0, 2.0])
     use = EmbeddingUse(torch.eye(8) / 8, torch.full((4,), 8.0), torch.full((4,), 0.25))
-    both = importance_of(unit, _statistics(h=h, g=g, use=use))
-    head = importance_of(unit, _statistics(h=h, g=g))
-    alone = importance_of(unit, _statistics(use=use))
+    both = fisher_of(matrix, _statistics(h=h, g=g, use=use))
+    head = fisher_of(matrix, _statistics(h=h, g=g))
+    alone = fisher_of(matrix, _statistics(use=use))
     mixed = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
     assert torch.allclose(both.outputs, tempered(mixed + 2.0))  # a trace of 8, a quarter each
     assert float(both.outputs.sum()) == pytest.approx(float(head.outputs.sum() + alone.outputs.sum()))
@@ -57,6 +57,6 @@ def test_a_tied_matrix_pays_for_both_uses() -> None:
 
 
 def test_a_matrix_that_was_never_reached_counts_as_average() -> None:
-    found = importance_of(Unit("x", 3, "expert_down", 32, 16), _statistics())
+    found = fisher_of(WeightMatrix("x", 3, "expert_down", 32, 16), _statistics())
     assert torch.allclose(found.inputs, torch.eye(16) / 16)
     assert (found.outputs > 0).all()

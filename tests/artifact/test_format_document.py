@@ -32,7 +32,7 @@ def reader() -> dict[str, Callable[..., Any]]:
 def _packed(
     rows: int,
     cols: int,
-    window: int,
+    L: int,
     seed: int,
     rank: int = 0,
     bits: tuple[float, ...] = BITS,
@@ -47,7 +47,7 @@ def _packed(
     if rank:
         lowrank = (_packed(rank, cols, 13, 3, bits=(6,)), _packed(rank, rows, 14, 4, bits=(6,)))
     return PackedMatrix(
-        rows, cols, window, seed, 0.01, row_bits, rng.integers(0, 60, rows).astype(np.uint8),
+        rows, cols, L, seed, 0.01, row_bits, rng.integers(0, 60, rows).astype(np.uint8),
         rng.integers(0, 256, size).astype(np.uint8), lowrank,
         rng.integers(0, 16, rows).astype(np.uint8) if is_sorted else None,
         rng.integers(0, 256, cols).astype(np.uint8) if is_scaled else None, int(rng.integers(16, 272)),
@@ -68,13 +68,13 @@ def test_the_documented_reader_reads_what_we_write(
     reader: dict[str, Callable[..., Any]],
     rows: int,
     cols: int,
-    window: int,
+    L: int,
     seed: int,
     rank: int,
     is_sorted: bool,
     is_scaled: bool,
 ) -> None:
-    packed = _packed(rows, cols, window, seed, rank, is_sorted=is_sorted, is_scaled=is_scaled)
+    packed = _packed(rows, cols, L, seed, rank, is_sorted=is_sorted, is_scaled=is_scaled)
     blob = packed.to_bytes()
     weight, used = reader["matrix"](blob)
     assert used == len(blob)
@@ -121,7 +121,7 @@ def test_the_worked_example_is_right(reader: dict[str, Callable[..., Any]]) -> N
     table = re.findall(r"^\| (\d+) \| .* \| (\d+) \| 0x(\w+) \| ([\d+]+) \| ([−\d]+) \|$", TEXT, re.MULTILINE)
     levels = torch.round(transformed / (0.35355338 / 147.8))
     assert len(table) == 5
-    for weight, window, product, addends, level in table:
-        assert int(window) * 0x83DCD12D % 2**32 == int(product, 16)
+    for weight, L, product, addends, level in table:
+        assert int(L) * 0x83DCD12D % 2**32 == int(product, 16)
         expected = int(level.replace("−", "-"))
         assert sum(int(part) for part in addends.split("+")) - 510 == expected == int(levels[int(weight)])

@@ -14,9 +14,9 @@ from ciuic_cli.errors import UsageError
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("window", range(12, 17))
-def test_decoding_is_exact(bits: int, window: int) -> None:
-    matrix = random_matrix(48, 304, bits, L=window, seed=window)
+@pytest.mark.parametrize("L", range(12, 17))
+def test_decoding_is_exact(bits: int, L: int) -> None:
+    matrix = random_matrix(48, 304, bits, L=L, seed=L)
     assert np.array_equal(trellis.decode(matrix).numpy(), reference.decode(matrix))
 
 
@@ -63,11 +63,11 @@ def relative_error(matrix: PackedMatrix, x: torch.Tensor, y: torch.Tensor) -> fl
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("window", [12, 15, 16])
+@pytest.mark.parametrize("L", [12, 15, 16])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_product_error(bits: int, window: int, batch: int) -> None:
+def test_product_error(bits: int, L: int, batch: int) -> None:
     """int8 activations up to 4 bits per weight, 15-bit ones above and where asked for."""
-    matrix = random_matrix(96, 832, bits, L=window)
+    matrix = random_matrix(96, 832, bits, L=L)
     x = torch.randn(batch, 832, generator=torch.Generator().manual_seed(0))
     coarse = relative_error(matrix, x, trellis.matmul(matrix, x, precise=False))
     precise = relative_error(matrix, x, trellis.matmul(matrix, x))

@@ -14,7 +14,7 @@ from packed_samples import ALL_BITS
 
 from ciuic_cli.codecs import reference, trellis
 from ciuic_cli.codecs.packing import stored_bits
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.errors import UsageError
 
 
@@ -24,14 +24,14 @@ def gaussian(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 
 def rounded(weight: torch.Tensor, bits: float, **options: object) -> torch.Tensor:
     """The decoded matrix at one bit width and the code's best scale."""
-    window = options.get("L", 16)
-    scale = np.full(weight.shape[0], SCALE_BY_WINDOW[window][bits], np.float32)
+    L = options.get("L", 16)
+    scale = np.full(weight.shape[0], SCALE_BY_L[L][bits], np.float32)
     return trellis.round_matrix(weight, scale, stored_bits([bits] * (weight.shape[0] // 16)), **options)[1]
 
 
-def error_of(bits: float, window: int, rows: int = 128, cols: int = 128) -> float:
+def error_of(bits: float, L: int, rows: int = 128, cols: int = 128) -> float:
     weight = gaussian(rows, cols)
-    decoded = rounded(weight, bits, L=window)
+    decoded = rounded(weight, bits, L=L)
     return float((weight - decoded).double().square().mean()) * 4.0**bits
 
 
@@ -56,23 +56,23 @@ def test_error_on_gaussians_at_the_default_window(bits: float, bound: float) -> 
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-@pytest.mark.parametrize("window", [12, 13, 14, 15])
-def test_error_at_other_windows(bits: float, window: int) -> None:
-    measured = error_of(bits, window)
-    assert measured == pytest.approx(MSE_BY_WINDOW[window][bits], rel=0.04 if bits <= 5 else 0.5)
+@pytest.mark.parametrize("L", [12, 13, 14, 15])
+def test_error_at_other_windows(bits: float, L: int) -> None:
+    measured = error_of(bits, L)
+    assert measured == pytest.approx(MSE_BY_L[L][bits], rel=0.04 if bits <= 5 else 0.5)
 
 
 @pytest.mark.parametrize(("bits", "tiles"), [(4, 1), (6, 3), (8, 6)])
 def test_cost_against_the_exhaustive_search(bits: int, tiles: int) -> None:
     """At L = 12 the exact optimum over all closed paths is known: the fast search is within 1 % and never below."""
-    window, sigma = 12, float(reference.CODE_SIGMA)
+    L, sigma = 12, float(reference.CODE_SIGMA)
     x = gaussian(16, 16 * tiles, seed=1)
-    codes, decoded = trellis.round_matrix(x, np.ones(16, np.float32), [bits], L=window)
+    codes, decoded = trellis.round_matrix(x, np.ones(16, np.float32), [bits], L=L)
     exact = found = 0.0
     for tile in range(tiles):
         target = x[:, 16 * tile : 16 * (tile + 1)].double().numpy().reshape(-1) * sigma
-        exact += reference.viterbi(target, bits, window)[1]
-        windows = reference.tile_windows(codes[32 * bits * tile : 32 * bits * (tile + 1)], bits, window)
+        exact += reference.viterbi(target, bits, L)[1]
+        windows = reference.tile_windows(codes[32 * bits * tile : 32 * bits * (tile + 1)], bits, L)
         found += float(((target - reference.levels(windows)) ** 2).sum())
     assert exact - 1e-6 * exact <= found <= 1.01 * exact
     assert found / sigma**2 == pytest.approx(float((x - decoded).double().square().sum()), rel=1e-4)
@@ -120,7 +120,7 @@ def test_input_feedback_reaches_its_prediction() -> None:
     """LDLQ: tr(E H E^T) becomes error x rows x tr(D) instead of error x rows x tr(H)."""
     weight, h = gaussian(64, 160), correlated(160, 1)
     lower, trace = block_ldl(h)
-    error = MSE_BY_WINDOW[14][4] / 256
+    error = MSE_BY_L[14][4] / 256
     feedback = torch.from_numpy(lower).float()
     for a, predicted in ((None, np.trace(h)), (feedback, trace)):
         e = (weight - rounded(weight, 4, L=14, input_feedback=a)).double().numpy()
@@ -132,7 +132,7 @@ def test_two_sided_feedback_reaches_its_prediction() -> None:
     """tr(E^T G E H) becomes error x tr(D_G) x tr(D_H), but for the feedback's own share of the targets' variance."""
     weight, h, g = gaussian(112, 96), correlated(96, 2), correlated(112, 3)
     (a, trace_h), (b, trace_g) = block_ldl(h), block_ldl(g)
-    error = MSE_BY_WINDOW[14][3] / 64
+    error = MSE_BY_L[14][3] / 64
     inputs, outputs = torch.from_numpy(a).float(), torch.from_numpy(b).float()
     for fa, fb, predicted in (
         (inputs, None, trace_h * np.trace(g)),
@@ -156,12 +156,12 @@ def test_only_the_blocks_below_the_diagonal_are_read() -> None:
 
 def test_every_row_group_may_have_its_own_bits() -> None:
     weight, bits = gaussian(112, 64), [2, 0, 8, 3, 6, 4, 5]
-    scale = np.repeat([SCALE_BY_WINDOW[14].get(k, 1.0) for k in bits], 16).astype(np.float32)
+    scale = np.repeat([SCALE_BY_L[14].get(k, 1.0) for k in bits], 16).astype(np.float32)
     a, b = torch.zeros(64, 64), torch.zeros(112, 112)
     decoded = trellis.round_matrix(weight, scale, bits, L=14, input_feedback=a, output_feedback=b)[1]
     error = (weight - decoded).double().square().reshape(7, -1).mean(1)
     for k, e in zip(bits, error.tolist(), strict=True):
-        assert e == pytest.approx(MSE_BY_WINDOW[14].get(k, 1.0) * 4.0**-k, rel=0.5 if k >= 6 else 0.12)
+        assert e == pytest.approx(MSE_BY_L[14].get(k, 1.0) * 4.0**-k, rel=0.5 if k >= 6 else 0.12)
 
 
 def test_padding_rows_cost_nothing() -> None:
@@ -241,9 +241,9 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
         trellis.round_matrix(torch.zeros(16, 17), ones, [4])
     with pytest.raises(UsageError, match="row bits"):
         trellis.round_matrix(torch.zeros(16, 16), ones, [4, 4])
-    for bits, window in ((9, 16), (255, 16), (4, 11), (4, 17)):
+    for bits, L in ((9, 16), (255, 16), (4, 11), (4, 17)):
         with pytest.raises(UsageError, match="that the format has"):
-            trellis.round_matrix(torch.zeros(16, 16), ones, [bits], L=window)
+            trellis.round_matrix(torch.zeros(16, 16), ones, [bits], L=L)
     with pytest.raises(UsageError, match="input_feedback must be float32"):
         trellis.round_matrix(torch.zeros(16, 16), ones, [4], input_feedback=torch.zeros(32, 32))
     with pytest.raises(UsageError, match="weight must be float32"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.compression import options
 from ciuic_cli.errors import UsageError
 from ciuic_cli.passes.quantize import BLOCK
@@ -101,5 +101,5 @@ def test_wrong_settings(name: str, value: object) -> None:
 
 
 def test_the_choices_are_those_of_the_code() -> None:
-    assert set(options.WIDTHS) == set(MSE_BY_WINDOW[16]) and options.RANK_STEP == BLOCK
-    assert {effort.window for effort in options.EFFORTS.values()} <= set(MSE_BY_WINDOW)
+    assert set(options.WIDTHS) == set(MSE_BY_L[16]) and options.RANK_STEP == BLOCK
+    assert {effort.L for effort in options.EFFORTS.values()} <= set(MSE_BY_L)

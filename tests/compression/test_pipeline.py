@@ -321,7 +321,7 @@ def test_no_more_space_is_asked_for_than_can_be_written(
 ) -> None:
     asked: list[int] = []
     monkeypatch.setattr(
-        "ciuic_cli.artifact.atomic_files.require_space", lambda out, nbytes: asked.append(nbytes)
+        "ciuic_cli.process.atomic_files.require_space", lambda out, nbytes: asked.append(nbytes)
     )
     report = _compress(tiny_checkpoint("llama"), tmp_path / "out", text, target_size=size)
     assert asked == [2 * report["budget_bytes"]]

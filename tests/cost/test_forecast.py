@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ciuic_cli.allocation.matrices import units_of
+from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.pipeline import compress
@@ -52,13 +52,13 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(tiny_checkpoint:
     text = Text(2, 1, 64)
     disk, peak = {}, {}
     for name, model_map in (("few", few), ("many", many)):
-        units = units_of(model_map.parameters.values())
-        disk[name] = disk_bytes(model_map, units, text, model_map.stored_numel // 2)
-        peak[name] = peak_bytes(model_map, units, text, 0, halved=True)
+        matrices = weight_matrices(model_map.parameters.values())
+        disk[name] = disk_bytes(model_map, matrices, text, model_map.stored_numel // 2)
+        peak[name] = peak_bytes(model_map, matrices, text, 0, halved=True)
     assert disk["many"] > 2.4 * disk["few"]
     assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
     monotone = [
-        forecast(m, text, window=12, ranks=True, budget=1, device=torch.device("cpu")) for m in (few, many)
+        forecast(m, text, L=12, ranks=True, budget=1, device=torch.device("cpu")) for m in (few, many)
     ]
     assert monotone[1].seconds["encode"] > 1.5 * monotone[0].seconds["encode"]
 

@@ -17,13 +17,13 @@ from emulation import Emulator, build
 
 from ciuic_cli.kernels.launcher import LAUNCHERS, Limits
 
-WINDOWS = (16, 13)
+L_VALUES = (16, 13)
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
     folder = tmp_path_factory.mktemp("emulated")
-    return {window: build(folder, window) for window in WINDOWS}
+    return {L: build(folder, L) for L in L_VALUES}
 
 
 @pytest.fixture

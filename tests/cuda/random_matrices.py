@@ -24,7 +24,7 @@ def packed(
     cols: int,
     row_bits: tuple[float, ...] = ALL_BITS,
     *,
-    window: int = 16,
+    L: int = 16,
     seed: int = 0,
     rank: int = 0,
     factor_bits: tuple[float, ...] = (4.5, 3),
@@ -38,13 +38,13 @@ def packed(
     lowrank = None
     if rank:
         lowrank = (
-            packed(random, rank, cols, factor_bits, window=window, seed=seed),
-            packed(random, rank, rows, factor_bits, window=window, seed=seed),
+            packed(random, rank, cols, factor_bits, L=L, seed=seed),
+            packed(random, rank, rows, factor_bits, L=L, seed=seed),
         )
     return PackedMatrix(
         rows=rows,
         cols=cols,
-        L=window,
+        L=L,
         seed=seed,
         base=0.01,
         row_bits=bits,

@@ -20,13 +20,13 @@ def gaussian(tiles: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(tiles, 256, generator=torch.Generator().manual_seed(seed))
 
 
-def stored(codes: torch.Tensor, bits: float, window: int) -> torch.Tensor:
+def stored(codes: torch.Tensor, bits: float, L: int) -> torch.Tensor:
     """Tiles of codes as the reference decodes them, float32 [tiles, 256]."""
     tiles = codes.shape[0]
     matrix = PackedMatrix(
         rows=16,
         cols=16 * tiles,
-        L=window,
+        L=L,
         seed=0,
         base=1.0,
         row_bits=np.array([stored_bits(bits)], dtype=np.uint8),
@@ -37,17 +37,17 @@ def stored(codes: torch.Tensor, bits: float, window: int) -> torch.Tensor:
     return decoded.reshape(16, tiles, 16).transpose(0, 1).reshape(tiles, 256)
 
 
-@pytest.mark.parametrize(("bits", "window"), [(b, 13) for b in BITS[1:]] + [(4, 16), (5.5, 16), (8, 16)])
+@pytest.mark.parametrize(("bits", "L"), [(b, 13) for b in BITS[1:]] + [(4, 16), (5.5, 16), (8, 16)])
 def test_codes_decode_to_the_decoded_and_are_as_good_as_native(
-    emulator: Emulator, bits: float, window: int
+    emulator: Emulator, bits: float, L: int
 ) -> None:
-    tiles = 4 if window == 16 else 16
+    tiles = 4 if L == 16 else 16
     targets = gaussian(tiles) / CODE_SCALE[bits]
-    codes, decoded = encode(emulator.tensor(targets), bits, window)
+    codes, decoded = encode(emulator.tensor(targets), bits, L)
     assert codes.shape == (tiles, 32 * bits)
-    torch.testing.assert_close(stored(codes, bits, window), decoded, rtol=0, atol=1e-6)
+    torch.testing.assert_close(stored(codes, bits, L), decoded, rtol=0, atol=1e-6)
     matrix = targets.reshape(tiles, 16, 16).transpose(0, 1).reshape(16, -1).contiguous()
-    _, native = trellis.round_matrix(matrix, np.ones(16, dtype=np.float32), [stored_bits(bits)], L=window)
+    _, native = trellis.round_matrix(matrix, np.ones(16, dtype=np.float32), [stored_bits(bits)], L=L)
     error = float((decoded - targets).square().mean())
     assert error < 1.01 * float((native - matrix).square().mean())
 
@@ -94,7 +94,7 @@ def test_the_result_does_not_depend_on_the_company(emulator: Emulator, bits: flo
 
 
 def test_refusals(emulator: Emulator) -> None:
-    for targets, bits, window in (
+    for targets, bits, L in (
         (torch.zeros(2, 255), 4, 16),
         (torch.zeros(2, 256, dtype=torch.float64), 4, 16),
         (torch.zeros(256, 2).T, 4, 16),
@@ -103,6 +103,6 @@ def test_refusals(emulator: Emulator) -> None:
         (torch.zeros(2, 256), 4, 17),
     ):
         with pytest.raises(UsageError):
-            encode(targets, bits, window)
+            encode(targets, bits, L)
     assert emulator.launched == []
     assert encode(torch.zeros(0, 256), 4.5)[0].shape == (0, 144)

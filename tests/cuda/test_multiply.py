@@ -74,7 +74,7 @@ def test_odd_shapes_and_mixed_bits(
 
 @pytest.mark.parametrize("batch", [3, 10, 40])
 def test_another_window_length(emulator: Emulator, random: np.random.Generator, batch: int) -> None:
-    matrix = packed(random, 100, 144, window=13)
+    matrix = packed(random, 100, 144, L=13)
     x = activations_for(emulator, batch, 144)
     (y,) = linear([on_device(emulator, matrix)], x)
     assert relative_error(y, x.double() @ dense(matrix).T) < 4e-3
@@ -103,7 +103,7 @@ def test_matrices_that_share_their_input(emulator: Emulator, random: np.random.G
         packed(random, 20, 144, is_scaled=True),
         packed(random, 64, 144, (6,), rank=5, seed=9),
         packed(random, 10, 144, (0,)),
-        packed(random, 20, 144, window=13),
+        packed(random, 20, 144, L=13),
     ]
     x = activations_for(emulator, batch, 144)
     outputs = linear([on_device(emulator, matrix) for matrix in matrices], x.reshape(1, batch, 144))

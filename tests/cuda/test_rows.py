@@ -14,12 +14,12 @@ from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import decode, embedding
 
 
-@pytest.mark.parametrize("window", [16, 13])
+@pytest.mark.parametrize("L", [16, 13])
 @pytest.mark.parametrize("bits", BITS[1:])
 def test_decode_is_the_reference(
-    emulator: Emulator, random: np.random.Generator, bits: float, window: int
+    emulator: Emulator, random: np.random.Generator, bits: float, L: int
 ) -> None:
-    matrix = packed(random, 21, 144, (bits,), window=window)
+    matrix = packed(random, 21, 144, (bits,), L=L)
     got = decode(on_device(emulator, matrix))
     torch.testing.assert_close(got, torch.from_numpy(reference.decode(matrix)), rtol=3e-7, atol=0)
 
@@ -65,12 +65,12 @@ def test_embedding_rows(emulator: Emulator, random: np.random.Generator, cols: i
     assert torch.equal(rows[0, 2], torch.zeros(cols)) and ALL_BITS[1] == 0  # a row group of no bits
 
 
-@pytest.mark.parametrize("window", [16, 13])
+@pytest.mark.parametrize("L", [16, 13])
 @pytest.mark.parametrize("bits", BITS[1:])
 def test_embedding_of_every_bit_width(
-    emulator: Emulator, random: np.random.Generator, bits: float, window: int
+    emulator: Emulator, random: np.random.Generator, bits: float, L: int
 ) -> None:
-    matrix = packed(random, 32, 48, (bits,), window=window)
+    matrix = packed(random, 32, 48, (bits,), L=L)
     tokens = emulator.tensor(torch.arange(32))
     rows = embedding(on_device(emulator, matrix), tokens, torch.float32)
     assert relative_error(rows, dense(matrix)) < 1e-6

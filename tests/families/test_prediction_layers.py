@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from ciuic_cli import load, read_tensor
 from ciuic_cli.allocation.arms import PassOptions
-from ciuic_cli.allocation.encoding import unit_arms
-from ciuic_cli.allocation.matrices import units_of
+from ciuic_cli.allocation.encoding import price_matrix
+from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.keeping import is_mtp, keep_mtp
@@ -281,17 +281,17 @@ def test_the_forecast_counts_coding_but_no_statistics_of_them(
     )
     dropped = map_model(open_checkpoint(predicting("deepseek_v3_fp8")))
     maps = (dropped, keep_mtp(dropped))
-    own = [unit for unit in units_of(maps[1].parameters.values()) if unit.role in MTP_ROLES]
+    own = [matrix for matrix in weight_matrices(maps[1].parameters.values()) if matrix.role in MTP_ROLES]
     text, budgets = Text(2, 1, 64), (10**6, 2 * 10**6)
     disk = [
-        disk_bytes(m, units_of(m.parameters.values()), text, budget)
+        disk_bytes(m, weight_matrices(m.parameters.values()), text, budget)
         for m, budget in zip(maps, budgets, strict=True)
     ]
-    assert disk[1] - disk[0] == 2 * 10**6 + sum(40 * unit.groups + 1500 for unit in own)
+    assert disk[1] - disk[0] == 2 * 10**6 + sum(40 * matrix.groups + 1500 for matrix in own)
     monkeypatch.setattr(forecasting, "_time_products", lambda device: 1e-9)
-    monkeypatch.setattr(forecasting, "_time_reading", lambda model_map, units: 1e-9)
+    monkeypatch.setattr(forecasting, "_time_reading", lambda model_map, matrices: 1e-9)
     before, after = (
-        forecasting.forecast(m, text, window=12, ranks=False, budget=1, device=torch.device("cpu")).seconds
+        forecasting.forecast(m, text, L=12, ranks=False, budget=1, device=torch.device("cpu")).seconds
         for m in maps
     )
     added = {phase: after[phase] - before[phase] for phase in after}
@@ -311,8 +311,8 @@ def test_a_matrix_without_statistics_is_not_called_singular_and_gets_bits_only(
         embedding_use=lambda name: None,
         contexts=lambda name: None,
     )
-    (unit,) = units_of([model_map.parameters["model.layers.3.eh_proj.weight"]])
-    arms = unit_arms(model_map, nothing, unit, PassOptions((2, 4), window=12))
+    (matrix,) = weight_matrices([model_map.parameters["model.layers.3.eh_proj.weight"]])
+    arms = price_matrix(model_map, nothing, matrix, PassOptions((2, 4), L=12))
     assert not arms.singular and arms.widths == (2, 4) and not arms.lowrank
 
 

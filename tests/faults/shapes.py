@@ -24,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import native, reference
-from ciuic_cli.codecs.packing import WINDOWS, PackedMatrix, group_offsets, packed_nbytes, stored_bits
+from ciuic_cli.codecs.packing import L_VALUES, PackedMatrix, group_offsets, packed_nbytes, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import TILE, log2_block, padded, transform
 from ciuic_cli.codecs.widths import BITS
@@ -97,7 +97,7 @@ def hostile_matrix(
     return PackedMatrix(
         rows=rows,
         cols=cols,
-        L=generator.choice(list(WINDOWS)),
+        L=generator.choice(list(L_VALUES)),
         seed=generator.choice((0, 1, 2**32 - 1)),
         base=generator.choice(BASES),
         row_bits=row_bits,
@@ -249,14 +249,14 @@ class Kernels:
         offsets = self.guarded.copy(group_offsets(matrix.row_bits, cols))
         codes = self.guarded.empty(matrix.codes.shape, np.uint8)
         decoded = self.guarded.empty((rows, cols), np.float32)
-        window, progress = self.random.choice(list(WINDOWS)[:2]), self.guarded.copy(np.zeros(1, np.int64))
+        L, progress = self.random.choice(list(L_VALUES)[:2]), self.guarded.copy(np.zeros(1, np.int64))
         self.call(
             "ciuic_round", weight, rows, cols, inputs[0], self.random.choice((b, None)), *inputs[1:], scales, bits,
-             window, self.random.choice(THREADS), codes, offsets, decoded, progress,
+             L, self.random.choice(THREADS), codes, offsets, decoded, progress,
         )  # fmt: skip
         assert progress[0] == rows * cols // TILE**2
         again = np.empty((rows, cols), np.float32)
-        self.call("ciuic_decode", codes, offsets, bits, scales, rows, cols, window, 0, rows, again, 0, 1)
+        self.call("ciuic_decode", codes, offsets, bits, scales, rows, cols, L, 0, rows, again, 0, 1)
         np.testing.assert_array_equal(again[: matrix.rows], decoded[: matrix.rows])
         self.heard(decoded)
 

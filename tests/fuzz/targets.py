@@ -142,7 +142,7 @@ def native_functions(data: bytes, folder: Folder) -> None:
     def byte() -> int:
         return next(take, 0)
 
-    which, groups, tiles, window = byte() % 5, 1 + byte() % 4, 1 + byte() % 9, 10 + byte() % 9
+    which, groups, tiles, L = byte() % 5, 1 + byte() % 4, 1 + byte() % 9, 10 + byte() % 9
     valid = byte() % 4 != 0
     widths = [WIDTHS[byte() % len(WIDTHS)] if valid else byte() for _ in range(groups)]
     rows, cols = 16 * groups, 16 * tiles
@@ -159,14 +159,12 @@ def native_functions(data: bytes, folder: Folder) -> None:
         begin, end = signed[0] % (rows + 3) - 1, signed[1] % (rows + 3) - 1
         half = signed[2] & 1
         out = np.empty((max(0, end - begin), cols), np.uint16 if half else np.float32)
-        library.ciuic_decode(
-            *pointers, rows, cols, window, begin, end, out.ctypes.data, half, 1 + (signed[3] & 1)
-        )
+        library.ciuic_decode(*pointers, rows, cols, L, begin, end, out.ctypes.data, half, 1 + (signed[3] & 1))
     elif which == 1:
         index = np.array([number % (rows + 4) - 2 for number in signed], np.int64)
         out = np.empty((len(index), cols), np.float32)
         library.ciuic_decode_rows(
-            *pointers, rows, cols, window, index.ctypes.data, len(index), out.ctypes.data, 1 + (signed[0] & 1)
+            *pointers, rows, cols, L, index.ctypes.data, len(index), out.ctypes.data, 1 + (signed[0] & 1)
         )
     elif which == 2:
         batch, given, wanted = signed[0] % 10, cols - signed[1] % 17, rows - signed[2] % 17
@@ -177,7 +175,7 @@ def native_functions(data: bytes, folder: Folder) -> None:
         order = order[::-1].copy() if signed[5] & 8 else order + np.int32(signed[1] >> 6)
         block = signed[3] % 12 if signed[3] & 1 else log2_block(cols)
         library.ciuic_matmul(
-            *pointers, rows, cols, window, block, signed[4] & 0xFFFF, x.ctypes.data, x_half, batch, given,
+            *pointers, rows, cols, L, block, signed[4] & 0xFFFF, x.ctypes.data, x_half, batch, given,
             y.ctypes.data, y_half, wanted, order.ctypes.data if signed[5] & 4 else None,
             signed[5] & 1, 1 + (signed[5] >> 1 & 1),
         )  # fmt: skip
@@ -190,7 +188,7 @@ def native_functions(data: bytes, folder: Folder) -> None:
         decoded = np.empty_like(weight)
         library.ciuic_round(
             weight.ctypes.data, rows, cols, None, None, None, None, scale.ctypes.data, bits.ctypes.data,
-            min(window, 12), 1, codes.ctypes.data, offsets.ctypes.data, decoded.ctypes.data, None,
+            min(L, 12), 1, codes.ctypes.data, offsets.ctypes.data, decoded.ctypes.data, None,
         )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ciuic_cli.layerwise.expert_offload import BroughtOnUse
+from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 
 
 class Experts(nn.Module):
@@ -27,7 +27,7 @@ def _both(module: Experts, x: torch.Tensor, dense: Experts, autocast: bool) -> l
         leaf = x.clone().requires_grad_(True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             if brought:
-                with BroughtOnUse(model):
+                with ExpertsOnUse(model):
                     y = model(leaf)
             else:
                 y = model(leaf)
@@ -53,7 +53,7 @@ def test_nothing_of_an_experts_size_is_kept_for_the_backward_pass() -> None:
         lambda tensor: kept.append(tensor.shape), lambda none: none
     ):
         x = torch.randn(5, 12, requires_grad=True)
-        with BroughtOnUse(module), torch.autocast("cpu", torch.bfloat16):
+        with ExpertsOnUse(module), torch.autocast("cpu", torch.bfloat16):
             module(x)
     assert torch.Size((8, 12)) not in kept and torch.Size((12, 12)) in kept
 

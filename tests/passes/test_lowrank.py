@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ciuic_cli.codecs.trellis import decode
-from ciuic_cli.passes.lowrank import arms, encode, factor, factor_bytes, rests
+from ciuic_cli.passes.lowrank import arms, encode, factor, factor_bytes, residuals
 
 
 def _random(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -54,7 +54,7 @@ def test_factors_do_not_depend_on_the_global_generator() -> None:
 
 def test_arms_say_what_is_left_of_each_row_group() -> None:
     weight, row_weight = _steep(72, 112, 5), _row_weight(72, 6)
-    found = arms(rests(weight, row_weight, (16, 32)), row_weight, 112)
+    found = arms(residuals(weight, row_weight, (16, 32)), row_weight, 112)
     assert [arm.rank for arm in found] == [16, 32]
     for arm in found:
         # From the exact SVD: the share of weighted energy that the truncation leaves in each group.
@@ -71,22 +71,22 @@ def test_arms_say_what_is_left_of_each_row_group() -> None:
 
 def test_a_matrix_of_low_rank_leaves_nothing_and_a_zero_one_divides_by_nothing() -> None:
     exact = _random(64, 16, 7) @ _random(16, 96, 8)
-    assert float(arms(rests(exact, torch.ones(64), (16,)), torch.ones(64), 96)[0].remaining.max()) < 1e-8
-    nothing = arms(rests(torch.zeros(64, 96), torch.ones(64), (16,)), torch.ones(64), 96)[0].remaining
+    assert float(arms(residuals(exact, torch.ones(64), (16,)), torch.ones(64), 96)[0].remaining.max()) < 1e-8
+    nothing = arms(residuals(torch.zeros(64, 96), torch.ones(64), (16,)), torch.ones(64), 96)[0].remaining
     assert np.isfinite(nothing).all()
 
 
 def test_ranks_that_do_not_fit_are_not_offered() -> None:
     weight = _random(40, 24)
-    offered = arms(rests(weight, torch.ones(40), (16, 32, 64)), torch.ones(40), 24)
+    offered = arms(residuals(weight, torch.ones(40), (16, 32, 64)), torch.ones(40), 24)
     assert [arm.rank for arm in offered] == [16]
-    assert arms(rests(_random(12, 200), torch.ones(12), (16, 32)), torch.ones(12), 200) == []
+    assert arms(residuals(_random(12, 200), torch.ones(12), (16, 32)), torch.ones(12), 200) == []
 
 
 @pytest.mark.parametrize(("rows", "cols", "rank"), [(37, 83, 16), (128, 96, 32)])
 def test_coded_factors_are_what_the_decoder_sees(rows: int, cols: int, rank: int) -> None:
     weight, row_weight = _steep(rows, cols, 9), _row_weight(rows, 10)
-    (right, left), product = encode(weight, row_weight, rank, window=12)
+    (right, left), product = encode(weight, row_weight, rank, L=12)
     assert (right.rows, right.cols) == (rank, cols)
     assert (left.rows, left.cols) == (rank, rows)
     assert (

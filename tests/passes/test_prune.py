@@ -9,12 +9,12 @@ import torch
 from ciuic_cli.passes.prune import (
     Structure,
     channel_loss,
-    correct_rest,
+    correct_remaining,
     forced_groups,
     masks,
     removed_columns,
 )
-from ciuic_cli.passes.quantize import Importance
+from ciuic_cli.passes.quantize import KroneckerFisher
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -39,7 +39,7 @@ def _loss(error: torch.Tensor, outputs: torch.Tensor, inputs: torch.Tensor) -> f
 def test_channel_loss_is_that_of_removing_the_columns(full: bool, cols: int) -> None:
     down, h = _random(40, cols, seed=1), _moment(cols, 2)
     g = _moment(40, 5) if full else _moment(40, 5).diagonal().clone()
-    losses = channel_loss(down, Importance(h, g))
+    losses = channel_loss(down, KroneckerFisher(h, g))
     assert len(losses) == -(-cols // 16)
     for block, loss in enumerate(losses):
         error = torch.zeros_like(down)
@@ -51,7 +51,7 @@ def test_correction_makes_the_removal_cheaper() -> None:
     down, h, g = _random(40, 64, seed=6), _moment(64, 7), _moment(40, 8)
     removed = torch.zeros(64, dtype=torch.bool)
     removed[16:32] = True
-    corrected = correct_rest(down, h, removed)
+    corrected = correct_remaining(down, h, removed)
     plain = down.clone()
     plain[:, removed] = 0.0
     assert not corrected[:, removed].any()
@@ -66,7 +66,7 @@ def test_correction_is_nearly_the_least_squares_optimum() -> None:
     removed[:16] = True
     schur = h[:16, :16] - h[:16, 16:] @ torch.linalg.solve(h[16:, 16:], h[16:, :16])
     best = _loss(down[:, :16], torch.ones(24), schur)
-    found = _loss(down - correct_rest(down, h, removed), torch.ones(24), h)
+    found = _loss(down - correct_remaining(down, h, removed), torch.ones(24), h)
     assert best * (1 - 1e-4) <= found <= 1.05 * best
 
 
@@ -74,7 +74,7 @@ def test_uncorrelated_inputs_need_no_correction() -> None:
     down = _random(24, 32, seed=11)
     removed = torch.zeros(32, dtype=torch.bool)
     removed[16:] = True
-    corrected = correct_rest(down, torch.diag(torch.rand(32) + 0.5), removed)
+    corrected = correct_remaining(down, torch.diag(torch.rand(32) + 0.5), removed)
     assert torch.allclose(corrected[:, :16], down[:, :16], atol=1e-6)
 
 
@@ -83,7 +83,7 @@ def test_inputs_that_never_vary_stay_finite() -> None:
     h[:20, :20] = torch.ones(20, 20)  # singular, and twelve inputs without any energy
     removed = torch.zeros(32, dtype=torch.bool)
     removed[:16] = True
-    assert torch.isfinite(correct_rest(_random(24, 32, seed=12), h, removed)).all()
+    assert torch.isfinite(correct_remaining(_random(24, 32, seed=12), h, removed)).all()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from ciuic_cli.allocation.probes import rounding_noise
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.codecs.trellis import decode, decode_dense
 from ciuic_cli.passes.quantize import (
     BLOCK,
     INPUT_DAMPING,
     OUTPUT_DAMPING,
     OUTPUT_SHRINKAGE,
-    Importance,
+    KroneckerFisher,
     Prepared,
     block_ldl,
     pad_square,
@@ -59,14 +59,12 @@ def _loss(error: torch.Tensor, outputs: torch.Tensor, inputs: torch.Tensor) -> f
     return 0.5 * float(torch.trace(error.T @ g @ error @ inputs))
 
 
-def _rounded(
-    weight: torch.Tensor, importance: Importance, bits: int, window: int
-) -> tuple[torch.Tensor, float]:
+def _rounded(weight: torch.Tensor, fisher: KroneckerFisher, bits: int, L: int) -> tuple[torch.Tensor, float]:
     """The decoded matrix and its predicted loss."""
-    prepared = prepare(weight, importance)
+    prepared = prepare(weight, fisher)
     row_bits = np.full(len(per_group(prepared.row_loss)), bits, np.uint8)
-    packed = round_prepared(prepared, row_bits, window=window)
-    predicted = predicted_loss(per_group(prepared.row_loss), np.zeros(len(row_bits)), (bits,), window).sum()
+    packed = round_prepared(prepared, row_bits, L=L)
+    predicted = predicted_loss(per_group(prepared.row_loss), np.zeros(len(row_bits)), (bits,), L).sum()
     return decode(packed, original_basis=True), float(predicted)
 
 
@@ -127,18 +125,18 @@ def test_padding_a_moment_keeps_it_and_stays_positive() -> None:
 
 @pytest.mark.parametrize("shape", [(128, 192), (37, 83)])
 @pytest.mark.parametrize("bits", [3, 4])
-@pytest.mark.parametrize("window", [12, 16])
-def test_the_measured_loss_is_the_predicted_one(shape: tuple[int, int], bits: int, window: int) -> None:
+@pytest.mark.parametrize("L", [12, 16])
+def test_the_measured_loss_is_the_predicted_one(shape: tuple[int, int], bits: int, L: int) -> None:
     rows, cols = shape
     h, g = _moment(cols, 4), _moment(rows, 5)
     predicted = measured = true = plain = 0.0
     for seed in range(3):
         weight = _random(rows, cols, seed)
-        decoded, expected = _rounded(weight, Importance(h, g), bits, window)
+        decoded, expected = _rounded(weight, KroneckerFisher(h, g), bits, L)
         predicted += expected
         measured += _loss(weight - decoded, _believed(g), _damped(h))
         true += _loss(weight - decoded, g, h)
-        without = decode(round_plain(weight, bits, window=window), original_basis=True)
+        without = decode(round_plain(weight, bits, L=L), original_basis=True)
         plain += _loss(weight - without, g, h)
     assert abs(measured / predicted - 1) < 0.1
     assert true < 0.8 * plain
@@ -148,17 +146,17 @@ def test_the_measured_loss_is_the_predicted_one(shape: tuple[int, int], bits: in
 def test_prediction_with_only_the_diagonal_of_g(bits: int) -> None:
     h, g = _moment(96, 6), torch.rand(64, generator=torch.Generator().manual_seed(7)) + 0.1
     weight = _random(64, 96, 8)
-    decoded, predicted = _rounded(weight, Importance(h, g), bits, 14)
+    decoded, predicted = _rounded(weight, KroneckerFisher(h, g), bits, 14)
     assert abs(_loss(weight - decoded, g, _damped(h)) / predicted - 1) < 0.1
-    without = decode(round_plain(weight, bits, window=14), original_basis=True)
+    without = decode(round_plain(weight, bits, L=14), original_basis=True)
     assert _loss(weight - decoded, g, h) < 0.8 * _loss(weight - without, g, h)
 
 
 def test_feedback_on_both_sides_beats_feedback_on_one() -> None:
     h, g = _moment(96, 9), _moment(64, 10)
     weight = _random(64, 96, 11)
-    both, _ = _rounded(weight, Importance(h, g), 3, 14)
-    one, _ = _rounded(weight, Importance(h, g.diagonal().clone()), 3, 14)
+    both, _ = _rounded(weight, KroneckerFisher(h, g), 3, 14)
+    one, _ = _rounded(weight, KroneckerFisher(h, g.diagonal().clone()), 3, 14)
     assert _loss(weight - both, g, h) < 0.95 * _loss(weight - one, g, h)
 
 
@@ -166,7 +164,7 @@ def test_removal_is_the_loss_of_zero_rows() -> None:
     """Each group's price of width 0 is what its rows cost, a row that looks free counted as an average one."""
     h, g = _moment(48, 12), torch.rand(40, generator=torch.Generator().manual_seed(13)) + 0.1
     weight = _random(40, 48, 14)
-    prices = per_group(removal_loss(weight, Importance(h, g)))
+    prices = per_group(removal_loss(weight, KroneckerFisher(h, g)))
     assert len(prices) == 3
     for group, price in enumerate(prices):
         error = torch.zeros_like(weight)
@@ -178,8 +176,8 @@ def test_removal_is_the_loss_of_zero_rows() -> None:
 
 def test_groups_of_width_zero_are_exactly_zero_and_take_no_bytes() -> None:
     weight = _random(37, 83, 15)
-    prepared = prepare(weight, Importance(torch.eye(83), torch.ones(37)))
-    packed = round_prepared(prepared, np.array([4, 0, 2], np.uint8), window=12)
+    prepared = prepare(weight, KroneckerFisher(torch.eye(83), torch.ones(37)))
+    packed = round_prepared(prepared, np.array([4, 0, 2], np.uint8), L=12)
     assert packed.codes.size == (4 + 0 + 2) * 32 * 6
     decoded = decode(packed, original_basis=True)
     assert decoded.shape == (37, 83)
@@ -204,11 +202,11 @@ def test_prices_per_width() -> None:
 @pytest.mark.parametrize("bits", [2, 4, 8])
 def test_23_constant_weights_stay_finite(value: float, bits: int) -> None:
     weight = torch.full((37, 83), value)
-    importance = Importance(_moment(83, 18), _moment(37, 19))
-    prepared = prepare(weight, importance)
+    fisher = KroneckerFisher(_moment(83, 18), _moment(37, 19))
+    prepared = prepare(weight, fisher)
     assert np.isfinite(per_group(prepared.row_loss)).all()
-    assert torch.isfinite(removal_loss(weight, importance)).all()
-    packed = round_prepared(prepared, np.full(3, bits, np.uint8), window=12)
+    assert torch.isfinite(removal_loss(weight, fisher)).all()
+    packed = round_prepared(prepared, np.full(3, bits, np.uint8), L=12)
     decoded = decode(packed, original_basis=True)
     assert np.isfinite(packed.scales).all()
     assert torch.isfinite(decoded).all()
@@ -219,26 +217,24 @@ def test_23_constant_weights_stay_finite(value: float, bits: int) -> None:
 
 def test_zero_statistics_stay_finite() -> None:
     weight = _random(32, 48, 20)
-    prepared = prepare(weight, Importance(torch.zeros(48, 48), torch.zeros(32, 32)))
+    prepared = prepare(weight, KroneckerFisher(torch.zeros(48, 48), torch.zeros(32, 32)))
     assert np.isfinite(per_group(prepared.row_loss)).all()
-    packed = round_prepared(prepared, np.full(2, 4, np.uint8), window=12)
+    packed = round_prepared(prepared, np.full(2, 4, np.uint8), L=12)
     assert float((weight - decode(packed, original_basis=True)).square().mean()) < 0.01
 
 
 def test_a_row_of_zeros_among_others_stays_close_to_zero() -> None:
     weight = _random(48, 64, 21)
     weight[5] = 0.0
-    decoded = decode(round_plain(weight, 4, window=12), original_basis=True)
+    decoded = decode(round_plain(weight, 4, L=12), original_basis=True)
     assert float(decoded[5].square().mean().sqrt()) < 0.1
 
 
-def _cost(error: torch.Tensor, importance: Importance) -> float:
+def _cost(error: torch.Tensor, fisher: KroneckerFisher) -> float:
     """½ Σ_r g_r e_r H_r e_rᵀ, H_r = H + v_r v_rᵀ, for a diagonal G, with H as the pass uses it."""
-    assert importance.contexts is not None
-    along = (error * importance.contexts).sum(1).square()
-    return float(
-        0.5 * (importance.outputs * (((error @ _damped(importance.inputs)) * error).sum(1) + along)).sum()
-    )
+    assert fisher.contexts is not None
+    along = (error * fisher.contexts).sum(1).square()
+    return float(0.5 * (fisher.outputs * (((error @ _damped(fisher.inputs)) * error).sum(1) + along)).sum())
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(48, 96), (37, 83)])
@@ -249,22 +245,22 @@ def test_rows_with_contexts_of_their_own_cost_what_is_predicted(rows: int, cols:
     contexts = (
         torch.randn(rows, cols, generator=generator) / cols**0.5
     )  # a direction costs as much as all of H
-    importance = Importance(_moment(cols, 18) / cols, torch.rand(rows, generator=generator), contexts)
-    prepared = prepare(weight, importance)
+    fisher = KroneckerFisher(_moment(cols, 18) / cols, torch.rand(rows, generator=generator), contexts)
+    prepared = prepare(weight, fisher)
     bits = np.full(prepared.weight.shape[0] // 16, 4, np.uint8)
-    error = MSE_BY_WINDOW[14][4] / 256
+    error = MSE_BY_L[14][4] / 256
 
     def measured(changed: Prepared) -> float:
-        packed = round_prepared(changed, bits, window=14)
-        return _cost(decode_dense(packed) - weight, importance)
+        packed = round_prepared(changed, bits, L=14)
+        return _cost(decode_dense(packed) - weight, fisher)
 
     predicted = error * float(prepared.row_loss.sum())
     assert measured(prepared) == pytest.approx(predicted, rel=0.12)
     assert measured(dataclasses.replace(prepared, own=None)) > 1.5 * predicted
-    plain = prepare(weight, dataclasses.replace(importance, contexts=None))
+    plain = prepare(weight, dataclasses.replace(fisher, contexts=None))
     assert float(plain.row_loss.sum()) < float(prepared.row_loss.sum()) < 1.4 * float(plain.row_loss.sum())
     noise = [
-        _cost(rounding_noise(prepared, bits, 14, torch.Generator().manual_seed(seed)) - weight, importance)
+        _cost(rounding_noise(prepared, bits, 14, torch.Generator().manual_seed(seed)) - weight, fisher)
         for seed in range(8)
     ]
     assert sum(noise) / 8 == pytest.approx(predicted, rel=0.08)
@@ -273,11 +269,11 @@ def test_rows_with_contexts_of_their_own_cost_what_is_predicted(rows: int, cols:
 def test_contexts_follow_their_rows() -> None:
     generator = torch.Generator().manual_seed(6)
     weight, contexts = torch.randn(37, 83, generator=generator), torch.randn(37, 83, generator=generator)
-    importance = Importance(_moment(83, 18), torch.rand(37, generator=generator), contexts)
+    fisher = KroneckerFisher(_moment(83, 18), torch.rand(37, generator=generator), contexts)
     order = torch.randperm(37, generator=generator)
-    moved = prepare(weight, importance).reordered(importance, order)
-    made = prepare(weight[order], importance.reordered(order))
+    moved = prepare(weight, fisher).reordered(fisher, order)
+    made = prepare(weight[order], fisher.reordered(order))
     torch.testing.assert_close(moved.row_loss, made.row_loss)
     assert moved.own is None and made.own is not None
-    plain = prepare(weight, dataclasses.replace(importance, contexts=None))
+    plain = prepare(weight, dataclasses.replace(fisher, contexts=None))
     assert not torch.allclose(plain.row_loss[order], made.row_loss[:37])

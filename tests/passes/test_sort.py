@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ciuic_cli.codecs.packing import stored_order
-from ciuic_cli.passes.quantize import Importance, per_group, prepare
+from ciuic_cli.passes.quantize import KroneckerFisher, per_group, prepare
 from ciuic_cli.passes.sort import row_classes, sorting_pays
 
 
@@ -52,12 +52,14 @@ def test_what_sorting_promises_is_what_the_budget_gains() -> None:
 def test_importance_follows_the_rows() -> None:
     generator = torch.Generator().manual_seed(2)
     weight, x, g = (torch.randn(*shape, generator=generator) for shape in ((40, 24), (90, 24), (90, 40)))
-    importance = Importance(x.T @ x / 90, g.T @ g / 90)
+    fisher = KroneckerFisher(x.T @ x / 90, g.T @ g / 90)
     order = torch.randperm(40, generator=generator)
-    moved = importance.reordered(order)
-    assert torch.equal(moved.outputs, importance.outputs[order][:, order])
-    assert torch.equal(Importance(moved.inputs, torch.arange(40.0)).reordered(order).outputs, order.float())
-    whole, sorted_ = prepare(weight, importance), prepare(weight[order], moved)
+    moved = fisher.reordered(order)
+    assert torch.equal(moved.outputs, fisher.outputs[order][:, order])
+    assert torch.equal(
+        KroneckerFisher(moved.inputs, torch.arange(40.0)).reordered(order).outputs, order.float()
+    )
+    whole, sorted_ = prepare(weight, fisher), prepare(weight[order], moved)
     assert per_group(sorted_.row_loss).sum() != pytest.approx(per_group(whole.row_loss).sum(), rel=1e-4)
     product = lambda made: float(made.outputs.noise[:40].double().log().sum())  # noqa: E731
     assert product(whole) == pytest.approx(product(sorted_), abs=0.1)  # about the determinant of G

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.codecs.rate_distortion import MSE_BY_WINDOW, SCALE_BY_WINDOW
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.transform import block_width
 from ciuic_cli.codecs.trellis import round_matrix
-from ciuic_cli.passes.quantize import Importance, prepare
+from ciuic_cli.passes.quantize import KroneckerFisher, prepare
 from ciuic_cli.passes.unevenness import even_square
 
 WINDOW, WIDTH, BLOCKS = 12, 64, 9
@@ -29,11 +29,11 @@ def _squares(rows: torch.Tensor) -> torch.Tensor:
     return even_square(rows.square().unflatten(1, (BLOCKS, WIDTH)).mean(2), WIDTH)
 
 
-def _error(rows: torch.Tensor, bits: int, deviation: torch.Tensor) -> float:
+def _error(rows: torch.Tensor, bits: int, rms: torch.Tensor) -> float:
     """Mean squared error, as a share of what the code leaves of a unit Gaussian."""
-    scale = (deviation * SCALE_BY_WINDOW[WINDOW][bits]).numpy()
+    scale = (rms * SCALE_BY_L[WINDOW][bits]).numpy()
     decoded = round_matrix(rows, scale, np.full(len(rows) // 16, bits, np.uint8), L=WINDOW)[1]
-    return float((decoded - rows).square().mean()) / (MSE_BY_WINDOW[WINDOW][bits] * 4.0**-bits)
+    return float((decoded - rows).square().mean()) / (MSE_BY_L[WINDOW][bits] * 4.0**-bits)
 
 
 @pytest.mark.parametrize("width", [16, 64, 1024])
@@ -58,11 +58,11 @@ def test_a_prepared_row_has_the_blocks_of_the_transform(cols: int) -> None:
     draw = torch.Generator().manual_seed(cols)
     weight = torch.randn(48, cols, generator=draw) * torch.linspace(0.1, 3.0, cols)
     basis = torch.randn(300, cols, generator=draw) * torch.linspace(2.0, 0.5, cols)
-    prepared = prepare(weight.clone(), Importance(basis.T @ basis, torch.ones(48)))
+    prepared = prepare(weight.clone(), KroneckerFisher(basis.T @ basis, torch.ones(48)))
     assert prepared.blocks is not None and not torch.equal(prepared.blocks, prepared.blocks.sort().values)
     width = block_width(cols)
     squares = torch.nn.functional.pad(weight, (0, -cols % 16)).square().unflatten(1, (-1, width)).mean(2)
-    torch.testing.assert_close(prepared.deviation, even_square(squares, width).sqrt(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(prepared.rms, even_square(squares, width).sqrt(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("bits", [3, 4, 5])

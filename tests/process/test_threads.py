@@ -13,7 +13,7 @@ import torch
 
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.linear_algebra import cholesky, solve_lower, solve_transposed
-from ciuic_cli.passes.quantize import Importance, prepare
+from ciuic_cli.passes.quantize import KroneckerFisher, prepare
 from ciuic_cli.process.threads import one_thread, side_by_side
 from ciuic_cli.statistics.moments import symmetric_product
 
@@ -28,7 +28,7 @@ def _positive(generator: torch.Generator) -> torch.Tensor:
 def _prepared(generator: torch.Generator) -> torch.Tensor:
     moment = _positive(generator).float()
     weight = torch.randn(SIZE, SIZE, generator=generator)
-    made = prepare(weight, Importance(moment / moment.trace(), moment))
+    made = prepare(weight, KroneckerFisher(moment / moment.trace(), moment))
     assert made.inputs.factor is not None and made.outputs.factor is not None
     return torch.cat([made.weight, made.inputs.factor, made.outputs.factor], dim=1)
 

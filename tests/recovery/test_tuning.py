@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from ciuic_cli.allocation.matrices import units_of
+from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import PackedMatrix, stored_bits
@@ -51,10 +51,10 @@ class Rounded:
     def __init__(self, folder: Path) -> None:
         self.map: ModelMap = map_model(open_checkpoint(folder))
         self.matrices: dict[Key, PackedMatrix] = {}
-        for unit in units_of(self.map.parameters.values()):
-            name, expert = unit.name, unit.expert
+        for matrix in weight_matrices(self.map.parameters.values()):
+            name, expert = matrix.name, matrix.expert
             weight = self.map.read(name) if expert is None else self.map.read_expert(name, expert)
-            self.matrices[name, expert] = round_plain(weight.float(), BITS, window=12)
+            self.matrices[name, expert] = round_plain(weight.float(), BITS, L=12)
 
     def coded(self, name: str, expert: int | None) -> PackedMatrix | None:
         return self.matrices.get((name, expert))
@@ -264,7 +264,7 @@ def test_the_less_was_lost_the_smaller_the_steps() -> None:
 def test_rows_are_multiplied_within_half_a_step(is_sorted: bool) -> None:
     draw = np.random.default_rng(0)
     weight = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
-    packed = round_plain(weight, 4, window=12)
+    packed = round_plain(weight, 4, L=12)
     if is_sorted:
         packed = replace(packed, row_class=draw.integers(0, 16, 70).astype(np.uint8))
     factors = torch.from_numpy(draw.uniform(0.97, 1.03, 70)).float()
@@ -277,7 +277,7 @@ def test_rows_are_multiplied_within_half_a_step(is_sorted: bool) -> None:
 def test_rows_without_codes_do_not_make_steps_coarser() -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     weight[:16] *= 1e-4
-    whole = round_plain(weight, 4, window=12)
+    whole = round_plain(weight, 4, L=12)
     base, codes = encode_scales(whole.scales[:48])
     gone = stored_bits([0, 4, 4])
     packed = replace(
@@ -296,10 +296,10 @@ def test_what_cannot_have_factors_is_left_alone(tiny_checkpoint: Callable[..., P
     assert key in usual and not any("embed" in name for name, _ in usual)
     weight = decode_dense(rounded.matrices[key])
     weight[3] *= 1e-4
-    rounded.matrices[key] = round_plain(weight, 4, window=12)
+    rounded.matrices[key] = round_plain(weight, 4, L=12)
     assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key}
     other = ("model.layers.1.mlp.up_proj.weight", None)
-    part = round_plain(weight[:16], 4, window=12), round_plain(torch.randn(16, len(weight)), 4, window=12)
+    part = round_plain(weight[:16], 4, L=12), round_plain(torch.randn(16, len(weight)), 4, L=12)
     rounded.matrices[other] = replace(rounded.matrices[other], lowrank=part)
     assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key, other}
 

@@ -23,14 +23,14 @@ def pack(
     *,
     rank: int = 0,
     seed: int = 0,
-    window: int = 12,
+    L: int = 12,
     is_sorted: bool = False,
 ) -> PackedMatrix:
     """A matrix (rows, cols) in the trellis code; `bits` per row group, cycled. is_sorted: rows in random classes."""
     rows, cols = weight.shape
     if is_sorted:
         row_class = random_classes(rows)
-        stored = pack(weight[np.argsort(row_class, kind="stable")], bits, rank=rank, seed=seed, window=window)
+        stored = pack(weight[np.argsort(row_class, kind="stable")], bits, rank=rank, seed=seed, L=L)
         return replace(stored, row_class=row_class)
     weight = weight.to(torch.float32)
     lowrank = None
@@ -46,8 +46,8 @@ def pack(
     scales = np.zeros(16 * groups, dtype=np.float32)
     scales[:rows] = decode_scales(base, row_scale)
     in_basis = torch.nn.functional.pad(in_basis, (0, 0, 0, 16 * groups - rows))
-    codes, _ = trellis.round_matrix(in_basis, scales, row_bits, L=window)
-    return PackedMatrix(rows, cols, window, seed, base, row_bits, row_scale, codes, lowrank)
+    codes, _ = trellis.round_matrix(in_basis, scales, row_bits, L=L)
+    return PackedMatrix(rows, cols, L, seed, base, row_bits, row_scale, codes, lowrank)
 
 
 def random_codes(
@@ -57,12 +57,12 @@ def random_codes(
     *,
     rank: int = 0,
     seed: int = 0,
-    window: int = 16,
+    L: int = 16,
     is_sorted: bool = False,
     is_scaled: bool = False,
 ) -> PackedMatrix:
     """A matrix of random codes: Gaussian weights of standard deviation about cols^-1/2, without a search."""
-    draw = np.random.default_rng([rows, cols, seed, window])
+    draw = np.random.default_rng([rows, cols, seed, L])
     row_bits = np.resize(stored_bits(bits), -(-rows // 16))
     codes = draw.integers(0, 256, int(tile_nbytes(row_bits).sum()) * -(-cols // 16), dtype=np.uint8)
     scale = draw.integers(0, 16, rows, dtype=np.uint8)
@@ -71,9 +71,7 @@ def random_codes(
         lowrank = (random_codes(rank, cols, 6, seed=seed), random_codes(rank, rows, 6, seed=seed + 1))
     row_class = random_classes(rows) if is_sorted else None
     scales = draw.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None
-    return PackedMatrix(
-        rows, cols, window, seed, cols**-0.5, row_bits, scale, codes, lowrank, row_class, scales
-    )
+    return PackedMatrix(rows, cols, L, seed, cols**-0.5, row_bits, scale, codes, lowrank, row_class, scales)
 
 
 def random_classes(rows: int) -> npt.NDArray[np.uint8]:

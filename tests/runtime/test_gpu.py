@@ -123,7 +123,7 @@ def test_experts_of_one_kind_in_one_launch(stand_in: Kernels, is_sorted: bool) -
     assert gpu.stack(stack, aligned(stack)).expert(1).rows == 24
 
 
-@pytest.mark.parametrize("options", [{"rank": 3}, {"seed": 8}, {"window": 14}])
+@pytest.mark.parametrize("options", [{"rank": 3}, {"seed": 8}, {"L": 14}])
 def test_other_experts_one_by_one(stand_in: Kernels, options: dict[str, int]) -> None:
     stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3, **options)))
     assert isinstance(gpu.stack(stack, aligned(stack)), PlainStack)

@@ -12,10 +12,10 @@ from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
 
 
-@pytest.mark.parametrize("window", [12, 13, 14, 15, 16])
+@pytest.mark.parametrize("L", [12, 13, 14, 15, 16])
 @pytest.mark.parametrize("bits", BITS[1:])
-def test_torch_operations_decode_as_the_reference(bits: int, window: int) -> None:
-    packed = random_codes(21, 37, bits, window=window)
+def test_torch_operations_decode_as_the_reference(bits: int, L: int) -> None:
+    packed = random_codes(21, 37, bits, L=L)
     matrix = TorchMatrix.on_device(packed, as_tensor(packed))
     assert torch.equal(matrix.decode(0, 21), torch.from_numpy(reference.decode(packed)))
 

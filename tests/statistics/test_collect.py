@@ -12,7 +12,7 @@ import torch
 from tiny_checkpoints import VOCABULARY
 from transformers import AutoModelForCausalLM
 
-from ciuic_cli.allocation.matrices import TEMPER, importance_of, units_of
+from ciuic_cli.allocation.matrices import TEMPER, fisher_of, weight_matrices
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise import layer_stream
@@ -315,13 +315,13 @@ def test_contexts_are_taken_out_of_what_rows_share(
     """What rows share and what each has of its own add up to what all rows together have."""
     checkpoint = tiny_checkpoint(family)
     statistics = _collect(checkpoint, tmp_path / "s", _batches())
-    units = units_of(map_model(open_checkpoint(checkpoint)).parameters.values())
+    units = weight_matrices(map_model(open_checkpoint(checkpoint)).parameters.values())
     unit = next(unit for unit in units if unit.role == ("head" if family == "llama" else "embedding"))
-    with_contexts = importance_of(unit, statistics)
+    with_contexts = fisher_of(unit, statistics)
     contexts = with_contexts.contexts
     assert contexts is not None
     statistics._files[CONTEXTS].clear()
-    without = importance_of(unit, statistics)
+    without = fisher_of(unit, statistics)
     assert without.contexts is None
     assert torch.equal(with_contexts.outputs, without.outputs)
     weight = without.outputs ** (1 / TEMPER)  # before it was tempered, up to a factor
