@@ -1,7 +1,7 @@
-"""The one sink: data to stdout, progress and hints to stderr, and no name can turn against the terminal.
+"""The only way to the terminal: data goes to stdout, progress and hints to stderr, and no name can harm the terminal.
 
 Everything the program prints goes through `Console`. Tensor and file names come from other people's files,
-so control sequences, bidirectional marks and very long names are made visible and short, and Rich's markup
+so control sequences and bidirectional marks are made visible, very long names are shortened, and Rich's markup
 is off.
 """
 
@@ -12,32 +12,25 @@ import json
 import math
 import os
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TextIO
 
-from rich import progress as rich_progress
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
+from ciuic_cli.cli.progress import Bars, Lines, Progress
 from ciuic_cli.errors import CiuicError, printable
-from ciuic_cli.process.memory import machine_fault
-from ciuic_cli.process.signals import INTERRUPTED, Interruption, check, ends_tidily
-from ciuic_cli.process.streams import silence_stdout
+from ciuic_cli.process.signals import check
 
-_BUG = 1
-_PLAIN_INTERVAL = 15.0  # seconds between progress lines where stderr is no terminal
-_PIPE_WIDTH = 4096  # where stdout is no terminal no table is folded
-
-Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`: the step's name, and how far it is, in any unit."""
+_PIPE_WIDTH = 4096
+"""Characters per line where stdout is not a terminal: wide enough that no table is folded (chosen)."""
 
 
 def to_json(value: object) -> str:
-    """ASCII JSON of the value; numbers that JSON has not (NaN, infinity) become null."""
+    """ASCII JSON of the value; NaN and infinity, which JSON does not have, become null."""
     return json.dumps(_finite(value), indent=2, allow_nan=False, default=str)
 
 
@@ -125,7 +118,7 @@ class Console:
     def progress(self) -> Iterator[Progress]:
         """A `progress(what, done, total)` callable: a bar on a terminal, a line now and then elsewhere.
 
-        All long work calls it at its steps, so it raises the KeyboardInterrupt that was lost in between.
+        All long work calls it at its steps, so it also raises a KeyboardInterrupt that a library swallowed in between.
         """
         with self._shown() as show:
 
@@ -140,63 +133,18 @@ class Console:
         if self.quiet:
             yield lambda what, done, total: None
         elif self._err.is_terminal:
-            with _Bars(self._err) as bars:
+            with Bars(self._err) as bars:
                 yield bars
         else:
-            yield _Lines(self._err)
+            yield Lines(self._err)
 
     def close(self) -> None:
         """Flush stdout, so that a full disk or a closed pipe is noticed here and not at interpreter exit."""
         self._out.file.flush()
 
 
-def run(console: Console, action: Callable[[], object]) -> int:
-    """Run a command and turn its errors into a message and an exit code (0, 1 to 5, 130).
-
-    A reader that closes stdout early (`| head`) is no error: the rest is not printed, and the code is 0.
-    SIGTERM and SIGHUP end it as Ctrl-C does; one that came to nothing while it worked still makes the code 130. An
-    unexpected exception is a bug of ours: its traceback is printed, and the code is 1.
-    """
-    with ends_tidily() as interruption:
-        try:
-            action()
-            console.close()
-            interruption.check()
-            return 0
-        except SystemExit:
-            raise
-        except BaseException as error:  # a panic of a Rust library is no Exception
-            code = _report(console, error, interruption)
-            _flush_or_silence_stdout()
-            return code
-
-
-def _report(console: Console, error: BaseException, interruption: Interruption) -> int:
-    # An interrupt inside a library's C code can come out as any other error.
-    if isinstance(error, KeyboardInterrupt) or interruption.signal is not None:
-        console.hint("interrupted")
-        return INTERRUPTED
-    if isinstance(error, BrokenPipeError):
-        silence_stdout()
-        console.hint("stdout was closed early; the rest is not printed")
-        return 0
-    fault = error if isinstance(error, CiuicError) else machine_fault(error)
-    if fault is None:
-        console.bug(error)
-        return _BUG
-    console.error(fault)
-    return fault.exit_code
-
-
-def _flush_or_silence_stdout() -> None:
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError):
-        silence_stdout()
-
-
 class _Sink(RichConsole):
-    """Rich's console, but a closed pipe is for `run` to handle: Rich would leave with code 1."""
+    """Rich's console, except that a closed pipe raises BrokenPipeError: Rich itself would exit with code 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -222,52 +170,3 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return printable(value)
-
-
-class _Bars:
-    """One bar per step on a terminal."""
-
-    def __init__(self, console: RichConsole) -> None:
-        self._display = rich_progress.Progress(
-            rich_progress.TextColumn("{task.description}", markup=False),
-            rich_progress.BarColumn(),
-            rich_progress.TaskProgressColumn(markup=False),
-            rich_progress.TimeRemainingColumn(),
-            console=console,
-            transient=True,
-        )
-        self._tasks: dict[str, rich_progress.TaskID] = {}
-
-    def __enter__(self) -> _Bars:
-        self._display.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._display.__exit__(*exception)
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._display.add_task(printable(what), total=total)
-        self._display.update(self._tasks[what], completed=done, total=total)
-
-
-class _Lines:
-    """A line at the start, at the end, and every few seconds in between, for logs."""
-
-    def __init__(self, console: RichConsole, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console
-        self._clock = clock
-        self._last: dict[str, float] = {}
-        self._finished: set[str] = set()
-
-    def __call__(self, what: str, done: int, total: int) -> None:
-        now = self._clock()
-        ends = done >= total and what not in self._finished
-        if what not in self._last or ends or (done < total and now - self._last[what] >= _PLAIN_INTERVAL):
-            self._last[what] = now
-            share = 100.0 * done / total if total else 100.0
-            self._console.print(Text(f"{printable(what)}: {share:.0f} %"), soft_wrap=True)
-        if done >= total:
-            self._finished.add(what)
-        else:
-            self._finished.discard(what)

@@ -1,15 +1,15 @@
-"""apply_ciuic_compression: compress a model that is loaded already, in place."""
+"""`apply_ciuic_compression`: compress a loaded model in place."""
 
 from __future__ import annotations
 
 import tempfile
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from safetensors import safe_open
 from torch import nn
 
+from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import UsageError
 from ciuic_cli.process.signals import ends_tidily
@@ -22,18 +22,18 @@ Model = TypeVar("Model", bound=nn.Module)
 def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any) -> Model:
     """Compress a loaded transformers model in place and return it.
 
-    Its dense weights are exchanged for compressed ones, module by module; what else refers to the model keeps
-    working. The weights pass through a temporary folder (twice the size of the result, plus the original). It takes
-    as long as `ciuic compress`: pass progress=lambda what, done, total: ... to see how far it is.
+    Its dense weights are exchanged for compressed ones, module by module; references to the model stay valid. The
+    weights pass through a temporary folder (twice the size of the result, plus the original). It takes as long as
+    `ciuic compress`; pass progress=lambda what, done, total: ... to watch it.
 
     Args:
         model: a transformers causal language model with its weights on the CPU or a GPU.
-        tokenizer: of the model, for the calibration text; None: the one that its `name_or_path` has.
-        **options: as for `compress`, but dry_run and force: ratio, calibration, nsamples, effort, prune, bits, ...
+        tokenizer: the model's tokenizer, for the calibration text; None: the tokenizer at its `name_or_path`.
+        **options: as for `compress`, except dry_run and force: ratio, calibration, nsamples, effort, prune, bits, ...
 
     Raises:
-        UsageError: no tokenizer, or not a transformers model. TypeError: an option that `compress` has not.
-        CiuicError: as `compress`; the model is unchanged then.
+        UsageError: no tokenizer, or not a transformers model. TypeError: an option that `compress` does not have.
+        CiuicError: as `compress`; the model is unchanged.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise UsageError(
@@ -44,9 +44,10 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
             "a model is compressed in place by one process, not under torchrun",
             remedy="compress its checkpoint with torchrun ... ciuic compress, and load the result everywhere",
         )
-    signature(compress).bind("source", "out", **options)  # TypeError now, not after the model is written
     if {"dry_run", "force"} & options.keys():
         raise UsageError("a model is compressed in place without dry_run or force", remedy="leave them out")
+    asked = {name: value for name, value in options.items() if name not in ("progress", "hint")}
+    CompressOptions(**asked)  # refused now, not after the model is written
     if tokenizer is None:
         tokenizer = _own_tokenizer(model)
     with ends_tidily(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:

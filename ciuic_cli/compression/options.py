@@ -1,7 +1,7 @@
-"""What may be asked of a run: the values that each option can have, for the command line and Python alike.
+"""`CompressOptions`: everything a user can ask of `compress`, checked once, for the command line and Python alike.
 
-Options have their names on the command line in messages; in Python, `--target-bpw` is target_bpw. Nothing heavy is
-imported here, so that wrong options are answered at once.
+Error messages name an option as the command line does (`--target-bpw`); the field in Python is `target_bpw`. Nothing
+heavy is imported here, so wrong options are refused at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -19,7 +19,11 @@ from ciuic_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Effort:
-    """What an effort level spends: trellis window L, calibration sequences, and steps of recovery."""
+    """The work that an effort level spends.
+
+    L: trellis state bits; the search has 2^L states. nsamples: calibration sequences. recovery_steps: optimizer steps
+    that tune row scales and norms after rounding.
+    """
 
     L: int
     nsamples: int
@@ -28,89 +32,180 @@ class Effort:
 
 EFFORTS = {"fast": Effort(12, 24, 0), "default": Effort(16, 64, 0), "best": Effort(16, 128, 90)}
 MTP = ("keep", "drop")
-WIDTHS = tuple(MSE_BY_L[16])
-"""Bits per weight that the code has."""
-DEFAULT_WIDTHS = tuple(width for width in WIDTHS if width >= 2)
-"""Less is predicted to pay in experts that are rarely chosen, and does not on text other than the calibration's
-(docs/QUALITY.md, "Widths"): such errors are not small any more."""
+BITS = tuple(MSE_BY_L[16])
+"""The bits per weight that the trellis code offers."""
+DEFAULT_BITS = tuple(bits for bits in BITS if bits >= 2)
+"""The bits per weight that the budget may choose from unless the user says otherwise.
+
+Fewer than 2 bits are predicted to pay in experts that are rarely chosen, but do not pay on text other than the
+calibration text (measured: docs/QUALITY.md, "Widths")."""
 RANK_STEP = 16
+"""Ranks of low-rank parts are multiples of this: the side of a tile."""
 DEFAULT_RATIO = 4.0
 DEFAULT_SEQLEN = 512
+"""Tokens per calibration sequence where the model has that many positions."""
 NSAMPLES = (2, 1 << 20)
+"""Fewest and most calibration sequences."""
 SEQLEN = (32, 1 << 20)
+"""Fewest and most tokens per calibration sequence."""
 SEED = (0, 2**32 - 1)
-"""The least and the most, as of the two before."""
+"""Smallest and largest seed."""
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:[0-9]+")
 
 
 @dataclass(frozen=True)
-class Options:
-    """Everything besides the weights and the text that decides the artifact's bytes."""
+class CompressOptions:
+    """What a user asks of a run. Creating it checks every value.
 
-    ratio: float
-    effort: str
-    L: int
-    nsamples: int
-    recovery_steps: int
-    seqlen: int
-    seed: int
-    prune: str | float
-    rank: str | int
-    bits: tuple[float, ...]
-    mtp: str
-    device: str
+    Attributes:
+        ratio: bytes of all parameters at 2 bytes each over bytes of the artifact's safetensors files. The budget is one
+            of ratio, target_bpw and target_size; with none of them the ratio is 4.
+        target_bpw: stored bits per parameter, at most 16.
+        target_size: bytes of the artifact's safetensors files.
+        calibration: UTF-8 text files; none: the package's own mix.
+        nsamples: calibration sequences; None: as many as the effort level takes.
+        seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.
+        seed: seed of everything that is drawn at random. Another seed gives other bytes.
+        effort: "fast", "default" or "best", see `EFFORTS`.
+        prune: "off", "auto", or the share of the prunable weights to leave out, in [0, 1).
+        rank: "off", "auto", or the rank of every low-rank part, a multiple of 16.
+        bits: the bits per weight that the budget may choose from, a subset of `BITS`.
+        mtp: "keep" or "drop" the multi-token-prediction layers. Kept layers count as parameters.
+        device: "auto", "cpu", "cuda" or "cuda:N".
+        dry_run: stop at the plan and write nothing.
+        force: replace an existing output, and discard an unfinished run that had other options.
 
-    def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "bits": list(self.bits)}
+    Raises:
+        UsageError: a value that the option cannot have, or two byte targets at once.
+    """
 
+    ratio: float | None = None
+    target_bpw: float | None = None
+    target_size: int | None = None
+    calibration: tuple[Path, ...] = ()
+    nsamples: int | None = None
+    seqlen: int | None = None
+    seed: int = 0
+    effort: str = "default"
+    prune: str | float = "auto"
+    rank: str | int = "auto"
+    bits: tuple[float, ...] = field(default=DEFAULT_BITS)
+    mtp: str = "drop"
+    device: str = "auto"
+    dry_run: bool = False
+    force: bool = False
 
-def check_target(ratio: object, target_bpw: object, target_size: object) -> dict[str, Any]:
-    """The one byte target by its name; none given: the default ratio. Raises UsageError for two, or an absurd one."""
-    given = {"--ratio": ratio, "--target-bpw": target_bpw, "--target-size": target_size}
-    named = [name for name, value in given.items() if value is not None]
-    if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} contradict each other", remedy="give one of them")
-    if target_size is not None:
-        return {"target_size": check_size(target_size)}
-    if target_bpw is not None:
-        if not (_is_number(target_bpw) and 0 < target_bpw <= 16):
+    def __post_init__(self) -> None:
+        _check_target(self.ratio, self.target_bpw, self.target_size)
+        checked = {
+            "calibration": tuple(check_path("--calibration", text) for text in _items(self.calibration)),
+            "prune": _checked_prune(self.prune),
+            "rank": _checked_rank(self.rank),
+            "bits": _checked_bits(self.bits),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        _check_name("--effort", self.effort, EFFORTS)
+        _check_name("--mtp", self.mtp, MTP)
+        check_device(self.device)
+        _check_number("--seed", self.seed, SEED)
+        for option, count, limits in (
+            ("--nsamples", self.nsamples, NSAMPLES),
+            ("--seqlen", self.seqlen, SEQLEN),
+        ):
+            if count is not None:
+                _check_number(option, count, limits)
+
+    @property
+    def level(self) -> Effort:
+        return EFFORTS[self.effort]
+
+    @property
+    def sequences(self) -> int:
+        """Calibration sequences of the statistics, those held out for measuring KL among them."""
+        return self.nsamples or self.level.nsamples
+
+    def budget(self, original: int) -> int:
+        """Bytes that the artifact's safetensors files may take. original: bytes of all parameters at 2 bytes each."""
+        if self.target_size is not None:
+            return self.target_size
+        if self.target_bpw is not None:
+            return int(original * self.target_bpw / 16)
+        return int(original / (DEFAULT_RATIO if self.ratio is None else self.ratio))
+
+    def sequence_length(self, positions: int | None) -> int:
+        """Tokens per calibration sequence for a model with so many positions (None: unlimited).
+
+        Raises UsageError if the user asked for more tokens than the model has positions.
+        """
+        if self.seqlen is None:
+            return DEFAULT_SEQLEN if positions is None else min(DEFAULT_SEQLEN, positions)
+        if positions is not None and self.seqlen > positions:
             raise UsageError(
-                f"--target-bpw {_shown(target_bpw)} is not above 0 and at most 16 bits per weight",
-                remedy="4 is a quarter of 16-bit weights",
+                f"--seqlen {self.seqlen}: the model has {positions} positions",
+                remedy=f"use at most {positions}",
             )
-        return {"target_bpw": target_bpw}
-    wanted = DEFAULT_RATIO if ratio is None else ratio
-    if not (_is_number(wanted) and math.isfinite(wanted) and wanted >= 1):
-        raise UsageError(
-            f"--ratio {_shown(wanted)} is no finite number of at least 1", remedy="4 is the default"
-        )
-    return {"ratio": wanted}
+        return self.seqlen
 
+    def as_dict(self, *, ratio: float, seqlen: int) -> dict[str, Any]:
+        """Every option that decides the artifact's bytes, as settled for a model; for the report and the journal.
 
-def check_size(size: object) -> int:
-    """Bytes of a whole artifact; raises UsageError for anything but a whole number above 0."""
-    if not (_is_whole(size) and size >= 1):
-        raise UsageError(
-            f"{_shown(size)} is no size of a model in bytes",
-            remedy="give a size like 8GiB, 500MB or 4365952 (in Python: 4365952)",
-        )
-    return size
-
-
-def check_texts(calibration: object) -> tuple[Path, ...]:
-    """The calibration files, of one path or of several; raises UsageError for what is none."""
-    return tuple(check_path("--calibration", text) for text in _items(calibration))
+        ratio: bytes at 2 per parameter over the budget. seqlen: tokens per calibration sequence.
+        """
+        elsewhere = ("target_bpw", "target_size", "calibration", "dry_run", "force")
+        asked = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in elsewhere}
+        return {
+            **asked,
+            "ratio": ratio,
+            "L": self.level.L,
+            "nsamples": self.sequences,
+            "recovery_steps": self.level.recovery_steps,
+            "seqlen": seqlen,
+            "bits": list(self.bits),
+        }
 
 
 def check_path(name: str, path: object) -> Path:
-    """A path of a form that files can have; raises UsageError for any other."""
+    """The path as a `Path`; raises UsageError for a value that cannot be one. name: the option, for the message."""
     if not isinstance(path, (str, Path)) or "\0" in str(path):
         raise UsageError(f"{name}: {_shown(path)} is no path", remedy="give a str or a pathlib.Path")
     return Path(path)
 
 
-def check_prune(prune: object) -> str | float:
-    """ "off", "auto", or a share in [0, 1); raises UsageError for anything else."""
+def check_device(device: object) -> str:
+    """The device's name; raises UsageError unless it is "auto", "cpu", "cuda" or "cuda:N"."""
+    if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
+        raise UsageError(f"--device {_shown(device)} is no device", remedy="use auto, cpu, cuda or cuda:N")
+    return device
+
+
+def bits_text(bits: Iterable[float]) -> str:
+    """Bits per weight as the command line takes them: "2,2.5,3"."""
+    return ",".join(f"{value:g}" for value in bits)
+
+
+def _check_target(ratio: object, target_bpw: object, target_size: object) -> None:
+    given = {"--ratio": ratio, "--target-bpw": target_bpw, "--target-size": target_size}
+    named = [name for name, value in given.items() if value is not None]
+    if len(named) > 1:
+        raise UsageError(f"{' and '.join(named)} contradict each other", remedy="give one of them")
+    if target_size is not None and not (_is_whole(target_size) and target_size >= 1):
+        raise UsageError(
+            f"--target-size: {_shown(target_size)} is not a number of bytes",
+            remedy="give a size like 8GiB, 500MB or 4365952 (in Python: 4365952)",
+        )
+    if target_bpw is not None and not (_is_number(target_bpw) and 0 < target_bpw <= 16):
+        raise UsageError(
+            f"--target-bpw {_shown(target_bpw)} is not above 0 and at most 16 bits per weight",
+            remedy="4 is a quarter of 16-bit weights",
+        )
+    if ratio is not None and not (_is_number(ratio) and math.isfinite(ratio) and ratio >= 1):
+        raise UsageError(
+            f"--ratio {_shown(ratio)} is not a finite number of at least 1", remedy="4 is the default"
+        )
+
+
+def _checked_prune(prune: object) -> str | float:
     if isinstance(prune, str) and prune in ("off", "auto"):
         return prune
     if not (_is_number(prune) and 0.0 <= prune < 1.0):
@@ -121,8 +216,7 @@ def check_prune(prune: object) -> str | float:
     return float(prune)
 
 
-def check_rank(rank: object) -> str | int:
-    """ "off", "auto", or a positive multiple of 16; raises UsageError for anything else."""
+def _checked_rank(rank: object) -> str | int:
     if isinstance(rank, str) and rank in ("off", "auto"):
         return rank
     if not (_is_whole(rank) and rank >= 1):
@@ -132,51 +226,24 @@ def check_rank(rank: object) -> str | int:
         )
     if rank % RANK_STEP:
         raise UsageError(
-            f"--rank {_shown(rank)} is no multiple of {RANK_STEP}",
+            f"--rank {_shown(rank)} is not a multiple of {RANK_STEP}",
             remedy=f"use {_shown(rank + -rank % RANK_STEP)}",
         )
     return rank
 
 
-def width_names(widths: Iterable[float]) -> str:
-    """As the command line takes them: "2,2.5,3"."""
-    return ",".join(f"{width:g}" for width in widths)
-
-
-def check_bits(bits: object) -> tuple[float, ...]:
-    """Widths, ascending and each once; raises UsageError for none, and for any that the code has not."""
-    widths = _items(bits)
-    wrong = [width for width in widths if not (_is_number(width) and width in WIDTHS)]
-    if wrong or not widths:
-        what = f"{_shown(wrong[0])} is not among the possible widths" if wrong else "no width is given"
-        raise UsageError(
-            f"--bits: {what}",
-            remedy=f"choose from {width_names(WIDTHS)} (in Python: a list of numbers)",
+def _checked_bits(bits: object) -> tuple[float, ...]:
+    """Ascending, each once."""
+    asked = _items(bits)
+    wrong = [value for value in asked if not (_is_number(value) and value in BITS)]
+    if wrong or not asked:
+        what = (
+            f"{_shown(wrong[0])} bits per weight are not offered" if wrong else "no bits per weight are given"
         )
-    return tuple(width for width in WIDTHS if width in widths)
-
-
-def check_settings(
-    *, nsamples: object, seqlen: object, seed: object, effort: object, mtp: object, device: object
-) -> None:
-    """Raise UsageError for a setting that is not among its names, or no whole number within its limits.
-
-    nsamples and seqlen may be None: as the effort and the model have them.
-    """
-    _check_name("--effort", effort, EFFORTS)
-    _check_name("--mtp", mtp, MTP)
-    check_device(device)
-    _check_number("--seed", seed, SEED)
-    for name, value, limits in (("--nsamples", nsamples, NSAMPLES), ("--seqlen", seqlen, SEQLEN)):
-        if value is not None:
-            _check_number(name, value, limits)
-
-
-def check_device(device: object) -> str:
-    """ "auto", "cpu", "cuda" or "cuda:N"; raises UsageError for anything else."""
-    if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
-        raise UsageError(f"--device {_shown(device)} is no device", remedy="use auto, cpu, cuda or cuda:N")
-    return device
+        raise UsageError(
+            f"--bits: {what}", remedy=f"choose from {bits_text(BITS)} (in Python: a list of numbers)"
+        )
+    return tuple(value for value in BITS if value in asked)
 
 
 def _check_name(option: str, value: object, names: Iterable[str]) -> None:
@@ -192,7 +259,7 @@ def _check_number(option: str, value: object, limits: tuple[int, int]) -> None:
 
 
 def _items(value: object) -> list[Any]:
-    """What a collection holds; anything else, a str too, is one item."""
+    """The items of a collection; any other value, a str too, is one item."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
 
 
@@ -205,8 +272,8 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _shown(value: object) -> str:
-    """What a value looks like, as far as a message has room for it."""
+    """The value for a message, at most 60 characters."""
     try:
         return f"{value!r:.60}"
-    except ValueError:  # Python writes no integer of thousands of digits
+    except ValueError:  # Python refuses to write an integer of thousands of digits
         return "a number of thousands of digits"

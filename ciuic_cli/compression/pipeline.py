@@ -1,237 +1,186 @@
-"""compress(): what is asked is checked, the steps are run, by one process or by several, and the output appears."""
+"""`compress`: from a checkpoint to an artifact in steps that survive interruption, or not at all."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
 from safetensors import SafetensorError
 
-from ciuic_cli.allocation.arms import PassOptions
-from ciuic_cli.allocation.plan import check_reachable, largest_bytes, require_storable
+from ciuic_cli.allocation.plan import require_storable
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.verification import verify
-from ciuic_cli.checkpoint.architecture import positions_of
-from ciuic_cli.checkpoint.keeping import keep_mtp
-from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.journal import Journal
-from ciuic_cli.compression.options import (
-    DEFAULT_SEQLEN,
-    DEFAULT_WIDTHS,
-    EFFORTS,
-    Options,
-    check_bits,
-    check_path,
-    check_prune,
-    check_rank,
-    check_settings,
-    check_target,
-    check_texts,
-)
-from ciuic_cli.compression.run import STATISTICS, Progress, Run
-from ciuic_cli.compression.task import Task, budget_of, check_apart, check_output
-from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError, UsageError
-from ciuic_cli.evaluation.opening import open_generation_config
+from ciuic_cli.compression.options import CompressOptions, check_path
+from ciuic_cli.compression.output_checks import check_apart, check_no_other_run, check_output
+from ciuic_cli.compression.run import STATISTICS, Run
+from ciuic_cli.compression.steps import Progress
+from ciuic_cli.compression.task import Task, make_task
+from ciuic_cli.compression.writing import write_artifact
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError
 from ciuic_cli.process import atomic_files
 from ciuic_cli.process.memory import steady_memory
 from ciuic_cli.process.workers import Workers, joined
-from ciuic_cli.recovery.tuning import SEQUENCES
 from ciuic_cli.runtime.loading import choose_device
-from ciuic_cli.text.calibration import calibration_batch
-from ciuic_cli.text.tokenizer import open_tokenizer
 
 Hint = Callable[[str], None]
-_KEPT = "finished steps are kept in {}; the same command goes on from there"
+_KEPT = "finished steps are kept in {}; the same command continues from there"
 
 
 def compress(
     model: str | Path,
     out: str | Path,
     *,
-    ratio: float | None = None,
-    target_bpw: float | None = None,
-    target_size: int | None = None,
-    calibration: str | Path | Sequence[str | Path] = (),
-    nsamples: int | None = None,
-    seqlen: int | None = None,
-    seed: int = 0,
-    effort: str = "default",
-    prune: str | float = "auto",
-    rank: str | int = "auto",
-    bits: Sequence[float] = DEFAULT_WIDTHS,
-    mtp: str = "drop",
-    device: str = "auto",
-    dry_run: bool = False,
-    force: bool = False,
     progress: Progress = lambda what, done, total: None,
     hint: Hint = lambda message: None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Compress a checkpoint to a byte budget; returns the memory report (also written into the artifact).
 
-    Under torchrun every process calls this with the same arguments and they share the work; the first one reports
-    progress, hints, and writes. The artifact's bytes do not depend on their number.
+    Under torchrun every process calls this with the same arguments, and they share the work. The first process reports
+    progress and hints and writes the artifact. The artifact's bytes do not depend on the number of processes.
 
     Args:
         model: folder or hub id of a safetensors checkpoint.
-        out: folder of the artifact; must not exist unless `force`, and not appear during the run.
-        ratio: bytes of all parameters at 2 bytes each, over bytes of the artifact's safetensors files; default: 4.
-        target_bpw: instead of ratio: stored bits per parameter. target_size: instead of ratio: bytes.
-        calibration: UTF-8 text file or files; none: the package's own mix.
-        effort: "fast", "default" or "best".
-        prune: "off", "auto", or the share of prunable weights to leave out. rank: "off", "auto", or a rank.
-        bits: the widths that may be used, of 1, 1.5, 2, .. 6, 7, 8; from 2 on if not given.
-        mtp: "keep" or "drop" the multi-token-prediction layers. Kept ones count as parameters.
-        dry_run: stop at the plan, write nothing; the report has a "forecast" of the whole run (forecast.py).
-        force: replace an existing output; discard an unfinished run with other options.
+        out: folder of the artifact; it must not exist unless `force`, and not appear during the run.
+        progress: called as progress(phase, done, total). hint: called with remarks for the user.
+        **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
+            effort, prune, rank, bits, mtp, device, dry_run, force. A dry run's report has a "forecast" of the run.
 
     Raises:
-        UsageError: an option of a value that it cannot have (see options.py).
+        TypeError: an option that does not exist.
         CiuicError: see errors.py; the output is as it was before.
     """
-    target, texts = check_target(ratio, target_bpw, target_size), check_texts(calibration)
-    prune, rank, widths = check_prune(prune), check_rank(rank), check_bits(bits)
-    check_settings(nsamples=nsamples, seqlen=seqlen, seed=seed, effort=effort, mtp=mtp, device=device)
     check_path("model", model)
-    out = check_path("out", out)
-    started = time.monotonic()
+    order = _Order(
+        model=model,
+        out=Path(os.path.realpath(check_path("out", out))),  # of a link, the folder that it points to
+        options=CompressOptions(**options),
+        progress=progress,
+        hint=hint,
+        started=time.monotonic(),
+    )
     steady_memory()
-    out = Path(os.path.realpath(out))  # a link keeps pointing where it does; what it points to is written
-
-    def task() -> Task:
-        choose_device(device)  # refused before there is anything to go on from
-        checkpoint = open_checkpoint(model)
-        if workers.leads:
-            check_apart(out, checkpoint, texts)
-            if not dry_run:
-                Journal(out).sweep()
-                for place in (out, *out.parents):
-                    Journal(place).require_free()
-                check_output(out, force=force)
-        model_map = map_model(checkpoint)
-        for warning in model_map.warnings:
-            hint(warning)
-        if mtp == "keep":
-            model_map = keep_mtp(model_map)
-            if not model_map.mtp.kept:
-                hint("the checkpoint has no multi-token-prediction layers to keep")
-        original = 2 * model_map.stored_numel
-        budget = budget_of(original, **target)
-        level = EFFORTS[effort]
-        length = _sequence_length(seqlen, positions_of(model_map.config))
-        passes = PassOptions(widths, level.L, prune, rank)
-        check_reachable(model_map, budget, passes)
-        budget = min(budget, largest_bytes(model_map, passes))
-        options = Options(
-            original / budget, effort, level.L, nsamples or level.nsamples, level.recovery_steps, length,
-            seed, prune, rank, widths, mtp, device,
-        )  # fmt: skip
-        if workers.leads and not dry_run:
-            atomic_files.require_space(out, 2 * budget)  # the codes, in the journal and in the artifact
-        open_generation_config(checkpoint.folder)  # it goes with the artifact
-        batches = calibration_batch(
-            open_tokenizer(checkpoint.folder),
-            texts,
-            nsamples=options.nsamples + SEQUENCES * options.recovery_steps,
-            seqlen=options.seqlen,
-            vocab_size=model_map.config.get_text_config().vocab_size,
-        )
-        if workers.leads:
-            require_storable(model_map)
-        return Task(checkpoint, model_map, options, passes, batches, budget)
-
     with joined() as workers:
-        if workers.leads:
-            return _lead(task(), out, workers, started, dry_run, force, progress, hint)
-        return _follow(task, workers, dry_run)
+        return _lead(order, workers) if workers.leads else _follow(order, workers)
 
 
-def _sequence_length(asked: int | None, positions: int | None) -> int:
-    """Tokens of a calibration sequence: what was asked for, or the default where the model has room for it."""
-    if asked is None:
-        return DEFAULT_SEQLEN if positions is None else min(DEFAULT_SEQLEN, positions)
-    if positions is not None and asked > positions:
-        raise UsageError(
-            f"--seqlen {asked}: the model has {positions} positions", remedy=f"use at most {positions}"
-        )
-    return asked
+@dataclass(frozen=True)
+class _Order:
+    """The arguments of `compress`, checked. started: seconds of the monotonic clock."""
+
+    model: str | Path
+    out: Path
+    options: CompressOptions
+    progress: Progress
+    hint: Hint
+    started: float
 
 
-def _lead(
-    task: Task,
-    out: Path,
-    workers: Workers,
-    started: float,
-    dry_run: bool,
-    force: bool,
-    progress: Progress,
-    hint: Hint,
-) -> dict[str, Any]:
-    """The run of the only worker, or of the first of several: it holds the journal and writes the artifact."""
-    expected = task.forecast() if dry_run else None
-    if expected is not None:
-        hint(expected.sentence())
-    with ExitStack() as stack:
-        place = stack.enter_context(_temporary_place()) if dry_run else out
-        journal = stack.enter_context(Journal(place))
-        left: list[Path] = []
-        if not dry_run:
-            left = publishing.recover(out)
-            check_output(out, force=force)  # another run may have ended meanwhile
+def _lead(order: _Order, workers: Workers) -> dict[str, Any]:
+    """The run of the first (or only) worker: it holds the journal and writes the artifact."""
+    task = _checked_task(order)
+    if not order.options.dry_run:
+        return _compress(order, task, workers)
+    expected = task.forecast()
+    order.hint(expected.sentence())
+    return {**_make_plan(order, task, workers), "forecast": expected.as_dict()}
+
+
+def _checked_task(order: _Order) -> Task:
+    """The task, after everything that can be refused before any work."""
+    options, out = order.options, order.out
+    choose_device(options.device)
+    checkpoint = open_checkpoint(order.model)
+    check_apart(out, checkpoint, options.calibration)
+    if not options.dry_run:
+        Journal(out).sweep()
+        check_no_other_run(out)
+        check_output(out, force=options.force)
+    task = make_task(checkpoint, options, order.hint)
+    if not options.dry_run:
+        atomic_files.require_space(out, 2 * task.budget)  # the codes, in the journal and in the artifact
+    require_storable(task.map)
+    return task
+
+
+def _make_plan(order: _Order, task: Task, workers: Workers) -> dict[str, Any]:
+    """A dry run: the report of the plan. The journal lies in a temporary folder, of which nothing stays."""
+    with _temporary_place() as place, Journal(place) as journal, _disk_faults(journal):
+        journal.begin(task.fingerprint(), restart=order.options.force)
+        workers.tell((place, None))
+        run = Run(task, journal, workers, order.progress)
+        report = run.report(run.plan(), order.started)
+        journal.remove()
+        workers.tell(report)
+    return report
+
+
+def _compress(order: _Order, task: Task, workers: Workers) -> dict[str, Any]:
+    """A whole run, or the rest of an interrupted one."""
+    out, force = order.out, order.options.force
+    with Journal(out) as journal:
+        remnants = publishing.recover(out)
+        check_output(out, force=force)  # another run may have ended since the first check
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
-            hint(f"going on with the unfinished run in {journal.folder}")
+            order.hint(f"continuing the unfinished run in {journal.folder}")
         finished = _finished_earlier(journal, out, replace=force) if resumed else None
-        try:
-            with _disk_faults(journal):
-                if finished is not None:
-                    hint("the earlier run had written the output already")
-                elif left:
-                    raise EnvironmentFault(
-                        "cannot remove what an earlier run left",
-                        file=left[0],
-                        remedy="remove it yourself, or choose another output folder",
-                    )
-                workers.tell((place, finished))
-                if finished is None:
-                    run = Run(task, journal, workers, progress)
-                    plan = run.plan()
-                    if dry_run:
-                        finished = run.report(plan, started)
-                    else:
-                        run.encode(plan)
-                        run.recover(plan)
-                        finished, old = run.finish(plan, out, started, replace=force)
-                        left = [] if old is None else [old]
-                if expected is not None:
-                    finished["forecast"] = expected.as_dict()
-        except KeyboardInterrupt:
-            if not dry_run and journal.has_steps():
-                hint(_KEPT.format(journal.folder))
-            raise
-        except (InputError, TargetError) as error:
-            if dry_run or not _may_pass(error, journal):
-                journal.remove()  # to go on would end the same way
-            else:
-                hint(_KEPT.format(journal.folder))
-            raise
+        with _disk_faults(journal), _kept_or_removed(journal, order.hint):
+            if finished is not None:
+                order.hint("the earlier run had written the output already")
+            elif remnants:
+                raise EnvironmentFault(
+                    "cannot remove what an earlier run left",
+                    file=remnants[0],
+                    remedy="remove it yourself, or choose another output folder",
+                )
+            workers.tell((out, finished))
+            if finished is None:
+                run = Run(task, journal, workers, order.progress)
+                plan = run.plan()
+                run.encode(plan)
+                run.recover(plan)
+                finished, old = write_artifact(run, plan, out, order.started, replace=force)
+                remnants = [] if old is None else [old]
         journal.remove()
-        for path in left:
-            hint(f"the new output is in place, but the old one cannot be removed: remove {path} yourself")
+        for path in remnants:
+            order.hint(
+                f"the new output is in place, but the old one cannot be removed: remove {path} yourself"
+            )
         workers.tell(finished)
     return finished
 
 
-def _finished_earlier(journal: Journal, out: Path, *, replace: bool) -> dict[str, Any] | None:
-    """The report of an output that the run which left this journal had finished; None if there is none.
+def _follow(order: _Order, workers: Workers) -> dict[str, Any]:
+    """The run of another worker: its share of the steps, once the first worker has found that there is work."""
+    place, finished = workers.tell(None)
+    if finished is None:
+        journal = Journal(place)  # the first worker holds its lock
+        with _disk_faults(journal):
+            choose_device(order.options.device)
+            task = make_task(open_checkpoint(order.model), order.options, lambda message: None)
+            run = Run(task, journal, workers, lambda what, done, total: None)
+            plan = run.plan()
+            if not order.options.dry_run:
+                run.encode(plan)
+                run.recover(plan)
+    report: dict[str, Any] = workers.tell(None)
+    return report
 
-    Raises InputError where it was damaged since, or with `replace` returns None: it is written again.
+
+def _finished_earlier(journal: Journal, out: Path, *, replace: bool) -> dict[str, Any] | None:
+    """The report of the output if the run that left this journal had already published it; otherwise None.
+
+    If the output was damaged since: None with `replace` (it is written again), otherwise InputError.
     """
     if not journal.published():
         return None
@@ -249,30 +198,32 @@ def _finished_earlier(journal: Journal, out: Path, *, replace: bool) -> dict[str
     return found
 
 
+@contextmanager
+def _kept_or_removed(journal: Journal, hint: Hint) -> Iterator[None]:
+    """Keep the finished steps where the same command can continue from them; remove them where it would fail again."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if journal.has_steps():
+            hint(_KEPT.format(journal.folder))
+        raise
+    except (InputError, TargetError) as error:
+        if _may_pass(error, journal):
+            hint(_KEPT.format(journal.folder))
+        else:
+            journal.remove()
+        raise
+
+
 def _may_pass(error: CiuicError, journal: Journal) -> bool:
-    """Whether a library refused what had run once already: for want of memory perhaps, in words that we do not know."""
+    """Whether a library refused work that had succeeded once before, perhaps for want of memory."""
     of_a_library = error.__cause__ is not None and not isinstance(error.__cause__, CiuicError)
     return of_a_library and journal.load(STATISTICS) is not None
 
 
-def _follow(task: Callable[[], Task], workers: Workers, dry_run: bool) -> dict[str, Any]:
-    """The run of another worker: its share of the steps, once the first has found that there is something to do."""
-    place, finished = workers.tell(None)
-    if finished is None:
-        journal = Journal(place)  # the first worker holds its lock
-        with _disk_faults(journal):
-            run = Run(task(), journal, workers, lambda what, done, total: None)
-            plan = run.plan()
-            if not dry_run:
-                run.encode(plan)
-                run.recover(plan)
-    told: dict[str, Any] = workers.tell(None)
-    return told
-
-
 @contextmanager
 def _temporary_place() -> Iterator[Path]:
-    """Where the journal of a dry run lies: nothing of it stays, and what cannot be written there is $TMPDIR's fault."""
+    """Where the journal of a dry run lies. A failed write there becomes an error that names $TMPDIR."""
     with TemporaryDirectory(prefix="ciuic-") as folder:
         try:
             yield Path(folder) / "plan"
@@ -288,7 +239,7 @@ def _temporary_place() -> Iterator[Path]:
 
 @contextmanager
 def _disk_faults(journal: Journal) -> Iterator[None]:
-    """What the disk refuses becomes an error that names it."""
+    """Turn errors of the file system into an EnvironmentFault that names the journal."""
     try:
         yield
     except (OSError, SafetensorError) as error:

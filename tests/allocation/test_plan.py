@@ -24,7 +24,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
-from ciuic_cli.compression.options import WIDTHS
+from ciuic_cli.compression.options import BITS
 from ciuic_cli.errors import TargetError, UsageError
 from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
@@ -91,7 +91,7 @@ def test_the_budget_is_kept_and_spent_to_a_thousandth(
     tiny_checkpoint: Callable[..., Path], ratio: float, prune: str
 ) -> None:
     model_map = _map(tiny_checkpoint("llama", **MEDIUM))
-    options = PassOptions(WIDTHS, prune=prune)
+    options = PassOptions(BITS, prune=prune)
     budget = _budget(model_map, ratio)
     plan = make_plan(model_map, _arms(model_map, options), budget, options)
     assert 0.999 * budget <= plan.file_bytes <= budget
@@ -103,7 +103,7 @@ def test_planned_bytes_are_the_written_ones(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
     model_map = _map(tiny_checkpoint(family))
-    options = PassOptions(WIDTHS, prune="auto", rank="auto")
+    options = PassOptions(BITS, prune="auto", rank="auto")
     arms = _arms(model_map, options)
     for arm in arms:  # a low-rank part that leaves nothing wherever one fits
         if min(arm.matrix.rows, arm.matrix.cols) > 16 and arm.matrix.role not in EMBEDDING_ROLES:
@@ -129,7 +129,7 @@ def test_shards_are_paid_for_as_well(
 ) -> None:
     monkeypatch.setattr(planning, "lay_out", functools.partial(lay_out, shard_bytes=shard_bytes))
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(WIDTHS)
+    options = PassOptions(BITS)
     budget = _budget(model_map, 2.0)
     plan = make_plan(model_map, _arms(model_map, options), budget, options)
     files = _write(model_map, plan, tmp_path / "out", shard_bytes)
@@ -140,7 +140,7 @@ def test_shards_are_paid_for_as_well(
 def test_the_embedding_loses_no_token(tiny_checkpoint: Callable[..., Path]) -> None:
     """Even where its rows seem to cost nothing at all, they keep the smallest width."""
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(WIDTHS, prune="auto")
+    options = PassOptions(BITS, prune="auto")
     arms = _arms(model_map, options)
     for arm in arms:
         if arm.matrix.role in EMBEDDING_ROLES:
@@ -158,7 +158,7 @@ def test_the_vocabulary_has_two_bits_unless_only_one_is_asked_for(
     tiny_checkpoint: Callable[..., Path],
 ) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    for widths, least in ((WIDTHS, 2), ((1, 4), 4), ((1,), 1)):
+    for widths, least in ((BITS, 2), ((1, 4), 4), ((1,), 1)):
         options = PassOptions(widths, prune="off", rank="off")
         found = {
             matrix.role: min(options.widths_for(matrix))
@@ -170,7 +170,7 @@ def test_the_vocabulary_has_two_bits_unless_only_one_is_asked_for(
 def test_free_row_groups_are_pruned_unless_forbidden(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     for prune, expected in (("auto", 0), ("off", 1)):
-        options = PassOptions(WIDTHS, prune=prune)
+        options = PassOptions(BITS, prune=prune)
         arms = _arms(model_map, options)
         arms[3].sensitivity[1] = arms[3].removal[1] = 0.0
         plan = make_plan(model_map, arms, _budget(model_map, 3.0), options)
@@ -220,7 +220,7 @@ def test_low_rank_is_taken_where_the_matrix_nearly_is(
     budget = _budget(model_map, 4.0)
     plans = {}
     for rank in ("auto", "off", 32):
-        options = PassOptions(WIDTHS, L=12, prune="off", rank=rank)
+        options = PassOptions(BITS, L=12, prune="off", rank=rank)
         arms = [
             price_matrix(model_map, statistics, matrix, options)
             for matrix in weight_matrices(model_map.parameters.values())
@@ -239,7 +239,7 @@ def test_low_rank_is_taken_where_the_matrix_nearly_is(
 
 def test_corrections_move_bits_to_the_role_that_costs_more(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama", **MEDIUM))
-    options = PassOptions(WIDTHS, prune="off", rank="off")
+    options = PassOptions(BITS, prune="off", rank="off")
 
     def bits_of_down(correction: float) -> float:
         arms = _arms(model_map, options)
@@ -259,7 +259,7 @@ def test_corrections_move_bits_to_the_role_that_costs_more(tiny_checkpoint: Call
 
 def test_channels_that_cost_nothing_leave_gate_and_up(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(WIDTHS)
+    options = PassOptions(BITS)
     arms = _arms(model_map, options)
     down = next(arm for arm in arms if arm.matrix.role == "down")
     down.channels = np.array([1e9, 0.0, 1e9, 1e9, 1e9, 1e9])  # 88 channels
@@ -275,7 +275,7 @@ def test_channels_that_cost_nothing_leave_gate_and_up(tiny_checkpoint: Callable[
 
 @pytest.mark.parametrize(("role", "whole"), [("expert", 1), ("mtp_expert", 0)])
 def test_experts_that_nothing_is_known_of_are_no_structures(role: str, whole: int) -> None:
-    options, nothing = PassOptions(WIDTHS), np.zeros(2)
+    options, nothing = PassOptions(BITS), np.zeros(2)
     matrices = [
         WeightMatrix(f"mlp.experts.{part}", 0, role, 32, 32) for part in ("gate_up_proj", "down_proj")
     ]
@@ -285,7 +285,7 @@ def test_experts_that_nothing_is_known_of_are_no_structures(role: str, whole: in
 
 def test_an_expert_that_costs_nothing_goes_as_a_whole(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v3"))
-    options = PassOptions(WIDTHS)
+    options = PassOptions(BITS)
     arms = _arms(model_map, options)
     down = next(arm for arm in arms if arm.matrix.role == "expert_down" and arm.matrix.expert == 2)
     down.removal[:] = 1e-12
@@ -298,7 +298,7 @@ def test_an_expert_that_costs_nothing_goes_as_a_whole(tiny_checkpoint: Callable[
 
 def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v3"))
-    options = PassOptions(WIDTHS, rank=16)
+    options = PassOptions(BITS, rank=16)
     arms = _arms(model_map, options)
     for arm in arms:
         if arm.matrix.expert is not None:
@@ -316,7 +316,7 @@ def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Call
 @pytest.mark.parametrize("share", [0.1, 0.3])
 def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(WIDTHS, prune=share)
+    options = PassOptions(BITS, prune=share)
     arms = _arms(model_map, options)
     plan = make_plan(model_map, arms, _budget(model_map, 2.0), options)
     prunable = [p for p in plan.matrices.values() if p.matrix.role not in EMBEDDING_ROLES]
@@ -325,7 +325,7 @@ def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: f
     assert share * total <= gone <= share * total + 88
 
 
-@pytest.mark.parametrize("widths", [(4,), WIDTHS])
+@pytest.mark.parametrize("widths", [(4,), BITS])
 def test_a_target_out_of_reach_names_the_best_ratio(
     tiny_checkpoint: Callable[..., Path], widths: tuple[int, ...]
 ) -> None:
@@ -343,33 +343,33 @@ def test_a_target_out_of_reach_names_the_best_ratio(
 def test_a_rank_takes_its_bytes_from_what_can_be_reached(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     with pytest.raises(TargetError) as caught:
-        check_reachable(model_map, 1000, PassOptions(WIDTHS, rank="off"))
+        check_reachable(model_map, 1000, PassOptions(BITS, rank="off"))
     assert "--rank" not in str(caught.value.remedy)
     best = float(str(caught.value.remedy).split("--ratio ")[1].split()[0])
-    check_reachable(model_map, _budget(model_map, best), PassOptions(WIDTHS))
+    check_reachable(model_map, _budget(model_map, best), PassOptions(BITS))
     with pytest.raises(TargetError) as caught:
-        check_reachable(model_map, _budget(model_map, best), PassOptions(WIDTHS, rank=16))
+        check_reachable(model_map, _budget(model_map, best), PassOptions(BITS, rank=16))
     assert "--rank auto" in str(caught.value.remedy)
 
 
 def test_a_rank_that_no_matrix_can_have_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     with pytest.raises(UsageError, match="--rank 999999984"):
-        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(WIDTHS, rank=999_999_984))
+        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(BITS, rank=999_999_984))
 
 
 @pytest.mark.parametrize(("rank", "share"), [("off", 0.95), ("auto", 0.0), (16, 0.0)])
 def test_no_plan_is_larger_than_the_largest(
     tiny_checkpoint: Callable[..., Path], rank: str | int, share: float
 ) -> None:
-    model_map, options = _map(tiny_checkpoint("llama")), PassOptions(WIDTHS, rank=rank)
+    model_map, options = _map(tiny_checkpoint("llama")), PassOptions(BITS, rank=rank)
     largest = largest_bytes(model_map, options)
     plan = make_plan(model_map, _arms(model_map, options), 1 << 50, options)
     assert share * largest < plan.file_bytes <= largest < 2 * model_map.stored_numel
 
 
 def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: Callable[..., Path]) -> None:
-    arms = _arms(_map(tiny_checkpoint("llama")), PassOptions(WIDTHS))
+    arms = _arms(_map(tiny_checkpoint("llama")), PassOptions(BITS))
     lost = arms[3].matrix.name
     covered = [arm for arm in arms if arm.matrix.name != lost]
     before = {arm.matrix.key: arm.removal.copy() for arm in arms}
@@ -383,11 +383,11 @@ def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: C
 
 def test_experts_chosen_by_a_table_are_not_removed(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v4"))  # layer 0 has a hash router
-    arms = _arms(model_map, PassOptions(WIDTHS))
+    arms = _arms(model_map, PassOptions(BITS))
     for arm in arms:
         if arm.matrix.expert == 1:
             arm.removal = arm.removal * 1e-9
-    plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(WIDTHS))
+    plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(BITS))
     removed = {structure.down for structure in plan.removed if structure.block is None}
     assert removed >= {f"model.layers.{layer}.mlp.experts.down_proj[1]" for layer in (1, 2, 3)}
     assert not any("layers.0." in down for down in removed)

@@ -26,10 +26,10 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.compression.options import WIDTHS
+from ciuic_cli.compression.options import BITS
 from ciuic_cli.statistics.files import Statistics
 
-OPTIONS = PassOptions(WIDTHS, L=12, prune="auto", rank="off")
+OPTIONS = PassOptions(BITS, L=12, prune="auto", rank="off")
 WIDE = {"hidden_size": 96, "intermediate_size": 176, "head_dim": 24}
 
 

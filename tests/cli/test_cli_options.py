@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ciuic_cli.cli import app as cli
+from ciuic_cli.cli import compress as command
+from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank, parse_size
 from ciuic_cli.compression import options
-from ciuic_cli.compression.options import check_bits
+from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.errors import UsageError
 
 
@@ -24,7 +25,7 @@ from ciuic_cli.errors import UsageError
     ],
 )
 def test_sizes(written: str, expected: int) -> None:
-    assert cli.parse_size(written) == expected
+    assert parse_size(written) == expected
 
 
 @pytest.mark.parametrize(
@@ -48,39 +49,41 @@ def test_sizes(written: str, expected: int) -> None:
 )
 def test_wrong_sizes(written: str) -> None:
     with pytest.raises(UsageError):
-        cli.parse_size(written)
+        parse_size(written)
 
 
 def test_bits() -> None:
-    assert cli.parse_bits("8, 2,4,2") == (2, 4, 8)
-    assert cli.parse_bits("2.5,1") == (1, 2.5)
+    assert CompressOptions(bits=parse_bits("8, 2,4,2")).bits == (2, 4, 8)
+    assert CompressOptions(bits=parse_bits("2.5,1")).bits == (1, 2.5)
     for written in ("", "2,9", "0", "2,,3", "02", "two"):
-        with pytest.raises(UsageError, match="not among the possible widths"):
-            cli.parse_bits(written)
+        with pytest.raises(UsageError, match="bits per weight are not offered"):
+            CompressOptions(bits=parse_bits(written))
 
 
 def test_bits_of_the_command_line_in_python() -> None:
-    with pytest.raises(UsageError, match="'2,3' is not among the possible widths") as caught:
-        check_bits("2,3")
+    with pytest.raises(UsageError, match="'2,3' bits per weight are not offered") as caught:
+        CompressOptions(bits="2,3")  # type: ignore[arg-type]
     assert "in Python: a list of numbers" in (caught.value.remedy or "")
 
 
 def test_prune() -> None:
-    assert [cli.parse_prune(text) for text in ("off", "auto", "0", "0.25")] == ["off", "auto", 0.0, 0.25]
-    for written in ("1", "-0.1", "nan", "inf", "some", "25%"):
+    written = ("off", "auto", "0", "0.25")
+    assert [CompressOptions(prune=parse_prune(text)).prune for text in written] == ["off", "auto", 0.0, 0.25]
+    for text in ("1", "-0.1", "nan", "inf", "some", "25%"):
         with pytest.raises(UsageError):
-            cli.parse_prune(written)
+            CompressOptions(prune=parse_prune(text))
 
 
 def test_rank() -> None:
-    assert [cli.parse_rank(text) for text in ("off", "auto", "16", "160")] == ["off", "auto", 16, 160]
-    for written in ("0", "-16", "1.5", "many"):
+    written = ("off", "auto", "16", "160")
+    assert [CompressOptions(rank=parse_rank(text)).rank for text in written] == ["off", "auto", 16, 160]
+    for text in ("0", "-16", "1.5", "many"):
         with pytest.raises(UsageError):
-            cli.parse_rank(written)
+            CompressOptions(rank=parse_rank(text))
     with pytest.raises(UsageError, match="use 32"):
-        cli.parse_rank("17")
+        CompressOptions(rank=parse_rank("17"))
 
 
 def test_the_names_are_those_that_can_be_asked_for() -> None:
-    assert {level.value for level in cli.EffortLevel} == set(options.EFFORTS)
-    assert {choice.value for choice in cli.MtpLayers} == set(options.MTP)
+    assert {level.value for level in command.EffortLevel} == set(options.EFFORTS)
+    assert {choice.value for choice in command.MtpLayers} == set(options.MTP)

@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 from interrupting import lose
 
 from ciuic_cli.cli import console as console_module
-from ciuic_cli.cli.console import Console, run, to_json
+from ciuic_cli.cli.console import Console, to_json
+from ciuic_cli.cli.exit_codes import run
+from ciuic_cli.cli.progress import Lines
 from ciuic_cli.errors import MAX_NAME, EnvironmentFault, InputError, TargetError, UsageError, printable
 from ciuic_cli.report.readable import readable_bytes
 
@@ -172,7 +174,8 @@ def test_40_stdout_closed_early_is_no_error() -> None:
     done = python(
         """
         import sys
-        from ciuic_cli.cli.console import Console, run
+        from ciuic_cli.cli.console import Console
+        from ciuic_cli.cli.exit_codes import run
         sink = Console()
         def action():
             for line in range(100000):
@@ -190,7 +193,8 @@ def test_a_full_disk_behind_stdout_is_exit_code_5() -> None:
     done = python(
         """
         import sys
-        from ciuic_cli.cli.console import Console, run
+        from ciuic_cli.cli.console import Console
+        from ciuic_cli.cli.exit_codes import run
         sink = Console(json_mode=True)
         sys.exit(run(sink, lambda: sink.json({"a": 1})))
         """,
@@ -206,7 +210,8 @@ def test_a_full_disk_behind_stdout_is_exit_code_5() -> None:
 def test_a_closed_stdout_and_a_terminal_without_utf8() -> None:
     code = """
         import sys
-        from ciuic_cli.cli.console import Console, run
+        from ciuic_cli.cli.console import Console
+        from ciuic_cli.cli.exit_codes import run
         sink = Console()
         sys.exit(run(sink, lambda: (sink.data("größe"), sink.table("模型", ["名"], [["é"]]), sink.hint("é"))))
         """
@@ -227,7 +232,7 @@ def test_progress_lines_where_stderr_is_no_terminal() -> None:
 def test_progress_lines_follow_the_clock() -> None:
     now = [0.0]
     stream = io.StringIO()
-    lines = console_module._Lines(console_module._rich(stream, None), clock=lambda: now[0])
+    lines = Lines(console_module._rich(stream, None), clock=lambda: now[0])
     for done in range(10):
         now[0] = 4.0 * done
         lines("encode", done, 10)

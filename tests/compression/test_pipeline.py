@@ -125,7 +125,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     assert not out.exists()
     hints: list[str] = []
     _compress(source, out, text, hint=hints.append)
-    assert any("going on" in hint for hint in hints)
+    assert any("continuing" in hint for hint in hints)
     assert _weights(out) == _weights(tmp_path / "whole")
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
@@ -152,7 +152,7 @@ def test_a_disk_that_fails_once_loses_nothing(
     encoding.clear()
     hints: list[str] = []
     _compress(source, out, text, hint=hints.append)
-    assert any("going on" in hint for hint in hints)
+    assert any("continuing" in hint for hint in hints)
     assert _weights(out) == _weights(tmp_path / "whole")
 
 

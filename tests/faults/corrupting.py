@@ -40,9 +40,10 @@ from ciuic_cli.artifact.verification import verify
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.folder import INDEX_NAME
 from ciuic_cli.cli import app as cli
-from ciuic_cli.cli.console import Console, run
+from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.codecs import native
-from ciuic_cli.compression import run as run_of_compress
+from ciuic_cli.compression import writing
 from ciuic_cli.evaluation.perplexity import generate_text
 
 TESTS = Path(__file__).parents[1]
@@ -174,7 +175,7 @@ class Harness:
     def command(*arguments: object, shard_bytes: int | None = None) -> int:
         """The command line."""
         if shard_bytes is not None:
-            run_of_compress.lay_out = functools.partial(lay_out, shard_bytes=shard_bytes)  # type: ignore[assignment]
+            writing.lay_out = functools.partial(lay_out, shard_bytes=shard_bytes)  # type: ignore[assignment]
         sys.argv = ["ciuic", *map(str, arguments)]
         try:
             cli.main()

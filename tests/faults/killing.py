@@ -158,7 +158,7 @@ class Harness:
             self.counts["had ended before"] += 1
         else:
             assert again == 0, f"the rerun ended with {again}: {self.said()}"
-            self.counts["resumed" if "going on" in self.said() else "from the start"] += 1
+            self.counts["resumed" if "continuing" in self.said() else "from the start"] += 1
         assert self.bytes_of(self.out) == self.expected, "other bytes"
         left = [path.name for path in self.place.iterdir() if path != self.out]
         assert not left, f"left behind: {left}"

@@ -29,7 +29,8 @@ from attacks import (
 import ciuic_cli
 from ciuic_cli.artifact.schema import FORMAT_VERSION
 from ciuic_cli.artifact.writer import CHECKSUMS
-from ciuic_cli.cli.console import Console, run
+from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.errors import InputError
 
 Make = Callable[..., Victim]

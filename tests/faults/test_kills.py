@@ -153,7 +153,7 @@ def test_fault_35_an_output_damaged_after_a_kill_is_not_taken_for_whole(
     assert refused.code == 3 and "damaged since" in refused.stderr and damaged in refused.field("file")
     harmless(refused)
     again = v.compress("--force")
-    assert again.code == 0 and "going on" in again.stderr, again.stderr
+    assert again.code == 0 and "continuing" in again.stderr, again.stderr
     assert snapshot(v.out)["model.safetensors"] == before["model.safetensors"]
     assert verify(v.out).problems == ()
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
@@ -191,7 +191,7 @@ def test_fault_34_permissions_that_are_revoked_during_the_run(
     harmless(done)
     monkeypatch.undo()
     again = v.compress()
-    assert again.code == 0 and "going on" in again.stderr
+    assert again.code == 0 and "continuing" in again.stderr
 
 
 def wait_for(process: subprocess.Popen[str], word: str) -> None:

@@ -170,7 +170,7 @@ def test_fault_37_an_output_that_appears_during_the_run_is_not_touched(
     assert appeared.is_file() or snapshot(appeared) == snapshot(v.out)
     v.out.rename(v.folder / "again")
     again = v.compress(*(["--force"] if force else []))
-    assert again.code == 0 and "going on" in again.stderr, again.stderr
+    assert again.code == 0 and "continuing" in again.stderr, again.stderr
     assert not (v.folder / ".out.ciuic").exists()
 
 

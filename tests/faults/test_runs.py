@@ -286,7 +286,7 @@ def test_fault_34_the_disk_fills_up_during_the_run(
     assert not out.exists() and not unfinished(disk)
     subprocess.run(["mount", "-o", "remount,size=20m", disk], check=True)
     again = invoke(*v.arguments(out))
-    assert again.code == 0 and "going on" in again.stderr, again.stderr
+    assert again.code == 0 and "continuing" in again.stderr, again.stderr
     assert v.compress().code == 0
     assert weights(out) == weights(v.out)
 
@@ -378,7 +378,7 @@ def test_steps_are_kept_where_a_library_refuses_what_had_run_before(
     done.says("words that nobody knows", "finished steps are kept")
     done = v.compress()
     assert done.code == 0 and "forward" not in done.stderr, done.stderr
-    done.says("going on with the unfinished run")
+    done.says("continuing the unfinished run")
     assert weights(v.out) == weights(v.folder / "whole")
 
 

@@ -224,5 +224,5 @@ def test_when_a_worker_is_killed_another_run_goes_on(
     assert not out.exists()
     heard: list[str] = []
     compress(model, out, calibration=[text], hint=heard.append, **SETTINGS)
-    assert any("going on with the unfinished run" in line for line in heard)
+    assert any("continuing the unfinished run" in line for line in heard)
     assert _weights(out) == _alone(model, tmp_path / "one", text)

@@ -1,0 +1,54 @@
+"""Arguments and options that several commands share, and how a command is run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.exit_codes import run
+from ciuic_cli.errors import EnvironmentFault
+
+Model = Annotated[
+    str, typer.Argument(metavar="MODEL", help="Checkpoint: a folder, or a hub id such as org/name.")
+]
+PathArgument = Annotated[
+    str, typer.Argument(metavar="PATH", help="Artifact or checkpoint: a folder, or a hub id.")
+]
+Base = Annotated[str | None, typer.Option(metavar="MODEL", help="The original, to compare with.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+
+
+def execute(console: Console, action: Callable[[], None]) -> NoReturn:
+    """Run a command and exit with its code. What libraries print to stdout goes to stderr."""
+
+    def guarded() -> None:
+        _require_working_directory()
+        with redirect_stdout(sys.stderr):
+            action()
+
+    raise typer.Exit(run(console, guarded))
+
+
+def announce_device(console: Console, device: str) -> None:
+    """Refuse a GPU that does not exist, before any work; say so if "auto" found none."""
+    from ciuic_cli.runtime.loading import choose_device
+
+    if choose_device(device).type == "cpu" and device == "auto":
+        console.hint("torch sees no GPU here: the work is done on the CPU")
+
+
+def _require_working_directory() -> None:
+    """Raise EnvironmentFault if the working directory was removed; libraries would fail with obscure messages."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise EnvironmentFault(
+            "the working directory was removed", remedy="change to a folder that exists"
+        ) from error

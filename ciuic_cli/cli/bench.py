@@ -1,0 +1,54 @@
+"""`ciuic bench`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ciuic_cli.checkpoint.folder import locate
+from ciuic_cli.cli.arguments import Base, Device, Json, PathArgument, announce_device, execute
+from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.tables import show_bench
+from ciuic_cli.compression.options import check_device
+from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
+
+
+def _tokens(short: str, long: str, default: int, text: str) -> Any:
+    return typer.Option(short, long, min=1, max=1 << 30, show_default=f"{default}, or what fits", help=text)
+
+
+def bench(
+    path: PathArgument,
+    base: Base = None,
+    prompt_tokens: Annotated[
+        int | None, _tokens("-p", "--prompt-tokens", PROMPT_TOKENS, "Tokens to prefill.")
+    ] = None,
+    new_tokens: Annotated[int | None, _tokens("-n", "--new-tokens", NEW_TOKENS, "Tokens to decode.")] = None,
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", min=1, max=1 << 30, help="Measured runs.")
+    ] = 5,
+    batch_size: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences at once.")] = 1,
+    device: Device = "auto",
+    json: Json = False,
+) -> None:
+    """Measure memory, prefill and decode speed of PATH, and of the original, each in a process of its own."""
+    console = Console(json_mode=json)
+
+    def action() -> None:
+        check_device(device)
+        folder = locate(path)
+        original = None if base is None else locate(base)
+        from ciuic_cli.evaluation.bench import bench as run_bench
+
+        announce_device(console, device)
+        with console.progress() as progress:
+            found = run_bench(
+                folder, base=original, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+                repetitions=repetitions, batch_size=batch_size, device=device,
+                progress=progress, hint=console.hint,
+            )  # fmt: skip
+        console.json(found)
+        show_bench(console, found, str(folder))
+
+    execute(console, action)

@@ -1,0 +1,174 @@
+"""`ciuic compress`."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ciuic_cli.checkpoint.folder import locate
+from ciuic_cli.cli.arguments import Device, Json, Model, announce_device, execute
+from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.tables import show_compressed
+from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank, parse_size
+from ciuic_cli.compression.options import (
+    DEFAULT_BITS,
+    DEFAULT_RATIO,
+    DEFAULT_SEQLEN,
+    NSAMPLES,
+    SEED,
+    SEQLEN,
+    CompressOptions,
+    bits_text,
+)
+from ciuic_cli.process.openmp import sleep_between_work
+
+
+class EffortLevel(StrEnum):
+    """How much calibration text and code search a run spends."""
+
+    fast = "fast"
+    default = "default"
+    best = "best"
+
+
+class MtpLayers(StrEnum):
+    """Whether the multi-token-prediction layers are kept."""
+
+    keep = "keep"
+    drop = "drop"
+
+
+def compress(
+    model: Model,
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT",
+            readable=False,  # Typer's own check would exit with code 2; unreadable paths are bad input (code 3)
+            help="Folder to write; must not exist, unless --force.",
+        ),
+    ],
+    ratio: Annotated[
+        float | None,
+        typer.Option(show_default=f"{DEFAULT_RATIO:g}", help="Bytes at 2 per parameter over bytes of OUT."),
+    ] = None,
+    target_bpw: Annotated[float | None, typer.Option(help="Instead: stored bits per weight.")] = None,
+    target_size: Annotated[
+        str | None, typer.Option(help="Instead: bytes, such as 8GiB, 500MB or 4365952.")
+    ] = None,
+    calibration: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", readable=False, help="UTF-8 text to calibrate on (repeatable)."),
+    ] = None,
+    nsamples: Annotated[
+        int | None,
+        typer.Option(
+            min=NSAMPLES[0], max=NSAMPLES[1], show_default="by effort", help="Calibration sequences."
+        ),
+    ] = None,
+    seqlen: Annotated[
+        int | None,
+        typer.Option(
+            min=SEQLEN[0],
+            max=SEQLEN[1],
+            show_default=f"{DEFAULT_SEQLEN}, or the model's positions",
+            help="Tokens per sequence.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int,
+        typer.Option(
+            min=SEED[0], max=SEED[1], help="Seed of what is drawn at random; another seed gives other bytes."
+        ),
+    ] = 0,
+    effort: Annotated[
+        EffortLevel,
+        typer.Option(
+            help="Work spent on quality. fast: trellis of 2^12 states, 24 calibration sequences; default: 2^16, 64; "
+            "best: 2^16, 128, and then recovery: row scales and norms are tuned on more text."
+        ),
+    ] = EffortLevel.default,
+    prune: Annotated[
+        str, typer.Option(help="off, auto (as the budget decides), or the share of weights to leave out.")
+    ] = "auto",
+    rank: Annotated[
+        str, typer.Option(help="off, auto (as the budget decides), or the rank of every low-rank part.")
+    ] = "auto",
+    bits: Annotated[
+        str, typer.Option(help="Bits per weight that 16 rows of a matrix may have; 1 and 1.5 too.")
+    ] = bits_text(DEFAULT_BITS),
+    mtp: Annotated[
+        MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
+    ] = MtpLayers.drop,
+    device: Device = "auto",
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Forecast time, memory and disk, then stop at the plan; write nothing."
+        ),
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Replace an existing OUT; discard an unfinished run that had other options."
+        ),
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Compress MODEL into OUT, within a byte budget and with the least damage that it allows."""
+    console = Console(json_mode=json)
+
+    def action() -> None:
+        options = CompressOptions(  # wrong values are refused before anything heavy is imported
+            ratio=ratio,
+            target_bpw=target_bpw,
+            target_size=None if target_size is None else parse_size(target_size),
+            calibration=tuple(calibration or ()),
+            nsamples=nsamples,
+            seqlen=seqlen,
+            seed=seed,
+            effort=effort.value,
+            prune=parse_prune(prune),
+            rank=parse_rank(rank),
+            bits=parse_bits(bits),
+            mtp=mtp.value,
+            device=device,
+            dry_run=dry_run,
+            force=force,
+        )
+        folder = locate(model)
+        report = _run(console, folder, out, options)
+        if report is not None:
+            console.json(report)
+            show_compressed(console, report, "the plan" if dry_run else str(out))
+            _show_next_steps(console, model, out, dry_run)
+
+    execute(console, action)
+
+
+def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> dict[str, Any] | None:
+    """The report of the run; None in the processes of torchrun that do not speak."""
+    sleep_between_work()
+    from ciuic_cli.compression.pipeline import compress as run_compress
+    from ciuic_cli.process.workers import leads
+
+    if leads():
+        announce_device(console, options.device)
+    with console.progress() as progress:
+        report = run_compress(folder, out, progress=progress, hint=console.hint, **asdict(options))
+    return report if leads() else None
+
+
+def _show_next_steps(console: Console, model: str, out: Path, dry_run: bool) -> None:
+    if dry_run:
+        console.hint("a dry run: nothing was written. Without --dry-run the same command does it.")
+        return
+    place, original = shlex.quote(str(out)), shlex.quote(model)
+    console.hint(f"the whole account: {out / 'memory_report.html'}")
+    console.hint(f"next: ciuic eval {place} --base {original}")
+    console.hint(f"      ciuic bench {place} --base {original}")

@@ -1,0 +1,63 @@
+"""From an error to a message and an exit code: the one place where errors are caught.
+
+The codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; 5 the machine refuses; 130
+interrupted. Codes 2 to 5 are attributes of the error classes in `ciuic_cli/errors.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from ciuic_cli.cli.console import Console
+from ciuic_cli.errors import CiuicError
+from ciuic_cli.process.memory import machine_fault
+from ciuic_cli.process.signals import INTERRUPTED, Interruption, ends_tidily
+from ciuic_cli.process.streams import silence_stdout
+
+_BUG = 1
+
+
+def run(console: Console, action: Callable[[], object]) -> int:
+    """Run a command and turn its errors into a message and an exit code (0, 1 to 5, 130).
+
+    A reader that closes stdout early (`| head`) is no error: the rest is not printed, and the code is 0. SIGTERM and
+    SIGHUP end the command as Ctrl-C does; the code is 130 even if a library swallowed the interrupt. An unexpected
+    exception is a bug of ours: its traceback is printed, and the code is 1.
+    """
+    with ends_tidily() as interruption:
+        try:
+            action()
+            console.close()
+            interruption.check()
+            return 0
+        except SystemExit:
+            raise
+        except BaseException as error:  # a panic of a Rust library is no Exception
+            code = _report(console, error, interruption)
+            _flush_or_silence_stdout()
+            return code
+
+
+def _report(console: Console, error: BaseException, interruption: Interruption) -> int:
+    # An interrupt inside a library's C code can come out as any other error.
+    if isinstance(error, KeyboardInterrupt) or interruption.signal is not None:
+        console.hint("interrupted")
+        return INTERRUPTED
+    if isinstance(error, BrokenPipeError):
+        silence_stdout()
+        console.hint("stdout was closed early; the rest is not printed")
+        return 0
+    fault = error if isinstance(error, CiuicError) else machine_fault(error)
+    if fault is None:
+        console.bug(error)
+        return _BUG
+    console.error(fault)
+    return fault.exit_code
+
+
+def _flush_or_silence_stdout() -> None:
+    try:
+        sys.stdout.flush()
+    except (OSError, ValueError):
+        silence_stdout()

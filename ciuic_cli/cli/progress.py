@@ -1,0 +1,68 @@
+"""How progress is shown: bars on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from rich import progress as rich_progress
+from rich.console import Console as RichConsole
+from rich.text import Text
+
+from ciuic_cli.errors import printable
+
+PLAIN_INTERVAL = 15.0
+"""Seconds between progress lines where stderr is not a terminal (chosen)."""
+
+Progress = Callable[[str, int, int], None]
+"""`progress(what, done, total)`: the step's name, and how far it is, in any unit of work."""
+
+
+class Bars:
+    """One bar per step on a terminal."""
+
+    def __init__(self, console: RichConsole) -> None:
+        self._display = rich_progress.Progress(
+            rich_progress.TextColumn("{task.description}", markup=False),
+            rich_progress.BarColumn(),
+            rich_progress.TaskProgressColumn(),
+            rich_progress.TimeRemainingColumn(),
+            console=console,
+            transient=True,
+        )
+        self._tasks: dict[str, rich_progress.TaskID] = {}
+
+    def __enter__(self) -> Bars:
+        self._display.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._display.__exit__(*exception)
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        if what not in self._tasks:
+            self._tasks[what] = self._display.add_task(printable(what), total=total)
+        self._display.update(self._tasks[what], completed=done, total=total)
+
+
+class Lines:
+    """A line at the start, at the end, and every few seconds in between, for logs."""
+
+    def __init__(self, console: RichConsole, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._last: dict[str, float] = {}
+        self._finished: set[str] = set()
+
+    def __call__(self, what: str, done: int, total: int) -> None:
+        now = self._clock()
+        ends = done >= total and what not in self._finished
+        if what not in self._last or ends or (done < total and now - self._last[what] >= PLAIN_INTERVAL):
+            self._last[what] = now
+            share = 100.0 * done / total if total else 100.0
+            self._console.print(Text(f"{printable(what)}: {share:.0f} %"), soft_wrap=True)
+        if done >= total:
+            self._finished.add(what)
+        else:
+            self._finished.discard(what)

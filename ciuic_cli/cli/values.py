@@ -1,0 +1,51 @@
+"""Values of options as they are written on the command line. `CompressOptions` checks what they mean."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+from decimal import Decimal
+from typing import Any
+
+from ciuic_cli.compression.options import BITS
+from ciuic_cli.errors import UsageError
+
+_UNITS = {
+    unit: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
+}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
+
+
+def parse_size(text: str) -> int:
+    """The bytes of "8GiB", "500MB", "1.5GB" or "4365952"; raises UsageError for anything else."""
+    found = _SIZE.fullmatch(text.strip())
+    unit = found[2].upper() if found else ""
+    if found is None or unit not in ("", "B", *_UNITS):
+        raise UsageError(f"{text!r:.60} is not a size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
+    size = Decimal(found[1]) * _UNITS.get(unit, 1)
+    if size < 1 or (unit in ("", "B") and size != int(size)):
+        raise UsageError(
+            f"{text!r} is not a whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB"
+        )
+    return int(size)
+
+
+def parse_bits(text: str) -> tuple[Any, ...]:
+    """The bits per weight of "2,3,4"; a part that names none stays as it is, for the check to show it."""
+    values = {f"{bits:g}": bits for bits in BITS}
+    names = [part.strip() for part in text.split(",")]
+    return tuple(values.get(name, name) for name in names)
+
+
+def parse_prune(text: str) -> str | float:
+    """ "off", "auto", or a share as a number; any other text stays as it is, for the check to show it."""
+    with suppress(ValueError):
+        return float(text)
+    return text
+
+
+def parse_rank(text: str) -> str | int:
+    """ "off", "auto", or a rank as a number; any other text stays as it is, for the check to show it."""
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else text

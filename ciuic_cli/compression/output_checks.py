@@ -1,0 +1,93 @@
+"""Refusals of an output folder before any work is done: it is the input, it exists, it cannot be written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+
+from ciuic_cli.artifact.writer import companions
+from ciuic_cli.checkpoint.reader import Checkpoint
+from ciuic_cli.compression.journal import Journal
+from ciuic_cli.errors import InputError
+from ciuic_cli.process import atomic_files
+
+
+def check_apart(out: Path, checkpoint: Checkpoint, calibration: Sequence[str | Path]) -> None:
+    """Raise InputError if the output is the input, lies in it, or holds a file that the run reads."""
+    source = checkpoint.folder.resolve()
+    if out == source or source in out.parents:
+        raise InputError("the output is the input", file=out, remedy="choose another output folder")
+    for path in (source, *checkpoint.files(), *companions(checkpoint.folder).values(), *calibration):
+        if out in Path(os.path.realpath(path)).parents:
+            raise InputError(
+                "the input lies inside the output", file=path, remedy="choose another output folder"
+            )
+
+
+def check_no_other_run(out: Path) -> None:
+    """Raise EnvironmentFault if a run is writing this folder, or one that holds it, now."""
+    for place in (out, *out.parents):
+        Journal(place).require_free()
+
+
+def check_output(out: Path, *, force: bool) -> None:
+    """Raise InputError if the output exists (with `force`: if it is not a folder) or cannot be written."""
+    place = _existing_parent(out)
+    for mounted in _mount_points(out):
+        raise InputError(
+            "a file system is mounted there", file=mounted, remedy="choose a folder inside of it"
+        )
+    if os.path.lexists(out) and not out.is_dir():
+        raise InputError("the output is a file", file=out, remedy="choose a folder")
+    if out.exists() and not force and not Journal(out).published():
+        raise InputError(
+            "the output exists already",
+            file=out,
+            remedy="choose another folder, or replace it with --force (in Python: force=True)",
+        )
+    for folder in (out, place):
+        if folder.exists() and not atomic_files.is_writable(folder):
+            raise InputError(
+                "the output's folder is read-only", file=folder, remedy="choose a folder you can write to"
+            )
+    if out.exists() and not atomic_files.may_rename(out):
+        raise InputError(
+            "the output belongs to another user, and only its owner may replace it (sticky folder)",
+            file=out,
+            remedy="choose another output folder",
+        )
+
+
+def _mount_points(folder: Path) -> list[Path]:
+    """Mount points at `folder` and below it: renaming cannot move other file systems."""
+    mounted = [Path(part.mountpoint) for part in psutil.disk_partitions(all=True)]
+    return [place for place in mounted if place.is_relative_to(folder)]
+
+
+def _existing_parent(out: Path) -> Path:
+    """The nearest parent folder that exists; raises InputError for a path that cannot be made below it."""
+    try:
+        str(out).encode()
+    except UnicodeEncodeError as error:
+        raise InputError("the output's path is not UTF-8", file=out, remedy="choose another name") from error
+    if any(os.path.islink(part) for part in (out, *out.parents)):  # `out` is a real path otherwise
+        raise InputError(
+            "the output's path is a circle of symbolic links", file=out, remedy="choose another output folder"
+        )
+    missing = [part for part in out.parents if not os.path.exists(part)]
+    place = out.parents[len(missing)]
+    if not place.is_dir():
+        raise InputError(
+            "the output lies below a file, not a folder", file=place, remedy="choose another output folder"
+        )
+    limit = os.pathconf(place, "PC_NAME_MAX")
+    if any(len(os.fsencode(part.name)) > limit for part in (Journal(out).ended, *missing)):
+        raise InputError(
+            f"the output's name is too long: with the endings of the work folders it passes {limit} bytes",
+            file=out,
+            remedy="choose a shorter name",
+        )
+    return place

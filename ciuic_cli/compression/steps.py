@@ -1,0 +1,59 @@
+"""The steps of a run: each is done once, by one worker, and its result is kept in the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ciuic_cli.compression.journal import Journal
+from ciuic_cli.process.memory import return_freed_memory
+from ciuic_cli.process.threads import side_by_side
+from ciuic_cli.process.workers import Workers
+
+Progress = Callable[[str, int, int], None]
+"""`progress(what, done, total)`: the phase, and how far it is, in any unit of work."""
+
+
+class Steps:
+    """Numbered steps of several phases ("arms", "probe", "encode"). Workers pull missing ones from a shared queue."""
+
+    def __init__(self, journal: Journal, workers: Workers, progress: Progress) -> None:
+        self._journal, self._workers, self._progress = journal, workers, progress
+
+    def finish(
+        self,
+        phase: str,
+        work: Sequence[int],
+        make: Callable[[int], bytes],
+        alone: Callable[[int], bool] = lambda number: True,
+    ) -> None:
+        """Make every step of a phase that the journal does not have; returns when all workers are done.
+
+        The largest steps come first, so that all workers finish at about the same time. Steps that need not run
+        alone come last and run side by side, one thread each.
+
+        Args:
+            work: the work of each step, in any unit; step numbers are its indices.
+            make: the result of a step by its number.
+            alone: whether a step needs all threads and the memory for itself.
+        """
+
+        def make_missing(number: int) -> None:
+            if self._journal.load(_name(phase, number)) is None:
+                self._journal.save(_name(phase, number), make(number))
+
+        order = sorted(range(len(work)), key=lambda number: (not alone(number), -work[number]))
+        for number, _ in side_by_side(self._workers.take(phase, order), make_missing, alone):
+            return_freed_memory()
+            self._progress(phase, self._workers.count(f"{phase} done", work[number]), sum(work))
+        self._workers.wait()
+
+    def result(self, phase: str, number: int) -> bytes:
+        """The result of a finished step; raises OSError if the journal lost it."""
+        data = self._journal.load(_name(phase, number))
+        if data is None:
+            raise OSError(0, "the journal lost a finished step", str(self._journal.folder))
+        return data
+
+
+def _name(phase: str, number: int) -> str:
+    return f"{phase}/{number:07d}"

@@ -1,0 +1,120 @@
+"""The end of a run: the coded matrices become an artifact, which is measured, checked and published."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ciuic_cli.allocation.plan import Plan, stored_tensors
+from ciuic_cli.artifact import publishing, writer
+from ciuic_cli.artifact.layout import lay_out
+from ciuic_cli.artifact.schema import quantization_config
+from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.compression.run import Run
+from ciuic_cli.errors import InputError, TargetError
+from ciuic_cli.evaluation.estimates import Mean
+from ciuic_cli.evaluation.kl_meter import LOOK
+from ciuic_cli.process.memory import return_freed_memory
+from ciuic_cli.process.signals import check
+from ciuic_cli.recovery.row_factors import Factors, tuned_dense, with_row_factors
+from ciuic_cli.report.html import render_html
+from ciuic_cli.report.inspection import describe
+from ciuic_cli.report.model_card import render_card
+
+
+def write_artifact(
+    run: Run, plan: Plan, out: Path, started: float, *, replace: bool
+) -> tuple[dict[str, Any], Path | None]:
+    """Write the artifact under a temporary name and rename it to `out`.
+
+    Returns the report, and the remnant of a replaced output that cannot be removed (None: nothing is left).
+
+    Raises:
+        TargetError: the compressed model predicts worse than guessing.
+        InputError: a source file changed during the run.
+    """
+    partial = publishing.partial_of(out)
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        report = _write_folder(run, plan, partial, started)
+        _require_readable(partial)
+        run.task.require_unchanged()
+        check()
+        run.journal.publishing(partial)
+        remnant = publishing.publish(partial, out, replace=replace)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return report, remnant
+
+
+def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> dict[str, Any]:
+    """Write all files of the artifact; returns the report."""
+    factors = {} if run.recovered is None else run.recovered.factors
+    _write_weights(run, plan, folder, factors)
+    writer.copy_companions(run.map.checkpoint.folder, folder)
+    measured = run.measured_kl(plan, factors)
+    _require_better_than_guessing(run, measured)
+    report = run.report(plan, started, measured)
+    writer.write_config(folder, run.map.source_config, quantization_config(report, run.map.mtp))
+    text = json.dumps(report, indent=2, allow_nan=False)
+    (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")
+    (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
+    card = render_card(report, run.map.config.model_type)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    writer.write_checksums(folder)
+    return report
+
+
+def _write_weights(run: Run, plan: Plan, folder: Path, factors: Factors) -> None:
+    """Write the safetensors files and their index, one tensor in memory at a time."""
+
+    def payload(name: str) -> bytes:
+        return_freed_memory()
+        parameter = run.map.parameters[name]
+        if not parameter.compress:
+            value = tuned_dense(run.map, name, factors)
+            return value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        if len(parameter.shape) < 3:
+            return with_row_factors(run.encoded((name, None)), factors.get((name, None))).to_bytes()
+        keys = [(name, expert) for expert in range(parameter.shape[0])]
+        stack = ExpertStack(tuple(with_row_factors(run.encoded(key), factors.get(key)) for key in keys))
+        return stack.to_bytes()
+
+    written = 0
+
+    def count(nbytes: int) -> None:
+        nonlocal written
+        written += nbytes
+        run.progress("write", written, plan.file_bytes)
+
+    shards = lay_out(stored_tensors(run.map, plan.blob_bytes))
+    writer.write_shards(shards, folder, payload, count)
+    return_freed_memory()
+    writer.write_index(shards, folder)
+
+
+def _require_better_than_guessing(run: Run, measured: Mean) -> None:
+    """Raise TargetError if the KL is above log(vocabulary): the most that uniform predictions can lose."""
+    most = math.log(run.map.config.get_text_config().vocab_size)
+    if measured.value > most:
+        raise TargetError(
+            f"the compressed model predicts worse than one that guesses: its KL divergence from the original is "
+            f"{measured.value:.3g} nats per token, that of guessing at most {most:.3g}",
+            file=run.map.checkpoint.folder,
+            remedy=f"{LOOK}; a few weights may be far larger than all others",
+        )
+
+
+def _require_readable(folder: Path) -> None:
+    """Raise RuntimeError if our own reader refuses the folder: that is a bug of ours, and is not published."""
+    try:
+        describe(folder)
+    except InputError as error:
+        raise RuntimeError(f"the finished artifact cannot be opened: {error}") from error
