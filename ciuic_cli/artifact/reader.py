@@ -34,10 +34,10 @@ from ciuic_cli.checkpoint.folder import (
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import TORCH_DTYPES, holds
-from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
+from ciuic_cli.process.file_faults import reading
 
 _DAMAGED = "the artifact is damaged or not one of ours; fetch or compress it again"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.folder import checked_file, locate, read_json, unreplaced
-from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.errors import CiuicError, InputError
+from ciuic_cli.process.file_faults import reading
 
 _BLOCK = 1 << 20
 _REMEDY = "fetch the artifact again, or compress the original again"

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
+from ciuic_cli.process.file_faults import reading
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"

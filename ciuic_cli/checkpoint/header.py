@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.errors import InputError
+from ciuic_cli.process.file_faults import reading
 
 MAX_HEADER_BYTES = 100_000_000
 """Longest header that is read. The reference implementation has the same limit."""

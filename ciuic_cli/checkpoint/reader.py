@@ -23,8 +23,8 @@ from ciuic_cli.checkpoint.folder import (
     shard_names,
 )
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
-from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.errors import InputError
+from ciuic_cli.process.file_faults import reading
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ciuic_cli.checkpoint.holding import experts_fault, matrix_fault
+from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
 
 _TILE = 16  # rows and columns of one tile of the code: a matrix is padded to whole tiles
 _PACKED_OVERHEAD = 48  # bytes of a packed matrix before its codes, besides one per row

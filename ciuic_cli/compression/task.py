@@ -22,12 +22,12 @@ from ciuic_cli.checkpoint.architecture import positions_of
 from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import Checkpoint
-from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.cost.forecast import Forecast, Text, forecast
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
 from ciuic_cli.process.digests import sampled_digest
+from ciuic_cli.process.file_faults import reading
 from ciuic_cli.recovery.tuning import SEQUENCES
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.calibration import calibration_batch

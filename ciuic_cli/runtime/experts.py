@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from ciuic_cli.checkpoint.holding import experts_fault
+from ciuic_cli.checkpoint.compressible import experts_fault
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.modules import BlobModule

@@ -28,8 +28,8 @@ from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
-from ciuic_cli.runtime.dtype import settle_dtype
 from ciuic_cli.runtime.experts import CompressedExperts
+from ciuic_cli.runtime.mixed_classes import settle_dtype
 from ciuic_cli.runtime.modules import CompressedLinear
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import blob_slots, swap_modules

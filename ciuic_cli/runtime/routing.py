@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.codecs.packing import PackedMatrix
-from ciuic_cli.runtime.made import Mixin, made, own_class
+from ciuic_cli.runtime.mixed_classes import Mixin, made, own_class
 
 NEVER = -1e4
 """Far below every score and logit, and exact in half precision."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.artifact.reader import Blob
-from ciuic_cli.checkpoint.holding import STACKS, experts_fault, factor_of, is_grouped, matrix_fault
+from ciuic_cli.checkpoint.compressible import STACKS, experts_fault, factor_of, is_grouped, matrix_fault
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import (

@@ -59,7 +59,7 @@ def _dense(packed: PackedMatrix) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("rows", "cols", "window", "seed", "rank"),
+    ("rows", "cols", "L", "seed", "rank"),
     [(37, 83, 12, 0, 0), (16, 64, 16, 0, 0), (48, 1040, 15, 7, 0), (100, 52, 14, 2**32 - 1, 20)],
 )
 @pytest.mark.parametrize("is_sorted", [False, True])

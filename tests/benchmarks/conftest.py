@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks" / "quality"
 
 
 @pytest.fixture(autouse=True)
 def _beside_the_benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS / "quality_peers"))
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "peers"))
     monkeypatch.syspath_prepend(str(BENCHMARKS))

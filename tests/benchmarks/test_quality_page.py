@@ -34,7 +34,7 @@ ROWS = [
     row("peer C", 0, 0) | {"texts": {}, "step": "install", "failed": "no `cc`"},
 ]
 RESULTS = {
-    "command": "python benchmarks/quality.py m",
+    "command": "python benchmarks/quality/compare.py m",
     "parameters": 1000,
     "calibration": [64, 512],
     "texts": [{"name": "mixed", "tokens": 8184, "seqlen": 1024, "base_perplexity": 15.0}],
@@ -43,7 +43,7 @@ RESULTS = {
 
 
 def test_bits_for_the_same_divergence() -> None:
-    page = importlib.import_module("quality_page")
+    page = importlib.import_module("page")
     curve = [(5.0, 0.01), (3.0, 0.16)]
     assert page.bits_for(0.04, curve) == pytest.approx(4.0)  # two halvings of four
     assert page.bits_for(0.16, curve) == pytest.approx(3.0)
@@ -52,14 +52,14 @@ def test_bits_for_the_same_divergence() -> None:
 
 
 def test_a_peer_that_is_ahead_is_named() -> None:
-    page = importlib.import_module("quality_page")
+    page = importlib.import_module("page")
     assert page.ahead(ROWS, "mixed") == [("peer B", "ciuic 5")]
     assert "peer B (against ciuic 5)" in page.verdict(ROWS, "mixed")
     assert page.verdict(ROWS[:3], "mixed").startswith("No peer")
 
 
 def test_the_page_has_every_contestant_in_order_of_size() -> None:
-    page = importlib.import_module("quality_page")
+    page = importlib.import_module("page")
     lines = page.comparison(RESULTS, "quality.svg").splitlines()
     names = [line.split(" | ")[0].strip("|* ") for line in lines if line.startswith("| ") and "±" in line]
     assert names == ["ciuic 3", "peer A", "peer B", "ciuic 5"]
@@ -73,7 +73,7 @@ def test_the_page_has_every_contestant_in_order_of_size() -> None:
 
 
 def test_only_the_part_between_the_markers_changes(tmp_path: Path) -> None:
-    page = importlib.import_module("quality_page")
+    page = importlib.import_module("page")
     begin, end = page.markers("comparison")
     file = tmp_path / "page.md"
     file.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
@@ -85,14 +85,14 @@ def test_only_the_part_between_the_markers_changes(tmp_path: Path) -> None:
 
 
 def test_the_page_in_the_repository_has_both_parts() -> None:
-    page = importlib.import_module("quality_page")
+    page = importlib.import_module("page")
     text = (Path(__file__).parents[2] / "docs" / "QUALITY.md").read_text()
     for part in ("comparison", "ablation"):
         assert page.replace_part(text, part, "x") != text
 
 
 def test_the_plot_places_points_by_logarithm_and_escapes_names() -> None:
-    plot = importlib.import_module("quality_plot")
+    plot = importlib.import_module("plot")
     names = [row("ciuic <3>", 3.0, 0.16, ours=True), row("peer A&B", 4.0, 0.04), row("peer C", 5.0, 0.01)]
     drawing = ElementTree.fromstring(plot.drawing([("a & b", plot.points(names, "mixed"))]))
     space = "{http://www.w3.org/2000/svg}"
@@ -103,7 +103,7 @@ def test_the_plot_places_points_by_logarithm_and_escapes_names() -> None:
 
 
 def test_labels_do_not_cover_each_other() -> None:
-    plot = importlib.import_module("quality_plot")
+    plot = importlib.import_module("plot")
     wanted = [(10.0, 50.0, 8), (12.0, 51.0, 8), (15.0, 53.0, 8), (300.0, 50.0, 8)]
     found = plot.label_places(wanted)
     crowd = sorted(found[:3])
@@ -113,7 +113,7 @@ def test_labels_do_not_cover_each_other() -> None:
 
 
 def test_marks_of_the_axis() -> None:
-    plot = importlib.import_module("quality_plot")
+    plot = importlib.import_module("plot")
     assert plot.decades(0.008, 0.3) == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2])
     scale = plot.Scale(0.01, 1.0, 100.0, 0.0, True)
     assert scale(0.1) == pytest.approx(50.0) and math.isclose(scale(1.0), 0.0, abs_tol=1e-9)

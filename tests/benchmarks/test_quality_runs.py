@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_the_reason_is_the_last_line_that_speaks_of_an_error() -> None:
-    runs = importlib.import_module("quality_runs")
+    runs = importlib.import_module("runs")
     log = "Loading: 1%\rLoading: 100%\nERROR: No matching distribution found for x\n\nhint: see above\n"
     assert runs.reason_of(log) == "ERROR: No matching distribution found for x"
     assert runs.reason_of("step 1\rstep 2\n\n") == "step 2"
@@ -34,7 +34,7 @@ def test_the_reason_is_the_last_line_that_speaks_of_an_error() -> None:
 
 
 def test_a_failed_command_is_a_failure_with_its_reason(tmp_path: Path) -> None:
-    runs = importlib.import_module("quality_runs")
+    runs = importlib.import_module("runs")
     command = [sys.executable, "-c", "print('working'); raise SystemExit('error: no compiler')"]
     with pytest.raises(runs.Failure, match="no compiler") as raised:
         runs.run(command, tmp_path / "log.txt", "install", 1)
@@ -44,8 +44,8 @@ def test_a_failed_command_is_a_failure_with_its_reason(tmp_path: Path) -> None:
 def test_a_peer_that_does_not_install_has_a_row_that_says_so(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runs, measure = importlib.import_module("quality_runs"), importlib.import_module("quality_measure")
-    contestants = importlib.import_module("quality_contestants")
+    runs, measure = importlib.import_module("runs"), importlib.import_module("measure")
+    contestants = importlib.import_module("contestants")
     tried: list[str] = []
 
     def refuse(command: Any, log: Path, step: str, threads: int | None) -> None:
@@ -67,8 +67,8 @@ def test_what_is_made_is_kept_until_its_inputs_change(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, contestants = (
-        importlib.import_module("quality_runs"),
-        importlib.import_module("quality_contestants"),
+        importlib.import_module("runs"),
+        importlib.import_module("contestants"),
     )
     made: list[list[Any]] = []
 
@@ -131,9 +131,7 @@ def test_a_group_divides_every_width() -> None:
 
 
 def test_contestants_have_files_of_their_own() -> None:
-    contestants, ablation = (
-        importlib.import_module(name) for name in ("quality_contestants", "quality_ablation")
-    )
+    contestants, ablation = (importlib.import_module(name) for name in ("contestants", "ablation"))
     everyone = [*contestants.ours([2, 2.5, 4]), *contestants.peers(200), *ablation.variants(4.0)[1:]]
     slugs = [one.slug for one in everyone]
     assert len(set(slugs)) == len(slugs)
@@ -141,7 +139,7 @@ def test_contestants_have_files_of_their_own() -> None:
 
 
 def test_every_switch_of_the_ablation_exists() -> None:
-    ablation, variant = (importlib.import_module(name) for name in ("quality_ablation", "quality_variant"))
+    ablation, variant = (importlib.import_module(name) for name in ("ablation", "variant"))
     patches = [patch for one in ablation.SWITCHED.values() for patch in one.get("patches", ())]
     assert patches
     for setting in patches:
@@ -161,8 +159,8 @@ def test_every_switch_of_the_ablation_exists() -> None:
 
 def test_a_job_is_read_as_it_is_written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs, contestants = (
-        importlib.import_module("quality_runs"),
-        importlib.import_module("quality_contestants"),
+        importlib.import_module("runs"),
+        importlib.import_module("contestants"),
     )
     job = importlib.import_module("job")
     tokens = torch.arange(16).reshape(2, 8)

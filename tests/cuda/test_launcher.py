@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent / "emulator"
 
 
 def test_a_product_through_the_driver(libraries: dict[int, ctypes.CDLL], tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_a_product_through_the_driver(libraries: dict[int, ctypes.CDLL], tmp_pat
     environment = {
         **os.environ,
         "LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}",
-        "PYTHONPATH": f"{HERE}:{HERE.parents[1]}",
+        "PYTHONPATH": f"{HERE}:{HERE.parents[2]}",
         "CIUIC_TEST_EMULATED": libraries[16]._name,
     }
     done = subprocess.run(

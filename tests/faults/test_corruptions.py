@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 from attacks import BASE_SEED
+
+sys.path.insert(0, str(Path(__file__).parent / "campaigns"))
+
 from corrupting import Done
 
-HARNESS = Path(__file__).with_name("corrupting.py")
+HARNESS = Path(__file__).parent / "campaigns" / "corrupting.py"
 
 
 def corruptions(count: int, seed: int, *options: str) -> dict[str, tuple[int, int, int]]:

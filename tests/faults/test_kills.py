@@ -19,7 +19,7 @@ from ciuic_cli.artifact.verification import verify
 from ciuic_cli.process import atomic_files
 
 Make = Callable[..., Victim]
-HARNESS = Path(__file__).with_name("killing.py")
+HARNESS = Path(__file__).parent / "campaigns" / "killing.py"
 
 
 def kills(count: int, seed: int, *options: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from attacks import BASE_SEED
 
-SHAPES = Path(__file__).with_name("shapes.py")
+SHAPES = Path(__file__).parent / "campaigns" / "shapes.py"
 KERNELS = ("avx512vnni", "avx2", "portable")
 
 

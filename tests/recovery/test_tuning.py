@@ -354,21 +354,21 @@ def test_best_says_what_it_gained_and_a_killed_run_ends_in_the_same_bytes(
     assert [entry] == [other for other in said if other["name"] == "recovery"]
 
 
-def _task(sequences: int, nsamples: int, steps: int) -> Task:
-    """A task with numbered sequences."""
-    settings = replace(_OPTIONS, nsamples=nsamples, recovery_steps=steps)
+def _task(monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps: int) -> Task:
+    """A task with numbered sequences, at an effort level of so many calibration sequences and recovery steps."""
+    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, nsamples, steps))
+    settings = options.CompressOptions(effort="best")
     batches = torch.arange(sequences)[:, None].expand(-1, 3)
     return Task(None, None, settings, None, batches, 0)  # type: ignore[arg-type]
-
-
-_OPTIONS = options.Options(4.0, "best", 12, 0, 0, 48, 0, "auto", "auto", (4.0,), "drop", "cpu")
 
 
 @pytest.mark.parametrize(
     ("sequences", "nsamples", "steps"), [(368, 128, 60), (200, 128, 60), (40, 128, 60), (17, 5, 2)]
 )
-def test_what_is_held_out_is_not_tuned_on(sequences: int, nsamples: int, steps: int) -> None:
-    task = _task(sequences, nsamples, steps)
+def test_what_is_held_out_is_not_tuned_on(
+    monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps: int
+) -> None:
+    task = _task(monkeypatch, sequences, nsamples, steps)
     held_out, seen = set(task.held_out[:, 0].tolist()), set(task.calibration[:, 0].tolist())
     tuned = task.recovery[:, 0].tolist()
     fresh = set(range(sequences)) - held_out - seen
@@ -380,10 +380,10 @@ def test_what_is_held_out_is_not_tuned_on(sequences: int, nsamples: int, steps: 
     )
     if len(tuned) >= sequences:
         assert set(tuned) == fresh | seen
-    assert task.recovery.equal(_task(sequences, nsamples, steps).recovery)
+    assert task.recovery.equal(_task(monkeypatch, sequences, nsamples, steps).recovery)
     assert tuned != sorted(tuned)
 
 
-def test_without_recovery_the_text_is_as_it_was() -> None:
-    task = _task(64, 64, 0)
+def test_without_recovery_the_text_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = _task(monkeypatch, 64, 64, 0)
     assert len(task.held_out) == 4 and len(task.calibration) == 60 and len(task.recovery) == 0

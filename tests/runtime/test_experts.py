@@ -13,7 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Confi
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHConfig, NemotronHExperts
 
-from ciuic_cli.checkpoint.holding import experts_fault
+from ciuic_cli.checkpoint.compressible import experts_fault
 from ciuic_cli.codecs import trellis
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError

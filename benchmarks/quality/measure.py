@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quality_contestants import OURS, Contestant
-from quality_runs import Failure, Made, Workshop, contents, digest, run
+from contestants import OURS, Contestant
+from runs import Failure, Made, Workshop, contents, digest, run
 
 
 @dataclass(frozen=True)

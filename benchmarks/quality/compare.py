@@ -1,7 +1,7 @@
 """This tool against other quantizers, on the same model and text, each at the size it really takes.
 
-    python benchmarks/quality.py MODEL --page docs/QUALITY.md              every peer, and this tool at 2 to 6 bits
-    python benchmarks/quality.py MODEL --ablation --page docs/QUALITY.md   this tool with each idea off in turn
+    python benchmarks/quality/compare.py MODEL --page docs/QUALITY.md             all peers, this tool at 2 to 6 bits
+    python benchmarks/quality/compare.py MODEL --ablation --page docs/QUALITY.md  this tool with each idea off in turn
 
 Every peer runs in an environment of its own below --out, made from pinned requirements on first use; it quantizes MODEL
 with its own code and the same calibration tokens, keeps its own files, whose tensors are counted, and leaves a
@@ -21,12 +21,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import quality_ablation
-import quality_page
-import quality_plot
-from quality_contestants import AUTOROUND_ITERATIONS, OURS, PEERS, Contestant, ours, peers
-from quality_measure import Measure, Text, measure_all
-from quality_runs import Workshop
+import ablation
+import plot
+from contestants import AUTOROUND_ITERATIONS, OURS, PEERS, Contestant, ours, peers
+from measure import Measure, Text, measure_all
+from runs import Workshop
 
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -84,7 +83,7 @@ def arguments() -> argparse.Namespace:
 def candidates(chosen: argparse.Namespace) -> list[Contestant]:
     """All rows that there are to choose from."""
     if chosen.ablation:
-        return quality_ablation.variants(4.0)
+        return ablation.variants(4.0)
     taking_part = [peer for peer in peers(chosen.autoround_iterations) if peer.tool in chosen.tools]
     return ours(chosen.bits, chosen.best) + taking_part
 
@@ -101,19 +100,17 @@ def contestants(chosen: argparse.Namespace) -> list[Contestant]:
 def publish(results: dict[str, Any], page: Path, ablation: bool) -> None:
     """Write the page's measured part, and the plot beside it."""
     if ablation:
-        quality_page.write(page, "ablation", quality_page.ablation(results))
+        page.write(page, "ablation", page.ablation(results))
         return
-    panels = [
-        (text["name"], quality_plot.points(results["contestants"], text["name"])) for text in results["texts"]
-    ]
+    panels = [(text["name"], plot.points(results["contestants"], text["name"])) for text in results["texts"]]
     plot = page.with_name(f"{page.stem.lower()}.svg")
-    plot.write_text(quality_plot.drawing(panels), encoding="utf-8")
-    quality_page.write(page, "comparison", quality_page.comparison(results, plot.name))
+    plot.write_text(plot.drawing(panels), encoding="utf-8")
+    page.write(page, "comparison", page.comparison(results, plot.name))
 
 
 def shown(chosen: argparse.Namespace) -> str:
     """The command as the page shows it: what decides figures, without the places of files."""
-    parts = ["python", "benchmarks/quality.py", chosen.model.name, f"--seqlen={chosen.seqlen}"]
+    parts = ["python", "benchmarks/quality/compare.py", chosen.model.name, f"--seqlen={chosen.seqlen}"]
     parts += [f"--text={name}={Path(file).name}" for name, file in chosen.text or ()]
     parts += [f"--calibration={chosen.calibration.name}"] if chosen.calibration else []
     parts += [f"--limit={chosen.limit}"] if chosen.limit else []

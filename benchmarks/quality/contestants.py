@@ -14,7 +14,7 @@ AUTOROUND_ITERATIONS = 200
 
 @dataclass(frozen=True)
 class Peer:
-    """A tool with an environment of its own. script: in quality_peers/; install: arguments of `pip install`, step by
+    """A tool with an environment of its own. script: in peers/; install: arguments of `pip install`, step by
     step; build: whether the script has to build something there (`--build`)."""
 
     script: str

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from ciuic_cli.artifact.reader import read_blobs
 from ciuic_cli.checkpoint.folder import read_json
 from ciuic_cli.checkpoint.header import read_header
-from ciuic_cli.checkpoint.reading import reading
 from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.process.file_faults import reading
 
 
 @pytest.fixture

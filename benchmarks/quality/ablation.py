@@ -1,12 +1,12 @@
 """What each idea is worth: this tool at one size with one thing switched off or changed at a time.
 
 Where the command has an option, the option is used; elsewhere a documented constant of a module takes another value
-(see quality_variant.py).
+(see variant.py).
 """
 
 from __future__ import annotations
 
-from quality_contestants import OURS, Contestant, ours
+from contestants import OURS, Contestant, ours
 
 SWITCHED: dict[str, dict[str, list[str]]] = {
     "no pruning": {"arguments": ["--prune", "off"]},

@@ -1,6 +1,6 @@
 """The `ciuic` command with constants of its modules set to other values: for ablations of what no option switches.
 
-python benchmarks/quality_variant.py --set ciuic_cli.passes.quantize:OUTPUT_SHRINKAGE=1.0 -- compress MODEL OUT
+python benchmarks/quality/variant.py --set ciuic_cli.passes.quantize:OUTPUT_SHRINKAGE=1.0 -- compress MODEL OUT
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> None:
         patch(arguments[1])
         arguments = arguments[2:]
     if arguments[:1] != ["--"]:
-        raise SystemExit("usage: quality_variant.py [--set MODULE:NAME=VALUE]... -- COMMAND...")
+        raise SystemExit("usage: variant.py [--set MODULE:NAME=VALUE]... -- COMMAND...")
     sys.argv = ["ciuic", *arguments[1:]]
     from ciuic_cli.cli.app import main as ciuic
 

@@ -1,4 +1,4 @@
-"""Kills `ciuic compress` and looks at what is left: `python tests/faults/killing.py --kills 200`.
+"""Kills `ciuic compress` and looks at what is left: `python tests/faults/campaigns/killing.py --kills 200`.
 
 Every run is a fork of one process that has imported everything, so that a run takes about a second. It is killed
 at a random moment, or at the n-th time that it touches the file system beside its output. Afterwards the old
@@ -31,7 +31,7 @@ from ciuic_cli.cli import app as cli
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.pipeline import compress
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS))  # for the checkpoints that all tests share
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality_contestants import OURS, PEERS, Contestant
-from quality_peers.job import tensor_bytes
+from contestants import OURS, PEERS, Contestant
+from peers.job import tensor_bytes
 from safetensors.torch import save_file
 
 import ciuic_cli
 
-SCRIPTS = Path(__file__).parent / "quality_peers"
-VARIANT = Path(__file__).with_name("quality_variant.py")
+SCRIPTS = Path(__file__).parent / "peers"
+VARIANT = Path(__file__).with_name("variant.py")
 
 
 class Failure(Exception):

@@ -14,7 +14,7 @@ failed."""
 
 
 def markers(part: str) -> tuple[str, str]:
-    return f"<!-- {part}: begin (benchmarks/quality.py) -->", f"<!-- {part}: end -->"
+    return f"<!-- {part}: begin (benchmarks/quality/compare.py) -->", f"<!-- {part}: end -->"
 
 
 def replace_part(page: str, part: str, content: str) -> str:

@@ -1,4 +1,4 @@
-"""What the system refuses while a file is read: said with the file's name."""
+"""Errors of the operating system while a file is read, as errors that name the file."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ciuic_cli.process.memory import exhaustion
 
 @contextmanager
 def reading(file: Path, tensor: str | None = None) -> Iterator[None]:
-    """Raise EnvironmentFault for the system's errors in the block: the disk's or the network's, and they may pass.
+    """Turn an OSError in the block into an EnvironmentFault that names the file: the disk or the network may recover.
 
-    Memory that is used up is not the file's fault, and is left to whoever catches it by `exhaustion`.
+    Exhausted memory is not the file's fault: that OSError passes unchanged, for `memory.exhaustion`.
     """
     try:
         yield
@@ -25,6 +25,6 @@ def reading(file: Path, tensor: str | None = None) -> Iterator[None]:
             f"cannot read the file: {error.strerror or error}",
             file=file,
             tensor=tensor,
-            remedy="check its permissions and the disk, and run the same command again: compress goes on where it "
+            remedy="check its permissions and the disk, and run the same command again: compress continues where it "
             "stopped",
         ) from error

@@ -1,4 +1,4 @@
-"""Changes single bytes of artifacts and looks at what follows: `python tests/faults/corrupting.py --count 1000`.
+"""Changes single bytes of artifacts and looks at what follows: `python corrupting.py --count 1000`.
 
 Two artifacts are made: of the sample model with experts, in one file, and of a tiny llama, with low-rank parts and in
 several files with an index.
@@ -46,7 +46,7 @@ from ciuic_cli.codecs import native
 from ciuic_cli.compression import writing
 from ciuic_cli.evaluation.perplexity import generate_text
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 sys.path.insert(0, str(TESTS))  # for the checkpoints that all tests share
 SAMPLE = TESTS.parent / "samples" / "deepseek-v3-tiny"
 
