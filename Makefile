@@ -19,7 +19,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test check faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
+.PHONY: demo test test-fast check wheel faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -38,6 +38,16 @@ demo: $(VENV)/.installed
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# Tests of single functions, for editing: under a minute. The others run whole models or a compiler.
+test-fast: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not campaign and not slow"
+
+# dist/*.whl, and which manylinux policy it fits (auditwheel). tests/test_wheel.py installs and uses it.
+wheel: $(VENV)/.installed
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet auditwheel
+	$(BIN)/auditwheel show dist/ciuic_cli-*.whl
 
 # The campaign against every fault of the list, slow attacks included.
 faults: $(VENV)/.installed

@@ -9,14 +9,33 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault(
-    "OMP_WAIT_POLICY", "passive"
-)  # beside other work the suite takes half as long again otherwise
+# Spinning threads make the suite take half as long again beside other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 from tiny_checkpoints import make_checkpoint
 
+SLOW_PLACES = (
+    "faults",
+    "fuzz",
+    "families",
+    "cuda",
+    "recovery",
+    "evaluation",
+    "compression",
+    "cli",
+    "benchmarks",
+)
+"""Folders whose tests run whole models, processes or a compiler; `make test-fast` leaves them out."""
+
 SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    root = Path(__file__).parent
+    for item in items:
+        if item.path.relative_to(root).parts[0] in SLOW_PLACES:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,11 +42,14 @@ class PassOptions:
         return tuple(rank for rank in ranks if rank < min(matrix.rows, matrix.cols))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Arms:
-    """All arms of one matrix: predicted KL (groups, widths), corrected by `correction`, and exact bytes.
+    """All arms of one matrix: predicted KL (groups, bits) and exact bytes, for the rank and correction they are given.
 
-    channels: for a down projection, KL of losing each block of 16 of its inputs; else empty.
+    sensitivity, removal: (groups,) KL per unit of normalised code error, and of leaving the group out.
+    lowrank: the low-rank parts on offer; rank: the one that is taken, 0 for none.
+    correction: factor on the predicted KL, from probes.
+    channels: for a down projection, KL of losing each block of 16 of its inputs; otherwise empty.
     singular: whether its Hessian had less than full rank before damping (few tokens, or inputs that are always 0).
     row_class: None, or (rows,) the classes by which its rows are sorted; groups are of stored rows.
     input_scale: None, or (cols,) the codes of its input scales.
@@ -83,20 +86,23 @@ class Arms:
         return next((arm.nbytes for arm in self.lowrank if arm.rank == self.rank), 0)
 
 
-def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> None:
-    """Let every matrix without statistics count, weight for weight, as the median matrix that has them.
+def level_uncovered(arms: Sequence[Arms], statistics: Statistics) -> list[Arms]:
+    """The arms, with every matrix without statistics as costly per weight as the median matrix that has them.
 
-    Its own scale is arbitrary, and its loss is linear in it. In place; before any plan is made.
+    Without statistics a matrix's own scale is arbitrary, and its loss is linear in it.
     """
     covered = [arm for arm in arms if statistics.covers(arm.matrix.name)]
     typical = (
         float(np.median([arm.removal.sum() / arm.matrix.weights for arm in covered])) if covered else 1.0
     )
+    levelled = []
     for arm in arms:
         own = float(arm.removal.sum()) / arm.matrix.weights
         if own > 0 and not statistics.covers(arm.matrix.name):
-            arm.sensitivity = arm.sensitivity * (typical / own)
-            arm.removal = arm.removal * (typical / own)
+            factor = typical / own
+            arm = replace(arm, sensitivity=arm.sensitivity * factor, removal=arm.removal * factor)
+        levelled.append(arm)
+    return levelled
 
 
 def structures_of(arms: Sequence[Arms]) -> list[prune.Structure]:

@@ -144,9 +144,10 @@ def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassO
     for arm in arms:
         require_weighable(arm.loss, arm.matrix, model_map)
     if isinstance(options.rank, int):
-        for arm in arms:
-            if any(candidate.rank == options.rank for candidate in arm.lowrank):
-                arm.rank = options.rank
+        arms = [
+            replace(arm, rank=options.rank) if any(part.rank == options.rank for part in arm.lowrank) else arm
+            for arm in arms
+        ]
     forced: dict[str, NDArray[np.bool_]] = {}
     if isinstance(options.prune, float):
         candidates = {
@@ -154,32 +155,33 @@ def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassO
         }
         forced = prune.forced_groups(candidates, options.prune)
     solution = _Solution(model_map, arms, budget, forced)
-    plan = _take(solution, arms, options)
+    plan = _take(solution, options)
     while plan.file_bytes > budget:  # shard headers can be a few bytes longer than they were counted
         solution.budget -= plan.file_bytes - budget
         plan = solution.plan(solution.solve())
     return replace(plan, budget=budget)
 
 
-def _take(solution: _Solution, arms: list[Arms], options: PassOptions) -> Plan:
-    """Solve, then let low-rank parts and structures in at the price found, and solve again."""
+def _take(solution: _Solution, options: PassOptions) -> Plan:
+    """Solve, then admit low-rank parts and structures at the Lagrange multiplier that was found, and solve again."""
     allocation = solution.solve()
-    if options.rank == "auto" and _choose_ranks(arms, allocation.multiplier):
-        try:
-            allocation = solution.solve()
-        except TargetError:  # the codes alone take (nearly) all bytes, so their price says nothing
-            for arm in arms:
-                arm.rank = 0
+    if options.rank == "auto":
+        without = solution.arms
+        solution.arms = [_with_best_rank(arm, allocation.multiplier) for arm in without]
+        if any(arm.rank for arm in solution.arms):
+            try:
+                allocation = solution.solve()
+            except TargetError:  # the codes alone take (nearly) all bytes, so the multiplier says nothing
+                solution.arms = [replace(arm, rank=0) for arm in without]
     if options.prune == "auto":
-        structures = [s for s in structures_of(arms) if s.block is not None or solution.maskable(s.down)]
+        structures = [
+            s for s in structures_of(solution.arms) if s.block is not None or solution.maskable(s.down)
+        ]
         worth = solution.worth(allocation)
         taken = [s for s in structures if s.loss < worth(s)]
-        solution.forced = prune.masks(taken, {arm.matrix.key: arm.matrix.groups for arm in arms})
+        solution.forced = prune.masks(taken, {arm.matrix.key: arm.matrix.groups for arm in solution.arms})
         solution.taken = taken
-        for arm in arms:
-            gone = solution.forced.get(arm.matrix.key)
-            if gone is not None and gone.all():
-                arm.rank = 0
+        solution.arms = [replace(arm, rank=0) if solution.is_removed(arm) else arm for arm in solution.arms]
         allocation = solution.solve()
     return solution.plan(allocation)
 
@@ -196,18 +198,20 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
                 f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
                 remedy="use a smaller one, or auto",
             )
-        for arm in arms:
-            arm.rank = options.rank
+        arms = [replace(arm, rank=options.rank) for arm in arms]
     _Solution(model_map, arms, budget, {}).solve()
 
 
 def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:
-    """The most that the safetensors files can take, whatever the budget: all arms at their largest, rows sorted and
-    inputs scaled."""
-    arms = _blank_arms(model_map, options)
-    for arm in arms:
-        arm.rank = max((part.rank for part in arm.lowrank), default=0)
-        arm.row_class = np.broadcast_to(np.uint8(0), arm.matrix.rows)
+    """The most bytes that the safetensors files can take: all arms at their largest, rows sorted, inputs scaled."""
+    arms = [
+        replace(
+            arm,
+            rank=max((part.rank for part in arm.lowrank), default=0),
+            row_class=np.broadcast_to(np.uint8(0), arm.matrix.rows),
+        )
+        for arm in _blank_arms(model_map, options)
+    ]
     widest = {
         arm.matrix.key: np.full(arm.matrix.groups, stored_bits(max(arm.widths)), np.uint8) for arm in arms
     }
@@ -230,20 +234,23 @@ def _blank_arms(model_map: ModelMap, options: PassOptions) -> list[Arms]:
     return arms
 
 
-def _choose_ranks(arms: list[Arms], multiplier: float) -> bool:
-    """Give each matrix the rank that is cheapest at this price; True if any takes one."""
-    for arm in arms:
-        costs = {}
-        for rank in [0, *(candidate.rank for candidate in arm.lowrank)]:
-            arm.rank = rank
-            best = (arm.loss + multiplier * arm.nbytes).min(axis=1).sum()
-            costs[rank] = float(best) + multiplier * arm.lowrank_bytes
-        arm.rank = min(costs, key=lambda rank: (costs[rank], rank))
-    return any(arm.rank for arm in arms)
+def _with_best_rank(arm: Arms, multiplier: float) -> Arms:
+    """The arms at the rank with the least loss plus multiplier times bytes."""
+    candidates = [replace(arm, rank=rank) for rank in (0, *(part.rank for part in arm.lowrank))]
+
+    def cost(candidate: Arms) -> float:
+        best = (candidate.loss + multiplier * candidate.nbytes).min(axis=1).sum()
+        return float(best) + multiplier * candidate.lowrank_bytes
+
+    return min(candidates, key=lambda candidate: (cost(candidate), candidate.rank))
 
 
 class _Solution:
-    """The knapsack over all row groups of all matrices, and its translation back."""
+    """The knapsack over all row groups of all matrices, and its translation back into a plan.
+
+    arms: one per matrix, with the rank that is taken. forced: by matrix, a mask of the groups that get no bits.
+    taken: the structures that are removed. budget: bytes of the safetensors files.
+    """
 
     def __init__(
         self, model_map: ModelMap, arms: list[Arms], budget: int, forced: dict[str, NDArray[np.bool_]]
@@ -301,6 +308,11 @@ class _Solution:
             arm.matrix.key: widths[start : start + arm.matrix.groups]
             for arm, start in zip(self.arms, self.starts, strict=False)
         }
+
+    def is_removed(self, arm: Arms) -> bool:
+        """Whether every row group of the matrix goes with a removed structure."""
+        gone = self.forced.get(arm.matrix.key)
+        return gone is not None and bool(gone.all())
 
     def maskable(self, down: str) -> bool:
         """Whether the router of an expert's layer chooses: a table from tokens to experts (V4) does not."""

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.allocation.encoding import read_matrix, row_chunks
 from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, UNSEEN_ROLES, WeightMatrix, fisher_of
 from ciuic_cli.allocation.plan import Plan
+from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from ciuic_cli.allocation.arms import Arms, level_uncovered
-from ciuic_cli.allocation.encoding import arms_from_bytes, arms_to_bytes, encode_matrix, price_matrix
+from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices, working_bytes
 from ciuic_cli.allocation.plan import Plan, make_plan, with_sorted_rows
+from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import correction_of, corrections_of, perturbation, probes_of
 from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.steps import Progress, Steps
 from ciuic_cli.compression.task import Task
@@ -90,8 +93,7 @@ class Run:
             else arm
             for arm in self._arms()  # read again: the probes needed the memory
         ]
-        for arm in arms:
-            arm.correction = correction_of(arm.matrix.role, self.corrections)
+        arms = [replace(arm, correction=correction_of(arm.matrix.role, self.corrections)) for arm in arms]
         return make_plan(self.map, arms, self.task.budget, self.task.passes)
 
     def _arms(self) -> list[Arms]:
@@ -100,8 +102,7 @@ class Run:
             arms_from_bytes(self._steps.result("arms", number), matrix, self.task.passes)
             for number, matrix in enumerate(self.matrices)
         ]
-        level_uncovered(arms, self.statistics)
-        return arms
+        return level_uncovered(arms, self.statistics)
 
     def _first_plan(self) -> Plan:
         """The plan at uncorrected losses, with rows sorted where that pays and the budget has room for the classes."""
@@ -109,8 +110,6 @@ class Run:
         self.singular = sum(arm.singular for arm in arms)
         plan = make_plan(self.map, arms, self.task.budget, self.task.passes)
         candidates = with_sorted_rows(arms, plan)
-        for arm in candidates:
-            arm.rank = 0
         try:
             return make_plan(self.map, candidates, self.task.budget, self.task.passes)
         except TargetError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -14,9 +15,9 @@ import torch
 
 from ciuic_cli.allocation import plan as planning
 from ciuic_cli.allocation.arms import Arms, PassOptions, level_uncovered, structures_of
-from ciuic_cli.allocation.encoding import price_matrix
 from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, WeightMatrix, weight_matrices
 from ciuic_cli.allocation.plan import Plan, check_reachable, largest_bytes, make_plan, stored_tensors
+from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import read_blobs
 from ciuic_cli.artifact.writer import write_shards
@@ -105,10 +106,11 @@ def test_planned_bytes_are_the_written_ones(
     model_map = _map(tiny_checkpoint(family))
     options = PassOptions(BITS, prune="auto", rank="auto")
     arms = _arms(model_map, options)
-    for arm in arms:  # a low-rank part that leaves nothing wherever one fits
+    for index, arm in enumerate(arms):  # a low-rank part that leaves nothing wherever one fits
         if min(arm.matrix.rows, arm.matrix.cols) > 16 and arm.matrix.role not in EMBEDDING_ROLES:
             nbytes = factor_bytes(arm.matrix.rows, arm.matrix.cols, 16)
-            arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.matrix.groups, 1e-9))]
+            part = LowRankArm(16, nbytes, np.full(arm.matrix.groups, 1e-9))
+            arms[index] = replace(arm, lowrank=[part])
     budget = _budget(model_map, 2.2)
     plan = make_plan(model_map, arms, budget, options)
     assert plan.file_bytes <= budget
@@ -242,10 +244,10 @@ def test_corrections_move_bits_to_the_role_that_costs_more(tiny_checkpoint: Call
     options = PassOptions(BITS, prune="off", rank="off")
 
     def bits_of_down(correction: float) -> float:
-        arms = _arms(model_map, options)
-        for arm in arms:
-            if arm.matrix.role == "down":
-                arm.correction = correction
+        arms = [
+            replace(arm, correction=correction) if arm.matrix.role == "down" else arm
+            for arm in _arms(model_map, options)
+        ]
         plan = make_plan(model_map, arms, _budget(model_map, 4.0), options)
         return float(
             np.mean([bits_of(p.row_bits).mean() for p in plan.matrices.values() if p.matrix.role == "down"])
@@ -262,7 +264,8 @@ def test_channels_that_cost_nothing_leave_gate_and_up(tiny_checkpoint: Callable[
     options = PassOptions(BITS)
     arms = _arms(model_map, options)
     down = next(arm for arm in arms if arm.matrix.role == "down")
-    down.channels = np.array([1e9, 0.0, 1e9, 1e9, 1e9, 1e9])  # 88 channels
+    costs = np.array([1e9, 0.0, 1e9, 1e9, 1e9, 1e9])  # 88 channels
+    arms = [replace(arm, channels=costs) if arm is down else arm for arm in arms]
     layer = down.matrix.key.removesuffix("down_proj.weight")
     found = [s for s in structures_of(arms) if s.down == down.matrix.key]
     assert found[1].members == ((f"{layer}gate_proj.weight", 1), (f"{layer}up_proj.weight", 1))
@@ -300,10 +303,11 @@ def test_an_expert_that_goes_takes_its_low_rank_part_along(tiny_checkpoint: Call
     model_map = _map(tiny_checkpoint("deepseek_v3"))
     options = PassOptions(BITS, rank=16)
     arms = _arms(model_map, options)
-    for arm in arms:
+    for index, arm in enumerate(arms):
         if arm.matrix.expert is not None:
             nbytes = factor_bytes(arm.matrix.rows, arm.matrix.cols, 16)
-            arm.lowrank = [LowRankArm(16, nbytes, np.full(arm.matrix.groups, 0.9, np.float32))]
+            part = LowRankArm(16, nbytes, np.full(arm.matrix.groups, 0.9, np.float32))
+            arms[index] = replace(arm, lowrank=[part])
     down = next(arm for arm in arms if arm.matrix.role == "expert_down" and arm.matrix.expert == 2)
     down.removal[:] = 1e-12
     plan = make_plan(model_map, arms, _budget(model_map, 1.5), options)
@@ -374,7 +378,7 @@ def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: C
     covered = [arm for arm in arms if arm.matrix.name != lost]
     before = {arm.matrix.key: arm.removal.copy() for arm in arms}
     shares = arms[3].sensitivity / arms[3].sensitivity.sum()
-    level_uncovered(arms, cast(Statistics, SimpleNamespace(covers=lambda name: name != lost)))
+    arms = level_uncovered(arms, cast(Statistics, SimpleNamespace(covers=lambda name: name != lost)))
     typical = np.median([arm.removal.sum() / arm.matrix.weights for arm in covered])
     assert arms[3].removal.sum() / arms[3].matrix.weights == pytest.approx(typical)
     np.testing.assert_allclose(arms[3].sensitivity / arms[3].sensitivity.sum(), shares)
@@ -384,9 +388,7 @@ def test_a_matrix_without_statistics_counts_as_the_median_one(tiny_checkpoint: C
 def test_experts_chosen_by_a_table_are_not_removed(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v4"))  # layer 0 has a hash router
     arms = _arms(model_map, PassOptions(BITS))
-    for arm in arms:
-        if arm.matrix.expert == 1:
-            arm.removal = arm.removal * 1e-9
+    arms = [replace(arm, removal=arm.removal * 1e-9) if arm.matrix.expert == 1 else arm for arm in arms]
     plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(BITS))
     removed = {structure.down for structure in plan.removed if structure.block is None}
     assert removed >= {f"model.layers.{layer}.mlp.experts.down_proj[1]" for layer in (1, 2, 3)}

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.allocation import encoding
+from ciuic_cli.allocation import pricing
 from ciuic_cli.allocation.arms import Arms, PassOptions
-from ciuic_cli.allocation.encoding import encode_matrix, price_matrix
 from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
     WeightMatrix,
@@ -20,10 +19,13 @@ from ciuic_cli.allocation.matrices import (
     working_bytes,
 )
 from ciuic_cli.allocation.plan import MatrixPlan, Plan
+from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import perturbation
+from ciuic_cli.allocation.row_chunks import read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.passes import quantize
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
@@ -70,7 +72,7 @@ def test_parts_give_what_the_whole_gives(
     family: str,
     sorted_rows: bool,
 ) -> None:
-    monkeypatch.setattr(encoding, "sorting_pays", lambda *_: True)  # so few rows do not pay for their classes
+    monkeypatch.setattr(pricing, "sorting_pays", lambda *_: True)  # so few rows do not pay for their classes
     model_map = map_model(open_checkpoint(tiny_checkpoint(family)))
     statistics = _statistics(model_map, tmp_path / "s")
     options = PassOptions((2, 3, 4), WINDOW)
@@ -93,7 +95,7 @@ def test_parts_give_what_the_whole_gives(
             np.testing.assert_allclose(theirs.sensitivity, mine.sensitivity, rtol=1e-5)
             np.testing.assert_allclose(theirs.removal, mine.removal, rtol=1e-5)
             assert np.array_equal(theirs.input_scale, mine.input_scale)  # type: ignore[arg-type]
-        weight = encoding.read_matrix(model_map, matrix)
+        weight = read_matrix(model_map, matrix)
         assert float((noisy - weight).square().mean()) > 0
         torch.testing.assert_close(noisy_of_parts, noisy, rtol=1e-4, atol=1e-5)
         assert packed_of_parts.to_bytes() == packed.to_bytes()

@@ -12,20 +12,17 @@ import torch
 from stand_in_statistics import known_statistics
 
 from ciuic_cli.allocation.arms import Arms, PassOptions
-from ciuic_cli.allocation.encoding import (
-    arms_from_bytes,
-    arms_to_bytes,
-    encode_matrix,
-    price_matrix,
-    read_matrix,
-)
+from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
 from ciuic_cli.allocation.plan import Plan, make_plan, with_sorted_rows
+from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import perturbation
+from ciuic_cli.allocation.row_chunks import read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.options import BITS
 from ciuic_cli.statistics.files import Statistics
 

@@ -82,7 +82,7 @@ def test_incomplete_calls_are_usage_errors(arguments: list[str]) -> None:
 
 def test_the_exit_codes_are_documented() -> None:
     words = " ".join(invoke("--help").stdout.split())
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    reference = (Path(__file__).parents[2] / "docs" / "REFERENCE.md").read_text(encoding="utf-8")
     codes = {error.exit_code for error in CiuicError.__subclasses__()} | {
         0,
         CiuicError.exit_code,
@@ -91,7 +91,7 @@ def test_the_exit_codes_are_documented() -> None:
     assert codes == {0, 1, 2, 3, 4, 5, 130}
     for code in codes:
         assert re.search(rf"[:;] {code} [a-z]", words), code
-        assert f"\n| {code} | " in readme, code
+        assert f"\n| {code} | " in reference, code
 
 
 def test_empty_prompt(made: tuple[Path, Path, Any]) -> None:

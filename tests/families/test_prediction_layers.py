@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 
 from ciuic_cli import load, read_tensor
 from ciuic_cli.allocation.arms import PassOptions
-from ciuic_cli.allocation.encoding import price_matrix
 from ciuic_cli.allocation.matrices import weight_matrices
+from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.keeping import is_mtp, keep_mtp
