@@ -16,17 +16,21 @@ import pytest
 from tiny_checkpoints import make_checkpoint
 
 SLOW_PLACES = (
-    "faults",
-    "fuzz",
-    "families",
-    "cuda",
-    "recovery",
-    "evaluation",
-    "compression",
-    "cli",
-    "benchmarks",
+    *(
+        "benchmarks",
+        "cli",
+        "compression",
+        "cuda",
+        "evaluation",
+        "families",
+        "faults",
+        "fuzz",
+        "recovery",
+        "runtime",
+    ),
+    *("statistics", "process/test_workers.py", "codecs/test_native.py", "test_import_direction.py"),
 )
-"""Folders whose tests run whole models, processes or a compiler; `make test-fast` leaves them out."""
+"""Folders and files whose tests run whole models, processes or a compiler; `make test-fast` leaves them out."""
 
 SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
 
@@ -34,7 +38,7 @@ SENTENCE = "The river runs past the old mill, and in the evening the lamps are l
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     root = Path(__file__).parent
     for item in items:
-        if item.path.relative_to(root).parts[0] in SLOW_PLACES:
+        if item.path.relative_to(root).as_posix().startswith(SLOW_PLACES):
             item.add_marker(pytest.mark.slow)
 
 
