@@ -25,7 +25,7 @@ def parse_size(text: str) -> int:
     if found is None or unit not in ("", "B", *_UNITS):
         raise UsageError(f"{text!r:.60} is not a size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
     size = Decimal(found[1]) * _UNITS.get(unit, 1)
-    if size < 1 or (unit in ("", "B") and size != int(size)):
+    if 0 < size < 1 or (unit in ("", "B") and size != int(size)):
         raise UsageError(
             f"{text!r} is not a whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB"
         )

@@ -191,7 +191,7 @@ def _check_target(ratio: object, target_bpw: object, target_size: object) -> Non
         raise UsageError(f"{' and '.join(named)} contradict each other", remedy="give one of them")
     if target_size is not None and not (_is_whole(target_size) and target_size >= 1):
         raise UsageError(
-            f"--target-size: {_shown(target_size)} is not a number of bytes",
+            f"--target-size: {_shown(target_size)} is not a positive number of bytes",
             remedy="give a size like 8GiB, 500MB or 4365952 (in Python: 4365952)",
         )
     if target_bpw is not None and not (_is_number(target_bpw) and 0 < target_bpw <= 16):

@@ -51,7 +51,7 @@ def test_wrong_bits_per_weight(value: object) -> None:
 
 @pytest.mark.parametrize("value", [0, -5, 1.5, "8GB", True, pytest.param(-HUGE, id="huge")])
 def test_wrong_sizes(value: object) -> None:
-    refused("is not a number of bytes", target_size=value)
+    refused("is not a positive number of bytes", target_size=value)
 
 
 def test_texts_are_one_path_or_several() -> None:

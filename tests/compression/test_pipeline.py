@@ -148,7 +148,7 @@ def test_a_disk_that_fails_once_loses_nothing(
         _compress(
             source, out, text, progress=lambda what, *_: encoding.append(what) if what == "encode" else None
         )
-    assert caught.value.tensor and "goes on" in str(caught.value.remedy)
+    assert caught.value.tensor and "continues" in str(caught.value.remedy)
     encoding.clear()
     hints: list[str] = []
     _compress(source, out, text, hint=hints.append)

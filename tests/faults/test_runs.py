@@ -85,7 +85,7 @@ def test_fault_30_other_unreachable_targets(victim: Make, options: list[str]) ->
 def test_fault_30_a_size_of_nothing_is_wrong_usage(victim: Make, size: str) -> None:
     v = victim(1, "llama")
     done = invoke("compress", v.model, v.out, "--target-size", size)
-    assert done.code == 2 and "no size of a model" in done.stderr and done.field("try")
+    assert done.code == 2 and "not a positive number of bytes" in done.stderr and done.field("try")
 
 
 # --- 31: texts
