@@ -36,8 +36,6 @@ def test_sizes(written: str, expected: int) -> None:
         "8G",
         "-1MB",
         "1e9",
-        "0",
-        "0MB",
         "1.5",
         "1.5B",
         "8 GiB x",
@@ -50,6 +48,12 @@ def test_sizes(written: str, expected: int) -> None:
 def test_wrong_sizes(written: str) -> None:
     with pytest.raises(UsageError):
         parse_size(written)
+
+
+@pytest.mark.parametrize("written", ["0", "0MB", "0.0GiB"])
+def test_a_size_of_nothing(written: str) -> None:
+    with pytest.raises(UsageError, match="not a positive number of bytes"):
+        CompressOptions(target_size=parse_size(written))
 
 
 def test_bits() -> None:
