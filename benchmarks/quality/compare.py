@@ -1,18 +1,19 @@
-"""This tool against other quantizers, on the same model and text, each at the size it really takes.
+"""`ciuic` against other quantizers on the same model and text, each at the size that it really takes.
 
-    python benchmarks/quality/compare.py MODEL --page docs/QUALITY.md             all peers, this tool at 2 to 6 bits
-    python benchmarks/quality/compare.py MODEL --ablation --page docs/QUALITY.md  this tool with each idea off in turn
+    python benchmarks/quality/compare.py MODEL --page PAGE --tables TABLES   all peers, and this tool at 2 to 6 bits
+    python benchmarks/quality/compare.py MODEL --ablation --page PAGE        this tool with one idea off at a time
 
-Every peer runs in an environment of its own below --out, made from pinned requirements on first use; it quantizes MODEL
-with its own code and the same calibration tokens, keeps its own files, whose tensors are counted, and leaves a
-dequantized float32 checkpoint. `ciuic eval` then measures all of them against MODEL in the same way. What is finished
-is kept: the same command goes on after a stop. A peer that does not install or does not finish has a line that says so.
+Each peer runs in its own environment below --out, made from pinned requirements on first use. It quantizes MODEL with
+its own code and the same calibration tokens, keeps its own files, whose tensors are counted, and writes a dequantized
+float32 checkpoint. `ciuic eval` then measures every contestant against MODEL in the same way. Finished steps are kept:
+the same command continues after a stop. A peer that does not install or does not finish is listed with the reason.
 """
 
 from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib.util
 import json
 import shlex
 import sys
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import ablation
-import plot
+import page as document
 from contestants import AUTOROUND_ITERATIONS, OURS, PEERS, Contestant, ours, peers
 from measure import Measure, Text, measure_all
 from runs import Workshop
@@ -33,11 +34,14 @@ from ciuic_cli.text.calibration import calibration_batch
 from ciuic_cli.text.tokenizer import open_tokenizer
 
 BITS = (2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+"""This tool's targets in bits per weight. Chosen: the sizes of the peers lie between them."""
 CALIBRATION_LENGTH = 512
+"""Tokens per calibration sequence: the default of `ciuic compress`."""
+ABLATION_BITS = 4.0
 
 
 def named(text: str) -> tuple[str, str]:
-    """NAME=VALUE split; raises argparse's error for anything else."""
+    """Split NAME=VALUE. Raises argparse's error for anything else."""
     name, found, value = text.partition("=")
     if not (name and found and value):
         raise argparse.ArgumentTypeError(f"{text!r} is not written NAME=VALUE")
@@ -50,7 +54,7 @@ def arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("model", type=Path, metavar="MODEL", help="dense checkpoint folder (safetensors)")
-    add("--out", type=Path, default=Path("build/quality"), help="folder of what is made and kept")
+    add("--out", type=Path, default=Path("build/quality"), help="folder for models, environments and results")
     add("--text", type=named, action="append", metavar="NAME=FILE",
         help="text to evaluate on (repeatable); default: the package's own evaluation text")  # fmt: skip
     add("--limit", type=int, help="windows per text at most (default: all)")
@@ -66,8 +70,11 @@ def arguments() -> argparse.Namespace:
     add("--autoround-iterations", type=int, default=AUTOROUND_ITERATIONS)
     add("--ablation", action="store_true", help="instead: this tool with each idea off in turn")
     add("--threads", type=int, help="threads of every step (default: the libraries' own)")
-    add("--page", type=Path, help="page whose measured part is written, the plot beside it")
+    add("--page", type=Path, help="document whose generated part is written, the plot beside it")
+    add("--tables", type=Path, help="document for the tables text by text")
     chosen = parser.parse_args()
+    if chosen.page and not chosen.ablation and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--page draws a plot with matplotlib: pip install '.[bench]'")
     rows = [one.name.removeprefix(f"{OURS} ") for one in candidates(chosen) if one.tool == OURS]
     for row, folder in chosen.ours:
         if row not in rows:
@@ -81,14 +88,15 @@ def arguments() -> argparse.Namespace:
 
 
 def candidates(chosen: argparse.Namespace) -> list[Contestant]:
-    """All rows that there are to choose from."""
+    """All contestants before --only selects from them."""
     if chosen.ablation:
-        return ablation.variants(4.0)
+        return ablation.variants(ABLATION_BITS)
     taking_part = [peer for peer in peers(chosen.autoround_iterations) if peer.tool in chosen.tools]
     return ours(chosen.bits, chosen.best) + taking_part
 
 
 def contestants(chosen: argparse.Namespace) -> list[Contestant]:
+    """The contestants that --only selects; those of --ours with their finished artifact."""
     finished = {f"{OURS} {row}": str(Path(folder).resolve()) for row, folder in chosen.ours}
     return [
         replace(one, options={"folder": finished[one.name]}) if one.name in finished else one
@@ -97,19 +105,20 @@ def contestants(chosen: argparse.Namespace) -> list[Contestant]:
     ]
 
 
-def publish(results: dict[str, Any], page: Path, ablation: bool) -> None:
-    """Write the page's measured part, and the plot beside it."""
-    if ablation:
-        page.write(page, "ablation", page.ablation(results))
-        return
+def publish(results: dict[str, Any], page: Path, tables: Path | None) -> None:
+    """Write the comparison into `page`, a plot named after the page beside it, and details into `tables`."""
+    import plot
+
     panels = [(text["name"], plot.points(results["contestants"], text["name"])) for text in results["texts"]]
-    plot = page.with_name(f"{page.stem.lower()}.svg")
-    plot.write_text(plot.drawing(panels), encoding="utf-8")
-    page.write(page, "comparison", page.comparison(results, plot.name))
+    drawing = page.with_name(f"{page.stem.lower()}.svg")
+    plot.write(panels, drawing)
+    document.write(page, "comparison", document.comparison(results, drawing.name))
+    if tables:
+        document.write(tables, "tables", document.tables(results))
 
 
 def shown(chosen: argparse.Namespace) -> str:
-    """The command as the page shows it: what decides figures, without the places of files."""
+    """The command as the page shows it: the options that decide figures, and file names without folders."""
     parts = ["python", "benchmarks/quality/compare.py", chosen.model.name, f"--seqlen={chosen.seqlen}"]
     parts += [f"--text={name}={Path(file).name}" for name, file in chosen.text or ()]
     parts += [f"--calibration={chosen.calibration.name}"] if chosen.calibration else []
@@ -142,8 +151,10 @@ def main() -> int:
     )
     name = "ablation.json" if chosen.ablation else "comparison.json"
     (workshop.place / name).write_text(json.dumps(results, indent=1))
-    if chosen.page:
-        publish(results, chosen.page, chosen.ablation)
+    if chosen.page and chosen.ablation:
+        document.write(chosen.page, "ablation", document.ablation(results))
+    elif chosen.page:
+        publish(results, chosen.page, chosen.tables)
     print(workshop.place / name)
     return 0 if results["texts"] else 1
 

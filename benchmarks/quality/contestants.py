@@ -1,4 +1,4 @@
-"""Who is compared: the peers, how each is installed, and what each is asked for."""
+"""The contestants: `ciuic` and its peers, how each peer is installed, and with which options each one runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 OURS = "ciuic"
 AUTOROUND_ITERATIONS = 200
-"""AutoRound's own default; another number is said in the contestant's name."""
+"""AutoRound's own default. The contestant's name shows any other number."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A tool with an environment of its own. script: in peers/; install: arguments of `pip install`, step by
-    step; build: whether the script has to build something there (`--build`)."""
+    """A tool with an environment of its own. script: its file in peers/; install: arguments of `pip install`, one tuple
+    per call; build: the script must be called with `--build` once after installation."""
 
     script: str
     install: tuple[tuple[str, ...], ...]
@@ -24,8 +24,8 @@ class Peer:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One row of the tables. tool: OURS or a key of PEERS; options: what it is asked for; curve: whether it is one of
-    this tool's points, default effort, that peers' sizes are compared with."""
+    """One row of the tables. tool: OURS or a key of PEERS; options: passed to the tool; curve: a point of this
+    tool with default effort, from which the bits for a peer's KL are interpolated."""
 
     name: str
     tool: str
@@ -54,7 +54,7 @@ PEERS = {
         "run_bitsandbytes.py", ((_TORCH, _TRANSFORMERS, "bitsandbytes==0.50.2", "accelerate==1.15.0"),)
     ),
     "hqq": Peer("run_hqq.py", ((_TORCH, _TRANSFORMERS, "hqq==0.2.8.post1"),)),
-    # The last release that does not ask for a newer torch than the others run with.
+    # The last release that works with the same torch as the others.
     "gptqmodel": Peer(
         "run_gptqmodel.py",
         (
@@ -65,8 +65,8 @@ PEERS = {
     "autoround": Peer("run_autoround.py", ((_TORCH, _TRANSFORMERS, "auto-round==0.16.1"),)),
 }
 
-# Type, and the type of the token embedding where it is not the recipe's own. K and I types need 256 weights per row
-# and give way to IQ4_NL, Q5_0 and the like where the width is no multiple, so sizes depend on the model.
+# (type, type of the token embedding; None: the recipe's own). K and I types need rows of a multiple of 256 weights;
+# llama.cpp stores other rows as IQ4_NL, Q5_0 and similar, so sizes depend on the model.
 _GGUF = (
     ("Q8_0", None),
     ("Q6_K", None),
@@ -85,7 +85,7 @@ _GGUF = (
 
 
 def peers(autoround_iterations: int) -> list[Contestant]:
-    """Every peer's contestants, each with the importance matrix or calibration its tool knows."""
+    """The contestants of all peers, each with its tool's own calibration or importance matrix."""
     found = [
         Contestant(
             f"llama.cpp {name}" + (f", embedding {embedding.upper()}" if embedding else ""),
@@ -112,7 +112,7 @@ def peers(autoround_iterations: int) -> list[Contestant]:
 
 
 def ours(bits: Sequence[float], best: Sequence[float] = ()) -> list[Contestant]:
-    """This tool at several targets, otherwise as it comes; at those of `best` with all the effort it has."""
+    """This tool with default options at `bits` per weight, and with `--effort best` at those of `best`."""
     found = [Contestant(f"ciuic {value:g}", OURS, {"bpw": value}, curve=True) for value in bits]
     effort = {"arguments": ["--effort", "best"]}
     return found + [Contestant(f"ciuic {value:g}, best", OURS, {"bpw": value, **effort}) for value in best]

@@ -1,4 +1,4 @@
-"""Measures every contestant in the same way: `ciuic eval` against the original, text by text."""
+"""Measures every contestant in the same way: `ciuic eval` against the original, on each text."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Measure:
-    """On what all are measured: the texts, tokens per window, and how many windows at most (None: all)."""
+    """The texts, tokens per window, and windows per text at most (None: all), the same for every contestant."""
 
     texts: tuple[Text, ...]
     seqlen: int
     limit: int | None
 
     def evaluation(self, workshop: Workshop, made: Made, slug: str, text: Text) -> dict[str, Any]:
-        """What `ciuic eval --json` finds for a model on a text; measured once. Raises Failure("evaluate")."""
+        """The report of `ciuic eval --json` for a model on a text, kept once measured. Raises Failure("evaluate")."""
         key = digest(made.key, contents(text.file), self.seqlen, self.limit)
         kept = workshop.place / "evaluations" / f"{slug}.{text.name}.{key}.json"
         if not kept.is_file():
@@ -42,7 +42,7 @@ class Measure:
         return dict(json.loads(kept.read_text()))
 
     def row(self, workshop: Workshop, contestant: Contestant, parameters: int) -> dict[str, Any]:
-        """One contestant made and measured; where a step failed: `step`, and why: `failed`."""
+        """Make and measure one contestant. If a step fails, the row has its name (`step`) and the reason (`failed`)."""
         own = contestant.tool == OURS
         row: dict[str, Any] = {"name": contestant.name, "tool": contestant.tool, "ours": own}
         row |= {"curve": contestant.curve, "texts": {}}
@@ -56,7 +56,7 @@ class Measure:
         return row
 
     def described(self, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Name, tokens, window length and the original's perplexity of every text that has a measurement."""
+        """Name, tokens, window length and the original's perplexity of every text with a measurement."""
         found = []
         for text in self.texts:
             one = next((row["texts"][text.name] for row in rows if text.name in row["texts"]), None)
@@ -74,7 +74,7 @@ def measure_all(
     parameters: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Make and measure all contestants, each reported through `say` as it ends; what the page is written from."""
+    """Make and measure all contestants, report each through `say` as it ends, and return the results."""
     rows: list[dict[str, Any]] = []
     for number, contestant in enumerate(contestants):
         row = measure.row(workshop, contestant, parameters)

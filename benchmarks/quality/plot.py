@@ -1,158 +1,105 @@
-"""KL divergence against bits per weight as an SVG drawing, one panel per text."""
+"""KL divergence against bits per weight, one panel per text, as an SVG file (matplotlib: `pip install ".[bench]"`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
-WIDTH, HEIGHT = 700, 440
-LEFT, RIGHT, TOP, BOTTOM = 64, 24, 40, 48
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, StrMethodFormatter
+
+COLUMNS = 2
+PANEL_INCHES = (4.6, 3.2)
 COLOURS = ("#c1440e", "#3f7d20", "#7a4fa3", "#0f7c8a", "#8a6d0f", "#5c5c5c")
 OWN_COLOUR = "#1f4fa0"
-LABEL_HEIGHT, LETTER_WIDTH, RADIUS = 11, 5.4, 4
+MARKERS = "osD^vP*X<>hdp"
+"""Markers by the entry's place among its tool's entries."""
+SVG = {"svg.fonttype": "none", "svg.hashsalt": "ciuic", "font.size": 9}
+"""Text stays text, and the same results give the same file."""
 
 
 @dataclass(frozen=True)
 class Point:
-    family: str
-    label: str
+    """One contestant on one text. bits: per weight; divergence: KL, nats per token; curve: part of this tool's line."""
+
+    tool: str
+    name: str
     bits: float
     divergence: float
     ours: bool
     curve: bool
 
 
-@dataclass(frozen=True)
-class Scale:
-    """A linear or logarithmic map of values to pixels."""
-
-    low: float
-    high: float
-    begin: float
-    end: float
-    logarithmic: bool = False
-
-    def __call__(self, value: float) -> float:
-        low, high, at = (
-            (math.log(v) for v in (self.low, self.high, value))
-            if self.logarithmic
-            else (self.low, self.high, value)
-        )
-        return self.begin + (at - low) / (high - low) * (self.end - self.begin)
+def points(rows: Sequence[dict[str, Any]], text: str) -> list[Point]:
+    """The contestants that were measured on one text, in their order."""
+    return [
+        Point(row["tool"], row["name"], row["bpw"], row["texts"][text]["kl_mean"], row["ours"], row["curve"])
+        for row in rows
+        if text in row["texts"]
+    ]
 
 
-def decades(low: float, high: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within [low, high]."""
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    marks = [step * 10.0**power for power in range(first, last + 1) for step in (1, 2, 5)]
-    return [mark for mark in marks if low <= mark <= high]
-
-
-def label_places(
-    wanted: Sequence[tuple[float, float, int]], obstacles: Sequence[tuple[float, float]] = ()
-) -> list[float]:
-    """Baselines for labels at (x, y) with a number of letters: pushed down until none covers another, nor an
-    obstacle (a point's x and the baseline of a label at its height)."""
-    placed = [(x - RADIUS, x + RADIUS, y) for x, y in obstacles]
-    found = [0.0] * len(wanted)
-    for index in sorted(range(len(wanted)), key=lambda i: wanted[i][1]):
-        x, y, letters = wanted[index]
-        right = x + letters * LETTER_WIDTH
-        for left_other, right_other, y_other in sorted(placed, key=lambda item: item[2]):
-            if x < right_other and left_other < right and abs(y - y_other) < LABEL_HEIGHT:
-                y = y_other + LABEL_HEIGHT
-        placed.append((x, right, y))
-        found[index] = y
+def styles(panels: Sequence[tuple[str, Sequence[Point]]]) -> dict[str, tuple[str, str]]:
+    """(colour, marker) of every legend entry: a colour per tool, a marker per entry of a tool."""
+    every = {label_of(point): point for _, panel in panels for point in panel}
+    peers = sorted({point.tool for point in every.values() if not point.ours})
+    found: dict[str, tuple[str, str]] = {}
+    used: dict[str, int] = {}
+    for label, point in every.items():
+        number = used[point.tool] = used.get(point.tool, -1) + 1
+        colour = OWN_COLOUR if point.ours else COLOURS[peers.index(point.tool) % len(COLOURS)]
+        found[label] = (colour, MARKERS[number % len(MARKERS)])
     return found
 
 
-def _text(x: float, y: float, content: str, more: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {more}>{escape(content)}</text>'
+def label_of(point: Point) -> str:
+    """The legend entry of a point: the contestant's name, or one entry for all points of this tool's line."""
+    return point.tool if point.curve else point.name
 
 
-def _axes(x: Scale, y: Scale) -> list[str]:
-    drawn = []
-    for bits in range(math.ceil(x.low), math.floor(x.high) + 1):
-        at = x(bits)
-        drawn.append(f'<path d="M{at:.1f} {y.begin} V{y.end}" class="grid"/>')
-        drawn.append(_text(at, y.begin + 16, str(bits), 'text-anchor="middle"'))
-    for mark in decades(y.low, y.high):
-        at = y(mark)
-        drawn.append(f'<path d="M{x.begin} {at:.1f} H{x.end}" class="grid"/>')
-        drawn.append(_text(x.begin - 6, at + 4, f"{mark:g}", 'text-anchor="end"'))
-    middle = (x.begin + x.end) / 2
-    drawn.append(_text(middle, y.begin + 36, "bits per weight, all stored bytes", 'text-anchor="middle"'))
-    return drawn
-
-
-def panel(title: str, points: Sequence[Point], top: float) -> list[str]:
-    """The elements of one text's panel, whose upper edge is at `top`."""
-    bits, divergences = [point.bits for point in points], [point.divergence for point in points]
-    x = Scale(min(bits) - 0.3, max(bits) + 1.2, LEFT, WIDTH - RIGHT)
-    y = Scale(min(divergences) * 0.8, max(divergences) * 1.25, top + HEIGHT - BOTTOM, top + TOP, True)
-    drawn = [_text(LEFT, top + 24, f"KL divergence (nats per token), {title}", 'class="title"'), *_axes(x, y)]
-    own = sorted((point for point in points if point.curve), key=lambda point: point.bits)
-    if len(own) > 1:
-        line = " ".join(f"{x(point.bits):.1f},{y(point.divergence):.1f}" for point in own)
-        drawn.append(f'<polyline points="{line}" fill="none" stroke="{OWN_COLOUR}" stroke-width="2"/>')
-    families = sorted({point.family for point in points if not point.ours})
-    spots = [(x(point.bits), y(point.divergence) + 3.5) for point in points]
-    wanted = [(at + 7, low, len(point.label)) for point, (at, low) in zip(points, spots, strict=True)]
-    places = label_places(wanted, spots)
-    for point, (at, low), baseline in zip(points, spots, places, strict=True):
-        colour = OWN_COLOUR if point.ours else COLOURS[families.index(point.family) % len(COLOURS)]
-        drawn.append(
-            f'<circle cx="{x(point.bits):.1f}" cy="{y(point.divergence):.1f}" r="{RADIUS}" fill="{colour}"/>'
-        )
-        if baseline > low:
-            drawn.append(
-                f'<path d="M{at:.1f} {low - 3.5:.1f} L{at + 6:.1f} {baseline - 3.5:.1f}" class="leader"/>'
+def figure(panels: Sequence[tuple[str, Sequence[Point]]]) -> Figure:
+    """One panel per (text, points), a logarithmic axis for KL, one legend below all panels."""
+    count = -(-len(panels) // COLUMNS)
+    width, height = PANEL_INCHES
+    drawn = Figure(figsize=(COLUMNS * width, count * height + 1.2), layout="constrained")
+    looks = styles(panels)
+    for number, (text, found) in enumerate(panels):
+        axes = drawn.add_subplot(count, COLUMNS, number + 1)
+        axes.set_yscale("log")
+        axes.set_title(_literal(text))
+        axes.set_xlabel("bits per weight, all stored bytes")
+        axes.set_ylabel("KL (nats per token)")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.grid(visible=True, linewidth=0.4, color="#dddddd")
+        curve = sorted((point.bits, point.divergence) for point in found if point.curve)
+        if len(curve) > 1:
+            axes.plot(*zip(*curve, strict=True), color=OWN_COLOUR, linewidth=1.5, gid="curve")
+        for point in found:
+            label = label_of(point)
+            colour, marker = looks[label]
+            axes.plot(
+                [point.bits], [point.divergence], marker, color=colour, markersize=5, label=_literal(label)
             )
-        drawn.append(_text(at + 7, baseline, point.label, f'class="label" style="fill:{colour}"'))
+    entries = {
+        label: handle
+        for axes in drawn.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    drawn.legend(list(entries.values()), list(entries), loc="outside lower center", ncols=3, fontsize=8)
     return drawn
 
 
-def label_of(name: str) -> str:
-    """A contestant's name as short as the drawing has room for: "Q4_K_M + Q4_0" with the embedding's type."""
-    return name.removeprefix("ciuic ").removeprefix("llama.cpp ").replace(", embedding ", " + ")
+def _literal(name: str) -> str:
+    """A name as matplotlib shows it literally: it would read text between dollar signs as a formula."""
+    return name.replace("$", r"\$")
 
 
-def points(rows: Sequence[dict[str, Any]], text: str) -> list[Point]:
-    """The measured contestants of one text."""
-    measured = [row for row in rows if text in row["texts"]]
-    return [
-        Point(
-            row["tool"],
-            label_of(row["name"]),
-            row["bpw"],
-            row["texts"][text]["kl_mean"],
-            row["ours"],
-            row["curve"],
-        )
-        for row in measured
-    ]
-
-
-def drawing(panels: Sequence[tuple[str, Sequence[Point]]]) -> str:
-    """An SVG document with one panel per (title, points); a panel needs at least one point."""
-    height = HEIGHT * len(panels)
-    drawn = [
-        element
-        for number, (title, points) in enumerate(panels)
-        for element in panel(title, points, number * HEIGHT)
-    ]
-    style = (
-        "text{font:11px sans-serif;fill:#222}.title{font-size:13px;font-weight:bold}.label{font-size:10px}"
-        ".grid{stroke:#ddd}.leader{stroke:#888;stroke-width:.6}"
-    )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}">',
-            f'<style>{style}</style><rect width="100%" height="100%" fill="#fff"/>',
-            *drawn,
-            "</svg>\n",
-        ]
-    )
+def write(panels: Sequence[tuple[str, Sequence[Point]]], file: Path) -> None:
+    """Write the drawing as SVG. Each panel needs at least one point."""
+    with matplotlib.rc_context(SVG):
+        figure(panels).savefig(file, format="svg", metadata={"Date": None, "Creator": None})

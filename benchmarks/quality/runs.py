@@ -1,4 +1,4 @@
-"""Makes each contestant's model: environments, jobs in them, and what is kept from one run to the next."""
+"""Makes each contestant's model: environments, jobs in them, and results kept from one run to the next."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VARIANT = Path(__file__).with_name("variant.py")
 
 
 class Failure(Exception):
-    """A step of one contestant failed. step: "install", "quantize" or "evaluate"; str(): the reason, one line."""
+    """A step of one contestant failed. step: "install", "quantize" or "evaluate"; str(): the reason in one line."""
 
     def __init__(self, step: str, reason: str) -> None:
         super().__init__(reason)
@@ -33,14 +33,14 @@ class Failure(Exception):
 
 
 def reason_of(log: str) -> str:
-    """The last line of a log that speaks of an error, else its last line; what a progress bar overwrote is gone."""
+    """The last line of a log with the word "error", else its last line, without what a progress bar has overwritten."""
     lines = [line.rsplit("\r", 1)[-1].strip() for line in log.split("\n")]
     lines = [line for line in lines if line] or ["no output"]
     return next((line for line in reversed(lines) if "error" in line.lower()), lines[-1])[:300]
 
 
 def digest(*parts: Any) -> str:
-    """A short name for any JSON-able values."""
+    """A short name for any values that JSON can hold."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -51,13 +51,13 @@ def contents(file: Path) -> str:
 
 
 def files_digest(folder: Path, patterns: tuple[str, ...]) -> str:
-    """Of the files in and below a folder, so that what is made from them is made again when they change."""
+    """A digest of the matching files in and below a folder: a change of one makes its results stale."""
     files = sorted({file for pattern in patterns for file in folder.rglob(pattern)})
     return digest([(str(file.relative_to(folder)), contents(file)) for file in files])
 
 
 def run(command: list[Any], log: Path, step: str, threads: int | None, printed: Path | None = None) -> None:
-    """Run a command, its output in `log`, or its stdout in `printed`; raises Failure with the log's last word."""
+    """Run a command with its output in `log` (stdout in `printed` if given). Raises Failure with the log's reason."""
     environment = dict(os.environ)
     if threads:
         environment |= {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
@@ -74,8 +74,8 @@ def run(command: list[Any], log: Path, step: str, threads: int | None, printed: 
 
 @dataclass(frozen=True)
 class Made:
-    """A contestant's model. folder: what can be evaluated; stored: bytes of all its stored tensors; key: of all
-    that decided them."""
+    """A contestant's model. folder: what `ciuic eval` opens; stored: bytes of all its stored tensors; key: a digest of
+    everything that the model depends on."""
 
     folder: Path
     stored: int
@@ -83,9 +83,9 @@ class Made:
 
 
 class Workshop:
-    """Where contestants are made from one checkpoint, and the calibration tokens that all of them get.
+    """Makes contestants from one checkpoint and the same calibration tokens, below a folder of its own.
 
-    calibration: the text that they are of; None: the package's own.
+    tokens: int64 (sequences, length). calibration: the file that they were taken from; None: the package's own text.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class Workshop:
         save_file({"tokens": tokens.contiguous()}, self._tokens_file)
 
     def environment(self, tool: str) -> Path:
-        """The Python of a peer's environment, made and filled on first use; raises Failure("install").
+        """The Python of a peer's environment, which is made and filled on first use.
 
-        What failed is not tried again by this object.
+        Raises Failure("install"). A failed installation is not tried again by this object.
         """
         if tool in self._not_installed:
             raise self._not_installed[tool]
@@ -138,7 +138,7 @@ class Workshop:
         return python
 
     def make(self, contestant: Contestant) -> Made:
-        """Make a contestant's model, or take the one that the same inputs gave before; raises Failure."""
+        """Make a contestant's model, or return the one made before from the same inputs. Raises Failure."""
         if "folder" in contestant.options:
             folder = Path(contestant.options["folder"])
             return Made(folder, tensor_bytes(folder), digest(files_digest(folder, ("*.safetensors",))))
@@ -148,7 +148,7 @@ class Workshop:
         if done.is_file() and (found := json.loads(done.read_text()))["key"] == key:
             return Made(Path(found["folder"]), found["bytes"], key)
         begun = place / "begun.txt"
-        if begun.is_file() and begun.read_text() != key:  # from other inputs: nothing of it may go on
+        if begun.is_file() and begun.read_text() != key:  # begun with other inputs: start anew
             shutil.rmtree(place)
         place.mkdir(exist_ok=True)
         begun.write_text(key)
@@ -173,7 +173,7 @@ class Workshop:
         command += ["--", "compress", self.model, out, "--target-bpw", contestant.options["bpw"]]
         command += ["--nsamples", count, "--seqlen", length, *contestant.options.get("arguments", ())]
         command += ["--calibration", self.calibration] if self.calibration else []
-        # No --force: an unfinished run of the same command goes on where it stopped.
+        # No --force: an unfinished run of the same command continues where it stopped.
         if not out.is_dir():
             run(command, place / "log.txt", "quantize", self.threads)
         return out, tensor_bytes(out)

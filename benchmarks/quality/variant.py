@@ -1,4 +1,4 @@
-"""The `ciuic` command with constants of its modules set to other values: for ablations of what no option switches.
+"""The `ciuic` command with constants of its modules set to other values, for ablations that no option covers.
 
 python benchmarks/quality/variant.py --set ciuic_cli.passes.quantize:OUTPUT_SHRINKAGE=1.0 -- compress MODEL OUT
 """
@@ -11,7 +11,7 @@ import sys
 
 
 def patch(setting: str) -> None:
-    """Carry out MODULE:NAME=VALUE; raises SystemExit where there is no such constant, or its type would change."""
+    """Carry out MODULE:NAME=VALUE. Raises SystemExit if there is no such constant or its type would change."""
     place, _, text = setting.partition("=")
     module_name, _, name = place.partition(":")
     module = importlib.import_module(module_name)

@@ -136,9 +136,9 @@ def corrections_of(
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
     An embedding's and a head's are mostly what is usual (`OWN_PROBE`), in logarithms: their rows stand for single
-    tokens, of which a few sequences show few, and other texts have others (docs/QUALITY.md, "What other text needs of a
-    vocabulary"). So the corrected sum is what other text is expected to lose, not what these sequences did.
-    Matrices without statistics are left alone (`units.UNSEEN_ROLES`).
+    tokens, of which a few sequences show few, and other texts have others (
+    docs/experiments/allocation/embedding-share.md). So the corrected sum is what other text is expected to lose, not what these sequences did.
+    Matrices without statistics are left alone (`matrices.UNSEEN_ROLES`).
 
     Args:
         probes: as `probes_of` has them.

@@ -38,7 +38,7 @@ DEFAULT_BITS = tuple(bits for bits in BITS if bits >= 2)
 """The bits per weight that the budget may choose from unless the user says otherwise.
 
 Fewer than 2 bits are predicted to pay in experts that are rarely chosen, but do not pay on text other than the
-calibration text (measured: docs/QUALITY.md, "Widths")."""
+calibration text (measured: docs/experiments/allocation/bit-widths.md)."""
 RANK_STEP = 16
 """Ranks of low-rank parts are multiples of this: the side of a tile."""
 DEFAULT_RATIO = 4.0

@@ -4,7 +4,7 @@ The transform mixes the columns of a block of its own (`codecs/transform.py`), s
 in each block, and has one scale for all of them. Loud blocks leave the code's range if the scale suits the mean, and
 quiet ones have the error of the loud if it suits those. The scale that costs least is about that of an even row whose
 mean square is the power mean of order 4 of the blocks'; its error is what that row would have at 5 bits, and up to a
-third less at 3 (docs/QUALITY.md, "Uneven rows").
+third less at 3 (docs/experiments/codes/uneven-rows.md).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Recovery: row scales and norms tuned once everything is rounded, so that predictions come nearer to the original's.
+"""Recovery: row scales and norms are tuned after rounding, which brings predictions nearer to the original's.
 
-Rounding is decided matrix by matrix; what all errors together do to the predictions can be undone in part by what is
-stored anyway: a factor for every row of a linear, and for every number of a norm. They follow the gradient of
-KL(original || compressed) on calibration text, with Adam (Kingma and Ba, 2015) on the factors, a few sequences a step.
-A few tokens have most of that KL, and in other text it is others, so a token counts with its root (docs/QUALITY.md,
-"Recovery"). The model is streamed, layer by layer, forward and backward, as for the statistics.
+Rounding is decided matrix by matrix. Tuning numbers that are stored anyway undoes part of what all rounding errors do
+together: a factor for every row of a linear, and for every number of a norm. The factors follow the gradient of
+KL(original || compressed) on calibration text by Adam (Kingma and Ba, 2015), a few sequences a step. A few tokens carry
+most of that KL, and other text has other such tokens, so each token is weighted by the root of its KL (measured:
+docs/experiments/recovery/factors-and-norms.md). The model runs layer by layer, forward and backward, as for the
+statistics.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ LEARNING_RATE = 1e-3
 """The share of itself that a factor changes by in a step, about, at most; falls to 0 with the cosine."""
 USUAL_KL = 0.037
 """Nats per token below which steps are smaller: what their noise costs grows with their square, and there is less to
-gain. Measured: docs/QUALITY.md, "Recovery"."""
+gain. Measured: docs/experiments/recovery/step-size.md."""
 WARM_UP = 5
 """Steps until the learning rate is reached."""
 CHECKS = 4

@@ -16,7 +16,7 @@ gradient reaches them.
 
 A few tokens still have most of the loss, and in other text it is others: feedback that is made for those is no use
 elsewhere. So every g_t is divided by the square root of |x_t| |g_t|, with which its loss counts with its root, and
-G is multiplied by what makes the sum of all losses what it was (docs/QUALITY.md, "Heavy tails").
+G is multiplied by what makes the sum of all losses what it was (docs/experiments/statistics/heavy-tails.md).
 
 For few outputs or inputs the sums over pairs are had more cheaply from the gradients of W themselves.
 
@@ -40,7 +40,7 @@ FULL_FISHER_LIMIT = 16384
 
 MEETING = 0.25
 """Weight of what two tokens of a sequence have in common, as against what each costs by itself: 1 would be unbiased,
-but is noisy from few sequences. Measured: docs/QUALITY.md."""
+but is noisy from few sequences. Measured: docs/experiments/statistics/token-pairs.md."""
 MEETING_TOKENS = 1024
 """Tokens of a sequence that are looked at together: the work over pairs grows with their number."""
 MOMENT_BLOCK = 128

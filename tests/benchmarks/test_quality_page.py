@@ -1,15 +1,20 @@
-"""The measured part of the quality page, and its plot."""
+"""Documents and plot made from the results of the quality benchmark."""
 
 from __future__ import annotations
 
 import importlib
-import itertools
-import math
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+DOCUMENTS = {
+    "comparison": DOCS / "QUALITY.md",
+    "tables": DOCS / "experiments/peers/six-texts.md",
+    "ablation": DOCS / "experiments/versions/ablation.md",
+}
 
 
 def evaluation(divergence: float) -> dict[str, Any]:
@@ -54,22 +59,47 @@ def test_bits_for_the_same_divergence() -> None:
 def test_a_peer_that_is_ahead_is_named() -> None:
     page = importlib.import_module("page")
     assert page.ahead(ROWS, "mixed") == [("peer B", "ciuic 5")]
-    assert "peer B (against ciuic 5)" in page.verdict(ROWS, "mixed")
-    assert page.verdict(ROWS[:3], "mixed").startswith("No peer")
+    assert "mixed: peer B (against ciuic 5)" in page.verdict(ROWS, ["mixed"])
+    assert page.verdict(ROWS[:3], ["mixed"]).startswith("No peer")
+    assert page.verdict(ROWS[2:], ["mixed"]) == ""  # without this tool there is nothing to say
 
 
-def test_the_page_has_every_contestant_in_order_of_size() -> None:
+def test_the_summary_has_the_divergence_of_every_contestant_in_order_of_size() -> None:
     page = importlib.import_module("page")
-    lines = page.comparison(RESULTS, "quality.svg").splitlines()
+    texts = [dict(RESULTS["texts"][0], name=name) for name in ("mixed", "a", "b", "c", "d", "e", "f")]
+    rows = [
+        row(f"peer {bits}", bits, 0.1, **{text["name"]: 0.2 for text in texts[1:]}) for bits in (5.0, 4.0)
+    ]
+    found = page.comparison(
+        {**RESULTS, "texts": texts, "contestants": [*rows, ROWS[-1]]}, "plot.svg"
+    ).splitlines()
+    assert "![KL divergence against bits per weight](plot.svg)" in found
+    first, second = [
+        number for number, line in enumerate(found) if line.startswith("| bits per weight, tool")
+    ]
+    assert found[first].count("|") == 8 and found[second] == "| bits per weight, tool | f |"
+    assert found[first + 2 : first + 4] == [
+        f"| {bits}.000 peer {bits}.0 | 0.1000 | 0.2000 | 0.2000 | 0.2000 | 0.2000 | 0.2000 |"
+        for bits in (4, 5)
+    ]
+    assert "- peer C: install failed: `no 'cc'`" in found
+
+
+def test_the_tables_compare_sizes_with_the_curve_of_the_default_effort() -> None:
+    page = importlib.import_module("page")
+    lines = page.tables(RESULTS).splitlines()
     names = [line.split(" | ")[0].strip("|* ") for line in lines if line.startswith("| ") and "±" in line]
     assert names == ["ciuic 3", "peer A", "peer B", "ciuic 5"]
     (equal,) = [line for line in lines if line.startswith("| peer A")]
     assert equal.endswith("| 4.00 |") and "| 4.500 | 0.0400 ± 0.0040 |" in equal
-    assert "- peer C: install failed: `no 'cc'`" in lines
     more = {**RESULTS, "contestants": [*ROWS, row("ciuic 4, best", 4.0, 0.02)]}
-    assert equal in page.comparison(more, None).splitlines()  # sizes are compared with the default's
-    ratio = [line for line in page.ablation(RESULTS).splitlines() if line.startswith("| peer A")]
-    assert ratio[0].endswith("| 0.250 |")
+    assert equal in page.tables(more).splitlines()
+
+
+def test_the_ablation_compares_with_its_first_row() -> None:
+    page = importlib.import_module("page")
+    (ratio,) = [line for line in page.ablation(RESULTS).splitlines() if line.startswith("| peer A")]
+    assert ratio.endswith("| 0.250 |")
 
 
 def test_only_the_part_between_the_markers_changes(tmp_path: Path) -> None:
@@ -84,36 +114,50 @@ def test_only_the_part_between_the_markers_changes(tmp_path: Path) -> None:
         page.write(file, "ablation", "new")
 
 
-def test_the_page_in_the_repository_has_both_parts() -> None:
+@pytest.mark.parametrize("part", DOCUMENTS)
+def test_the_documents_have_their_generated_parts(part: str) -> None:
     page = importlib.import_module("page")
-    text = (Path(__file__).parents[2] / "docs" / "QUALITY.md").read_text()
-    for part in ("comparison", "ablation"):
-        assert page.replace_part(text, part, "x") != text
+    text = DOCUMENTS[part].read_text()
+    assert page.replace_part(text, part, "x") != text
 
 
-def test_the_plot_places_points_by_logarithm_and_escapes_names() -> None:
+@pytest.mark.parametrize("file", sorted(DOCS.rglob("*.md")), ids=lambda file: file.name)
+def test_no_table_has_more_than_seven_columns(file: Path) -> None:
+    rules = [line for line in file.read_text().splitlines() if line.startswith(("|---", "| ---", "|:--"))]
+    assert all(line.count("|") <= 8 for line in rules), rules
+
+
+def test_publishing_writes_summary_tables_and_plot(tmp_path: Path) -> None:
+    page, compare = importlib.import_module("page"), importlib.import_module("compare")
+    summary, tables = tmp_path / "QUALITY.md", tmp_path / "tables.md"
+    summary.write_text("\n".join(page.markers("comparison")))
+    tables.write_text("\n".join(page.markers("tables")))
+    compare.publish(RESULTS, summary, tables)
+    assert "](quality.svg)" in summary.read_text() and "| 4.500 peer A | 0.0400 |" in summary.read_text()
+    assert "### mixed: 8,184 tokens" in tables.read_text()
+    assert ElementTree.parse(tmp_path / "quality.svg").getroot().tag.endswith("svg")
+
+
+def test_the_plot_has_every_point_and_a_line_through_the_default_effort() -> None:
     plot = importlib.import_module("plot")
-    names = [row("ciuic <3>", 3.0, 0.16, ours=True), row("peer A&B", 4.0, 0.04), row("peer C", 5.0, 0.01)]
-    drawing = ElementTree.fromstring(plot.drawing([("a & b", plot.points(names, "mixed"))]))
-    space = "{http://www.w3.org/2000/svg}"
-    heights = [float(circle.attrib["cy"]) for circle in drawing.iter(f"{space}circle")]
-    assert heights[1] - heights[0] == pytest.approx(heights[2] - heights[1], abs=0.2)
-    texts = [element.text for element in drawing.iter(f"{space}text")]
-    assert {"<3>", "peer A&B", "KL divergence (nats per token), a & b"} <= set(texts)
+    rows = [*ROWS[:4], row("ciuic 4, best", 4.0, 0.02)]
+    (axes,) = plot.figure([("mixed", plot.points([*rows, ROWS[4]], "mixed"))]).axes
+    assert axes.get_yscale() == "log"
+    line, *spots = axes.get_lines()
+    assert line.get_xydata().tolist() == [[3.0, 0.16], [5.0, 0.01]]
+    assert [spot.get_xydata()[0].tolist() for spot in spots] == [
+        [one["bpw"], one["texts"]["mixed"]["kl_mean"]] for one in rows
+    ]
+    looks = {spot.get_label(): (spot.get_color(), spot.get_marker()) for spot in spots}
+    assert set(looks) == {"ciuic", "ciuic 4, best", "peer A", "peer B"}
+    assert len(set(looks.values())) == 4 and looks["ciuic"][0] == looks["ciuic 4, best"][0]
 
 
-def test_labels_do_not_cover_each_other() -> None:
+def test_the_drawing_is_reproducible_and_shows_names_literally(tmp_path: Path) -> None:
     plot = importlib.import_module("plot")
-    wanted = [(10.0, 50.0, 8), (12.0, 51.0, 8), (15.0, 53.0, 8), (300.0, 50.0, 8)]
-    found = plot.label_places(wanted)
-    crowd = sorted(found[:3])
-    assert min(b - a for a, b in itertools.pairwise(crowd)) >= plot.LABEL_HEIGHT
-    assert found[3] == 50.0
-    assert plot.label_places(wanted[:1], [(20.0, 52.0)]) == [52.0 + plot.LABEL_HEIGHT]
-
-
-def test_marks_of_the_axis() -> None:
-    plot = importlib.import_module("plot")
-    assert plot.decades(0.008, 0.3) == pytest.approx([0.01, 0.02, 0.05, 0.1, 0.2])
-    scale = plot.Scale(0.01, 1.0, 100.0, 0.0, True)
-    assert scale(0.1) == pytest.approx(50.0) and math.isclose(scale(1.0), 0.0, abs_tol=1e-9)
+    panels = [("a & b", plot.points([row("peer $<x>$", 4.0, 0.04), row("ciuic 3", 3.0, 0.2)], "mixed"))]
+    for name in ("one.svg", "two.svg"):
+        plot.write(panels, tmp_path / name)
+    assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
+    texts = {element.text for element in ElementTree.parse(tmp_path / "one.svg").iter() if element.text}
+    assert {"a & b", "peer $<x>$", "ciuic", "KL (nats per token)"} <= texts

@@ -1,8 +1,8 @@
-"""What every peer's script shares; it runs in the peer's environment, so it knows nothing of this package.
+"""Shared by the scripts of all peers. It runs in the peer's environment and does not import this package.
 
 A job is one JSON file: `model` (a dense checkpoint folder), `tokens` (safetensors with `tokens`, int64
 (sequences, length)), `artifact` and `dense` (folders to write), `threads` and `options` (the contestant's own).
-A script leaves the peer's own files in `artifact`, float32 weights under the checkpoint's names in `dense`, and
+A script writes the peer's own files into `artifact` and float32 weights under the checkpoint's names into `dense`, and
 returns the bytes of all stored tensors.
 """
 
@@ -43,7 +43,7 @@ class Job:
 
 
 def linear_names(model: torch.nn.Module) -> list[str]:
-    """Names of the linear layers that weight-only quantizers take: all but the output head."""
+    """Names of the linear layers that weight-only quantizers quantize: all but the output head."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     return [
         name
@@ -53,7 +53,7 @@ def linear_names(model: torch.nn.Module) -> list[str]:
 
 
 def common_group(widths: list[int], wanted: int) -> int:
-    """The largest of `wanted`, its half, quarter ... that divides every width; at least 16, else ValueError."""
+    """The largest of `wanted`, its half, its quarter, ... that divides every width. Raises ValueError below 16."""
     group = wanted
     while any(width % group for width in widths):
         group //= 2
@@ -74,10 +74,10 @@ def tensor_bytes(folder: Path) -> int:
 
 
 def write_dense(model: Path, weights: Mapping[str, torch.Tensor], out: Path) -> None:
-    """A float32 checkpoint in `out`: `model` with `weights` in place of its tensors of those names.
+    """Write a float32 checkpoint to `out`: `model` with `weights` in place of its tensors of the same names.
 
-    Raises ValueError for a name or a shape that the checkpoint does not have, whose weight would be lost, and if no
-    weight differs from the checkpoint's: then it is not the quantized model.
+    Raises ValueError if the checkpoint lacks a name or has another shape (the weight would be lost), and if no weight
+    differs from the checkpoint's (it would not be the quantized model).
     """
     out.mkdir(parents=True)
     for pattern in BESIDE_WEIGHTS:
@@ -103,7 +103,7 @@ def write_dense(model: Path, weights: Mapping[str, torch.Tensor], out: Path) -> 
 
 
 def main(work: Callable[[Job], int]) -> None:
-    """Do the job that the command line names and leave the result beside it."""
+    """Run the job named on the command line and write result.json beside it."""
     file = Path(sys.argv[1])
     job = Job.read(file)
     torch.set_num_threads(job.threads)

@@ -6,7 +6,7 @@ import os
 
 os.environ.setdefault(
     "GPTQMODEL_CPU_WORKERS", "2"
-)  # by itself it starts one on two cores, and then asks for two
+)  # on two cores it starts one by default, and then asks for two
 
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 from gptqmodel.nn_modules.qlinear import BaseQuantLinear

@@ -1,4 +1,4 @@
-"""HQQ with the library's own defaults; its quantized layers are stored with everything that was left alone."""
+"""HQQ with the library's own defaults; its quantized layers are stored together with the unchanged tensors."""
 
 from __future__ import annotations
 

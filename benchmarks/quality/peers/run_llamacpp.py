@@ -29,8 +29,8 @@ BUILD_OPTIONS = {
     "LLAMA_BUILD_EXAMPLES": "OFF",
     "LLAMA_BUILD_SERVER": "OFF",
 }
-# The converter knows tokenizers by a hash. One that it does not know is given a plain byte-pair one: it only
-# reads the text of the importance matrix, whose statistics hardly depend on where a few words are cut.
+# The converter recognises tokenizers by a hash. An unknown one is treated as plain byte-pair encoding: it is used only
+# to read the importance matrix's text, whose statistics hardly depend on where a few words are cut.
 CONVERT = """
 import runpy, sys
 from conversion.base import TextModel
@@ -48,7 +48,7 @@ HOME = Path(sys.prefix) / "llama.cpp"
 
 
 def build(home: Path) -> None:
-    """Download the source distribution, unpack it and build PROGRAMS below `home`, unless they are there."""
+    """Download the source distribution, unpack it and build PROGRAMS below `home`, unless they exist."""
     if all((home / "build" / "bin" / name).is_file() for name in PROGRAMS):
         return
     home.mkdir(parents=True, exist_ok=True)
@@ -86,8 +86,8 @@ def whole_model(job: Job) -> Path:
     return out
 
 
-def fisher(job: Job) -> Path:
-    """The importance matrix over the calibration sequences' text, made once."""
+def importance_matrix(job: Job) -> Path:
+    """llama.cpp's importance matrix of the calibration sequences' text, made once."""
     out = job.shared / "imatrix.gguf"
     if not out.is_file():
         tokenizer = AutoTokenizer.from_pretrained(job.model)
@@ -107,14 +107,14 @@ def work(job: Job) -> int:
     import gguf
 
     out = job.artifact / "model.gguf"
-    command = [program("llama-quantize"), "--imatrix", fisher(job)]
+    command = [program("llama-quantize"), "--imatrix", importance_matrix(job)]
     if job.options["embedding"]:
         command += ["--token-embedding-type", job.options["embedding"]]
     command += [whole_model(job), out, job.options["type"], str(job.threads)]
     subprocess.run(command, check=True)
     model = AutoModelForCausalLM.from_pretrained(
         job.artifact,
-        gguf_file=str(out),  # a bare name would be looked for in the working directory first
+        gguf_file=str(out),  # transformers would look for a bare name in the working directory first
         quantization_config=GgufConfig(dequantize=True),
         dtype=torch.float32,
     )
