@@ -135,9 +135,10 @@ def corrections_of(
 
     The last entry, `TOGETHER`, is all roles at once: its correction (part of every role's already) is below 1 where
     their losses overlap, as where any disturbance at all tips the same close calls of a router.
-    An embedding's and a head's are mostly what is usual (`OWN_PROBE`), in logarithms: their rows stand for single
-    tokens, of which a few sequences show few, and other texts have others (
-    docs/experiments/allocation/embedding-share.md). So the corrected sum is what other text is expected to lose, not what these sequences did.
+    The correction of an embedding or head is mostly the usual one of the other roles (its own counts with exponent
+    `OWN_PROBE`): its rows stand for single tokens, a few sequences show few of them, and other texts have others
+    (measured: docs/experiments/allocation/embedding-share.md). So the corrected sum is the expected loss on other text,
+    not the loss on these sequences.
     Matrices without statistics are left alone (`matrices.UNSEEN_ROLES`).
 
     Args:
