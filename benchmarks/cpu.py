@@ -8,8 +8,8 @@ alternates the two contestants, so that a drift of the machine hits both. Times 
 thread of the processor time, which other work on the machine disturbs least; their ratio is what counts.
 
 A limit is the smaller of two rates: the clock times the weights per cycle that the vector pipes of the kernel's
-instructions allow (derived in docs/experiments/runtime/cpu-product.md), and the speed of reading codes from memory. Clock and
-speed of reading are measured at the start; both limits hold per thread.
+instructions allow (derived in docs/experiments/runtime/cpu-product.md), and the speed of reading codes from memory.
+Clock and speed of reading are measured at the start; both limits hold per thread.
 """
 
 from __future__ import annotations
