@@ -1,7 +1,7 @@
-"""Factors and solutions that have the same bits for any number of threads.
+"""Cholesky factors and triangular solves whose bits do not depend on the number of threads.
 
-LAPACK cuts a large factorisation or triangular solution up by threads, and its rounding follows the cut. Here
-blocks of 128 are solved by one thread, and the products between them, which are nearly all of the work, by all.
+LAPACK splits a large factorisation or triangular solve by threads, and its rounding depends on the split. Here one
+thread solves panels of 128 columns; the products between panels, which are nearly all of the work, use all threads.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import torch
 
 from ciuic_cli.process.threads import one_thread
 
-BLOCK = 128
+PANEL = 128
+"""Columns of a panel that one thread solves (chosen, not tuned)."""
 
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
-    """The lower factor of a symmetric (n, n) float64 matrix; None where it is not positive definite."""
+    """The lower Cholesky factor of a symmetric (n, n) float64 matrix; None if it is not positive definite."""
     lower = torch.zeros_like(matrix)
-    for begin, end in _blocks(len(matrix)):
-        rest = matrix[begin:, begin:end] - lower[begin:, :begin] @ lower[begin:end, :begin].T
-        below = rest[end - begin :].T.contiguous()
+    for begin, end in _panels(len(matrix)):
+        residual = matrix[begin:, begin:end] - lower[begin:, :begin] @ lower[begin:end, :begin].T
+        below = residual[end - begin :].T.contiguous()
         with one_thread():
-            corner, info = torch.linalg.cholesky_ex(rest[: end - begin])
+            corner, info = torch.linalg.cholesky_ex(residual[: end - begin])
             if int(info) or not bool(torch.isfinite(corner).all()):
                 return None
             lower[end:, begin:end] = torch.linalg.solve_triangular(corner, below, upper=False).T
@@ -31,9 +32,12 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
 
 
 def damped_cholesky(matrix: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-    """The factor, and what had to be added to the diagonal, as a share of its mean, until there was one.
+    """The Cholesky factor of a matrix (n, n) with the least damping that makes it positive definite.
 
-    A matrix that is singular to working precision is damped tenfold, at most to its mean diagonal; then None, infinity.
+    Damping is added to the diagonal as a share of its mean: 0, 1e-5, 1e-4, ... 0.1.
+
+    Returns:
+        (factor, damping); (None, infinity) if even a damping of 0.1 does not suffice.
     """
     mean = float(matrix.diagonal().mean())
     for damping in (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1):
@@ -50,20 +54,20 @@ def damped_cholesky(matrix: torch.Tensor) -> tuple[torch.Tensor | None, float]:
 def solve_lower(lower: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """X (n, m) with L X = values, for a lower triangular L (n, n)."""
     x = torch.empty_like(values)
-    for begin, end in _blocks(len(lower)):
-        rest = values[begin:end] - lower[begin:end, :begin] @ x[:begin]
+    for begin, end in _panels(len(lower)):
+        residual = values[begin:end] - lower[begin:end, :begin] @ x[:begin]
         with one_thread():
-            x[begin:end] = torch.linalg.solve_triangular(lower[begin:end, begin:end], rest, upper=False)
+            x[begin:end] = torch.linalg.solve_triangular(lower[begin:end, begin:end], residual, upper=False)
     return x
 
 
 def solve_transposed(lower: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """X (n, m) with Lᵀ X = values, for a lower triangular L (n, n)."""
     x = torch.empty_like(values)
-    for begin, end in reversed(_blocks(len(lower))):
-        rest = values[begin:end] - lower[end:, begin:end].T @ x[end:]
+    for begin, end in reversed(_panels(len(lower))):
+        residual = values[begin:end] - lower[end:, begin:end].T @ x[end:]
         with one_thread():
-            x[begin:end] = torch.linalg.solve_triangular(lower[begin:end, begin:end].T, rest, upper=True)
+            x[begin:end] = torch.linalg.solve_triangular(lower[begin:end, begin:end].T, residual, upper=True)
     return x
 
 
@@ -80,5 +84,5 @@ def singular_values(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
     return u, s, vh
 
 
-def _blocks(size: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + BLOCK, size)) for begin in range(0, size, BLOCK)]
+def _panels(size: int) -> list[tuple[int, int]]:
+    return [(begin, min(begin + PANEL, size)) for begin in range(0, size, PANEL)]

@@ -1,8 +1,8 @@
-"""The prune pass: what can be left out altogether, decided by the same price as every other arm.
+"""The prune pass: structured pruning of MLP channels and routed experts.
 
-Row groups are pruned inside the budget itself (width 0 is one of their arms). This module adds the two
-structures in which several matrices go together: the channels of an MLP (the rows of gate and up, and with them
-the columns of down), and whole routed experts. Removing them costs what the down projection loses.
+Single row groups are pruned by the bit allocation itself: 0 bits are one of their arms. This module adds two
+structures that span several matrices: a block of 16 MLP channels (rows of gate and up, and the matching columns of
+down), and a whole routed expert. The loss of a structure is that of its down projection.
 """
 
 from __future__ import annotations
@@ -14,16 +14,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower, solve_transposed
-from ciuic_cli.passes.quantize import BLOCK, KroneckerFisher
+
+CORRECTION_DAMPING = 1e-2
+"""Added to the diagonal of H_kk before the least-squares correction, as a share of its mean (chosen, not tuned)."""
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Row groups of several matrices that go together.
+    """Row groups of several matrices that are pruned together, or not at all.
 
-    down: the matrix that loses inputs; block: which 16 of its columns (None: all of it, an expert); members:
-    (matrix, row group) pairs, the group None where it is all of them; loss: KL per token of the removal.
+    Attributes:
+        down: key of the down projection that loses inputs.
+        block: the block of 16 columns that `down` loses; None: all of it, with its expert.
+        members: (matrix key, row group) pairs; a group of None means all rows.
+        loss: KL per token of the removal.
     """
 
     down: str
@@ -33,70 +40,71 @@ class Structure:
 
 
 def masks(structures: Iterable[Structure], groups: Mapping[str, int]) -> dict[str, NDArray[np.bool_]]:
-    """The row groups that the structures remove, as one mask per matrix."""
-    found: dict[str, NDArray[np.bool_]] = {}
+    """One mask (groups,) of pruned row groups per matrix that loses any; groups: matrix key -> number of row groups."""
+    pruned: dict[str, NDArray[np.bool_]] = {}
     for structure in structures:
         for key, group in structure.members:
-            found.setdefault(key, np.zeros(groups[key], bool))[slice(None) if group is None else group] = True
-    return found
+            mask = pruned.setdefault(key, np.zeros(groups[key], bool))
+            mask[slice(None) if group is None else group] = True
+    return pruned
 
 
 def forced_groups(
     candidates: Mapping[str, tuple[NDArray[np.float64], int]], share: float
 ) -> dict[str, NDArray[np.bool_]]:
-    """The row groups to leave out so that `share` of all candidates' weights go, least loss per weight first.
+    """Masks of the row groups to prune so that `share` of all candidates' weights go, least loss per weight first.
 
-    candidates: matrix -> (removal loss of each row group, weights in a group).
+    candidates: matrix key -> (removal loss of each row group, weights in a group).
     """
     entries = [
         (float(loss) / weights, key, group, weights)
         for key, (losses, weights) in candidates.items()
         for group, loss in enumerate(losses)
     ]
-    left = share * sum(entry[3] for entry in entries)
-    found = {key: np.zeros(len(losses), bool) for key, (losses, _) in candidates.items()}
+    to_prune = share * sum(entry[3] for entry in entries)
+    pruned = {key: np.zeros(len(losses), bool) for key, (losses, _) in candidates.items()}
     for _, key, group, weights in sorted(entries):
-        if left <= 0:
+        if to_prune <= 0:
             break
-        found[key][group] = True
-        left -= weights
-    return found
+        pruned[key][group] = True
+        to_prune -= weights
+    return pruned
 
 
 def channel_loss(down: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.float64]:
-    """KL per token of removing each block of 16 inputs of a down projection (m, n), others unchanged: (n/16,)."""
+    """KL per token of removing each block of 16 inputs of a down projection (m, n), others unchanged: (n / 16,)."""
     g, h = fisher.outputs, fisher.inputs
     weighted = down * g[:, None] if g.dim() == 1 else g @ down
     gram = down.T @ weighted  # (n, n): wᵢᵀ G wⱼ
-    count = -(-down.shape[1] // BLOCK)
+    count = -(-down.shape[1] // TILE)
     losses = np.zeros(count)
     for block in range(count):
-        part = slice(block * BLOCK, min((block + 1) * BLOCK, down.shape[1]))
-        losses[block] = 0.5 * float((gram[part, part] * h[part, part]).sum())
+        columns = slice(block * TILE, min((block + 1) * TILE, down.shape[1]))
+        losses[block] = 0.5 * float((gram[columns, columns] * h[columns, columns]).sum())
     return losses
 
 
 def removed_columns(structures: Iterable[Structure], key: str, cols: int) -> torch.Tensor | None:
-    """Mask (cols,) of the inputs that matrix `key` loses, or None if it keeps all."""
+    """Mask (cols,) of the inputs that the matrix `key` loses; None if it keeps all."""
     blocks = [s.block for s in structures if s.down == key and s.block is not None]
     if not blocks:
         return None
-    mask = torch.zeros(-(-cols // BLOCK), BLOCK, dtype=torch.bool)
+    mask = torch.zeros(-(-cols // TILE), TILE, dtype=torch.bool)
     mask[blocks] = True
     return mask.reshape(-1)[:cols]
 
 
 def correct_remaining(down: torch.Tensor, h: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
-    """The down projection (m, n) without the removed columns, the others corrected by least squares.
+    """A copy of the down projection (m, n) without the removed columns, the kept ones corrected by least squares.
 
-    The kept columns take over what the removed ones contributed as far as their inputs are correlated:
-    W_k + W_r H_rk H_kk⁻¹ (optimal brain surgeon, for a set of columns).
+    As far as inputs are correlated, the kept columns k take over the contribution of the removed ones r:
+    W_k + W_r H_rk H_kk⁻¹. Source: optimal brain surgeon (Hassibi & Stork 1993), for a set of columns.
     """
     kept = ~removed
     corrected = down.clone()
     corrected[:, removed] = 0
     block = h[kept][:, kept].double()
-    block.diagonal().add_(1e-2 * block.diagonal().mean())
+    block.diagonal().add_(CORRECTION_DAMPING * block.diagonal().mean())
     lower, _ = damped_cholesky(block)
     if lower is not None:
         transfer = solve_transposed(lower, solve_lower(lower, h[kept][:, removed].double()))  # H_kk⁻¹ H_kr

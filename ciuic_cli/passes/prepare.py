@@ -1,0 +1,124 @@
+"""Preparing a matrix for rounding: transform it, order its columns, and factor its Fisher information."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from ciuic_cli.codecs.transform import TILE, block_width, transform
+from ciuic_cli.passes.chunk_size import scratch_slices
+from ciuic_cli.passes.effective_variance import effective_variance
+from ciuic_cli.passes.feedback import (
+    BlockLDL,
+    FactoredInputs,
+    RowFeedback,
+    columns_of,
+    factor_contexts,
+    factor_inputs,
+    factor_outputs,
+)
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.process.threads import one_thread
+
+
+@dataclass(frozen=True)
+class PreparedMatrix:
+    """A matrix (rows, cols) ready to be rounded. m16 and n16 are rows and cols padded to multiples of 16.
+
+    Attributes:
+        weight: (m16, n16) float32, transformed, with its blocks of 16 columns in the order `block_order`.
+        inputs: the factors of H; outputs: those of G.
+        row_feedback: feedback along each row's context, or None.
+        input_trace: (m16,) float32, tr(D) of each row, row feedback included.
+        block_order: (n16 / 16,) int64; position i of `weight` holds the block block_order[i]. None: the natural order.
+    """
+
+    weight: torch.Tensor
+    inputs: BlockLDL
+    outputs: BlockLDL
+    row_feedback: RowFeedback | None
+    input_trace: torch.Tensor
+    rows: int
+    cols: int
+    block_order: torch.Tensor | None = None
+
+    @cached_property
+    def rms(self) -> torch.Tensor:
+        """(m16,) float32 effective standard deviation of each row."""
+        tiles = self.weight.square().unflatten(1, (-1, TILE)).mean(2)
+        if self.block_order is not None:
+            tiles = tiles[:, self.block_order.argsort()]
+        width = block_width(self.weight.shape[1])
+        return effective_variance(tiles.unflatten(1, (-1, width // TILE)).mean(2), width).sqrt()
+
+    @cached_property
+    def row_sensitivity(self) -> torch.Tensor:
+        """(m16,) float32 KL per token and per unit of normalised code error of each row."""
+        return 0.5 * self.outputs.d_diagonal * self.rms.square() * self.input_trace
+
+    def reordered(self, fisher: KroneckerFisher, order: torch.Tensor) -> PreparedMatrix:
+        """The same matrix with its rows in another order, for predicting its loss; row feedback is left out.
+
+        The factors of H stay; G is factored again.
+
+        Args:
+            fisher: the Fisher information in this matrix's present order.
+            order: (rows,) int64.
+        """
+        order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
+        outputs = factor_outputs(fisher.reordered(order[: self.rows]).outputs.float(), len(self.weight))
+        weight, trace = self.weight[order], self.input_trace[order]
+        return replace(self, weight=weight, outputs=outputs, row_feedback=None, input_trace=trace)
+
+    def with_weight(self, weight: torch.Tensor) -> PreparedMatrix:
+        """Another matrix (rows, cols) with the same, already factored, Fisher information."""
+        return replace(self, weight=_with_blocks(_transformed(weight), self.block_order))
+
+    def in_natural_order(self, matrix: torch.Tensor) -> torch.Tensor:
+        """A matrix (m, n16) whose blocks of columns are in `block_order`, put into natural order in place."""
+        return _with_blocks(matrix, None if self.block_order is None else self.block_order.argsort())
+
+
+def prepare(
+    weight: torch.Tensor, fisher: KroneckerFisher, factored: FactoredInputs | None = None
+) -> PreparedMatrix:
+    """Transform a weight (m, n) float32 and its Fisher information, and factor the latter.
+
+    factored: the result of `factor_inputs` for this H, if it was computed already.
+    """
+    rows, cols = weight.shape
+    w = _transformed(weight)
+    block_order, inputs = factored or factor_inputs(fisher.inputs)
+    row_feedback = None
+    if fisher.contexts is not None:
+        row_feedback = factor_contexts(inputs, _with_blocks(_transformed(fisher.contexts), block_order))
+    with one_thread():
+        trace = inputs.d_diagonal.sum()
+    input_trace = trace.expand(len(w)) if row_feedback is None else trace + row_feedback.trace
+    outputs = factor_outputs(fisher.outputs.float(), len(w))
+    w = _with_blocks(w, block_order)
+    return PreparedMatrix(w, inputs, outputs, row_feedback, input_trace, rows, cols, block_order)
+
+
+def prepare_without_fisher(weight: torch.Tensor) -> PreparedMatrix:
+    """Transform a weight (m, n) float32 for rounding without error feedback; its predicted loss is undefined."""
+    rows, cols = weight.shape
+    no_feedback = BlockLDL(None, torch.ones(1))
+    return PreparedMatrix(_transformed(weight), no_feedback, no_feedback, None, torch.zeros(0), rows, cols)
+
+
+def _transformed(matrix: torch.Tensor) -> torch.Tensor:
+    """(m, n) float32 to (m16, n16): padded, and each row transformed."""
+    return transform(torch.nn.functional.pad(matrix, (0, 0, 0, -len(matrix) % TILE)))
+
+
+def _with_blocks(matrix: torch.Tensor, block_order: torch.Tensor | None) -> torch.Tensor:
+    """Reorder the blocks of 16 columns of a matrix (m, n16) in place, and return it."""
+    if block_order is not None:
+        columns = columns_of(block_order)
+        for chunk in scratch_slices(len(matrix)):
+            rows = matrix[chunk]
+            rows.copy_(rows[:, columns])
+    return matrix
