@@ -1,0 +1,159 @@
+"""Error feedback: block LDL factors of H and G, and one further direction for each row of an embedding or head.
+
+Factor the moments as H = L D Lᵀ and G = M C Mᵀ: L and M are unit block lower triangular, D and C block diagonal, all in
+blocks of 16. Rounding with feedback through L and M reduces the loss ½ tr(Eᵀ G E H) of the error E to
+½ Σ_r C_rr |η_r|² tr(D) / n, where η_r is the error that the trellis code leaves in row r.
+Sources: LDLQ in QuIP# (Tseng et al. 2024); both sides in YAQA (Tseng et al. 2025).
+
+Rows of an embedding or head may have moments H_r = H + v_r v_rᵀ: a token's logit matters only in contexts where the
+token is likely, and those are alike. No factorisation per row is needed. In the basis of L the second term is one
+direction z_r = L⁻¹ v_r. Let d = Σ η_j · z_j be the error that row r has accumulated along it; the best compensation
+moves each later block j of the row by D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i). (Measured:
+docs/experiments/codes/row-feedback.md.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ciuic_cli.codecs.transform import TILE, transform
+from ciuic_cli.passes.chunk_size import scratch_slices
+from ciuic_cli.passes.column_order import rounding_order
+from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
+from ciuic_cli.process.threads import one_thread
+
+INPUT_DAMPING = 0.08
+"""Added to H's diagonal, as a share of its mean (measured: docs/experiments/statistics/heavy-tails.md)."""
+OUTPUT_SHRINKAGE = 0.5
+"""Share by which G's off-diagonal part is shrunk: few tokens estimate it, so it overfits (measured:
+docs/experiments/statistics/damping.md)."""
+OUTPUT_DAMPING = 0.1
+"""Added to G's diagonal, as a share of its mean, so that no output is free (measured:
+docs/experiments/statistics/damping.md)."""
+
+
+@dataclass(frozen=True)
+class BlockLDL:
+    """A moment (n, n) factored as L D Lᵀ in blocks of 16; `damping` was added to its diagonal first.
+
+    Attributes:
+        factor: L, (n, n) float32 unit block lower triangular; None if the moment is diagonal or could not be factored.
+        d_diagonal: (n,) float32 diagonal of D, the weight of the code's error with feedback.
+        damping: share of the mean diagonal that was added until the moment factored; infinity if it never did.
+        whitening: X, (n / 16, 16, 16) float32 with X_j D_j X_jᵀ = 1; None without a factor.
+    """
+
+    factor: torch.Tensor | None
+    d_diagonal: torch.Tensor
+    damping: float = 0.0
+    whitening: torch.Tensor | None = None
+
+
+def block_ldl(moment: torch.Tensor) -> BlockLDL:
+    """Factor a symmetric moment (n, n), n a multiple of 16.
+
+    A moment that is singular to working precision is damped tenfold more until it factors (`damped_cholesky`); if it
+    never does, only its diagonal is used.
+    """
+    lower, damping = damped_cholesky(moment.double())
+    if lower is None:
+        return BlockLDL(None, moment.diagonal().clone(), damping)
+    corners = lower.unfold(0, TILE, TILE).unfold(1, TILE, TILE).diagonal().permute(2, 0, 1)
+    inverse = torch.linalg.inv(corners).float()
+    factor = lower.float()
+    for j, block in enumerate(inverse):
+        columns = factor[j * TILE :, j * TILE : (j + 1) * TILE]
+        columns.copy_(columns @ block)
+    d_diagonal = corners.square().sum(2).reshape(-1)  # D_j = C_j C_jᵀ for the diagonal block C_j of `lower`
+    return BlockLDL(factor, d_diagonal.float(), damping, inverse)
+
+
+class FactoredInputs(NamedTuple):
+    """H factored for rounding, in the transformed basis.
+
+    block_order: (n16 / 16,) int64; position i holds the matrix's block of columns block_order[i].
+    ldl: the factors of H with its blocks in that order.
+    """
+
+    block_order: torch.Tensor
+    ldl: BlockLDL
+
+
+def factor_inputs(moment: torch.Tensor) -> FactoredInputs:
+    """Transform, damp, order and factor H (n, n) float32."""
+    h = transform(transform(moment).T)
+    h = h.add_(h.T.clone()).mul_(0.5)
+    damp(h)
+    block_order = rounding_order(h)
+    columns = columns_of(block_order)
+    h = h[columns][:, columns]
+    return FactoredInputs(block_order, block_ldl(h))
+
+
+def damp(moment: torch.Tensor) -> None:
+    """Add INPUT_DAMPING of its mean diagonal to H (n, n), in place."""
+    with one_thread():
+        mean = moment.diagonal().mean()
+    moment.diagonal().add_(INPUT_DAMPING * mean + 1e-12)
+
+
+def columns_of(block_order: torch.Tensor) -> torch.Tensor:
+    """Column indices (n,) of blocks of 16 columns (n / 16,)."""
+    return (block_order[:, None] * TILE + torch.arange(TILE)).reshape(-1)
+
+
+def factor_outputs(moment: torch.Tensor, padded_rows: int) -> BlockLDL:
+    """Shrink, damp and factor G (m, m) float32, padded to `padded_rows`; a diagonal (m,) is only padded."""
+    if moment.dim() == 1:
+        return BlockLDL(None, torch.nn.functional.pad(moment, (0, padded_rows - len(moment))))
+    g = moment * (1.0 - OUTPUT_SHRINKAGE)
+    g.diagonal().copy_(moment.diagonal() + OUTPUT_DAMPING * moment.diagonal().mean() + 1e-30)
+    return block_ldl(pad_square(g))
+
+
+def pad_square(moment: torch.Tensor) -> torch.Tensor:
+    """Pad (n, n) to the next multiple of 16, with a small diagonal so that it factors; the padding multiplies zeros."""
+    extra = -len(moment) % TILE
+    if not extra:
+        return moment
+    padded = torch.nn.functional.pad(moment, (0, extra, 0, extra))
+    padded.diagonal()[len(moment) :] = moment.diagonal().mean() * 1e-3
+    return padded
+
+
+@dataclass(frozen=True)
+class RowFeedback:
+    """Feedback of each row along one direction, see the top of this file.
+
+    Attributes:
+        direction: z, (m, n) float32.
+        gain: (m, n) float32; a unit of error accumulated along z moves the row's later targets by this much.
+        trace: (m,) float32, what the direction adds to tr(D) of its row.
+    """
+
+    direction: torch.Tensor
+    gain: torch.Tensor
+    trace: torch.Tensor
+
+
+def factor_contexts(ldl: BlockLDL, contexts: torch.Tensor) -> RowFeedback | None:
+    """The row feedback for contexts v (m, n), which are transformed and in `ldl`'s order; None if `ldl` has no factor.
+
+    `contexts` is overwritten: the result's direction takes its memory.
+    """
+    if ldl.factor is None or ldl.whitening is None:
+        return None
+    gain, trace = torch.empty_like(contexts), torch.empty(len(contexts))
+    for rows in scratch_slices(len(contexts)):
+        z = solve_lower(ldl.factor, contexts[rows].T).T.contiguous()
+        blocks = z.unfold(1, TILE, TILE).transpose(0, 1)  # (n / 16, rows, 16)
+        white = blocks @ ldl.whitening.transpose(1, 2)
+        power = white.square().sum(2).T  # (rows, n / 16): z_j · D_j⁻¹ z_j
+        denominator = 1.0 + power.cumsum(1)
+        gain[rows] = ((white @ ldl.whitening).transpose(0, 1) / denominator[:, :, None]).reshape(z.shape)
+        trace[rows] = (blocks.square().sum(2).T / (denominator - power)).sum(1)
+        contexts[rows] = z
+    return RowFeedback(contexts, gain, trace)

@@ -1,0 +1,30 @@
+"""The Kronecker-factored Fisher information of a weight matrix: the loss that all passes minimise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class KroneckerFisher:
+    """Quadratic loss of one weight matrix W (m outputs, n inputs): an error E costs KL ≈ ½ tr(Eᵀ G E H) per token.
+
+    Source: K-FAC (Martens & Grosse 2015). Created by `allocation.matrices.fisher_of` from the statistics.
+
+    Attributes:
+        inputs: H, (n, n) float32.
+        outputs: G, (m, m) float32, or its diagonal, (m,).
+        contexts: v, (m, n) float32, or None. With contexts the input moment of row r is H + v_r v_rᵀ.
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    contexts: torch.Tensor | None = None
+
+    def reordered(self, order: torch.Tensor) -> KroneckerFisher:
+        """The Fisher information of W[order]; order: (k,) int64 row indices, a subset or a permutation."""
+        outputs = self.outputs[order]
+        contexts = None if self.contexts is None else self.contexts[order]
+        return KroneckerFisher(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order], contexts)

@@ -1,0 +1,49 @@
+"""The predicted loss of every choice of bits: KL per token of rounding a group of 16 rows, or of leaving it out."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L
+from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.passes import feedback
+from ciuic_cli.passes.chunk_size import chunk_rows
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.process.threads import one_thread
+
+
+def predicted_loss(
+    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], bits: tuple[float, ...], L: int
+) -> NDArray[np.float64]:
+    """KL per token of each group at each number of bits per weight, (groups, len(bits)).
+
+    Args:
+        sensitivity: (groups,) KL per unit of normalised code error: sums of `PreparedMatrix.row_sensitivity`.
+        removal: (groups,) KL of leaving the group out, which 0 bits do.
+        bits: bits per weight K; the normalised error of the code is MSE_BY_L[L][K] 4^-K.
+        L: trellis state bits.
+    """
+    error = MSE_BY_L[L]
+    columns = [removal if k == 0 else sensitivity * error[k] * 4.0**-k for k in bits]
+    return np.stack(columns, axis=1)
+
+
+def removal_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
+    """(m,) KL per token of setting each row of a weight (m, n) float32 to zero."""
+    h, g = fisher.inputs.float(), fisher.outputs
+    g = (g if g.dim() == 1 else g.diagonal()).float()
+    with one_thread():
+        mean, damping = float(g.mean()), feedback.INPUT_DAMPING * float(h.diagonal().mean())
+    chunks = weight.split(chunk_rows(weight.shape[1]))
+    row_energy = [((w @ h).add_(w, alpha=damping) * w).sum(1) for w in chunks]
+    # The curvature does not describe an error as large as a removal: a saturated attention head seems free to remove.
+    # So every row counts as at least an average one (measured: docs/experiments/allocation/saturated-heads.md).
+    return 0.5 * g.clamp_min(mean) * torch.cat(row_energy)
+
+
+def group_sums(per_row: torch.Tensor) -> NDArray[np.float64]:
+    """(groups,) sums of a value per row (m,) over groups of 16 rows."""
+    padded = torch.nn.functional.pad(per_row, (0, -len(per_row) % TILE))
+    return padded.double().reshape(-1, TILE).sum(1).numpy()

@@ -1,0 +1,87 @@
+"""Rounding a prepared matrix to the trellis code, with error feedback on both sides."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
+from ciuic_cli.codecs.rate_distortion import SCALE_BY_L
+from ciuic_cli.codecs.scales import decode_scales, encode_scales
+from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.codecs.trellis import round_matrix
+from ciuic_cli.passes.prepare import PreparedMatrix, prepare_without_fisher
+
+
+def round_prepared(
+    prepared: PreparedMatrix,
+    row_bits: NDArray[np.uint8],
+    *,
+    lowrank: tuple[PackedMatrix, PackedMatrix] | None = None,
+    row_class: NDArray[np.uint8] | None = None,
+    input_scale: NDArray[np.uint8] | None = None,
+    L: int,
+) -> PackedMatrix:
+    """Round a matrix with feedback along inputs and outputs.
+
+    Args:
+        row_bits: (groups,) uint8 bits per weight of each group of 16 stored rows, as `PackedMatrix.row_bits` has them.
+        lowrank: the coded factors of a low-rank part that was subtracted from the matrix before.
+        row_class: (rows,) uint8 if the rows of `prepared` were sorted by it.
+        input_scale: (cols,) uint8 codes if the columns of `prepared` were divided by it.
+        L: trellis state bits.
+    """
+    base, codes = row_scales(prepared.rms[: prepared.rows], row_bits, L)
+    tiles = round_rows(prepared, row_bits, decode_scales(base, codes), L)
+    return PackedMatrix(
+        prepared.rows, prepared.cols, L, 0, base, row_bits, codes, tiles, lowrank, row_class, input_scale
+    )  # fmt: skip
+
+
+def row_scales(rms: torch.Tensor, row_bits: NDArray[np.uint8], L: int) -> tuple[float, NDArray[np.uint8]]:
+    """The best row scales for rows with these effective standard deviations (m,): base and codes of `encode_scales`."""
+    scale_per_rms = [SCALE_BY_L[L].get(bits, 0.0) for bits in bits_of(row_bits)]
+    return encode_scales(rms.numpy() * np.array(scale_per_rms, np.float32).repeat(TILE)[: len(rms)])
+
+
+def round_rows(
+    prepared: PreparedMatrix, row_bits: NDArray[np.uint8], scale: NDArray[np.float32], L: int
+) -> NDArray[np.uint8]:
+    """The codes (bytes,) uint8 of all row groups, tiles in natural order; scale: (rows,) decoded row scales."""
+    scales = np.zeros(len(prepared.weight), np.float32)
+    scales[: prepared.rows] = scale
+    along = prepared.row_feedback
+    tiles, _ = round_matrix(
+        prepared.weight,
+        scales,
+        row_bits,
+        L=L,
+        input_feedback=prepared.inputs.factor,
+        output_feedback=prepared.outputs.factor,
+        row_feedback=None if along is None else (along.direction, along.gain),
+    )
+    if prepared.block_order is None:
+        return tiles
+    return _tiles_in_natural_order(tiles, row_bits, prepared.block_order.numpy())
+
+
+def _tiles_in_natural_order(
+    tiles: NDArray[np.uint8], row_bits: NDArray[np.uint8], block_order: NDArray[np.int64]
+) -> NDArray[np.uint8]:
+    """Move the tiles of each row group from `block_order` to natural order."""
+    natural = np.empty_like(tiles)
+    begin = 0
+    for nbytes in tile_nbytes(row_bits).tolist():
+        end = begin + nbytes * len(block_order)
+        natural[begin:end].reshape(len(block_order), -1)[block_order] = tiles[begin:end].reshape(
+            len(block_order), -1
+        )
+        begin = end
+    return natural
+
+
+def round_without_feedback(weight: torch.Tensor, bits: int, *, L: int) -> PackedMatrix:
+    """Round a matrix (m, n) float32 with the same bits per weight in all rows, without Fisher information."""
+    prepared = prepare_without_fisher(weight)
+    return round_prepared(prepared, np.full(len(prepared.weight) // TILE, bits, np.uint8), L=L)
