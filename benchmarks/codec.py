@@ -29,7 +29,7 @@ from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.widths import BITS as ALL_BITS
-from ciuic_cli.passes.unevenness import even_square
+from ciuic_cli.passes.effective_variance import effective_variance
 
 BITS = ALL_BITS[1:]
 WHOLE = [int(bits) for bits in BITS if bits == int(bits) and bits >= 2]  # all that the plain loop knows
@@ -77,7 +77,7 @@ def uneven(windows: list[int]) -> None:
         variance[:loud] = times
         weight = (draw * (variance / variance.mean()).sqrt()[:, None]).flatten(1)
         best = SCALE_BY_L[L][bits]  # of even rows, over their deviation
-        squares = even_square(weight.square().unflatten(1, (blocks, width)).mean(2), width)
+        squares = effective_variance(weight.square().unflatten(1, (blocks, width)).mean(2), width)
         mean = weight.square().mean(1).sqrt()
         others = [
             row_error(weight, best * factor * mean, bits, L)

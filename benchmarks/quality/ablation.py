@@ -12,14 +12,16 @@ SWITCHED: dict[str, dict[str, list[str]]] = {
     "no low-rank parts": {"arguments": ["--rank", "off"]},
     "neither": {"arguments": ["--prune", "off", "--rank", "off"]},
     "L = 12 trellis state bits": {"arguments": ["--effort", "fast"]},
-    "feedback along inputs only": {"patches": ["ciuic_cli.passes.quantize:OUTPUT_SHRINKAGE=1.0"]},
-    "G not shrunk": {"patches": ["ciuic_cli.passes.quantize:OUTPUT_SHRINKAGE=0.0"]},
-    "H damped by 0.01": {"patches": ["ciuic_cli.passes.quantize:INPUT_DAMPING=0.01"]},
-    "rows not sorted": {"patches": ["ciuic_cli.passes.sort:CLASSES=1"]},
-    "unevenness of rows ignored": {"patches": ["ciuic_cli.passes.unevenness:POWER=1"]},
-    "token weights not tempered": {"patches": ["ciuic_cli.allocation.matrices:TEMPER=1.0"]},
+    "feedback along inputs only": {"patches": ["ciuic_cli.passes.feedback:OUTPUT_SHRINKAGE=1.0"]},
+    "G not shrunk": {"patches": ["ciuic_cli.passes.feedback:OUTPUT_SHRINKAGE=0.0"]},
+    "H damped by 0.01": {"patches": ["ciuic_cli.passes.feedback:INPUT_DAMPING=0.01"]},
+    "rows not sorted": {"patches": ["ciuic_cli.passes.row_sorting:CLASSES=1"]},
+    "unevenness of rows ignored": {"patches": ["ciuic_cli.passes.effective_variance:POWER=1"]},
+    "token weights not tempered": {"patches": ["ciuic_cli.allocation.matrices:TOKEN_WEIGHT_EXPONENT=1.0"]},
     "token pairs ignored": {"patches": ["ciuic_cli.statistics.moments:MEETING=0.0"]},
-    "prediction not corrected by probes": {"patches": ["ciuic_cli.allocation.probes:LIMITS=(1.0, 1.0)"]},
+    "prediction not corrected by probes": {
+        "patches": ["ciuic_cli.allocation.probes:CORRECTION_LIMITS=(1.0, 1.0)"]
+    },
 }
 UNIFORM = {"arguments": ["--bits", "4", "--prune", "off", "--rank", "off"]}
 UNIFORM_BITS = 4.1

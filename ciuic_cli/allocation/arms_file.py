@@ -1,4 +1,4 @@
-"""Arms of one matrix as bytes for the journal, in numpy's .npz format, and back."""
+"""Serialises the arms of one matrix for the journal, in numpy's .npz format."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ from ciuic_cli.allocation.matrices import WeightMatrix
 from ciuic_cli.passes import lowrank
 
 _SORTED = "sorted "
+"""Prefix of the fields of `Arms.row_sorted`."""
 
 
 def arms_to_bytes(arms: Arms) -> bytes:
-    """A matrix's arms for the journal; the widths follow from the options."""
+    """The arms as .npz; bits and L are left out, because they follow from the options."""
     buffer = io.BytesIO()
     fields = _fields(arms)
-    if arms.sorted is not None:
-        fields |= {_SORTED + name: value for name, value in _fields(arms.sorted).items()}
+    if arms.row_sorted is not None:
+        fields |= {_SORTED + name: value for name, value in _fields(arms.row_sorted).items()}
     np.savez(buffer, allow_pickle=False, **fields)
     return buffer.getvalue()
+
+
+def arms_from_bytes(data: bytes, matrix: WeightMatrix, options: PassOptions) -> Arms:
+    """The inverse of `arms_to_bytes`, for the same matrix and options."""
+    stored = dict(np.load(io.BytesIO(data), allow_pickle=False))
+    arms = _from_fields(stored, matrix, options)
+    fields = {name.removeprefix(_SORTED): value for name, value in stored.items() if name.startswith(_SORTED)}
+    return replace(arms, row_sorted=_from_fields(fields, matrix, options)) if fields else arms
 
 
 def _fields(arms: Arms) -> dict[str, NDArray[Any]]:
@@ -41,20 +50,13 @@ def _fields(arms: Arms) -> dict[str, NDArray[Any]]:
     }
 
 
-def arms_from_bytes(data: bytes, matrix: WeightMatrix, options: PassOptions) -> Arms:
-    stored = dict(np.load(io.BytesIO(data), allow_pickle=False))
-    arms = _from_fields(stored, matrix, options)
-    beside = {name.removeprefix(_SORTED): value for name, value in stored.items() if name.startswith(_SORTED)}
-    return replace(arms, sorted=_from_fields(beside, matrix, options)) if beside else arms
-
-
 def _from_fields(stored: Mapping[str, NDArray[Any]], matrix: WeightMatrix, options: PassOptions) -> Arms:
-    candidates = [
+    parts = [
         lowrank.LowRankArm(int(rank), int(nbytes), remaining)
         for (rank, nbytes), remaining in zip(stored["ranks"], stored["remaining"], strict=True)
     ]
     return Arms(
-        matrix, options.widths_for(matrix), options.L, stored["sensitivity"], stored["removal"], candidates,
+        matrix, options.bits_for(matrix), options.L, stored["sensitivity"], stored["removal"], parts,
         channels=stored["channels"], singular=bool(stored["singular"]),
         row_class=stored["row_class"] if stored["row_class"].size else None,
         input_scale=stored["input_scale"] if stored["input_scale"].size else None,

@@ -1,8 +1,7 @@
-"""The budget: every choice's predicted loss and exact bytes in, the plan with the least loss out.
+"""A multiple-choice knapsack: one option per item, least total loss, total bytes within a budget.
 
-A multiple-choice knapsack: each item (a group of 16 rows of one matrix) takes exactly one of C options, and
-the sum of bytes must not pass the budget. Solved by a Lagrange multiplier (bytes priced at one rate for the
-whole model), then the few bytes left over are spent greedily, best loss per byte first.
+An item is a group of 16 rows of one matrix; its options are bits per weight. A Lagrange multiplier (loss per byte, the
+same for the whole model) is found by bisection; the few bytes left over are spent greedily, best loss per byte first.
 """
 
 from __future__ import annotations
@@ -18,13 +17,19 @@ from ciuic_cli.errors import TargetError
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.integer]
-_ITEMS = 1 << 15
-"""Items looked at together: intermediate results of all of them take several times the tables themselves."""
+_CHUNK_ITEMS = 1 << 15
+"""Items processed at once (chosen, not tuned). Temporaries of all items would take several times the tables' memory."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """choice: (items,) index of the option each item takes; price: loss per byte at the margin."""
+    """A solution of the knapsack.
+
+    Attributes:
+        choice: (items,) index of the option that each item takes.
+        loss: total loss. nbytes: total bytes.
+        multiplier: Lagrange multiplier, loss per byte at the margin.
+    """
 
     choice: IntArray
     loss: float
@@ -41,81 +46,84 @@ def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
         budget: bytes to spend.
 
     Raises:
-        TargetError: even the smallest options together are over the budget.
+        TargetError: even the smallest options together exceed the budget.
     """
-    least = smallest(loss, nbytes)
+    least = smallest_bytes(loss, nbytes)
     if least > budget:
         raise TargetError(f"the budget of {budget} bytes is below the smallest possible {least}")
     low, high = 1e-40, 1e40
     while high / low > 1 + 1e-9:
         middle = (low * high) ** 0.5
-        if _spent(nbytes, _choose(loss, nbytes, middle)) > budget:
+        if _total_bytes(nbytes, _choose(loss, nbytes, middle)) > budget:
             low = middle
         else:
             high = middle
     choice = _choose(loss, nbytes, high)
-    choice = _spend_rest(loss, nbytes, choice, budget)
+    choice = _spend_leftover(loss, nbytes, choice, budget)
     rows = np.arange(len(choice))
-    return Allocation(choice, float(loss[rows, choice].sum(dtype=np.float64)), _spent(nbytes, choice), high)
+    total_loss = float(loss[rows, choice].sum(dtype=np.float64))
+    return Allocation(choice, total_loss, _total_bytes(nbytes, choice), high)
 
 
-def smallest(loss: FloatArray, nbytes: IntArray) -> int:
-    """The bytes of the smallest options that are not forbidden."""
+def smallest_bytes(loss: FloatArray, nbytes: IntArray) -> int:
+    """Total bytes with every item at its smallest option that is not forbidden."""
     most = np.iinfo(nbytes.dtype).max
     return sum(
-        int(np.where(np.isinf(part), most, size).min(axis=1).sum(dtype=np.int64))
-        for part, size in _parts(loss, nbytes)
+        int(np.where(np.isinf(losses), most, sizes).min(axis=1).sum(dtype=np.int64))
+        for losses, sizes in _chunks(loss, nbytes)
     )
 
 
-def _parts(*tables: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
-    for begin in range(0, len(tables[0]), _ITEMS):
-        yield tuple(table[begin : begin + _ITEMS] for table in tables)
+def _chunks(*tables: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
+    for begin in range(0, len(tables[0]), _CHUNK_ITEMS):
+        yield tuple(table[begin : begin + _CHUNK_ITEMS] for table in tables)
 
 
 def _choose(loss: FloatArray, nbytes: IntArray, multiplier: float) -> IntArray:
+    """(items,) the options that minimise loss + multiplier · bytes."""
     return np.concatenate(
-        [np.argmin(part + multiplier * size, axis=1) for part, size in _parts(loss, nbytes)]
+        [np.argmin(losses + multiplier * sizes, axis=1) for losses, sizes in _chunks(loss, nbytes)]
         or [np.zeros(0, np.intp)]
     )
 
 
-def _spent(nbytes: IntArray, choice: IntArray) -> int:
+def _total_bytes(nbytes: IntArray, choice: IntArray) -> int:
     return int(nbytes[np.arange(len(choice)), choice].sum(dtype=np.int64))
 
 
 def _best_upgrades(
-    loss: FloatArray, nbytes: IntArray, choice: IntArray, left: int
+    loss: FloatArray, nbytes: IntArray, choice: IntArray, leftover: int
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """Of each item: the option that gains most per byte, this rate (0: there is none), and its bytes more."""
-    found = []
-    for part, size, chosen in _parts(loss, nbytes, choice):
+    """For each item: the option with the best gain per byte that fits, that rate (0: none fits), and its extra
+    bytes."""
+    upgrades = []
+    for losses, sizes, chosen in _chunks(loss, nbytes, choice):
         rows = np.arange(len(chosen))
-        gain = part[rows, chosen][:, None] - part
-        extra = size - size[rows, chosen][:, None]
-        possible = (extra > 0) & (extra <= left) & (gain > 0)
+        gain = losses[rows, chosen][:, None] - losses
+        extra = sizes - sizes[rows, chosen][:, None]
+        possible = (extra > 0) & (extra <= leftover) & (gain > 0)
         rate = np.where(possible, gain / np.maximum(extra, 1), 0.0)
         best = rate.argmax(axis=1)
-        found.append((best, rate[rows, best], extra[rows, best]))
-    best, rate, extra = (np.concatenate(column) for column in zip(*found, strict=True))
+        upgrades.append((best, rate[rows, best], extra[rows, best]))
+    best, rate, extra = (np.concatenate(column) for column in zip(*upgrades, strict=True))
     return best, rate, extra
 
 
-def _spend_rest(loss: FloatArray, nbytes: IntArray, choice: IntArray, budget: int) -> IntArray:
+def _spend_leftover(loss: FloatArray, nbytes: IntArray, choice: IntArray, budget: int) -> IntArray:
     """Upgrade items one option at a time, best gain per byte first, while bytes are left."""
     choice = choice.copy()
-    left = budget - _spent(nbytes, choice)
-    while left > 0 and len(choice):
-        best, rate, extra = _best_upgrades(loss, nbytes, choice, left)
+    leftover = budget - _total_bytes(nbytes, choice)
+    while leftover > 0 and len(choice):
+        best, rate, extra = _best_upgrades(loss, nbytes, choice, leftover)
         order = np.argsort(-rate, kind="stable")
         upgraded = False
         for item in order:
             if rate[item] <= 0:
                 break
             step = int(extra[item])
-            if step <= left:
+            if step <= leftover:
                 choice[item] = best[item]
-                left -= step
+                leftover -= step
                 upgraded = True
         if not upgraded:
             break

@@ -1,4 +1,4 @@
-"""A weight matrix in row chunks: a vocabulary is worked on a few thousand rows at a time, which bounds memory."""
+"""A weight matrix as prepared row chunks: embeddings and heads are processed a few thousand rows at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 from ciuic_cli.allocation.matrices import WeightMatrix, row_slices
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import stored_order
-from ciuic_cli.passes.quantize import BLOCK, Feedback, KroneckerFisher, Prepared, prepare
+from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.passes.feedback import FactoredInputs, factor_inputs
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes.prepare import PreparedMatrix, prepare
 
 
 def read_matrix(model_map: ModelMap, matrix: WeightMatrix) -> torch.Tensor:
-    """The weight (rows, cols) in float32, in memory of its own; raises `InputError` for NaN or infinity."""
+    """A copy of the weight (rows, cols) in float32; raises `InputError` for NaN or infinity."""
     name, expert = matrix.name, matrix.expert
     weight = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
     return weight.to(torch.float32, copy=True)
@@ -24,18 +27,24 @@ def read_matrix(model_map: ModelMap, matrix: WeightMatrix) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class RowChunk:
-    """Rows of a matrix that are worked on together. stored: which of the stored rows; rows: (m,) which of the matrix's
-    these are; weight: (m, n); prepared: the same, ready to be rounded."""
+    """Rows of a matrix that are processed together.
+
+    Attributes:
+        stored: slice of the stored rows.
+        rows: (m,) int64, the matrix's row number of each.
+        weight: (m, n) float32.
+        prepared: these rows, ready to be rounded.
+    """
 
     stored: slice
     rows: torch.Tensor
     weight: torch.Tensor
-    prepared: Prepared
+    prepared: PreparedMatrix
 
     @property
     def groups(self) -> slice:
-        """Which of the groups of 16 stored rows."""
-        return slice(self.stored.start // BLOCK, -(-self.stored.stop // BLOCK))
+        """Slice of the groups of 16 stored rows."""
+        return slice(self.stored.start // TILE, -(-self.stored.stop // TILE))
 
 
 def row_chunks(
@@ -43,17 +52,20 @@ def row_chunks(
     fisher: KroneckerFisher,
     matrix: WeightMatrix,
     row_class: NDArray[np.uint8] | None = None,
-    known: tuple[torch.Tensor | None, Feedback] | None = None,
+    factored: FactoredInputs | None = None,
 ) -> Iterator[RowChunk]:
-    """A matrix (m, n) as it is stored, its inputs scaled already, part by part.
+    """The row chunks of a matrix in stored order.
 
-    known: what `input_feedback` gives for its H, where that was computed already.
+    Args:
+        weight: (m, n) float32, its columns already divided by the input scales; so is `fisher`.
+        row_class: (m,) uint8 classes by which the stored rows are sorted; None: natural order.
+        factored: the result of `factor_inputs` for this H, if it was computed already.
     """
+    if factored is None:
+        factored = factor_inputs(fisher.inputs)
     order = torch.arange(matrix.rows) if row_class is None else torch.from_numpy(stored_order(row_class))
     for stored in row_slices(matrix):
         rows = order[stored]
         whole = row_class is None and len(rows) == matrix.rows
-        part, its = (weight, fisher) if whole else (weight[rows], fisher.reordered(rows))
-        prepared = prepare(part, its, known)
-        known = prepared.blocks, prepared.inputs
-        yield RowChunk(stored, rows, part, prepared)
+        chunk, chunk_fisher = (weight, fisher) if whole else (weight[rows], fisher.reordered(rows))
+        yield RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored))

@@ -1,4 +1,4 @@
-"""Rounds and codes one weight matrix as the plan says."""
+"""Encoding: rounds one weight matrix and packs it as its plan says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import decode_scales
 from ciuic_cli.passes import lowrank, prune
-from ciuic_cli.passes.quantize import KroneckerFisher, input_feedback, round_prepared, round_rows, row_scales
+from ciuic_cli.passes.feedback import factor_inputs
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes.rounding import round_prepared, round_rows, row_scales
 from ciuic_cli.passes.scale import scaled
 from ciuic_cli.statistics.files import Statistics
 
@@ -22,45 +24,48 @@ from ciuic_cli.statistics.files import Statistics
 def encode_matrix(
     model_map: ModelMap, statistics: Statistics, plan: Plan, matrix: WeightMatrix, *, L: int
 ) -> PackedMatrix:
-    """Round one matrix as the plan says."""
-    chosen = plan.matrices[matrix.key]
+    """Read, prune, scale and round one matrix. L: trellis state bits."""
+    matrix_plan = plan.matrices[matrix.key]
     fisher, weight = fisher_of(matrix, statistics), read_matrix(model_map, matrix)
-    removed = prune.removed_columns(plan.removed, matrix.key, matrix.cols)
+    removed = prune.removed_columns(plan.pruned_structures, matrix.key, matrix.cols)
     if removed is not None:
         weight = prune.correct_remaining(weight, fisher.inputs, removed)
-    weight, fisher = scaled(weight, fisher, chosen.input_scale)
+    weight, fisher = scaled(weight, fisher, matrix_plan.input_scale)
     if len(row_slices(matrix)) > 1:
-        return _encode_in_chunks(weight, fisher, chosen, L)
-    (chunk,) = row_chunks(weight, fisher, matrix, chosen.row_class)
+        return _encode_in_chunks(weight, fisher, matrix_plan, L)
+    (chunk,) = row_chunks(weight, fisher, matrix, matrix_plan.row_class)
     prepared, factors = chunk.prepared, None
-    if chosen.rank:
-        row_weight = prepared.outputs.noise[: matrix.rows]
-        factors, product = lowrank.encode(chunk.weight, row_weight, chosen.rank, L=L)
+    if matrix_plan.rank:
+        row_weight = prepared.outputs.d_diagonal[: matrix.rows]
+        factors, product = lowrank.encode(chunk.weight, row_weight, matrix_plan.rank, L=L)
         prepared = prepared.with_weight(chunk.weight - product)
     return round_prepared(
         prepared,
-        chosen.row_bits,
+        matrix_plan.row_bits,
         lowrank=factors,
-        row_class=chosen.row_class,
-        input_scale=chosen.input_scale,
+        row_class=matrix_plan.row_class,
+        input_scale=matrix_plan.input_scale,
         L=L,
     )
 
 
 def _encode_in_chunks(
-    weight: torch.Tensor, fisher: KroneckerFisher, chosen: MatrixPlan, L: int
+    weight: torch.Tensor, fisher: KroneckerFisher, matrix_plan: MatrixPlan, L: int
 ) -> PackedMatrix:
-    """The same of a matrix that has neither a low-rank part nor feedback between its rows."""
-    matrix, known = chosen.matrix, input_feedback(fisher.inputs)
-    plain = row_chunks(weight, replace(fisher, contexts=None), matrix, chosen.row_class, known)
+    """The same for an embedding or head in row chunks; it has no low-rank part and no feedback between rows.
+
+    Row scales share one base, so all rows are prepared once for their rms, without contexts, and again for rounding.
+    """
+    matrix, factored = matrix_plan.matrix, factor_inputs(fisher.inputs)
+    plain = row_chunks(weight, replace(fisher, contexts=None), matrix, matrix_plan.row_class, factored)
     rms = torch.cat([chunk.prepared.rms[: len(chunk.rows)] for chunk in plain])
-    base, codes = row_scales(rms, chosen.row_bits, L)
+    base, codes = row_scales(rms, matrix_plan.row_bits, L)
     scales = decode_scales(base, codes)
     tiles = [
-        round_rows(chunk.prepared, chosen.row_bits[chunk.groups], scales[chunk.stored], L)
-        for chunk in row_chunks(weight, fisher, matrix, chosen.row_class, known)
+        round_rows(chunk.prepared, matrix_plan.row_bits[chunk.groups], scales[chunk.stored], L)
+        for chunk in row_chunks(weight, fisher, matrix, matrix_plan.row_class, factored)
     ]
     return PackedMatrix(
-        matrix.rows, matrix.cols, L, 0, base, chosen.row_bits, codes, np.concatenate(tiles),
-        row_class=chosen.row_class, input_scale=chosen.input_scale,
+        matrix.rows, matrix.cols, L, 0, base, matrix_plan.row_bits, codes, np.concatenate(tiles),
+        row_class=matrix_plan.row_class, input_scale=matrix_plan.input_scale,
     )  # fmt: skip

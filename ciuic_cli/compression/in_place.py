@@ -1,4 +1,4 @@
-"""`apply_ciuic_compression`: compress a loaded model in place."""
+"""`apply_ciuic_compression`: compresses a loaded transformers model in place."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Model = TypeVar("Model", bound=nn.Module)
 def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any) -> Model:
     """Compress a loaded transformers model in place and return it.
 
-    Its dense weights are exchanged for compressed ones, module by module; references to the model stay valid. The
-    weights pass through a temporary folder (twice the size of the result, plus the original). It takes as long as
-    `ciuic compress`; pass progress=lambda what, done, total: ... to watch it.
+    Dense weights are replaced by compressed ones, module by module; references to the model stay valid. The weights
+    pass through a temporary folder, which takes the bytes of the original and twice those of the result. The call takes
+    as long as `ciuic compress`; pass progress=lambda phase, done, total: ... to watch it.
 
     Args:
         model: a transformers causal language model with its weights on the CPU or a GPU.
@@ -46,10 +46,10 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         )
     if {"dry_run", "force"} & options.keys():
         raise UsageError("a model is compressed in place without dry_run or force", remedy="leave them out")
-    asked = {name: value for name, value in options.items() if name not in ("progress", "hint")}
-    CompressOptions(**asked)  # refused now, not after the model is written
+    compress_options = {name: value for name, value in options.items() if name not in ("progress", "hint")}
+    CompressOptions(**compress_options)  # wrong options are refused before the model is written
     if tokenizer is None:
-        tokenizer = _own_tokenizer(model)
+        tokenizer = _tokenizer_of(model)
     with ends_tidily(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
         source, out = Path(folder) / "source", Path(folder) / "out"
         cast(Any, model).save_pretrained(source)
@@ -64,7 +64,7 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         return cast(Model, pack_module_inplace(model, blobs, notes=notes))
 
 
-def _own_tokenizer(model: Any) -> Any:
+def _tokenizer_of(model: Any) -> Any:
     from transformers import AutoTokenizer
 
     name = getattr(model, "name_or_path", "") or getattr(model.config, "name_or_path", "")

@@ -1,4 +1,4 @@
-"""The journal beside an output: what is finished, so that a killed run goes on and ends in the same bytes."""
+"""The journal: finished steps as files beside the output, so that a killed run continues and ends in the same bytes."""
 
 from __future__ import annotations
 
@@ -19,34 +19,40 @@ from ciuic_cli.process.atomic_files import clear_away, environment_fault, write_
 from ciuic_cli.process.digests import file_digest
 
 _LOCK = "lock"
+"""File that a process locks; it contains the PID."""
 _FINGERPRINT = "fingerprint.json"
+"""File with the inputs and options of the run."""
 _PUBLISHED = "published"
-_SHORT = 40
-"""Characters of a value that a message shows."""
+"""Step that is saved just before the artifact takes the output's name."""
+_SHOWN_CHARACTERS = 40
+"""Values with more characters are not shown in a message (chosen, not tuned)."""
 
 
 class Journal:
-    """The work folder of one output, locked for one process at a time (a context manager).
+    """The work folder of one output. As a context manager it locks the folder for one process at a time.
 
-    Finished steps are files: each is written under another name, synced and renamed, so that a step is
-    either done or not there; a digest guards against a torn one. What is no regular file or folder as they are
-    written here counts as not there: links are not followed, pipes not waited for.
+    Every finished step is a file. It is written under another name, synced and renamed, so a step is either done or
+    absent; a digest detects torn files. Anything but a regular file or a folder counts as absent: links are not
+    followed, and pipes are not opened.
+
+    Attributes:
+        out: the output folder. folder: the work folder beside it.
+        ended: name of the work folder while it is being removed.
     """
 
     def __init__(self, out: Path) -> None:
         self.out = out
         self.folder = out.parent / f".{out.name}.ciuic"
         self.ended = out.parent / f".{out.name}.ciuic.ended"
-        """The folder's name while it is removed."""
         self._lock: int | None = None
-        self._made: list[Path] = []
+        self._created_parents: list[Path] = []
 
     def __enter__(self) -> Journal:
         while self._lock is None:
             handle = self._open_lock()
             if self._is_current(handle):
                 self._lock = handle
-            else:  # another run ended and removed the folder in between
+            else:  # another run ended, and removed the folder between our open and our lock
                 os.close(handle)
         try:
             os.truncate(self._lock, 0)
@@ -60,31 +66,31 @@ class Journal:
         lock = self.folder / _LOCK
         try:
             _clear_unless(stat.S_ISDIR, self.folder)
-            self._made += [place for place in self.folder.parents if not place.exists()]
+            self._created_parents += [parent for parent in self.folder.parents if not parent.exists()]
             self.folder.mkdir(parents=True, exist_ok=True)
             _clear_unless(stat.S_ISREG, lock)
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
             raise EnvironmentFault(
-                f"cannot make the work folder: {error.strerror}",
+                f"cannot create the work folder: {error.strerror}",
                 file=self.folder,
                 remedy="check the permissions of the output's parent folder",
             ) from error
-        self._hold(handle, fcntl.LOCK_EX)
+        self._acquire(handle, fcntl.LOCK_EX)
         return handle
 
     def require_free(self) -> None:
         """Raise EnvironmentFault if a run is writing this output now."""
         try:
             handle = os.open(self.folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK)
-        except OSError:  # none has begun, or `__enter__` will say what is wrong
+        except OSError:  # no run has begun; if something else is wrong, `__enter__` reports it
             return
-        self._hold(handle, fcntl.LOCK_SH)
+        self._acquire(handle, fcntl.LOCK_SH)
         os.close(handle)
 
-    def _hold(self, handle: int, kind: int) -> None:
+    def _acquire(self, handle: int, mode: int) -> None:
         try:
-            fcntl.flock(handle, kind | fcntl.LOCK_NB)
+            fcntl.flock(handle, mode | fcntl.LOCK_NB)
         except OSError as error:
             pid = os.read(handle, 32).decode("ascii", "replace").strip() or "unknown"
             os.close(handle)
@@ -95,7 +101,7 @@ class Journal:
             ) from error
 
     def _is_current(self, handle: int) -> bool:
-        """Whether the locked file is still the one that others would find."""
+        """Whether the lock file at the journal's path is the one that `handle` has open."""
         try:
             return os.fstat(handle).st_ino == (self.folder / _LOCK).stat().st_ino
         except FileNotFoundError:
@@ -110,63 +116,67 @@ class Journal:
                     self.remove()
             os.close(self._lock)
             self._lock = None
-        for place in self._made:
-            with suppress(OSError):  # what is not empty stays
-                place.rmdir()
+        for parent in self._created_parents:
+            with suppress(OSError):  # folders that are not empty stay
+                parent.rmdir()
 
     def has_steps(self) -> bool:
-        """Whether there is something to go on from: any file besides the lock and the fingerprint."""
-        own = [self.folder / _LOCK, self.folder / _FINGERPRINT]
-        return any(path.is_file() and path not in own for path in self.folder.rglob("*"))
+        """Whether a run can continue from here: there is a file besides the lock and the fingerprint."""
+        bookkeeping = [self.folder / _LOCK, self.folder / _FINGERPRINT]
+        return any(path.is_file() and path not in bookkeeping for path in self.folder.rglob("*"))
 
     def begin(self, fingerprint: dict[str, Any], *, restart: bool) -> bool:
-        """Compare with the run that left this journal; True if there is one to go on from.
+        """Start a run, or continue the one that left this journal; True if there is one to continue.
+
+        Steps of another run are discarded with `restart`.
 
         Raises:
-            InputError: the journal belongs to other inputs or options; the differences are listed.
+            InputError: the journal belongs to a run with other inputs or options, and not `restart`; lists the
+            differences.
         """
         path = self.folder / _FINGERPRINT
-        found = self._json(path)
-        if found is not None and found != fingerprint:
+        previous = self._json(path)
+        if previous is not None and previous != fingerprint:
             if not restart:
                 raise InputError(
                     "an unfinished run with other inputs or options lies beside this output: "
-                    + "; ".join(_differences(found, fingerprint)),
+                    + "; ".join(_differences(previous, fingerprint)),
                     file=self.folder,
-                    remedy="repeat the earlier command to finish it, or start afresh with --force "
+                    remedy="repeat the earlier command to finish it, or start again with --force "
                     "(in Python: force=True)",
                 )
-            found = None
-        if found is None:
-            self.clear()  # whatever lies here is of another run, or of one that cannot be told
+            previous = None
+        if previous is None:
+            self.clear()  # these steps belong to another run, or to one without a fingerprint
         else:
             self._tidy()
         write_atomically(path, json.dumps(fingerprint, indent=2, sort_keys=True).encode())
-        return found is not None
+        return previous is not None
 
     def clear(self) -> None:
-        """Forget all steps; the lock stays."""
+        """Remove everything but the lock."""
         for path in self.folder.iterdir():
             if path.name != _LOCK:
                 clear_away(path)
 
     def _tidy(self) -> None:
-        """Remove what no finished step has left: links, pipes, unfinished writes, torn files beside the folders."""
-        for place, folders, files in os.walk(self.folder):
+        """Remove everything that is not a finished step: links, pipes, unfinished writes, torn files at the top
+        level."""
+        for parent, folders, files in os.walk(self.folder):
             for name in (*folders, *files):
-                path = Path(place, name)
+                path = Path(parent, name)
                 mode = path.lstat().st_mode
-                ours = stat.S_ISREG(mode) or (
+                is_ours = stat.S_ISREG(mode) or (
                     stat.S_ISDIR(mode) and "." not in name
-                )  # no folder of ours has a dot
-                if not ours or name.endswith(".part"):
+                )  # our folders have no dot
+                if not is_ours or name.endswith(".part"):
                     clear_away(path)
         for path in self.folder.iterdir():
             if path.is_file() and path.name not in (_LOCK, _FINGERPRINT) and self.load(path.name) is None:
                 path.unlink()
 
     def remove(self) -> None:
-        """The run is over: nothing of it stays. It loses its name first: a kill leaves all of the journal or none."""
+        """Remove the journal after the run. It is renamed first, so that a kill leaves either all of it or none."""
         self.sweep()
         try:
             self.folder.rename(self.ended)
@@ -176,25 +186,25 @@ class Journal:
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove what a run left that was killed in `remove`. Needs no lock: nobody goes on from there."""
+        """Remove the rest of a journal whose run was killed in `remove`. Needs no lock: no run continues from it."""
         with suppress(OSError):
             clear_away(self.ended)
 
     def save(self, name: str, data: bytes) -> None:
-        """Finish the step `name` with its result."""
+        """Save the result of the step `name`, which finishes it. name: a file name, or folder/file."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         _clear_unless(stat.S_ISREG, path)
         write_atomically(path, _digest(name, data) + data)
 
     def publishing(self, folder: Path) -> None:
-        """Note that the finished `folder` is about to take the output's name."""
+        """Record that the finished artifact in `folder` is about to take the output's name."""
         self.save(_PUBLISHED, (folder / CHECKSUMS).read_bytes())
 
     def published(self) -> bool:
-        """Whether the output is the one that `publishing` announced: only this journal's removal was left to do.
+        """Whether the output is the artifact that `publishing` recorded: then only the journal's removal is left to do.
 
-        Its files may have been damaged since.
+        The artifact's files may have been damaged since.
         """
         announced = self.load(_PUBLISHED)
         try:
@@ -203,16 +213,16 @@ class Journal:
             return False
 
     def seal(self, name: str, folder: Path) -> None:
-        """Finish the step `name` whose result are the files of `folder`, a folder inside this one."""
+        """Finish the step `name`, whose result is the files of `folder`, a subfolder of the journal."""
         self.save(name, _digests(folder))
 
     def sealed(self, name: str, folder: Path) -> bool:
-        """Whether the step `name` was finished and its files still have the bytes that they had then."""
+        """Whether the step `name` is finished and the files of `folder` are unchanged since."""
         stored = self.load(name)
         return stored is not None and stored == _digests(folder)
 
     def load(self, name: str) -> bytes | None:
-        """The result of a finished step; None if it is not there or torn."""
+        """The result of a finished step; None if it is absent or torn."""
         stored = _bytes(self.folder / name)
         if stored is None:
             return None
@@ -222,19 +232,19 @@ class Journal:
     @staticmethod
     def _json(path: Path) -> dict[str, Any] | None:
         try:
-            found = json.loads(_bytes(path) or b"")
+            value = json.loads(_bytes(path) or b"")
         except (ValueError, RecursionError):
             return None
-        return found if isinstance(found, dict) else None
+        return value if isinstance(value, dict) else None
 
 
 def _digest(name: str, data: bytes) -> bytes:
-    """32 bytes by which a step is known to be whole, and to be that step and no other."""
+    """SHA-256 of a step's name and result: detects a torn file, and a file under another step's name."""
     return hashlib.sha256(name.encode() + b"\0" + data).digest()
 
 
 def _bytes(path: Path) -> bytes | None:
-    """What a regular file has; None if there is none."""
+    """The content of a regular file; None if there is none."""
     try:
         return path.read_bytes() if stat.S_ISREG(path.lstat().st_mode) else None
     except (FileNotFoundError, NotADirectoryError):
@@ -242,31 +252,31 @@ def _bytes(path: Path) -> bytes | None:
 
 
 def _clear_unless(kind: Callable[[int], bool], path: Path) -> None:
-    """Remove what is at `path` if it is not of this kind."""
+    """Remove anything at `path` that is not of this kind; kind: a test of the file mode, such as stat.S_ISREG."""
     with suppress(FileNotFoundError):
         if not kind(path.lstat().st_mode):
             clear_away(path)
 
 
 def _digests(folder: Path) -> bytes:
-    found = {}
+    digests = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.is_file():
-            found[path.name] = file_digest(path)
-    return json.dumps(found).encode()
+            digests[path.name] = file_digest(path)
+    return json.dumps(digests).encode()
 
 
 def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What changed, with both values where they are short enough to say something; five of one kind are enough."""
-    found = []
+    """The changed keys, with both values if they are short; at most five from each nested dict."""
+    differences = []
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
         if before == after:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
-            found += _differences(before, after)[:5]
-        elif max(len(str(before)), len(str(after))) > _SHORT:
-            found.append(f"{key} changed")
+            differences += _differences(before, after)[:5]
+        elif max(len(str(before)), len(str(after))) > _SHOWN_CHARACTERS:
+            differences.append(f"{key} changed")
         else:
-            found.append(f"{key}: {before} before, {after} now")
-    return found
+            differences.append(f"{key}: {before} before, {after} now")
+    return differences

@@ -1,4 +1,4 @@
-"""`CompressOptions`: everything a user can ask of `compress`, checked once, for the command line and Python alike.
+"""`CompressOptions`: all options of `compress`, checked in one place for the command line and Python.
 
 Error messages name an option as the command line does (`--target-bpw`); the field in Python is `target_bpw`. Nothing
 heavy is imported here, so wrong options are refused at once.
@@ -19,7 +19,7 @@ from ciuic_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Effort:
-    """The work that an effort level spends.
+    """What an effort level spends.
 
     L: trellis state bits; the search has 2^L states. nsamples: calibration sequences. recovery_steps: optimizer steps
     that tune row scales and norms after rounding.
@@ -31,7 +31,12 @@ class Effort:
 
 
 EFFORTS = {"fast": Effort(12, 24, 0), "default": Effort(16, 64, 0), "best": Effort(16, 128, 90)}
+"""By name. L = 12 instead of 16 costs 14 % of KL (measured: docs/experiments/versions/ablation.md). More calibration
+text gains little (docs/experiments/statistics/calibration-text.md). 90 recovery steps pass the package's own
+calibration text once (docs/experiments/recovery/factors-and-norms.md). The numbers of "fast" were chosen, not
+tuned."""
 MTP = ("keep", "drop")
+"""What can be done with multi-token-prediction layers."""
 BITS = tuple(MSE_BY_L[16])
 """The bits per weight that the trellis code offers."""
 DEFAULT_BITS = tuple(bits for bits in BITS if bits >= 2)
@@ -42,32 +47,33 @@ calibration text (measured: docs/experiments/allocation/bit-widths.md)."""
 RANK_STEP = 16
 """Ranks of low-rank parts are multiples of this: the side of a tile."""
 DEFAULT_RATIO = 4.0
+"""Bytes of all parameters at 2 bytes each over bytes of the artifact's safetensors files."""
 DEFAULT_SEQLEN = 512
-"""Tokens per calibration sequence where the model has that many positions."""
+"""Tokens per calibration sequence, if the model has that many positions (chosen, not tuned)."""
 NSAMPLES = (2, 1 << 20)
-"""Fewest and most calibration sequences."""
+"""Fewest and most calibration sequences; the fewest leave one for the statistics and one held out."""
 SEQLEN = (32, 1 << 20)
-"""Fewest and most tokens per calibration sequence."""
+"""Fewest and most tokens per calibration sequence (chosen, not tuned)."""
 SEED = (0, 2**32 - 1)
-"""Smallest and largest seed."""
+"""Smallest and largest seed: 32 bits."""
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:[0-9]+")
 
 
 @dataclass(frozen=True)
 class CompressOptions:
-    """What a user asks of a run. Creating it checks every value.
+    """The options of a run. Creating it checks every value.
 
     Attributes:
         ratio: bytes of all parameters at 2 bytes each over bytes of the artifact's safetensors files. The budget is one
             of ratio, target_bpw and target_size; with none of them the ratio is 4.
         target_bpw: stored bits per parameter, at most 16.
         target_size: bytes of the artifact's safetensors files.
-        calibration: UTF-8 text files; none: the package's own mix.
-        nsamples: calibration sequences; None: as many as the effort level takes.
+        calibration: UTF-8 text files; none: the package's own calibration text.
+        nsamples: calibration sequences; None: those of the effort level.
         seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.
-        seed: seed of everything that is drawn at random. Another seed gives other bytes.
+        seed: seed of all random numbers. Another seed gives other bytes.
         effort: "fast", "default" or "best", see `EFFORTS`.
-        prune: "off", "auto", or the share of the prunable weights to leave out, in [0, 1).
+        prune: "off", "auto", or the share of the prunable weights to prune, in [0, 1).
         rank: "off", "auto", or the rank of every low-rank part, a multiple of 16.
         bits: the bits per weight that the budget may choose from, a subset of `BITS`.
         mtp: "keep" or "drop" the multi-token-prediction layers. Kept layers count as parameters.
@@ -122,7 +128,7 @@ class CompressOptions:
 
     @property
     def sequences(self) -> int:
-        """Calibration sequences of the statistics, those held out for measuring KL among them."""
+        """Calibration sequences, including those held out for measuring KL."""
         return self.nsamples or self.level.nsamples
 
     def budget(self, original: int) -> int:
@@ -134,7 +140,7 @@ class CompressOptions:
         return int(original / (DEFAULT_RATIO if self.ratio is None else self.ratio))
 
     def sequence_length(self, positions: int | None) -> int:
-        """Tokens per calibration sequence for a model with so many positions (None: unlimited).
+        """Tokens per calibration sequence for a model with this many positions (None: unlimited).
 
         Raises UsageError if the user asked for more tokens than the model has positions.
         """
@@ -152,10 +158,10 @@ class CompressOptions:
 
         ratio: bytes at 2 per parameter over the budget. seqlen: tokens per calibration sequence.
         """
-        elsewhere = ("target_bpw", "target_size", "calibration", "dry_run", "force")
-        asked = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in elsewhere}
+        left_out = ("target_bpw", "target_size", "calibration", "dry_run", "force")
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in left_out}
         return {
-            **asked,
+            **values,
             "ratio": ratio,
             "L": self.level.L,
             "nsamples": self.sequences,
@@ -168,14 +174,14 @@ class CompressOptions:
 def check_path(name: str, path: object) -> Path:
     """The path as a `Path`; raises UsageError for a value that cannot be one. name: the option, for the message."""
     if not isinstance(path, (str, Path)) or "\0" in str(path):
-        raise UsageError(f"{name}: {_shown(path)} is no path", remedy="give a str or a pathlib.Path")
+        raise UsageError(f"{name}: {_shown(path)} is not a path", remedy="give a str or a pathlib.Path")
     return Path(path)
 
 
 def check_device(device: object) -> str:
     """The device's name; raises UsageError unless it is "auto", "cpu", "cuda" or "cuda:N"."""
     if not (isinstance(device, str) and _DEVICE.fullmatch(device)):
-        raise UsageError(f"--device {_shown(device)} is no device", remedy="use auto, cpu, cuda or cuda:N")
+        raise UsageError(f"--device {_shown(device)} is not a device", remedy="use auto, cpu, cuda or cuda:N")
     return device
 
 
@@ -211,7 +217,7 @@ def _checked_prune(prune: object) -> str | float:
     if not (_is_number(prune) and 0.0 <= prune < 1.0):
         raise UsageError(
             f"--prune {_shown(prune)} is neither off, auto nor a share in [0, 1)",
-            remedy="0.1 leaves out a tenth of the prunable weights",
+            remedy="0.1 prunes a tenth of the prunable weights",
         )
     return float(prune)
 
@@ -221,7 +227,7 @@ def _checked_rank(rank: object) -> str | int:
         return rank
     if not (_is_whole(rank) and rank >= 1):
         raise UsageError(
-            f"--rank {_shown(rank)} is neither off, auto nor a positive number",
+            f"--rank {_shown(rank)} is neither off, auto nor a positive whole number",
             remedy=f"use a multiple of {RANK_STEP}",
         )
     if rank % RANK_STEP:
@@ -233,17 +239,17 @@ def _checked_rank(rank: object) -> str | int:
 
 
 def _checked_bits(bits: object) -> tuple[float, ...]:
-    """Ascending, each once."""
-    asked = _items(bits)
-    wrong = [value for value in asked if not (_is_number(value) and value in BITS)]
-    if wrong or not asked:
-        what = (
+    """The bits per weight in ascending order, without duplicates."""
+    values = _items(bits)
+    wrong = [value for value in values if not (_is_number(value) and value in BITS)]
+    if wrong or not values:
+        problem = (
             f"{_shown(wrong[0])} bits per weight are not offered" if wrong else "no bits per weight are given"
         )
         raise UsageError(
-            f"--bits: {what}", remedy=f"choose from {bits_text(BITS)} (in Python: a list of numbers)"
+            f"--bits: {problem}", remedy=f"choose from {bits_text(BITS)} (in Python: a list of numbers)"
         )
-    return tuple(value for value in BITS if value in asked)
+    return tuple(value for value in BITS if value in values)
 
 
 def _check_name(option: str, value: object, names: Iterable[str]) -> None:
@@ -259,7 +265,7 @@ def _check_number(option: str, value: object, limits: tuple[int, int]) -> None:
 
 
 def _items(value: object) -> list[Any]:
-    """The items of a collection; any other value, a str too, is one item."""
+    """The items of a collection; any other value, including a str, is one item."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
 
 
@@ -275,5 +281,5 @@ def _shown(value: object) -> str:
     """The value for a message, at most 60 characters."""
     try:
         return f"{value!r:.60}"
-    except ValueError:  # Python refuses to write an integer of thousands of digits
+    except ValueError:  # Python does not print integers of thousands of digits
         return "a number of thousands of digits"

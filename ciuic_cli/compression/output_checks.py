@@ -1,4 +1,4 @@
-"""Refusals of an output folder before any work is done: it is the input, it exists, it cannot be written."""
+"""Checks of the output folder before any work: it is not the input, no other run writes it, and it can be written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ciuic_cli.process import atomic_files
 
 
 def check_apart(out: Path, checkpoint: Checkpoint, calibration: Sequence[str | Path]) -> None:
-    """Raise InputError if the output is the input, lies in it, or holds a file that the run reads."""
+    """Raise InputError if the output is the input, lies inside it, or contains a file that the run reads."""
     source = checkpoint.folder.resolve()
     if out == source or source in out.parents:
         raise InputError("the output is the input", file=out, remedy="choose another output folder")
@@ -28,18 +28,16 @@ def check_apart(out: Path, checkpoint: Checkpoint, calibration: Sequence[str | P
 
 
 def check_no_other_run(out: Path) -> None:
-    """Raise EnvironmentFault if a run is writing this folder, or one that holds it, now."""
-    for place in (out, *out.parents):
-        Journal(place).require_free()
+    """Raise EnvironmentFault if a run is writing this folder, or one that contains it."""
+    for folder in (out, *out.parents):
+        Journal(folder).require_free()
 
 
 def check_output(out: Path, *, force: bool) -> None:
     """Raise InputError if the output exists (with `force`: if it is not a folder) or cannot be written."""
-    place = _existing_parent(out)
+    parent = _existing_parent(out)
     for mounted in _mount_points(out):
-        raise InputError(
-            "a file system is mounted there", file=mounted, remedy="choose a folder inside of it"
-        )
+        raise InputError("a file system is mounted there", file=mounted, remedy="choose a folder inside it")
     if os.path.lexists(out) and not out.is_dir():
         raise InputError("the output is a file", file=out, remedy="choose a folder")
     if out.exists() and not force and not Journal(out).published():
@@ -48,7 +46,7 @@ def check_output(out: Path, *, force: bool) -> None:
             file=out,
             remedy="choose another folder, or replace it with --force (in Python: force=True)",
         )
-    for folder in (out, place):
+    for folder in (out, parent):
         if folder.exists() and not atomic_files.is_writable(folder):
             raise InputError(
                 "the output's folder is read-only", file=folder, remedy="choose a folder you can write to"
@@ -62,32 +60,34 @@ def check_output(out: Path, *, force: bool) -> None:
 
 
 def _mount_points(folder: Path) -> list[Path]:
-    """Mount points at `folder` and below it: renaming cannot move other file systems."""
-    mounted = [Path(part.mountpoint) for part in psutil.disk_partitions(all=True)]
-    return [place for place in mounted if place.is_relative_to(folder)]
+    """Mount points at `folder` and below it: a rename cannot move another file system."""
+    mounted = [Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True)]
+    return [mount for mount in mounted if mount.is_relative_to(folder)]
 
 
 def _existing_parent(out: Path) -> Path:
-    """The nearest parent folder that exists; raises InputError for a path that cannot be made below it."""
+    """The nearest existing parent folder; raises InputError if the output's path cannot be created below it."""
     try:
         str(out).encode()
     except UnicodeEncodeError as error:
         raise InputError("the output's path is not UTF-8", file=out, remedy="choose another name") from error
-    if any(os.path.islink(part) for part in (out, *out.parents)):  # `out` is a real path otherwise
+    if any(
+        os.path.islink(part) for part in (out, *out.parents)
+    ):  # `out` is resolved; a link is left only in a loop
         raise InputError(
             "the output's path is a circle of symbolic links", file=out, remedy="choose another output folder"
         )
-    missing = [part for part in out.parents if not os.path.exists(part)]
-    place = out.parents[len(missing)]
-    if not place.is_dir():
+    missing = [folder for folder in out.parents if not os.path.exists(folder)]
+    parent = out.parents[len(missing)]
+    if not parent.is_dir():
         raise InputError(
-            "the output lies below a file, not a folder", file=place, remedy="choose another output folder"
+            "the output lies below a file, not a folder", file=parent, remedy="choose another output folder"
         )
-    limit = os.pathconf(place, "PC_NAME_MAX")
-    if any(len(os.fsencode(part.name)) > limit for part in (Journal(out).ended, *missing)):
+    limit = os.pathconf(parent, "PC_NAME_MAX")
+    if any(len(os.fsencode(folder.name)) > limit for folder in (Journal(out).ended, *missing)):
         raise InputError(
-            f"the output's name is too long: with the endings of the work folders it passes {limit} bytes",
+            f"a name in the output's path is too long: it exceeds {limit} bytes with the work folder's ending",
             file=out,
             remedy="choose a shorter name",
         )
-    return place
+    return parent

@@ -1,4 +1,4 @@
-"""`compress`: from a checkpoint to an artifact in steps that survive interruption, or not at all."""
+"""`compress`: makes an artifact from a checkpoint, completely or not at all; an interrupted run can be continued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from ciuic_cli.allocation.plan import require_storable
+from ciuic_cli.allocation.artifact_size import require_readable
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -32,14 +32,14 @@ from ciuic_cli.process.workers import Workers, joined
 from ciuic_cli.runtime.loading import choose_device
 
 Hint = Callable[[str], None]
-_KEPT = "finished steps are kept in {}; the same command continues from there"
+_CONTINUABLE = "finished steps are kept in {}; the same command continues from there"
 
 
 def compress(
     model: str | Path,
     out: str | Path,
     *,
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = lambda phase, done, total: None,
     hint: Hint = lambda message: None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -50,8 +50,8 @@ def compress(
 
     Args:
         model: folder or hub id of a safetensors checkpoint.
-        out: folder of the artifact; it must not exist unless `force`, and not appear during the run.
-        progress: called as progress(phase, done, total). hint: called with remarks for the user.
+        out: folder of the artifact; it must not exist unless `force`, and must not be created by others during the run.
+        progress: called as progress(phase, done, total). hint: called with a message for the user.
         **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
             effort, prune, rank, bits, mtp, device, dry_run, force. A dry run's report has a "forecast" of the run.
 
@@ -60,9 +60,9 @@ def compress(
         CiuicError: see errors.py; the output is as it was before.
     """
     check_path("model", model)
-    order = _Order(
+    request = _Request(
         model=model,
-        out=Path(os.path.realpath(check_path("out", out))),  # of a link, the folder that it points to
+        out=Path(os.path.realpath(check_path("out", out))),  # a link is followed
         options=CompressOptions(**options),
         progress=progress,
         hint=hint,
@@ -70,11 +70,11 @@ def compress(
     )
     steady_memory()
     with joined() as workers:
-        return _lead(order, workers) if workers.leads else _follow(order, workers)
+        return _lead(request, workers) if workers.leads else _follow(request, workers)
 
 
 @dataclass(frozen=True)
-class _Order:
+class _Request:
     """The arguments of `compress`, checked. started: seconds of the monotonic clock."""
 
     model: str | Path
@@ -85,102 +85,102 @@ class _Order:
     started: float
 
 
-def _lead(order: _Order, workers: Workers) -> dict[str, Any]:
+def _lead(request: _Request, workers: Workers) -> dict[str, Any]:
     """The run of the first (or only) worker: it holds the journal and writes the artifact."""
-    task = _checked_task(order)
-    if not order.options.dry_run:
-        return _compress(order, task, workers)
+    task = _checked_task(request)
+    if not request.options.dry_run:
+        return _compress(request, task, workers)
     expected = task.forecast()
-    order.hint(expected.sentence())
-    return {**_make_plan(order, task, workers), "forecast": expected.as_dict()}
+    request.hint(expected.sentence())
+    return {**_plan_only(request, task, workers), "forecast": expected.as_dict()}
 
 
-def _checked_task(order: _Order) -> Task:
-    """The task, after everything that can be refused before any work."""
-    options, out = order.options, order.out
+def _checked_task(request: _Request) -> Task:
+    """The task, after all checks that need no work."""
+    options, out = request.options, request.out
     choose_device(options.device)
-    checkpoint = open_checkpoint(order.model)
+    checkpoint = open_checkpoint(request.model)
     check_apart(out, checkpoint, options.calibration)
     if not options.dry_run:
         Journal(out).sweep()
         check_no_other_run(out)
         check_output(out, force=options.force)
-    task = make_task(checkpoint, options, order.hint)
+    task = make_task(checkpoint, options, request.hint)
     if not options.dry_run:
-        atomic_files.require_space(out, 2 * task.budget)  # the codes, in the journal and in the artifact
-    require_storable(task.map)
+        atomic_files.require_space(out, 2 * task.budget)  # the codes are in the journal and in the artifact
+    require_readable(task.map)
     return task
 
 
-def _make_plan(order: _Order, task: Task, workers: Workers) -> dict[str, Any]:
-    """A dry run: the report of the plan. The journal lies in a temporary folder, of which nothing stays."""
-    with _temporary_place() as place, Journal(place) as journal, _disk_faults(journal):
-        journal.begin(task.fingerprint(), restart=order.options.force)
-        workers.tell((place, None))
-        run = Run(task, journal, workers, order.progress)
-        report = run.report(run.plan(), order.started)
+def _plan_only(request: _Request, task: Task, workers: Workers) -> dict[str, Any]:
+    """A dry run: the report of the plan. The journal is in a temporary folder."""
+    with _temporary_folder() as out, Journal(out) as journal, _disk_faults_of(journal):
+        journal.begin(task.fingerprint(), restart=request.options.force)
+        workers.tell((out, None))
+        run = Run(task, journal, workers, request.progress)
+        report = run.report(run.plan(), request.started)
         journal.remove()
         workers.tell(report)
     return report
 
 
-def _compress(order: _Order, task: Task, workers: Workers) -> dict[str, Any]:
-    """A whole run, or the rest of an interrupted one."""
-    out, force = order.out, order.options.force
+def _compress(request: _Request, task: Task, workers: Workers) -> dict[str, Any]:
+    """A whole run, or the rest of an interrupted one; returns the report."""
+    out, force = request.out, request.options.force
     with Journal(out) as journal:
         remnants = publishing.recover(out)
         check_output(out, force=force)  # another run may have ended since the first check
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
-            order.hint(f"continuing the unfinished run in {journal.folder}")
-        finished = _finished_earlier(journal, out, replace=force) if resumed else None
-        with _disk_faults(journal), _kept_or_removed(journal, order.hint):
-            if finished is not None:
-                order.hint("the earlier run had written the output already")
+            request.hint(f"continuing the unfinished run in {journal.folder}")
+        report = _published_report(journal, out, replace=force) if resumed else None
+        with _disk_faults_of(journal), _keep_or_remove(journal, request.hint):
+            if report is not None:
+                request.hint("the earlier run had written the output already")
             elif remnants:
                 raise EnvironmentFault(
                     "cannot remove what an earlier run left",
                     file=remnants[0],
                     remedy="remove it yourself, or choose another output folder",
                 )
-            workers.tell((out, finished))
-            if finished is None:
-                run = Run(task, journal, workers, order.progress)
+            workers.tell((out, report))
+            if report is None:
+                run = Run(task, journal, workers, request.progress)  # collects the statistics
                 plan = run.plan()
                 run.encode(plan)
                 run.recover(plan)
-                finished, old = write_artifact(run, plan, out, order.started, replace=force)
-                remnants = [] if old is None else [old]
+                report, old_output = write_artifact(run, plan, out, request.started, replace=force)
+                remnants = [] if old_output is None else [old_output]
         journal.remove()
         for path in remnants:
-            order.hint(
+            request.hint(
                 f"the new output is in place, but the old one cannot be removed: remove {path} yourself"
             )
-        workers.tell(finished)
-    return finished
-
-
-def _follow(order: _Order, workers: Workers) -> dict[str, Any]:
-    """The run of another worker: its share of the steps, once the first worker has found that there is work."""
-    place, finished = workers.tell(None)
-    if finished is None:
-        journal = Journal(place)  # the first worker holds its lock
-        with _disk_faults(journal):
-            choose_device(order.options.device)
-            task = make_task(open_checkpoint(order.model), order.options, lambda message: None)
-            run = Run(task, journal, workers, lambda what, done, total: None)
-            plan = run.plan()
-            if not order.options.dry_run:
-                run.encode(plan)
-                run.recover(plan)
-    report: dict[str, Any] = workers.tell(None)
+        workers.tell(report)
     return report
 
 
-def _finished_earlier(journal: Journal, out: Path, *, replace: bool) -> dict[str, Any] | None:
-    """The report of the output if the run that left this journal had already published it; otherwise None.
+def _follow(request: _Request, workers: Workers) -> dict[str, Any]:
+    """The run of another worker: it takes its share of the steps, unless the first worker finds nothing to do."""
+    out, report = workers.tell(None)
+    if report is None:
+        journal = Journal(out)  # the first worker holds its lock
+        with _disk_faults_of(journal):
+            choose_device(request.options.device)
+            task = make_task(open_checkpoint(request.model), request.options, lambda message: None)
+            run = Run(task, journal, workers, lambda phase, done, total: None)
+            plan = run.plan()
+            if not request.options.dry_run:
+                run.encode(plan)
+                run.recover(plan)
+    final_report: dict[str, Any] = workers.tell(None)
+    return final_report
 
-    If the output was damaged since: None with `replace` (it is written again), otherwise InputError.
+
+def _published_report(journal: Journal, out: Path, *, replace: bool) -> dict[str, Any] | None:
+    """The report of the output, if the run that left this journal had already published it; otherwise None.
+
+    If the output was damaged since then: None with `replace` (it is written again), otherwise InputError.
     """
     if not journal.published():
         return None
@@ -190,40 +190,40 @@ def _finished_earlier(journal: Journal, out: Path, *, replace: bool) -> dict[str
         if replace:
             return None
         raise InputError(
-            f"an earlier run had finished this output, and it was damaged since: {error.message}",
+            f"an earlier run finished this output, and it was damaged since: {error.message}",
             file=error.file,
             remedy="write it again from that run's steps with --force (in Python: force=True)",
         ) from error
-    found: dict[str, Any] = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
-    return found
+    report: dict[str, Any] = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
+    return report
 
 
 @contextmanager
-def _kept_or_removed(journal: Journal, hint: Hint) -> Iterator[None]:
-    """Keep the finished steps where the same command can continue from them; remove them where it would fail again."""
+def _keep_or_remove(journal: Journal, hint: Hint) -> Iterator[None]:
+    """After an error, keep finished steps if the same command can continue, and remove them if it would fail again."""
     try:
         yield
     except KeyboardInterrupt:
         if journal.has_steps():
-            hint(_KEPT.format(journal.folder))
+            hint(_CONTINUABLE.format(journal.folder))
         raise
     except (InputError, TargetError) as error:
-        if _may_pass(error, journal):
-            hint(_KEPT.format(journal.folder))
+        if _may_be_transient(error, journal):
+            hint(_CONTINUABLE.format(journal.folder))
         else:
             journal.remove()
         raise
 
 
-def _may_pass(error: CiuicError, journal: Journal) -> bool:
-    """Whether a library refused work that had succeeded once before, perhaps for want of memory."""
+def _may_be_transient(error: CiuicError, journal: Journal) -> bool:
+    """Whether a library failed, perhaps for lack of memory, at work that had succeeded once before."""
     of_a_library = error.__cause__ is not None and not isinstance(error.__cause__, CiuicError)
     return of_a_library and journal.load(STATISTICS) is not None
 
 
 @contextmanager
-def _temporary_place() -> Iterator[Path]:
-    """Where the journal of a dry run lies. A failed write there becomes an error that names $TMPDIR."""
+def _temporary_folder() -> Iterator[Path]:
+    """A place for the journal of a dry run. A failed write there becomes an error that names $TMPDIR."""
     with TemporaryDirectory(prefix="ciuic-") as folder:
         try:
             yield Path(folder) / "plan"
@@ -238,7 +238,7 @@ def _temporary_place() -> Iterator[Path]:
 
 
 @contextmanager
-def _disk_faults(journal: Journal) -> Iterator[None]:
+def _disk_faults_of(journal: Journal) -> Iterator[None]:
     """Turn errors of the file system into an EnvironmentFault that names the journal."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""The phases of a run: statistics, plan, encoding, recovery. Every phase's steps are shared by the workers."""
+"""The phases of a run: statistics, plan, encoding, recovery. All workers share the steps of a phase."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 
-from ciuic_cli.allocation.arms import Arms, level_uncovered
+from ciuic_cli.allocation.arms import Arms, rescale_uncovered
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices, working_bytes
-from ciuic_cli.allocation.plan import Plan, make_plan, with_sorted_rows
+from ciuic_cli.allocation.plan import Plan
+from ciuic_cli.allocation.planning import make_plan, with_sorted_rows
 from ciuic_cli.allocation.pricing import price_matrix
-from ciuic_cli.allocation.probes import correction_of, corrections_of, perturbation, probes_of
+from ciuic_cli.allocation.probes import (
+    perturbation,
+    probe_corrections,
+    probe_matrices,
+    role_correction,
+)
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.journal import Journal
@@ -39,15 +45,22 @@ from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
 
 STATISTICS = "statistics.done"
-"""The journal's entry after which the model has run once, forward and backward."""
+"""Journal step: the statistics are complete. The model has run once by then, forward and backward."""
 RECOVERY = "recovery"
-"""The journal's entry with the state of recovery."""
+"""Journal step: the state of recovery."""
 
 
 class Run:
-    """One worker's view of a run. Finished steps are read from the journal; missing ones are made by the workers.
+    """One worker's view of a run. Finished steps are read from the journal; the workers make the missing ones.
 
-    Creating it collects the statistics. Then, in this order: `plan`, `encode`, `recover`, and `writing.write_artifact`.
+    Creating it collects the statistics. Then call, in this order, `plan`, `encode`, `recover`, and
+    `writing.write_artifact`.
+
+    Attributes:
+        matrices: all weight matrices; their indices are the step numbers.
+        corrections: the result of `probe_corrections`, once `plan` has run.
+        singular: number of matrices whose H was singular before damping, once `plan` has run.
+        recovered: the result of recovery; None before, and if the effort level has none.
     """
 
     def __init__(self, task: Task, journal: Journal, workers: Workers, progress: Progress) -> None:
@@ -88,12 +101,12 @@ class Run:
         return_freed_memory()
         self.corrections = self._corrections(first)
         arms = [
-            arm.sorted
-            if arm.sorted is not None and first.matrices[arm.matrix.key].row_class is not None
+            arm.row_sorted
+            if arm.row_sorted is not None and first.matrices[arm.matrix.key].row_class is not None
             else arm
             for arm in self._arms()  # read again: the probes needed the memory
         ]
-        arms = [replace(arm, correction=correction_of(arm.matrix.role, self.corrections)) for arm in arms]
+        arms = [replace(arm, correction=role_correction(arm.matrix.role, self.corrections)) for arm in arms]
         return make_plan(self.map, arms, self.task.budget, self.task.passes)
 
     def _arms(self) -> list[Arms]:
@@ -102,10 +115,10 @@ class Run:
             arms_from_bytes(self._steps.result("arms", number), matrix, self.task.passes)
             for number, matrix in enumerate(self.matrices)
         ]
-        return level_uncovered(arms, self.statistics)
+        return rescale_uncovered(arms, self.statistics)
 
     def _first_plan(self) -> Plan:
-        """The plan at uncorrected losses, with rows sorted where that pays and the budget has room for the classes."""
+        """The plan without corrections; rows are sorted where that pays, if the budget has room for the row classes."""
         arms = self._arms()
         self.singular = sum(arm.singular for arm in arms)
         plan = make_plan(self.map, arms, self.task.budget, self.task.passes)
@@ -116,8 +129,8 @@ class Run:
             return plan
 
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
-        """Measured over predicted KL of each role's perturbation, see allocation/probes.py."""
-        probes = probes_of(plan, self.map.layer_prefixes)
+        """Measure every probe on the held-out sequences, see allocation/probes.py."""
+        probes = probe_matrices(plan, self.map.layer_prefixes)
 
         def measure(number: int) -> bytes:
             noise = perturbation(self.map, self.statistics, plan, probes[number], L=self.options.level.L)
@@ -125,13 +138,13 @@ class Run:
 
         self._steps.finish("probe", [1] * len(probes), measure)
         measured = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
-        return corrections_of(plan, probes, measured)
+        return probe_corrections(plan, probes, measured)
 
     # --- encode
 
     def encode(self, plan: Plan) -> None:
         """Round and code every matrix as the plan says."""
-        return_freed_memory()  # planning took memory that grows with the model; the largest matrices come first
+        return_freed_memory()  # of planning, which grows with the model; the largest matrices come first
         L = self.options.level.L
         self._finish_matrices(
             "encode",
@@ -148,7 +161,7 @@ class Run:
         )
 
     def encoded(self, key: Key) -> PackedMatrix:
-        """A matrix as it was rounded."""
+        """A coded matrix, from the journal."""
         return PackedMatrix.from_buffer(self._steps.result("encode", self._numbers[key]), where=key[0])
 
     def _encoded_or_none(self, name: str, expert: int | None) -> PackedMatrix | None:
@@ -166,7 +179,7 @@ class Run:
         if not self.options.level.recovery_steps:
             return
         folder = self.journal.folder / f"recovery-{self.workers.rank}"
-        clear_away(folder)  # a killed run's
+        clear_away(folder)  # left by a killed run
         recovery = Recovery(
             self.map, self._encoded_or_none, self._expert_masks(plan), self.task.recovery, folder,
             device=self.device, workers=self.workers, state=self.journal.load(RECOVERY),
@@ -183,7 +196,7 @@ class Run:
         clear_away(folder)
 
     def _recovered_kl(self, plan: Plan, factors: Factors) -> float:
-        """KL with these factors; infinity if they make predictions NaN or infinite."""
+        """KL with these factors; infinity if predictions become NaN or infinite with them."""
         try:
             return self.measured_kl(plan, factors).value
         except TargetError:
@@ -199,24 +212,24 @@ class Run:
         return self._meter().measure(weights, self._expert_masks(plan))
 
     def _meter(self) -> KLMeter:
-        """Measures KL on the held-out sequences; made once, with the original's predictions."""
+        """The meter of KL on the held-out sequences, made at the first call, with the original model's predictions."""
         if self._kl_meter is None:
             folder = self.journal.folder / f"meter-{self.workers.rank}"
-            clear_away(folder)  # a killed run's
+            clear_away(folder)  # left by a killed run
             self._kl_meter = KLMeter(
                 self.map, self.task.held_out, folder,
-                device=self.device, progress=lambda what, done, total: None,
+                device=self.device, progress=lambda phase, done, total: None,
             )  # fmt: skip
         return self._kl_meter
 
     def _expert_masks(self, plan: Plan) -> Adjust:
-        """Routers as they will be in the loaded artifact: they choose no expert that is pruned."""
+        """Masks for the routers, so that they choose no pruned expert, as in the loaded artifact."""
         experts: dict[str, list[bool]] = {}
         for matrix in self.matrices:
             if matrix.name.endswith(".down_proj"):
                 pruned = plan.matrices[matrix.key].is_zero
                 experts.setdefault(matrix.name.removesuffix(".down_proj"), []).append(pruned)
-        return masking({name: torch.tensor(pruned) for name, pruned in experts.items()})
+        return masking({name: torch.tensor(mask) for name, mask in experts.items()})
 
     def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
         """The memory report. started: seconds of the monotonic clock when the run began."""

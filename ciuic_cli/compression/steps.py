@@ -1,4 +1,4 @@
-"""The steps of a run: each is done once, by one worker, and its result is kept in the journal."""
+"""The steps of a run: units of work whose results the journal keeps, so that each is done once, by one worker."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from ciuic_cli.process.threads import side_by_side
 from ciuic_cli.process.workers import Workers
 
 Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`: the phase, and how far it is, in any unit of work."""
+"""`progress(phase, done, total)`: how much of a phase's work is done, in any unit."""
 
 
 class Steps:
-    """Numbered steps of several phases ("arms", "probe", "encode"). Workers pull missing ones from a shared queue."""
+    """Numbered steps of several phases ("arms", "probe", "encode"). Workers pull missing ones from a shared queue.
+
+    Owned by `Run`.
+    """
 
     def __init__(self, journal: Journal, workers: Workers, progress: Progress) -> None:
         self._journal, self._workers, self._progress = journal, workers, progress
@@ -33,7 +36,7 @@ class Steps:
 
         Args:
             work: the work of each step, in any unit; step numbers are its indices.
-            make: the result of a step by its number.
+            make: makes the result of a step from its number.
             alone: whether a step needs all threads and the memory for itself.
         """
 

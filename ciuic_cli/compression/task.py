@@ -1,4 +1,5 @@
-"""The task of a run: the model, the options as settled for it, the calibration text and the byte budget."""
+"""The task of a run: its inputs, read and checked. They are the model, the options, the calibration text and the
+budget."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch
 
 from ciuic_cli._version import __version__
 from ciuic_cli.allocation.arms import PassOptions
-from ciuic_cli.allocation.plan import check_reachable, largest_bytes
+from ciuic_cli.allocation.reachable import check_reachable, largest_bytes
 from ciuic_cli.artifact.writer import companions
 from ciuic_cli.checkpoint.architecture import positions_of
 from ciuic_cli.checkpoint.keeping import keep_mtp
@@ -34,16 +35,19 @@ from ciuic_cli.text.calibration import calibration_batch
 from ciuic_cli.text.tokenizer import open_tokenizer
 
 HELD_OUT_EVERY = 16
-"""Of the statistics' calibration sequences, every 16th is held out for measuring KL (chosen)."""
+"""Every 16th calibration sequence is held out for measuring KL (chosen, not tuned)."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Everything that a run needs to start.
+    """The inputs of a run. Created by `make_task`; every worker has an equal one.
 
-    passes: the options of the three passes. budget: bytes that the artifact's safetensors files may take.
-    batches: LongTensor (sequences, length). `options.sequences` of them, evenly spread, are for the statistics and held
-    out; the others are for recovery.
+    Attributes:
+        map: the model's parameters and their roles.
+        passes: the choices that prune, low-rank and bits pass may make.
+        batches: LongTensor (sequences, length), the tokenized calibration text. `options.sequences` of them, evenly
+            spaced, are for the statistics and for measuring KL (held out); the others are for recovery.
+        budget: bytes that the artifact's safetensors files may take.
     """
 
     checkpoint: Checkpoint
@@ -55,45 +59,47 @@ class Task:
 
     @property
     def held_out(self) -> torch.Tensor:
-        """LongTensor: the sequences that neither statistics nor recovery see, unless there is only one."""
+        """LongTensor: the sequences that measure KL; statistics and recovery do not see them, unless there is only
+        one."""
         sampled = self.batches[self._sampled]
         return sampled[_held_out(len(sampled))]
 
     @property
     def calibration(self) -> torch.Tensor:
-        """LongTensor: the sequences of the statistics."""
+        """LongTensor: the sequences for the statistics."""
         sampled = self.batches[self._sampled]
         return sampled if len(sampled) == 1 else sampled[~_held_out(len(sampled))]
 
     @property
     def recovery(self) -> torch.Tensor:
-        """LongTensor: the sequences of all recovery steps.
+        """LongTensor: the sequences for all recovery steps.
 
-        Sequences that the statistics have not seen come first, in random order, then those of the statistics; all are
-        repeated as often as the steps need.
+        Sequences that the statistics have not seen come first, then those of the statistics, each in random order. All
+        are repeated as often as the steps need.
         """
-        fresh = torch.ones(len(self.batches), dtype=torch.bool)
-        fresh[self._sampled] = False
+        unseen = torch.ones(len(self.batches), dtype=torch.bool)
+        unseen[self._sampled] = False
         random = torch.Generator().manual_seed(self.options.seed)
         parts = [
             part[torch.randperm(len(part), generator=random)]
-            for part in (self.batches[fresh], self.calibration)
+            for part in (self.batches[unseen], self.calibration)
         ]
-        wanted, rounds = SEQUENCES * self.options.level.recovery_steps, torch.cat(parts)
-        return rounds.repeat(-(-wanted // len(rounds)), 1)[:wanted]
+        needed, once = SEQUENCES * self.options.level.recovery_steps, torch.cat(parts)
+        return once.repeat(-(-needed // len(once)), 1)[:needed]
 
     @property
     def _sampled(self) -> torch.Tensor:
-        """LongTensor: indices of the sequences for the statistics and of those held out."""
+        """LongTensor: indices of the sequences for the statistics and of the held-out ones."""
         count = min(self.options.sequences, len(self.batches))
         return torch.arange(count) * len(self.batches) // count
 
     def settled_options(self) -> dict[str, Any]:
-        """The options that decide the artifact's bytes, as settled for this model and its positions."""
+        """The options that decide the artifact's bytes, with the defaults that depend on the model filled in."""
         seqlen = self.options.sequence_length(positions_of(self.map.config))
         return self.options.as_dict(ratio=2 * self.map.stored_numel / self.budget, seqlen=seqlen)
 
     def forecast(self) -> Forecast:
+        """Expected time, memory and disk space of the run."""
         recovery = SEQUENCES * self.options.level.recovery_steps
         text = Text(len(self.calibration), len(self.held_out), self.batches.shape[1], recovery)
         return forecast(
@@ -102,7 +108,7 @@ class Task:
         )  # fmt: skip
 
     def fingerprint(self) -> dict[str, Any]:
-        """What must be equal for an interrupted run to continue: program, options, text, and the source files."""
+        """Everything that must be equal for an interrupted run to continue: version, options, text, source files."""
         folder = self.checkpoint.folder.resolve()
         config = json.dumps(self.checkpoint.config, sort_keys=True, default=str).encode()
         return {
@@ -111,30 +117,32 @@ class Task:
             "budget": self.budget,
             "calibration": hashlib.sha256(self.batches.numpy().tobytes()).hexdigest(),
             "config": hashlib.sha256(config).hexdigest(),
-            "weights": {os.path.relpath(path, folder): self._marks[path] for path in self.checkpoint.files()},
+            "weights": {
+                os.path.relpath(path, folder): self._file_states[path] for path in self.checkpoint.files()
+            },
         }
 
     @cached_property
-    def _marks(self) -> dict[Path, list[Any] | None]:
-        """A mark of every source file and every file copied into the artifact, taken when first asked for."""
+    def _file_states(self) -> dict[Path, list[Any] | None]:
+        """The state of every source file and every file copied into the artifact, at the first call."""
         copied = companions(self.checkpoint.folder).values()
-        return {path: _mark(path) for path in (*self.checkpoint.files(), *copied)}
+        return {path: _file_state(path) for path in (*self.checkpoint.files(), *copied)}
 
     def require_unchanged(self) -> None:
         """Raise InputError if a source file was changed or removed since the run began."""
-        for path, mark in self._marks.items():
-            if _mark(path) != mark:
+        for path, state in self._file_states.items():
+            if _file_state(path) != state:
                 raise InputError(
                     "the file changed during the run",
                     file=path,
-                    remedy="leave the checkpoint alone while it is compressed, and start again",
+                    remedy="do not change the checkpoint while it is compressed; start again",
                 )
 
 
 def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[str], None]) -> Task:
-    """Map the model, settle the budget and tokenize the calibration text; reads no weights.
+    """Map the model, compute the budget and tokenize the calibration text; reads no weights.
 
-    hint: gets the warnings about the checkpoint.
+    hint: called with warnings about the checkpoint.
 
     Raises:
         UsageError: more tokens per sequence than the model has positions; a rank that no matrix has room for.
@@ -153,7 +161,7 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
     budget = options.budget(2 * model_map.stored_numel)
     check_reachable(model_map, budget, passes)
     budget = min(budget, largest_bytes(model_map, passes))
-    open_generation_config(checkpoint.folder)  # raises if it is damaged: it is copied into the artifact
+    open_generation_config(checkpoint.folder)  # copied into the artifact; raises if it is damaged
     batches = calibration_batch(
         open_tokenizer(checkpoint.folder),
         options.calibration,
@@ -164,8 +172,8 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
     return Task(checkpoint, model_map, options, passes, batches, budget)
 
 
-def _mark(path: Path) -> list[Any] | None:
-    """Size, modification time and a digest of samples of a file, to notice a change; None if the file is gone."""
+def _file_state(path: Path) -> list[Any] | None:
+    """Size, modification time and sampled digest of a file, to detect a change; None if the file does not exist."""
     with reading(path), suppress(FileNotFoundError):
         status = path.stat()
         return [status.st_size, status.st_mtime_ns, sampled_digest(path)]
@@ -173,6 +181,6 @@ def _mark(path: Path) -> list[Any] | None:
 
 
 def _held_out(count: int) -> torch.Tensor:
-    """Mask (count,) of the sequences that the statistics do not see."""
+    """Mask (count,) of the held-out sequences: every HELD_OUT_EVERYth, at least one."""
     every = min(HELD_OUT_EVERY, count)
     return torch.arange(count) % every == every - 1

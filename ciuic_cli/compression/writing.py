@@ -1,4 +1,4 @@
-"""The end of a run: the coded matrices become an artifact, which is measured, checked and published."""
+"""The last part of a run: writes the coded matrices as an artifact, measures and checks it, and publishes it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ciuic_cli.allocation.plan import Plan, stored_tensors
+from ciuic_cli.allocation.artifact_size import shards_of
+from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.artifact import publishing, writer
-from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.compression.run import Run
@@ -32,7 +32,7 @@ def write_artifact(
 ) -> tuple[dict[str, Any], Path | None]:
     """Write the artifact under a temporary name and rename it to `out`.
 
-    Returns the report, and the remnant of a replaced output that cannot be removed (None: nothing is left).
+    Returns the report, and the path of a replaced output that cannot be removed (None: it was removed).
 
     Raises:
         TargetError: the compressed model predicts worse than guessing.
@@ -94,26 +94,26 @@ def _write_weights(run: Run, plan: Plan, folder: Path, factors: Factors) -> None
         written += nbytes
         run.progress("write", written, plan.file_bytes)
 
-    shards = lay_out(stored_tensors(run.map, plan.blob_bytes))
+    shards = shards_of(run.map, plan.blob_bytes)
     writer.write_shards(shards, folder, payload, count)
     return_freed_memory()
     writer.write_index(shards, folder)
 
 
 def _require_better_than_guessing(run: Run, measured: Mean) -> None:
-    """Raise TargetError if the KL is above log(vocabulary): the most that uniform predictions can lose."""
-    most = math.log(run.map.config.get_text_config().vocab_size)
-    if measured.value > most:
+    """Raise TargetError if the KL exceeds log(vocabulary), the largest KL of uniform predictions."""
+    uniform_kl = math.log(run.map.config.get_text_config().vocab_size)
+    if measured.value > uniform_kl:
         raise TargetError(
-            f"the compressed model predicts worse than one that guesses: its KL divergence from the original is "
-            f"{measured.value:.3g} nats per token, that of guessing at most {most:.3g}",
+            "the compressed model predicts worse than one that guesses: its KL divergence from the original is "
+            f"{measured.value:.3g} nats per token; guessing has at most {uniform_kl:.3g}",
             file=run.map.checkpoint.folder,
             remedy=f"{LOOK}; a few weights may be far larger than all others",
         )
 
 
 def _require_readable(folder: Path) -> None:
-    """Raise RuntimeError if our own reader refuses the folder: that is a bug of ours, and is not published."""
+    """Raise RuntimeError if our reader refuses the folder: an artifact with such a bug must not be published."""
     try:
         describe(folder)
     except InputError as error:

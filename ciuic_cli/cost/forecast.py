@@ -19,14 +19,14 @@ import torch
 
 from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
-    PLAIN_ROLES,
-    UNSEEN_ROLES,
+    UNPROBED_ROLES,
+    UNPRUNED_ROLES,
     WeightMatrix,
     full_outputs,
     weight_matrices,
     working_bytes,
 )
-from ciuic_cli.allocation.probes import PROBED_LAYERS, rounding_noise
+from ciuic_cli.allocation.probes import PROBED_LAYERS, with_rounding_noise
 from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.roles import MTP_ROLES
@@ -34,7 +34,11 @@ from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.layerwise.layer_stream import compute_dtype, logit_tokens
 from ciuic_cli.passes import lowrank
-from ciuic_cli.passes.quantize import KroneckerFisher, input_feedback, prepare, removal_loss, round_prepared
+from ciuic_cli.passes.feedback import factor_inputs
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes.predicted_loss import removal_loss
+from ciuic_cli.passes.prepare import prepare
+from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.process.memory import SIDE_BY_SIDE, resident_bytes
 from ciuic_cli.process.threads import side_by_side
@@ -216,14 +220,14 @@ def _seconds(
     for matrix, count in shapes.items():
         time_of = _time_matrix(matrix, L, ranks)
         total["arms"] += count * time_of["arms"]
-        total["probe"] += 0.0 if matrix.role in UNSEEN_ROLES else count * time_of["probe"] * (1 + probed)
+        total["probe"] += 0.0 if matrix.role in UNPROBED_ROLES else count * time_of["probe"] * (1 + probed)
         total["encode"] += count * time_of["encode"]
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
     product = _time_products(device)
     routed = _active_weights(model_map)
     read = _time_reading(model_map, matrices)
     weights = sum(parameter.numel for parameter in _run(model_map))
-    roles = len({matrix.role for matrix in matrices if matrix.role not in UNSEEN_ROLES})
+    roles = len({matrix.role for matrix in matrices if matrix.role not in UNPROBED_ROLES})
     contexts = math.prod(_width(model_map))
     moments = contexts + sum(
         _moment_work(p, text.length) * (_share(model_map) if len(p.shape) == 3 else 1)
@@ -293,21 +297,21 @@ def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
         return min(_clock(together) for _ in range(REPEATS)) / beside
 
     def noise() -> None:
-        rounding_noise(prepared, bits, L, torch.Generator().manual_seed(0))
+        with_rounding_noise(prepared, bits, L, torch.Generator().manual_seed(0))
 
     factoring = _factor_work(matrix.rows, matrix.cols, full) / _factor_work(rows, cols, full)
     preparing = factoring * clock(lambda: prepare(weight, fisher))
     disturbing = factoring * clock(noise)
     area = matrix.weights / (rows * cols)
-    sorting = area * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_loss)
+    sorting = area * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_sensitivity)
     sorting += area * clock(lambda: removal_loss(weight, fisher))
-    if matrix.expert is None and matrix.role not in UNSEEN_ROLES:
+    if matrix.expert is None and matrix.role not in UNPROBED_ROLES:
         of_inputs = _factor_work(matrix.rows, matrix.cols, False) / _factor_work(rows, cols, False)
         # Where they pay, H is factored once more.
         sorting += of_inputs * clock(lambda: input_scales(weight, fisher, prepared.inputs))
-        sorting += of_inputs * clock(lambda: input_feedback(fisher.inputs))
-    if ranks and matrix.role not in PLAIN_ROLES:
-        sorting += area * clock(lambda: lowrank.residuals(weight, torch.ones(rows), lowrank.RANKS))
+        sorting += of_inputs * clock(lambda: factor_inputs(fisher.inputs))
+    if ranks and matrix.role not in UNPRUNED_ROLES:
+        sorting += area * clock(lambda: lowrank.residual_energies(weight, torch.ones(rows), lowrank.RANKS))
     found: list[PackedMatrix] = []
     coding = clock(lambda: found.append(round_prepared(some, bits[: len(some.weight) // 16], L=L)))
     coding *= matrix.rows / min(CODED_ROWS, matrix.rows) * matrix.cols / cols

@@ -2,13 +2,15 @@
 
 The code's error has the same variance in all columns of a row, proportional to the row's effective variance, and costs
 tr(D) of H = L D Lᵀ. With columns divided by S_j, block b of a row has the energy e_b = Σ w_j² / S_j², and the row the
-power mean of order p of these (`effective_variance.py`). H becomes S H S, whose tr(D) is about Σ S_j² d_j with d_j = 1
-/ (H⁻¹)_jj: the part of input j that the other inputs cannot compensate. Every row gets the bits that it needs, so the
-bits per weight follow the mean logarithm of the rows' energies plus log tr(D). Their sum is least where S_j⁴ = c_j /
-d_j; c_j is w_j² e_b^(p-1) / Σ e_b^p summed over the rows. The energies depend on S, hence the fixed-point iteration.
+power mean of order p of these (`effective_variance.py`). H becomes S H S, whose tr(D) is about Σ S_j² d_j. Here
+d_j = 1 / (H⁻¹)_jj is the part of input j that the other inputs cannot compensate.
 
-Sources: scales on the inputs for quantization, SmoothQuant (Xiao et al. 2023), AWQ (Lin et al. 2024). Measured:
-docs/experiments/codes/input-scales.md.
+Every row gets the bits that it needs. So the bits per weight follow the mean logarithm of the rows' energies plus log
+tr(D). Their sum is least where S_j⁴ = c_j / d_j; c_j is w_j² e_b^(p-1) / Σ e_b^p, summed over the rows. The energies
+depend on S, hence the fixed-point iteration.
+
+Sources: SmoothQuant (Xiao et al. 2023) and AWQ (Lin et al. 2024) scale inputs for quantization.
+Measured: docs/experiments/codes/input-scales.md.
 """
 
 from __future__ import annotations

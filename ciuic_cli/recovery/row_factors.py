@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ciuic_cli.allocation.matrices import PLAIN_ROLES, weight_matrices
+from ciuic_cli.allocation.matrices import UNPRUNED_ROLES, weight_matrices
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import encode_scales, finest_steps
@@ -70,7 +70,7 @@ def tunable(model_map: ModelMap, coded: Coded) -> dict[Key, torch.Size]:
     inside = tuple(model_map.layer_prefixes)
     found: dict[Key, torch.Size] = {}
     for matrix in weight_matrices(model_map.parameters.values()):
-        if matrix.role in PLAIN_ROLES or not matrix.name.startswith(inside):
+        if matrix.role in UNPRUNED_ROLES or not matrix.name.startswith(inside):
             continue
         packed = coded(matrix.name, matrix.expert)
         if packed is None or packed.lowrank is not None or packed.is_zero:

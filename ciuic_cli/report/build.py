@@ -83,8 +83,8 @@ def _components(
     model_map: ModelMap, plan: Plan, statistics: Statistics, tuned: Factors
 ) -> list[dict[str, Any]]:
     by_name: dict[str, list[MatrixPlan]] = {}
-    for unit_plan in plan.matrices.values():
-        by_name.setdefault(unit_plan.matrix.name, []).append(unit_plan)
+    for matrix_plan in plan.matrices.values():
+        by_name.setdefault(matrix_plan.matrix.name, []).append(matrix_plan)
     rows = []
     for parameter in model_map.parameters.values():
         if parameter.tied_to or parameter.buffer:
@@ -136,7 +136,7 @@ def _passes(plan: Plan) -> list[dict[str, Any]]:
     ranked = [u for u in matrices if u.rank]
     coded = sum(int(bits_of(u.row_bits).sum() * 2 * u.matrix.padded_cols) for u in matrices)
     return [
-        {"name": "prune", "weights": pruned, "structures": len(plan.removed), "bytes": 0},
+        {"name": "prune", "weights": pruned, "structures": len(plan.pruned_structures), "bytes": 0},
         {"name": "lowrank", "matrices": len(ranked), "bytes": sum(u.lowrank_bytes for u in matrices)},
         {
             "name": "bits",

@@ -154,7 +154,7 @@ def test_every_switch_of_the_ablation_exists() -> None:
     with pytest.raises(SystemExit, match="out of date"):
         variant.patch("ciuic_cli.allocation.probes:NO_SUCH_CONSTANT=1")
     with pytest.raises(SystemExit, match="cannot replace"):
-        variant.patch("ciuic_cli.allocation.probes:LIMITS=1.0")
+        variant.patch("ciuic_cli.allocation.probes:CORRECTION_LIMITS=1.0")
 
 
 def test_a_job_is_read_as_it_is_written(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -313,7 +313,7 @@ def test_a_matrix_without_statistics_is_not_called_singular_and_gets_bits_only(
     )
     (matrix,) = weight_matrices([model_map.parameters["model.layers.3.eh_proj.weight"]])
     arms = price_matrix(model_map, nothing, matrix, PassOptions((2, 4), L=12))
-    assert not arms.singular and arms.widths == (2, 4) and not arms.lowrank
+    assert not arms.singular and arms.bits == (2, 4) and not arms.lowrank
 
 
 def test_fused_experts_are_stacks_that_lose_none(

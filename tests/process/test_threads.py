@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from ciuic_cli.passes import lowrank
+from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import cholesky, solve_lower, solve_transposed
-from ciuic_cli.passes.quantize import KroneckerFisher, prepare
+from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.process.threads import one_thread, side_by_side
 from ciuic_cli.statistics.moments import symmetric_product
 

@@ -28,7 +28,7 @@ from ciuic_cli.compression import options, pipeline
 from ciuic_cli.compression.task import Task
 from ciuic_cli.layerwise import layer_stream
 from ciuic_cli.layerwise.linear_hooks import Key
-from ciuic_cli.passes.quantize import round_plain
+from ciuic_cli.passes.rounding import round_without_feedback
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery import tuning as recovery
 from ciuic_cli.recovery.row_factors import Factors, tunable, with_row_factors
@@ -54,7 +54,7 @@ class Rounded:
         for matrix in weight_matrices(self.map.parameters.values()):
             name, expert = matrix.name, matrix.expert
             weight = self.map.read(name) if expert is None else self.map.read_expert(name, expert)
-            self.matrices[name, expert] = round_plain(weight.float(), BITS, L=12)
+            self.matrices[name, expert] = round_without_feedback(weight.float(), BITS, L=12)
 
     def coded(self, name: str, expert: int | None) -> PackedMatrix | None:
         return self.matrices.get((name, expert))
@@ -264,7 +264,7 @@ def test_the_less_was_lost_the_smaller_the_steps() -> None:
 def test_rows_are_multiplied_within_half_a_step(is_sorted: bool) -> None:
     draw = np.random.default_rng(0)
     weight = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
-    packed = round_plain(weight, 4, L=12)
+    packed = round_without_feedback(weight, 4, L=12)
     if is_sorted:
         packed = replace(packed, row_class=draw.integers(0, 16, 70).astype(np.uint8))
     factors = torch.from_numpy(draw.uniform(0.97, 1.03, 70)).float()
@@ -277,7 +277,7 @@ def test_rows_are_multiplied_within_half_a_step(is_sorted: bool) -> None:
 def test_rows_without_codes_do_not_make_steps_coarser() -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     weight[:16] *= 1e-4
-    whole = round_plain(weight, 4, L=12)
+    whole = round_without_feedback(weight, 4, L=12)
     base, codes = encode_scales(whole.scales[:48])
     gone = stored_bits([0, 4, 4])
     packed = replace(
@@ -296,10 +296,13 @@ def test_what_cannot_have_factors_is_left_alone(tiny_checkpoint: Callable[..., P
     assert key in usual and not any("embed" in name for name, _ in usual)
     weight = decode_dense(rounded.matrices[key])
     weight[3] *= 1e-4
-    rounded.matrices[key] = round_plain(weight, 4, L=12)
+    rounded.matrices[key] = round_without_feedback(weight, 4, L=12)
     assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key}
     other = ("model.layers.1.mlp.up_proj.weight", None)
-    part = round_plain(weight[:16], 4, L=12), round_plain(torch.randn(16, len(weight)), 4, L=12)
+    part = (
+        round_without_feedback(weight[:16], 4, L=12),
+        round_without_feedback(torch.randn(16, len(weight)), 4, L=12),
+    )
     rounded.matrices[other] = replace(rounded.matrices[other], lowrank=part)
     assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key, other}
 

@@ -12,7 +12,7 @@ import torch
 from tiny_checkpoints import VOCABULARY
 from transformers import AutoModelForCausalLM
 
-from ciuic_cli.allocation.matrices import TEMPER, fisher_of, weight_matrices
+from ciuic_cli.allocation.matrices import TOKEN_WEIGHT_EXPONENT, fisher_of, weight_matrices
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise import layer_stream
@@ -324,7 +324,7 @@ def test_contexts_are_taken_out_of_what_rows_share(
     without = fisher_of(unit, statistics)
     assert without.contexts is None
     assert torch.equal(with_contexts.outputs, without.outputs)
-    weight = without.outputs ** (1 / TEMPER)  # before it was tempered, up to a factor
+    weight = without.outputs ** (1 / TOKEN_WEIGHT_EXPONENT)  # before it was tempered, up to a factor
     own = (contexts * (weight / weight.sum())[:, None]).T @ contexts
     torch.testing.assert_close(with_contexts.inputs + own, without.inputs, rtol=1e-3, atol=1e-5)
     assert float(torch.linalg.eigvalsh(with_contexts.inputs).min()) > -1e-6
