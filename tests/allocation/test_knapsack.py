@@ -1,4 +1,4 @@
-"""The knapsack: distance from the optimum, its promise about bytes, and what it refuses."""
+"""The knapsack: distance from the optimum, use of the budget, and refusals."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ def test_the_loss_is_within_one_upgrade_of_the_optimum(
 ) -> None:
     """Weak duality: for any multiplier, min over choices of loss + multiplier * (bytes - budget) is below the optimum.
 
-    At the multiplier that was found, the bytes that stay unspent are fewer than one item's largest step.
+    At the multiplier of the solution, the unspent bytes are fewer than the largest step of an item.
     """
     loss, nbytes = _convex_problem(items, seed)
     if not convex:
         loss = np.random.default_rng(seed).lognormal(0, 2, loss.shape)
     least, most = nbytes.min(axis=1).sum(), nbytes.max(axis=1).sum()
     budget = int(least + share * (most - least))
-    found = allocate(loss, nbytes, budget)
+    allocation = allocate(loss, nbytes, budget)
     rows = np.arange(items)
-    assert found.nbytes == nbytes[rows, found.choice].sum() <= budget
-    assert found.loss == pytest.approx(loss[rows, found.choice].sum())
-    bound = (loss + found.multiplier * nbytes).min(axis=1).sum() - found.multiplier * budget
+    assert allocation.nbytes == nbytes[rows, allocation.choice].sum() <= budget
+    assert allocation.loss == pytest.approx(loss[rows, allocation.choice].sum())
+    bound = (loss + allocation.multiplier * nbytes).min(axis=1).sum() - allocation.multiplier * budget
     step = (nbytes.max(axis=1) - nbytes.min(axis=1)).max()
-    if found.multiplier > 1e-39:  # else the budget does not bind
-        assert bound <= found.loss * (1 + 1e-9)
-        assert found.loss <= bound + found.multiplier * step * (1 + 1e-6) + 1e-12
+    if allocation.multiplier > 1e-39:  # else the budget does not bind
+        assert bound <= allocation.loss * (1 + 1e-9)
+        assert allocation.loss <= bound + allocation.multiplier * step * (1 + 1e-6) + 1e-12
     else:
-        assert found.loss == pytest.approx(loss.min(axis=1).sum())
-    better = (loss < loss[rows, found.choice][:, None]) & (
-        found.nbytes - nbytes[rows, found.choice][:, None] + nbytes <= budget
+        assert allocation.loss == pytest.approx(loss.min(axis=1).sum())
+    better = (loss < loss[rows, allocation.choice][:, None]) & (
+        allocation.nbytes - nbytes[rows, allocation.choice][:, None] + nbytes <= budget
     )
     assert not better.any(), "one option that still fits would lower the loss"
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_bound_is_below_the_true_optimum(seed: int) -> None:
-    """The property above rests on weak duality; here the optimum is found by trying all choices."""
+    """Checks the bound of the property above against the optimum found by exhaustive search."""
     loss, nbytes = _convex_problem(6, seed)
     budget = int(nbytes.mean(axis=1).sum())
     best = min(
@@ -64,28 +64,28 @@ def test_the_bound_is_below_the_true_optimum(seed: int) -> None:
         for choice in itertools.product(range(4), repeat=6)
         if sum(nbytes[i, c] for i, c in enumerate(choice)) <= budget
     )
-    found = allocate(loss, nbytes, budget)
-    bound = (loss + found.multiplier * nbytes).min(axis=1).sum() - found.multiplier * budget
-    assert bound - 1e-12 <= best <= found.loss + 1e-12
+    allocation = allocate(loss, nbytes, budget)
+    bound = (loss + allocation.multiplier * nbytes).min(axis=1).sum() - allocation.multiplier * budget
+    assert bound - 1e-12 <= best <= allocation.loss + 1e-12
 
 
-def test_spends_the_budget_to_a_thousandth() -> None:
+def test_the_budget_is_spent_to_a_thousandth() -> None:
     loss, nbytes = _convex_problem(5000, 1)
     for share in (0.45, 0.6, 0.8):
         budget = int(share * nbytes.max(axis=1).sum())
-        found = allocate(loss, nbytes, budget)
-        assert 0.999 * budget <= found.nbytes <= budget
+        allocation = allocate(loss, nbytes, budget)
+        assert 0.999 * budget <= allocation.nbytes <= budget
 
 
 def test_forbidden_options_are_never_taken() -> None:
     loss, nbytes = _convex_problem(50, 2)
     loss[:, 0] = np.inf
-    found = allocate(loss, nbytes, int(nbytes[:, 1].sum()))
-    assert (found.choice == 1).all()
+    allocation = allocate(loss, nbytes, int(nbytes[:, 1].sum()))
+    assert (allocation.choice == 1).all()
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
-def test_too_small_a_budget_is_refused(dtype: type) -> None:
+def test_a_budget_that_is_too_small_is_refused(dtype: type) -> None:
     loss, nbytes = _convex_problem(10, 3)
     nbytes = nbytes.astype(dtype)
     loss[:, 0] = np.inf

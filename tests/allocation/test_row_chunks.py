@@ -1,4 +1,4 @@
-"""A vocabulary that is worked on part by part is priced, disturbed and rounded as it is as a whole."""
+"""Embeddings and heads give the same results in row chunks as in one piece."""
 
 from __future__ import annotations
 
@@ -26,21 +26,20 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.compression.encoding import encode_matrix
-from ciuic_cli.passes import quantize
+from ciuic_cli.passes import chunk_size
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
 
-WINDOW = 12
-ROWS_AT_ONCE = 96
+L = 12
 
 
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of 96 rows and one of 71."""
-    monkeypatch.setattr(quantize, "ROWS_AT_ONCE", ROWS_AT_ONCE)
-    monkeypatch.setattr(quantize, "CHUNK_BYTES", 1)
+    """Two chunks of 96 rows and one of 71."""
+    monkeypatch.setattr(chunk_size, "SCRATCH_ROWS", 96)
+    monkeypatch.setattr(chunk_size, "CHUNK_BYTES", 1)
 
 
-def _vocabularies(model_map: ModelMap) -> list[WeightMatrix]:
+def _embeddings(model_map: ModelMap) -> list[WeightMatrix]:
     return [
         matrix for matrix in weight_matrices(model_map.parameters.values()) if matrix.role in EMBEDDING_ROLES
     ]
@@ -54,57 +53,59 @@ def _statistics(model_map: ModelMap, folder: Path) -> Statistics:
     )
 
 
-def _chosen(arms: Arms, sorted_rows: bool) -> Plan:
-    """Two, three and four bits in turns."""
-    matrix, taken = arms.matrix, arms.sorted if sorted_rows else arms
-    assert taken is not None
+def _plan(arms: Arms, sorted_rows: bool) -> Plan:
+    """Four, three and two bits in turns."""
+    matrix, chosen = arms.matrix, arms.row_sorted if sorted_rows else arms
+    assert chosen is not None
     bits = np.resize(np.array([4, 3, 2], np.uint8), matrix.groups)
-    chosen = MatrixPlan(matrix, bits, 0, 0, 0.0, taken.row_class, taken.input_scale)
-    return Plan({matrix.key: chosen}, {}, 0, 0, 0.0)
+    matrix_plan = MatrixPlan(matrix, bits, 0, 0, 0.0, chosen.row_class, chosen.input_scale)
+    return Plan({matrix.key: matrix_plan}, {}, 0, 0, 0.0)
 
 
 @pytest.mark.parametrize("sorted_rows", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_parts_give_what_the_whole_gives(
+def test_chunks_give_the_results_of_the_whole_matrix(
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     sorted_rows: bool,
 ) -> None:
-    monkeypatch.setattr(pricing, "sorting_pays", lambda *_: True)  # so few rows do not pay for their classes
+    monkeypatch.setattr(
+        pricing, "sorting_pays", lambda *_: True
+    )  # the few rows here would not pay for their classes
     model_map = map_model(open_checkpoint(tiny_checkpoint(family)))
     statistics = _statistics(model_map, tmp_path / "s")
-    options = PassOptions((2, 3, 4), WINDOW)
+    options = PassOptions((2, 3, 4), L)
 
-    def made(matrix: WeightMatrix) -> tuple[Arms, torch.Tensor, PackedMatrix]:
+    def process(matrix: WeightMatrix) -> tuple[Arms, torch.Tensor, PackedMatrix]:
         arms = price_matrix(model_map, statistics, matrix, options)
-        plan = _chosen(arms, sorted_rows)
-        noisy = perturbation(model_map, statistics, plan, [matrix], L=WINDOW)(matrix.name, None)
+        plan = _plan(arms, sorted_rows)
+        noisy = perturbation(model_map, statistics, plan, [matrix], L=L)(matrix.name, None)
         assert noisy is not None
-        return arms, noisy, encode_matrix(model_map, statistics, plan, matrix, L=WINDOW)
+        return arms, noisy, encode_matrix(model_map, statistics, plan, matrix, L=L)
 
-    for matrix in _vocabularies(model_map):
-        arms, noisy, packed = made(matrix)
+    for matrix in _embeddings(model_map):
+        arms, noisy, packed = process(matrix)
         with monkeypatch.context() as patch:
             _small_chunks(patch)
-            assert [part.stop - part.start for part in row_slices(matrix)] == [96, 96, 71]
-            arms_of_parts, noisy_of_parts, packed_of_parts = made(matrix)
-        for mine, theirs in ((arms, arms_of_parts), (arms.sorted, arms_of_parts.sorted)):
-            assert mine is not None and theirs is not None
-            np.testing.assert_allclose(theirs.sensitivity, mine.sensitivity, rtol=1e-5)
-            np.testing.assert_allclose(theirs.removal, mine.removal, rtol=1e-5)
-            assert np.array_equal(theirs.input_scale, mine.input_scale)  # type: ignore[arg-type]
+            assert [rows.stop - rows.start for rows in row_slices(matrix)] == [96, 96, 71]
+            chunked_arms, chunked_noisy, chunked_packed = process(matrix)
+        for whole, chunked in ((arms, chunked_arms), (arms.row_sorted, chunked_arms.row_sorted)):
+            assert whole is not None and chunked is not None
+            np.testing.assert_allclose(chunked.sensitivity, whole.sensitivity, rtol=1e-5)
+            np.testing.assert_allclose(chunked.removal, whole.removal, rtol=1e-5)
+            assert np.array_equal(chunked.input_scale, whole.input_scale)  # type: ignore[arg-type]
         weight = read_matrix(model_map, matrix)
         assert float((noisy - weight).square().mean()) > 0
-        torch.testing.assert_close(noisy_of_parts, noisy, rtol=1e-4, atol=1e-5)
-        assert packed_of_parts.to_bytes() == packed.to_bytes()
+        torch.testing.assert_close(chunked_noisy, noisy, rtol=1e-4, atol=1e-5)
+        assert chunked_packed.to_bytes() == packed.to_bytes()
 
 
-def test_parts_take_less_memory(
+def test_chunks_take_less_memory(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (matrix,) = _vocabularies(map_model(open_checkpoint(tiny_checkpoint("gemma3"))))
+    (matrix,) = _embeddings(map_model(open_checkpoint(tiny_checkpoint("gemma3"))))
     whole = working_bytes(matrix)
     _small_chunks(monkeypatch)
     assert working_bytes(matrix) < whole

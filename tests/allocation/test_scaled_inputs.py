@@ -1,4 +1,4 @@
-"""Matrices with input scales: priced, planned, coded and probed as the blob will have them; experts have none."""
+"""Matrices with input scales: arms, plan, codes and probes agree; experts have none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from stand_in_statistics import known_statistics
 from ciuic_cli.allocation.arms import Arms, PassOptions
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import weight_matrices
-from ciuic_cli.allocation.plan import MatrixPlan, Plan, check_reachable, make_plan
+from ciuic_cli.allocation.plan import MatrixPlan, Plan
+from ciuic_cli.allocation.planning import make_plan
 from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import perturbation
+from ciuic_cli.allocation.reachable import check_reachable
 from ciuic_cli.allocation.row_chunks import read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -24,14 +26,14 @@ from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.errors import TargetError
-from ciuic_cli.passes.quantize import OUTPUT_DAMPING, damp
+from ciuic_cli.passes.feedback import OUTPUT_DAMPING, damp
 from ciuic_cli.statistics.files import Statistics
 
 OPTIONS = PassOptions((3,), L=12, prune="off", rank="off")
 
 
 def _moment(cols: int) -> torch.Tensor:
-    """H by which inputs differ in size by orders of magnitude."""
+    """A diagonal H that spans orders of magnitude."""
     draw = torch.randn(cols, generator=torch.Generator().manual_seed(cols)).mul(3).exp()
     return torch.diag(draw / draw.sum())
 
@@ -65,7 +67,7 @@ def test_every_large_enough_matrix_is_scaled(arms: list[Arms]) -> None:
     assert all(arm.input_scale is not None and len(arm.input_scale) == arm.matrix.cols for arm in arms)
 
 
-def test_a_coded_matrix_has_the_planned_bytes_and_the_planned_loss(
+def test_a_coded_matrix_has_the_planned_bytes_and_loss(
     dense: tuple[ModelMap, Statistics], plan: Plan
 ) -> None:
     model_map, statistics = dense
@@ -79,7 +81,7 @@ def test_a_coded_matrix_has_the_planned_bytes_and_the_planned_loss(
         assert loss == pytest.approx(chosen.predicted_kl, rel=0.15)
 
 
-def test_noise_of_a_probe_costs_what_is_planned(dense: tuple[ModelMap, Statistics], plan: Plan) -> None:
+def test_a_probe_has_the_planned_loss(dense: tuple[ModelMap, Statistics], plan: Plan) -> None:
     model_map, statistics = dense
     chosen = plan.matrices["model.layers.0.self_attn.q_proj.weight"]
     noisy = perturbation(model_map, statistics, plan, [chosen.matrix], L=12)(chosen.matrix.name, None)
@@ -89,7 +91,7 @@ def test_noise_of_a_probe_costs_what_is_planned(dense: tuple[ModelMap, Statistic
 
 
 def _loss(statistics: Statistics, chosen: MatrixPlan, error: torch.Tensor) -> float:
-    """½ tr(Eᵀ G E H) as the pass prices it: of the divided columns, with H and G (here diagonal) damped."""
+    """½ tr(Eᵀ G E H) as the passes predict it: with scaled columns, and H and G (here diagonal) damped."""
     h, g = statistics.input_moment(chosen.matrix.name), statistics.output_fisher(chosen.matrix.name)
     assert h is not None and g is not None and chosen.input_scale is not None
     factors = input_factors(chosen.input_scale)
@@ -99,25 +101,29 @@ def _loss(statistics: Statistics, chosen: MatrixPlan, error: torch.Tensor) -> fl
     return float(0.5 * (1 + OUTPUT_DAMPING) * ((g @ error @ h) * error).sum())
 
 
-def test_the_journal_keeps_them(arms: list[Arms]) -> None:
-    back = arms_from_bytes(arms_to_bytes(arms[1]), arms[1].matrix, OPTIONS)
-    assert arms[1].input_scale is not None and np.array_equal(back.input_scale, arms[1].input_scale)
+def test_the_journal_keeps_input_scales(arms: list[Arms]) -> None:
+    loaded = arms_from_bytes(arms_to_bytes(arms[1]), arms[1].matrix, OPTIONS)
+    assert arms[1].input_scale is not None and np.array_equal(loaded.input_scale, arms[1].input_scale)
 
 
-def test_what_can_be_reached_counts_their_bytes(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> None:
-    least = make_plan(dense[0], arms, 2 * dense[0].stored_numel, OPTIONS).file_bytes  # there is one width
-    scales = sum(arm.matrix.cols for arm in arms)
+def test_reachable_sizes_include_input_scales(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> None:
+    least = make_plan(
+        dense[0], arms, 2 * dense[0].stored_numel, OPTIONS
+    ).file_bytes  # only 3 bits are allowed
+    scale_bytes = sum(arm.matrix.cols for arm in arms)
     check_reachable(dense[0], least + 64, OPTIONS)
     with pytest.raises(TargetError):
-        check_reachable(dense[0], least - scales // 2, OPTIONS)
+        check_reachable(dense[0], least - scale_bytes // 2, OPTIONS)
 
 
-def test_with_rows_sorted_and_a_low_rank_part(dense: tuple[ModelMap, Statistics], plan: Plan) -> None:
+def test_input_scales_with_sorted_rows_and_a_low_rank_part(
+    dense: tuple[ModelMap, Statistics], plan: Plan
+) -> None:
     model_map, statistics = dense
     chosen = plan.matrices["model.layers.0.self_attn.q_proj.weight"]
     classes = np.arange(chosen.matrix.rows).astype(np.uint8) % 16
-    own = replace(chosen, rank=16, row_class=classes)
-    changed = replace(plan, matrices={**plan.matrices, chosen.matrix.key: own})
+    modified = replace(chosen, rank=16, row_class=classes)
+    changed = replace(plan, matrices={**plan.matrices, chosen.matrix.key: modified})
     packed = encode_matrix(model_map, statistics, changed, chosen.matrix, L=12)
     assert packed.rank == 16 and packed.row_class is not None and packed.input_scale is not None
     weight = read_matrix(model_map, chosen.matrix)

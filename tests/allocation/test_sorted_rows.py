@@ -1,4 +1,4 @@
-"""Matrices with their rows sorted: priced, planned, coded and probed as the blob will have them."""
+"""Matrices with sorted rows: arms, plan, codes and probes agree."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from stand_in_statistics import known_statistics
 from ciuic_cli.allocation.arms import Arms, PassOptions
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
-from ciuic_cli.allocation.plan import Plan, make_plan, with_sorted_rows
+from ciuic_cli.allocation.plan import Plan
+from ciuic_cli.allocation.planning import make_plan, with_sorted_rows
 from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import perturbation
 from ciuic_cli.allocation.row_chunks import read_matrix
@@ -30,8 +31,8 @@ OPTIONS = PassOptions(BITS, L=12, prune="auto", rank="off")
 WIDE = {"hidden_size": 96, "intermediate_size": 176, "head_dim": 24}
 
 
-def _importance(rows: int) -> torch.Tensor:
-    """G by which rows differ in importance by orders of magnitude, in no order."""
+def _fisher(rows: int) -> torch.Tensor:
+    """A diagonal G that spans orders of magnitude, in random order."""
     return torch.diag(torch.randn(rows, generator=torch.Generator().manual_seed(rows)).mul(2).exp())
 
 
@@ -42,7 +43,7 @@ def model_map(tiny_checkpoint: Callable[..., Path]) -> ModelMap:
 
 @pytest.fixture(scope="module")
 def statistics(model_map: ModelMap) -> Statistics:
-    return known_statistics(model_map, outputs=_importance)
+    return known_statistics(model_map, outputs=_fisher)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def _plan(model_map: ModelMap, arms: Sequence[Arms], ratio: float = 4.0) -> Plan
     return make_plan(model_map, list(arms), int(2 * model_map.stored_numel / ratio), OPTIONS)
 
 
-def test_the_same_bytes_lose_less(model_map: ModelMap, natural: list[Arms]) -> None:
+def test_sorting_lowers_the_loss_at_the_same_bytes(model_map: ModelMap, natural: list[Arms]) -> None:
     first = _plan(model_map, natural)
     plan = _plan(model_map, with_sorted_rows(natural, first))
     assert plan.file_bytes <= plan.budget == first.budget
@@ -67,7 +68,7 @@ def test_the_same_bytes_lose_less(model_map: ModelMap, natural: list[Arms]) -> N
     )
 
 
-def test_a_coded_matrix_has_the_planned_bytes_and_its_own_order(
+def test_a_coded_matrix_has_the_planned_bytes_and_decodes_in_natural_order(
     model_map: ModelMap, statistics: Statistics, natural: list[Arms]
 ) -> None:
     plan = _plan(model_map, with_sorted_rows(natural, _plan(model_map, natural)), 3.0)
@@ -78,13 +79,13 @@ def test_a_coded_matrix_has_the_planned_bytes_and_its_own_order(
         weight, order = read_matrix(model_map, matrix), packed.order
         assert order is not None
         error = (decode_dense(packed) - weight).square().sum(1) / weight.square().sum(1)
-        by_width = dict(zip(order.tolist(), bits_of(packed.row_bits).repeat(16).tolist(), strict=False))
-        for row in range(matrix.rows):  # 4^-K, times the code's own constant; 0 bits leave nothing
-            bits = by_width[row]
+        bits_of_row = dict(zip(order.tolist(), bits_of(packed.row_bits).repeat(16).tolist(), strict=False))
+        for row in range(matrix.rows):  # 4^-K times the code's constant; rows with 0 bits are zero
+            bits = bits_of_row[row]
             assert float(error[row]) < (1.001 if bits == 0 else 3.5 * 4.0**-bits), (row, bits)
 
 
-def test_noise_of_a_probe_is_in_the_matrix_own_order(
+def test_a_probe_perturbs_in_natural_order(
     model_map: ModelMap, statistics: Statistics, natural: list[Arms]
 ) -> None:
     plan = _plan(model_map, with_sorted_rows(natural, _plan(model_map, natural)), 3.0)
@@ -103,18 +104,18 @@ def test_noise_of_a_probe_is_in_the_matrix_own_order(
     assert len(means) > 3 and min(means) > 0.5 and max(means) < 3.0
 
 
-def test_channels_that_go_together_keep_their_order(model_map: ModelMap, natural: list[Arms]) -> None:
+def test_matrices_with_pruned_channels_are_not_sorted(model_map: ModelMap, natural: list[Arms]) -> None:
     down = next(arm for arm in natural if arm.matrix.role == "down")
-    cheap = np.full(11, 1e9)
-    cheap[2] = 0.0
-    in_order = None if down.sorted is None else replace(down.sorted, channels=cheap)
-    changed = replace(down, channels=cheap, sorted=in_order)
+    channels = np.full(11, 1e9)
+    channels[2] = 0.0
+    row_sorted = None if down.row_sorted is None else replace(down.row_sorted, channels=channels)
+    changed = replace(down, channels=channels, row_sorted=row_sorted)
     natural = [changed if arm is down else arm for arm in natural]
     layer = down.matrix.key.removesuffix("down_proj.weight")
     first = _plan(model_map, natural, 2.5)
-    assert [(s.down, s.block) for s in first.removed] == [(down.matrix.key, 2)]
+    assert [(s.down, s.block) for s in first.pruned_structures] == [(down.matrix.key, 2)]
     plan = _plan(model_map, with_sorted_rows(natural, first), 2.5)
-    assert [(s.down, s.block) for s in plan.removed] == [(down.matrix.key, 2)]
+    assert [(s.down, s.block) for s in plan.pruned_structures] == [(down.matrix.key, 2)]
     for name, chosen in plan.matrices.items():
         if chosen.matrix.role in ("gate", "up"):
             assert (chosen.row_class is None) == name.startswith(layer), name
@@ -122,13 +123,13 @@ def test_channels_that_go_together_keep_their_order(model_map: ModelMap, natural
                 assert chosen.row_bits[2] == 0
 
 
-def test_the_journal_keeps_both_ways(natural: list[Arms]) -> None:
-    arms = next(arm for arm in natural if arm.sorted is not None)
-    back = arms_from_bytes(arms_to_bytes(arms), arms.matrix, OPTIONS)
-    assert back.row_class is None and back.sorted is not None and arms.sorted is not None
-    assert np.array_equal(back.sensitivity, arms.sensitivity)
-    assert np.array_equal(back.sorted.sensitivity, arms.sorted.sensitivity)
-    assert back.sorted.row_class is not None and arms.sorted.row_class is not None
-    assert np.array_equal(back.sorted.row_class, arms.sorted.row_class)
-    alone = Arms(WeightMatrix("w", None, "q", 32, 32), (0, 2), 12, np.ones(2), np.ones(2))
-    assert arms_from_bytes(arms_to_bytes(alone), alone.matrix, OPTIONS).sorted is None
+def test_the_journal_keeps_both_row_orders(natural: list[Arms]) -> None:
+    arms = next(arm for arm in natural if arm.row_sorted is not None)
+    loaded = arms_from_bytes(arms_to_bytes(arms), arms.matrix, OPTIONS)
+    assert loaded.row_class is None and loaded.row_sorted is not None and arms.row_sorted is not None
+    assert np.array_equal(loaded.sensitivity, arms.sensitivity)
+    assert np.array_equal(loaded.row_sorted.sensitivity, arms.row_sorted.sensitivity)
+    assert loaded.row_sorted.row_class is not None and arms.row_sorted.row_class is not None
+    assert np.array_equal(loaded.row_sorted.row_class, arms.row_sorted.row_class)
+    unsorted = Arms(WeightMatrix("w", None, "q", 32, 32), (0, 2), 12, np.ones(2), np.ones(2))
+    assert arms_from_bytes(arms_to_bytes(unsorted), unsorted.matrix, OPTIONS).row_sorted is None

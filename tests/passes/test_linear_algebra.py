@@ -1,4 +1,4 @@
-"""Factors and solutions by blocks, against LAPACK's own."""
+"""Panelled factors and solves against LAPACK's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _positive(size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [1, 16, 128, 129, 300])
-def test_they_solve_what_they_say(size: int) -> None:
+def test_factor_and_solves_equal_those_of_lapack(size: int) -> None:
     matrix = _positive(size)
     lower = linear_algebra.cholesky(matrix)
     assert lower is not None
@@ -33,7 +33,7 @@ def test_a_matrix_that_is_not_positive_definite_has_no_factor(wrong: float) -> N
     assert linear_algebra.cholesky(matrix) is None
 
 
-def test_damping_is_the_least_power_of_ten_that_helps() -> None:
+def test_damping_is_the_least_power_of_ten_that_suffices() -> None:
     matrix = torch.ones(40, 40, dtype=torch.float64)
     matrix[3, 3] -= 0.003
     assert linear_algebra.cholesky(matrix) is None

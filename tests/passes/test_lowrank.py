@@ -1,4 +1,4 @@
-"""The low-rank pass: its factors against the exact SVD, its arms' energies and bytes, its coded product."""
+"""The low-rank pass: factors against the exact SVD, energies and bytes of the arms, the coded product."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ciuic_cli.codecs.trellis import decode
-from ciuic_cli.passes.lowrank import arms, encode, factor, factor_bytes, residuals
+from ciuic_cli.passes.lowrank import arms, encode, factor, factor_bytes, residual_energies
 
 
 def _random(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
@@ -52,39 +52,44 @@ def test_factors_do_not_depend_on_the_global_generator() -> None:
     assert torch.equal(first[1], second[1])
 
 
-def test_arms_say_what_is_left_of_each_row_group() -> None:
+def test_remaining_is_the_share_of_energy_that_truncation_leaves() -> None:
     weight, row_weight = _steep(72, 112, 5), _row_weight(72, 6)
-    found = arms(residuals(weight, row_weight, (16, 32)), row_weight, 112)
-    assert [arm.rank for arm in found] == [16, 32]
-    for arm in found:
+    offered = arms(residual_energies(weight, row_weight, (16, 32)), row_weight, 112)
+    assert [arm.rank for arm in offered] == [16, 32]
+    for arm in offered:
         # From the exact SVD: the share of weighted energy that the truncation leaves in each group.
         root = row_weight.sqrt()[:, None]
         u, s, vh = torch.linalg.svd(root * weight, full_matrices=False)
-        rest = (u[:, arm.rank :] * s[arm.rank :]) @ vh[arm.rank :]
+        residual = (u[:, arm.rank :] * s[arm.rank :]) @ vh[arm.rank :]
         for group, remaining in enumerate(arm.remaining):
             rows = slice(16 * group, 16 * (group + 1))
-            exact = float(rest[rows].square().sum() / (root * weight)[rows].square().sum())
+            exact = float(residual[rows].square().sum() / (root * weight)[rows].square().sum())
             assert remaining == pytest.approx(exact, rel=0.05)
-    assert (found[1].remaining < found[0].remaining).all()
-    assert len(found[0].remaining) == 5  # 72 rows: the last group has eight
+    assert (offered[1].remaining < offered[0].remaining).all()
+    assert len(offered[0].remaining) == 5  # 72 rows: the last group has eight
 
 
-def test_a_matrix_of_low_rank_leaves_nothing_and_a_zero_one_divides_by_nothing() -> None:
+def test_a_low_rank_matrix_leaves_nothing_and_a_zero_matrix_stays_finite() -> None:
     exact = _random(64, 16, 7) @ _random(16, 96, 8)
-    assert float(arms(residuals(exact, torch.ones(64), (16,)), torch.ones(64), 96)[0].remaining.max()) < 1e-8
-    nothing = arms(residuals(torch.zeros(64, 96), torch.ones(64), (16,)), torch.ones(64), 96)[0].remaining
-    assert np.isfinite(nothing).all()
+    assert (
+        float(arms(residual_energies(exact, torch.ones(64), (16,)), torch.ones(64), 96)[0].remaining.max())
+        < 1e-8
+    )
+    zero = arms(residual_energies(torch.zeros(64, 96), torch.ones(64), (16,)), torch.ones(64), 96)[
+        0
+    ].remaining
+    assert np.isfinite(zero).all()
 
 
-def test_ranks_that_do_not_fit_are_not_offered() -> None:
+def test_ranks_above_the_full_rank_are_not_offered() -> None:
     weight = _random(40, 24)
-    offered = arms(residuals(weight, torch.ones(40), (16, 32, 64)), torch.ones(40), 24)
+    offered = arms(residual_energies(weight, torch.ones(40), (16, 32, 64)), torch.ones(40), 24)
     assert [arm.rank for arm in offered] == [16]
-    assert arms(residuals(_random(12, 200), torch.ones(12), (16, 32)), torch.ones(12), 200) == []
+    assert arms(residual_energies(_random(12, 200), torch.ones(12), (16, 32)), torch.ones(12), 200) == []
 
 
 @pytest.mark.parametrize(("rows", "cols", "rank"), [(37, 83, 16), (128, 96, 32)])
-def test_coded_factors_are_what_the_decoder_sees(rows: int, cols: int, rank: int) -> None:
+def test_the_coded_product_equals_the_decoded_one(rows: int, cols: int, rank: int) -> None:
     weight, row_weight = _steep(rows, cols, 9), _row_weight(rows, 10)
     (right, left), product = encode(weight, row_weight, rank, L=12)
     assert (right.rows, right.cols) == (rank, cols)
@@ -96,7 +101,7 @@ def test_coded_factors_are_what_the_decoder_sees(rows: int, cols: int, rank: int
     )
     decoded = decode(left, original_basis=True).T @ decode(right, original_basis=True)
     assert torch.equal(product, decoded)
-    # Six bits lose little: what is left of the matrix is the truncation, not the coding.
+    # Coding with six bits loses little against the truncation.
     l_exact, r_exact = factor(weight, row_weight, rank)
     root = row_weight.sqrt()[:, None]
     coded = float((root * (weight - product)).square().sum())

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prune import (
     Structure,
     channel_loss,
@@ -14,7 +15,6 @@ from ciuic_cli.passes.prune import (
     masks,
     removed_columns,
 )
-from ciuic_cli.passes.quantize import KroneckerFisher
 
 
 def _random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,7 +22,7 @@ def _random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def _moment(size: int, seed: int) -> torch.Tensor:
-    """Correlated: twice as many samples as dimensions, with a few shared directions."""
+    """A correlated second moment: twice as many samples as dimensions, with a few shared directions."""
     x = _random(2 * size, size, seed=seed) + 2 * _random(2 * size, 4, seed=seed + 1) @ _random(
         4, size, seed=seed + 2
     )
@@ -36,7 +36,7 @@ def _loss(error: torch.Tensor, outputs: torch.Tensor, inputs: torch.Tensor) -> f
 
 @pytest.mark.parametrize("full", [True, False])
 @pytest.mark.parametrize("cols", [64, 88])
-def test_channel_loss_is_that_of_removing_the_columns(full: bool, cols: int) -> None:
+def test_channel_loss_equals_the_loss_of_zeroed_columns(full: bool, cols: int) -> None:
     down, h = _random(40, cols, seed=1), _moment(cols, 2)
     g = _moment(40, 5) if full else _moment(40, 5).diagonal().clone()
     losses = channel_loss(down, KroneckerFisher(h, g))
@@ -56,11 +56,11 @@ def test_correction_makes_the_removal_cheaper() -> None:
     plain[:, removed] = 0.0
     assert not corrected[:, removed].any()
     assert _loss(down - corrected, g, h) < 0.7 * _loss(down - plain, g, h)
-    assert torch.equal(down, _random(40, 64, seed=6))  # the argument is left alone
+    assert torch.equal(down, _random(40, 64, seed=6))  # the argument is unchanged
 
 
 def test_correction_is_nearly_the_least_squares_optimum() -> None:
-    """The optimum leaves each output the Schur complement's energy; one per cent of damping costs little more."""
+    """At the optimum the energy is that of the Schur complement; one per cent of damping costs little more."""
     down, h = _random(24, 48, seed=9), _moment(48, 10)
     removed = torch.zeros(48, dtype=torch.bool)
     removed[:16] = True
@@ -78,16 +78,16 @@ def test_uncorrelated_inputs_need_no_correction() -> None:
     assert torch.allclose(corrected[:, :16], down[:, :16], atol=1e-6)
 
 
-def test_inputs_that_never_vary_stay_finite() -> None:
+def test_constant_and_dead_inputs_stay_finite() -> None:
     h = torch.zeros(32, 32)
-    h[:20, :20] = torch.ones(20, 20)  # singular, and twelve inputs without any energy
+    h[:20, :20] = torch.ones(20, 20)  # singular, and twelve inputs are always 0
     removed = torch.zeros(32, dtype=torch.bool)
     removed[:16] = True
     assert torch.isfinite(correct_remaining(_random(24, 32, seed=12), h, removed)).all()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
-def test_a_forced_share_takes_the_groups_with_the_least_loss(share: float) -> None:
+def test_a_forced_share_prunes_the_groups_with_the_least_loss_per_weight(share: float) -> None:
     rng = np.random.default_rng(0)
     candidates = {"a": (rng.random(40), 16 * 64), "b": (4 * rng.random(20), 16 * 128)}
     found = forced_groups(candidates, share)
@@ -96,10 +96,10 @@ def test_a_forced_share_takes_the_groups_with_the_least_loss(share: float) -> No
     taken = sum(int(found[key].sum()) * weights for key, (_, weights) in candidates.items())
     assert share * total <= taken < share * total + 16 * 128
     rates = {key: losses / weights for key, (losses, weights) in candidates.items()}
-    gone = [rate for key in found for rate in rates[key][found[key]]]
+    pruned = [rate for key in found for rate in rates[key][found[key]]]
     kept = [rate for key in found for rate in rates[key][~found[key]]]
-    if gone and kept:
-        assert max(gone) <= min(kept)
+    if pruned and kept:
+        assert max(pruned) <= min(kept)
 
 
 def test_masks_and_removed_columns() -> None:
@@ -117,5 +117,5 @@ def test_masks_and_removed_columns() -> None:
     assert columns is not None
     assert columns.shape == (88,)
     assert columns.nonzero()[:, 0].tolist() == [*range(16, 32), *range(80, 88)]
-    assert removed_columns(structures, "expert", 88) is None  # it goes as a whole, not by columns
+    assert removed_columns(structures, "expert", 88) is None  # pruned as a whole, not by columns
     assert removed_columns(structures, "other", 88) is None

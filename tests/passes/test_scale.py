@@ -1,4 +1,4 @@
-"""Input scales: they lower what rounding really costs, pay for their bytes, and do not depend on threads."""
+"""Input scales: they lower the real loss of rounding, pay for their bytes, and do not depend on threads."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ import torch
 
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.passes import unevenness
-from ciuic_cli.passes.quantize import KroneckerFisher, per_group, predicted_loss, prepare, round_prepared
+from ciuic_cli.passes import effective_variance
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss
+from ciuic_cli.passes.prepare import prepare
+from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales, scaled
 
 ROWS, COLS = 64, 192
 
 
 def uneven(seed: int = 0) -> tuple[torch.Tensor, KroneckerFisher]:
-    """A matrix whose columns differ in size, and inputs that do, in other columns."""
+    """A matrix whose columns differ in size, and inputs that differ in size independently of it."""
     draw = torch.Generator().manual_seed(seed)
     basis = torch.randn(COLS, COLS, generator=draw) * torch.exp(torch.randn(COLS, generator=draw))
     moment = basis.T @ basis
@@ -33,7 +36,7 @@ def real_loss(weight: torch.Tensor, fisher: KroneckerFisher, codes: np.ndarray |
     prepared = prepare(*scaled(weight.clone(), fisher, codes))
     bits = np.full(ROWS // 16, 3, np.uint8)
     error = decode_dense(round_prepared(prepared, bits, input_scale=codes, L=12)) - weight
-    predicted = predicted_loss(per_group(prepared.row_loss), np.zeros(ROWS // 16), (3,), 12)
+    predicted = predicted_loss(group_sums(prepared.row_sensitivity), np.zeros(ROWS // 16), (3,), 12)
     return float(predicted.sum()), float(0.5 * ((error @ fisher.inputs) * error).sum())
 
 
@@ -44,7 +47,9 @@ def test_the_loss_falls_as_predicted() -> None:
     plain, better = real_loss(weight, fisher, None), real_loss(weight, fisher, codes)
     assert better[0] < plain[0] / 4
     assert better[1] < plain[1] / 4
-    assert better[1] / plain[1] == pytest.approx(better[0] / plain[0], rel=0.4)  # 3 bits: see `unevenness`
+    assert better[1] / plain[1] == pytest.approx(
+        better[0] / plain[0], rel=0.4
+    )  # see effective_variance.py on 3 bits
 
 
 def test_no_other_powers_are_better() -> None:
@@ -57,12 +62,12 @@ def test_no_other_powers_are_better() -> None:
         assert real_loss(weight, fisher, other)[0] > best
 
 
-def test_alike_columns_have_none() -> None:
+def test_equal_columns_get_no_scales() -> None:
     weight = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(0))
     assert chosen(weight, KroneckerFisher(torch.eye(COLS) / COLS, torch.ones(ROWS))) is None
 
 
-def test_few_rows_do_not_pay_for_them() -> None:
+def test_few_rows_do_not_pay_for_the_scales_bytes() -> None:
     weight, fisher = uneven()
     found = [
         chosen(weight[:rows], KroneckerFisher(fisher.inputs, torch.ones(rows))) is not None
@@ -71,15 +76,15 @@ def test_few_rows_do_not_pay_for_them() -> None:
     assert found == [False, False, True, True]
 
 
-def test_loud_rows_do_not_decide_for_the_others() -> None:
-    """Each row has the bits that it needs: scales that suit a few important rows cost all others theirs."""
+def test_loud_rows_do_not_decide_the_scales() -> None:
+    """Every row gets the bits that it needs, so scales that suit a few loud rows would harm all others."""
     draw = torch.Generator().manual_seed(3)
     weight = torch.randn(256, COLS, generator=draw)
     weight[:8] *= 10 * torch.exp(torch.randn(COLS, generator=draw))
     assert chosen(weight, KroneckerFisher(torch.eye(COLS) / COLS, torch.ones(256))) is None
 
 
-def test_the_same_for_any_number_of_threads() -> None:
+def test_scales_do_not_depend_on_the_number_of_threads() -> None:
     weight, fisher = uneven()
     threads = torch.get_num_threads()
     try:
@@ -102,7 +107,7 @@ def test_columns_of_zeros_and_dead_inputs_stay_finite() -> None:
     assert chosen(torch.zeros(ROWS, COLS), fisher) is None
 
 
-def test_contexts_are_scaled_too() -> None:
+def test_scaling_keeps_the_loss_with_contexts() -> None:
     weight, fisher = uneven()
     contexts = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1))
     fisher = KroneckerFisher(fisher.inputs, fisher.outputs, contexts.clone())
@@ -118,9 +123,9 @@ def test_contexts_are_scaled_too() -> None:
     assert torch.allclose(stored * factors, weight, rtol=1e-5)
 
 
-def test_scales_keep_blocks_of_the_transform_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs that are loud in a block of the transform and quiet in the others, as one attention head may be: scales
-    that made up for all of that would have each row's weights leave the code's range there, or waste its levels."""
+def test_scales_do_not_make_transform_blocks_unequal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs are loud in one block of the transform, as one attention head may be. Scales that compensated for all of
+    that would push the row's weights out of the code's range in that block."""
     draw = torch.Generator().manual_seed(4)
     sizes = torch.ones(COLS)
     sizes[64:128] = 30.0
@@ -131,10 +136,10 @@ def test_scales_keep_blocks_of_the_transform_alike(monkeypatch: pytest.MonkeyPat
     codes = chosen(weight, fisher)
     assert codes is not None
     factors = input_factors(codes)
-    # By the moments' ratio of 900 alone the loud columns would be divided by 900^(1/4) = 5.5 less than the others.
+    # From the ratio of the moments alone, 900, the factors would differ by 900^(1/4) = 5.5.
     assert 1.2 < float(factors[128:].mean() / factors[64:128].mean()) < 2.5
     predicted, real = real_loss(weight, fisher, codes)
     assert real == pytest.approx(predicted, rel=0.4)
     assert real < real_loss(weight, fisher, None)[1]
-    monkeypatch.setattr(unevenness, "POWER", 1)
+    monkeypatch.setattr(effective_variance, "POWER", 1)
     assert real < 0.7 * real_loss(weight, fisher, chosen(weight, fisher))[1]

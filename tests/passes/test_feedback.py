@@ -1,0 +1,65 @@
+"""The block LDL factorisation: exact where the moment is positive definite, finite where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_moments import random_matrix, random_moment
+
+from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.passes.feedback import block_ldl, pad_square
+
+
+def test_the_factors_reproduce_the_moment() -> None:
+    moment = random_moment(80, 1)
+    ldl = block_ldl(moment)
+    assert ldl.factor is not None
+    lower = ldl.factor.double()
+    # D = L⁻¹ H L⁻ᵀ must be block diagonal with the diagonal `d_diagonal`.
+    inverse = torch.linalg.inv(lower)
+    d = inverse @ moment.double() @ inverse.T
+    outside = ~torch.block_diag(*[torch.ones(TILE, TILE) for _ in range(5)]).bool()
+    assert float(d[outside].abs().max()) < 1e-5
+    assert torch.allclose(d.diagonal().float(), ldl.d_diagonal, rtol=1e-4)
+    # L is unit block lower triangular: identities on the diagonal, zeros above.
+    for row in range(5):
+        for col in range(row, 5):
+            block = lower[row * TILE : (row + 1) * TILE, col * TILE : (col + 1) * TILE]
+            expected = torch.eye(TILE) if row == col else torch.zeros(TILE, TILE)
+            assert torch.allclose(block.float(), expected, atol=1e-5)
+    # Feedback never raises the weight of an error above H's diagonal, and lowers it for correlated inputs.
+    assert (ldl.d_diagonal <= moment.diagonal() * 1.00001).all()
+    assert float(ldl.d_diagonal.sum()) < 0.9 * float(moment.trace())
+
+
+@pytest.mark.parametrize("rank", [1, 20])
+def test_a_singular_moment_is_damped_and_still_factored(rank: int) -> None:
+    x = random_matrix(rank, 64, 2)
+    moment = x.T @ x / rank
+    ldl = block_ldl(moment)
+    assert ldl.factor is not None
+    assert torch.isfinite(ldl.factor).all()
+    assert torch.isfinite(ldl.d_diagonal).all()
+    assert (ldl.d_diagonal > 0).all()
+    assert float(ldl.d_diagonal.sum()) < float(moment.trace())
+
+
+def test_a_moment_that_cannot_be_factored_falls_back_to_its_diagonal() -> None:
+    indefinite = torch.eye(32)
+    indefinite[0, 1] = indefinite[1, 0] = 5.0
+    ldl = block_ldl(indefinite)
+    assert ldl.factor is None
+    assert torch.equal(ldl.d_diagonal, torch.ones(32))
+    zero = block_ldl(torch.zeros(32, 32))
+    assert zero.factor is None
+    assert torch.equal(zero.d_diagonal, torch.zeros(32))
+
+
+def test_padding_keeps_the_moment_and_stays_positive_definite() -> None:
+    padded = pad_square(random_moment(37, 3))
+    assert padded.shape == (48, 48)
+    assert torch.equal(padded[:37, :37], random_moment(37, 3))
+    assert not padded[37:, :37].any()
+    assert (padded.diagonal()[37:] > 0).all()
+    assert block_ldl(padded).factor is not None
+    assert pad_square(random_moment(32, 3)).shape == (32, 32)
