@@ -1,4 +1,4 @@
-"""The journal: one process at a time, steps that are finished or absent, and other runs refused."""
+"""The journal: one process at a time, steps that are finished or absent, and refusal of other runs' journals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ with Journal(Path(sys.argv[1])):
 """
 
 
-def test_37_a_second_run_is_refused_with_the_first_ones_pid(tmp_path: Path) -> None:
+def test_37_a_second_run_is_refused_with_the_pid_of_the_first(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-c", _HOLD, str(out)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
@@ -36,11 +36,13 @@ def test_37_a_second_run_is_refused_with_the_first_ones_pid(tmp_path: Path) -> N
         assert caught.value.exit_code == 5
         assert caught.value.file == str(out)
         first.stdin.close()
-    with Journal(out) as journal:  # the first has ended: the lock is free, whatever its file says
+    with Journal(
+        out
+    ) as journal:  # the first run has ended: the lock is free, although its file still names the PID
         assert (journal.folder / "lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_the_lock_of_a_killed_run_does_not_stay(tmp_path: Path) -> None:
+def test_a_killed_run_releases_the_lock(tmp_path: Path) -> None:
     out = tmp_path / "out"
     command = [sys.executable, "-c", _HOLD, str(out)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
@@ -57,14 +59,14 @@ def test_two_outputs_do_not_block_each_other(tmp_path: Path) -> None:
         assert b.load("step") is None
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_work_folder_that_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(EnvironmentFault, match="work folder"), Journal(tmp_path / "file" / "out"):
         pass
 
 
 @pytest.mark.parametrize("data", [b"", b"x", bytes(range(256)) * 300])
-def test_steps_come_back_as_they_were_saved(tmp_path: Path, data: bytes) -> None:
+def test_saved_steps_are_loaded_unchanged(tmp_path: Path, data: bytes) -> None:
     with Journal(tmp_path / "out") as journal:
         assert journal.load("encode/0000001") is None
         journal.save("encode/0000001", data)
@@ -75,7 +77,7 @@ def test_steps_come_back_as_they_were_saved(tmp_path: Path, data: bytes) -> None
         assert [path.name for path in (journal.folder / "encode").iterdir()] == ["0000001"]
 
 
-def test_36_a_torn_or_damaged_step_counts_as_not_done(tmp_path: Path) -> None:
+def test_36_a_torn_or_damaged_step_counts_as_absent(tmp_path: Path) -> None:
     with Journal(tmp_path / "out") as journal:
         journal.save("first", b"first result")
         journal.save("second", b"second result")
@@ -92,7 +94,7 @@ def test_36_a_torn_or_damaged_step_counts_as_not_done(tmp_path: Path) -> None:
         assert journal.load("first") == b"first result"
 
 
-def test_going_on_needs_the_same_run(tmp_path: Path) -> None:
+def test_a_run_continues_with_the_same_fingerprint(tmp_path: Path) -> None:
     fingerprint = {"seed": 0, "weights": {"a": [1, 2], "b": [3, 4]}, "version": "1"}
     with Journal(tmp_path / "out") as journal:
         assert journal.begin(fingerprint, restart=False) is False
@@ -100,10 +102,10 @@ def test_going_on_needs_the_same_run(tmp_path: Path) -> None:
     with Journal(tmp_path / "out") as journal:
         assert journal.begin(dict(fingerprint), restart=False) is True
         assert journal.load("step") == b"result"
-        assert journal.begin(dict(fingerprint), restart=True) is True  # --force keeps what still holds
+        assert journal.begin(dict(fingerprint), restart=True) is True  # --force keeps steps of the same run
 
 
-def test_a_run_that_finished_nothing_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_without_finished_steps_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), Journal(tmp_path / "out") as journal:
         journal.begin({"seed": 0}, restart=False)
         (journal.folder / "statistics").mkdir()
@@ -143,10 +145,10 @@ def test_36_the_differences_are_listed(tmp_path: Path) -> None:
         assert "extra: None before, True now" in text
         assert "same" not in text.replace("same command", "")
         assert "--force" in text
-        assert journal.load("step") == b"result"  # a refusal destroys nothing
+        assert journal.load("step") == b"result"  # a refusal removes nothing
 
 
-def test_starting_afresh_forgets_every_step_but_not_the_lock(tmp_path: Path) -> None:
+def test_restarting_removes_every_step_but_not_the_lock(tmp_path: Path) -> None:
     with Journal(tmp_path / "out") as journal:
         journal.begin({"seed": 0}, restart=False)
         journal.save("probe", b"1")
@@ -163,16 +165,16 @@ def test_starting_afresh_forgets_every_step_but_not_the_lock(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "{", "not json", "[" * 100_000, "[]"])
-def test_a_torn_fingerprint_is_none(tmp_path: Path, text: str) -> None:
+def test_a_torn_fingerprint_counts_as_absent(tmp_path: Path, text: str) -> None:
     with Journal(tmp_path / "out") as journal:
         (journal.folder / "fingerprint.json").write_text(text)
         assert journal.begin({"seed": 0}, restart=False) is False
 
 
-def test_a_kill_during_removal_leaves_no_half_journal(
+def test_a_kill_during_removal_leaves_no_partial_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder loses its name in one step; what then is left of it is swept away by the next run."""
+    """The folder is renamed first; the next run removes it under its new name."""
     out = tmp_path / "out"
     with Journal(out) as journal:
         journal.begin({"ratio": 4}, restart=False)
@@ -214,50 +216,50 @@ SPOILS: dict[str, Callable[[Path], object]] = {
         "many/x.safetensors",
     ],
 )
-def test_36_what_no_step_has_written_counts_as_not_there(tmp_path: Path, name: str, kind: str) -> None:
-    """Nothing hangs, nothing outside the journal is touched, and every step can be done again."""
+def test_36_anything_but_a_finished_step_counts_as_absent(tmp_path: Path, name: str, kind: str) -> None:
+    """Nothing hangs, nothing outside the journal changes, and every step can be done again."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "0").write_text("mine")
     steps = ("step", "sealed", "many/0", "many/1")
-    place = tmp_path / "place"
-    with Journal(place / "out") as journal:
+    parent = tmp_path / "parent"
+    with Journal(parent / "out") as journal:
         journal.begin({"seed": 0}, restart=False)
         for step in steps[:-1]:
             journal.save(step, b"result")
     clear_away(journal.folder / name)
     SPOILS[kind](journal.folder / name)
-    with Journal(place / "out") as journal:
+    with Journal(parent / "out") as journal:
         assert not journal.published()
-        going_on = journal.begin({"seed": 0}, restart=False)
-        assert going_on == (name != "fingerprint.json")
-        found = list(journal.folder.rglob("*"))
-        assert all(path.is_file() or (path.is_dir() and "." not in path.name) for path in found)
-        assert not any(path.is_symlink() for path in found)
+        resumed = journal.begin({"seed": 0}, restart=False)
+        assert resumed == (name != "fingerprint.json")
+        paths = list(journal.folder.rglob("*"))
+        assert all(path.is_file() or (path.is_dir() and "." not in path.name) for path in paths)
+        assert not any(path.is_symlink() for path in paths)
         for step in steps:
-            whole = going_on and step != "many/1" and not f"{step}/".startswith(f"{name}/")
+            whole = resumed and step != "many/1" and not f"{step}/".startswith(f"{name}/")
             assert journal.load(step) == (b"result" if whole else None)
             journal.save(step, b"again")
             assert journal.load(step) == b"again"
         assert not list(journal.folder.rglob("*.part"))
         journal.remove()
-    assert list(place.iterdir()) == []
+    assert list(parent.iterdir()) == []
     assert (elsewhere / "0").read_text() == "mine"
 
 
 @pytest.mark.parametrize("kind", ["loop", "pipe", "file", "link"])
-def test_36_a_journal_that_is_no_folder_counts_as_not_there(tmp_path: Path, kind: str) -> None:
-    elsewhere, place = tmp_path / "elsewhere", tmp_path / "place" / "deep"
-    place.mkdir(parents=True)
+def test_36_a_journal_that_is_not_a_folder_counts_as_absent(tmp_path: Path, kind: str) -> None:
+    elsewhere, parent = tmp_path / "elsewhere", tmp_path / "parent" / "deep"
+    parent.mkdir(parents=True)
     with Journal(tmp_path / "out") as journal:
         journal.begin({"seed": 0}, restart=False)
         journal.save("step", b"result")
     journal.folder.rename(elsewhere)
-    SPOILS[kind](Journal(place / "out").folder)
-    with Journal(place / "out") as journal:
+    SPOILS[kind](Journal(parent / "out").folder)
+    with Journal(parent / "out") as journal:
         assert journal.begin({"seed": 0}, restart=False) is False
         journal.remove()
-    assert list(place.iterdir()) == []
+    assert list(parent.iterdir()) == []
     assert (elsewhere / "fingerprint.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""compress() from checkpoint to artifact on tiny models: bytes, promises, determinism, resume, refusals."""
+"""compress() from checkpoint to artifact on tiny models: budget, determinism, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ def test_budget_is_kept_and_every_matrix_compressed(
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 24)
 
 
-def test_its_card_says_how_it_is_loaded(
+def test_the_model_card_has_the_report_s_figures_and_code_that_runs(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
-    """The README.md is a model card as the hub reads them, its figures are the report's, its code runs as it stands."""
+    """The hub can read README.md, its figures are those of the report, and its code runs unchanged."""
     out = tmp_path / "out"
     report = _compress(tiny_checkpoint("llama"), out, text)
     card = ModelCard.load(out / "README.md")
@@ -92,7 +92,7 @@ def test_its_card_says_how_it_is_loaded(
     assert torch.isfinite(names["model"](ids).logits).all()
 
 
-def test_sequences_are_no_longer_than_the_positions(
+def test_sequences_are_at_most_as_long_as_the_positions(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     source, out = tiny_checkpoint("llama"), tmp_path / "out"
@@ -102,7 +102,9 @@ def test_sequences_are_no_longer_than_the_positions(
     assert _compress(source, out, text, seqlen=None, dry_run=True)["options"]["seqlen"] == 256
 
 
-def test_same_input_same_bytes(tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+def test_equal_inputs_give_equal_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
     source = tiny_checkpoint("deepseek_v3")
     _compress(source, tmp_path / "a", text)
     _compress(source, tmp_path / "b", text)
@@ -110,7 +112,7 @@ def test_same_input_same_bytes(tiny_checkpoint: Callable[..., Path], tmp_path: P
 
 
 @pytest.mark.parametrize("stop_at", ["forward", "arms", "probe", "encode", "write"])
-def test_an_interrupted_run_goes_on_to_the_same_bytes(
+def test_an_interrupted_run_continues_to_the_same_bytes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, stop_at: str
 ) -> None:
     source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
@@ -130,7 +132,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
-def test_a_disk_that_fails_once_loses_nothing(
+def test_a_run_continues_after_a_disk_fault(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
@@ -156,7 +158,7 @@ def test_a_disk_that_fails_once_loses_nothing(
     assert _weights(out) == _weights(tmp_path / "whole")
 
 
-def test_a_licence_that_leads_elsewhere_is_refused_at_once(
+def test_a_licence_link_that_leads_outside_is_refused_before_any_work(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     source = tmp_path / "source"
@@ -169,7 +171,9 @@ def test_a_licence_that_leads_elsewhere_is_refused_at_once(
     assert not steps
 
 
-def test_an_artifact_says_its_dtype(tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+def test_the_config_of_an_artifact_names_its_dtype(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_checkpoint("llama_tied"), source)
     config = json.loads((source / "config.json").read_text())
@@ -180,7 +184,7 @@ def test_an_artifact_says_its_dtype(tiny_checkpoint: Callable[..., Path], tmp_pa
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def test_a_model_is_not_compressed_in_place_by_several_processes(
+def test_compression_in_place_by_several_processes_is_refused(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama"))
@@ -256,14 +260,14 @@ def test_wrong_paths_and_two_targets_are_usage_errors(
 ) -> None:
     source: Any = tiny_checkpoint("llama")
     for model, out in ((source, f"{tmp_path}/a\0b"), (source, None), (5, tmp_path / "out")):
-        with pytest.raises(UsageError, match="is no path"):
+        with pytest.raises(UsageError, match="is not a path"):
             _compress(model, out, text)
     with pytest.raises(UsageError, match="contradict"):
         _compress(source, tmp_path / "out", text, ratio=3.0, target_size=10**6)
     assert list(tmp_path.iterdir()) == [text]
 
 
-def test_one_text_need_not_be_in_a_list(
+def test_one_calibration_text_needs_no_list(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     for calibration in (text, str(text), (str(text),)):
@@ -274,7 +278,7 @@ def test_one_text_need_not_be_in_a_list(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_a_device_that_is_not_there_does_not_stop_the_next_call(
+def test_a_missing_device_does_not_affect_the_next_call(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     with pytest.raises(EnvironmentFault, match="no CUDA device"):
@@ -297,7 +301,7 @@ def test_an_error_before_the_first_step_leaves_nothing(
     _compress(tiny_checkpoint("llama"), tmp_path / "out", text, seed=1)
 
 
-def test_unreachable_targets_stop_before_any_work(
+def test_unreachable_targets_are_refused_before_any_work(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     with pytest.raises(TargetError, match="ratio"):
@@ -312,19 +316,19 @@ def test_unreachable_targets_stop_before_any_work(
 
 
 @pytest.mark.parametrize("size", [10**12, 10**400], ids=["terabyte", "absurd"])
-def test_no_more_space_is_asked_for_than_can_be_written(
+def test_required_disk_space_is_limited_by_the_largest_artifact(
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     text: Path,
     size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked: list[int] = []
+    required: list[int] = []
     monkeypatch.setattr(
-        "ciuic_cli.process.atomic_files.require_space", lambda out, nbytes: asked.append(nbytes)
+        "ciuic_cli.process.atomic_files.require_space", lambda out, nbytes: required.append(nbytes)
     )
     report = _compress(tiny_checkpoint("llama"), tmp_path / "out", text, target_size=size)
-    assert asked == [2 * report["budget_bytes"]]
+    assert required == [2 * report["budget_bytes"]]
     assert 0.8 * report["budget_bytes"] < report["artifact_bytes"] <= report["budget_bytes"]
     assert report["budget_bytes"] < report["original_bytes"]
 
@@ -342,7 +346,9 @@ def test_existing_output_is_kept_unless_forced(
     assert not (out / "mine.txt").exists() and (out / "model.safetensors").exists()
 
 
-def test_nan_weights_are_named(tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path) -> None:
+def test_a_nan_weight_is_refused_with_its_name(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
     source = tmp_path / "source"
     shutil.copytree(tiny_checkpoint("llama_tied"), source)
     file = next(source.glob("*.safetensors"))
@@ -367,7 +373,7 @@ def test_a_loaded_model_is_compressed_in_place(tiny_checkpoint: Callable[..., Pa
     assert torch.isfinite(model(ids).logits).all()
 
 
-def test_wrong_options_in_place_are_refused_before_the_model_is_written(
+def test_wrong_options_in_place_are_refused_before_the_model_is_saved(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama"))
