@@ -160,15 +160,13 @@ class Journal:
                 clear_away(path)
 
     def _tidy(self) -> None:
-        """Remove everything that is not a finished step: links, pipes, unfinished writes, torn files at the top
-        level."""
+        """Remove links, pipes, unfinished writes, and torn files at the top level."""
         for parent, folders, files in os.walk(self.folder):
             for name in (*folders, *files):
                 path = Path(parent, name)
                 mode = path.lstat().st_mode
-                is_ours = stat.S_ISREG(mode) or (
-                    stat.S_ISDIR(mode) and "." not in name
-                )  # our folders have no dot
+                # Folders of the journal have no dot in their names.
+                is_ours = stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and "." not in name)
                 if not is_ours or name.endswith(".part"):
                     clear_away(path)
         for path in self.folder.iterdir():

@@ -71,9 +71,8 @@ def _existing_parent(out: Path) -> Path:
         str(out).encode()
     except UnicodeEncodeError as error:
         raise InputError("the output's path is not UTF-8", file=out, remedy="choose another name") from error
-    if any(
-        os.path.islink(part) for part in (out, *out.parents)
-    ):  # `out` is resolved; a link is left only in a loop
+    # `out` has been resolved, so a link that is left is part of a loop.
+    if any(os.path.islink(part) for part in (out, *out.parents)):
         raise InputError(
             "the output's path is a circle of symbolic links", file=out, remedy="choose another output folder"
         )

@@ -139,7 +139,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> dict[str, Any]
                 request.hint("the earlier run had written the output already")
             elif remnants:
                 raise EnvironmentFault(
-                    "cannot remove what an earlier run left",
+                    "cannot remove a folder that an earlier run left",
                     file=remnants[0],
                     remedy="remove it yourself, or choose another output folder",
                 )

@@ -1,5 +1,4 @@
-"""The task of a run: its inputs, read and checked. They are the model, the options, the calibration text and the
-budget."""
+"""The task of a run: its checked inputs, that is the model, the options, the calibration text and the byte budget."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ class Task:
 
     @property
     def held_out(self) -> torch.Tensor:
-        """LongTensor: the sequences that measure KL; statistics and recovery do not see them, unless there is only
-        one."""
+        """LongTensor: the sequences for measuring KL, unseen by statistics and recovery unless there is only one."""
         sampled = self.batches[self._sampled]
         return sampled[_held_out(len(sampled))]
 

@@ -1,4 +1,4 @@
-"""Row chunks bound scratch memory: rows of an embedding or head are independent, so some are worked on at a time."""
+"""Row chunks bound scratch memory: rows of an embedding or head are independent, so they can be processed in parts."""
 
 from __future__ import annotations
 

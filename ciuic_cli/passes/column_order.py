@@ -2,8 +2,9 @@
 
 Rounding goes from the last block of columns to the first. With H = L D Lᵀ the error of a block costs its block of D:
 the part of H that blocks rounded later cannot compensate. The determinant of D equals that of H in any order, but its
-trace does not; the trace is smallest where the blocks of D are alike. So columns with small entries in H are rounded
-last, where nothing is left to compensate for their error. The order is not stored: every tile decodes by itself.
+trace does not; the trace is smallest where the blocks of D are most similar. So columns with small entries in H
+are rounded last, where nothing is left to compensate for their error. The order is not stored: every tile decodes by
+itself.
 
 Source: GPTQ (Frantar et al. 2022) orders by the diagonal of H; here the order follows the Schur complements of H.
 """

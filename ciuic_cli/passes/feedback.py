@@ -6,9 +6,9 @@ blocks of 16. Rounding with feedback through L and M reduces the loss ½ tr(Eᵀ
 Sources: LDLQ in QuIP# (Tseng et al. 2024); both sides in YAQA (Tseng et al. 2025).
 
 Rows of an embedding or head may have moments H_r = H + v_r v_rᵀ: a token's logit matters only in contexts where the
-token is likely, and those are alike. No factorisation per row is needed. In the basis of L the second term is one
-direction z_r = L⁻¹ v_r. Let d = Σ η_j · z_j be the error that row r has accumulated along it; the best compensation
-moves each later block j of the row by D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i). (Measured:
+token is likely, and those contexts are similar. No factorisation per row is needed. In the basis of L the second term
+is one direction z_r = L⁻¹ v_r. Let d = Σ η_j · z_j be the error that row r has accumulated along it; the best
+compensation moves each later block j of the row by D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i). (Measured:
 docs/experiments/codes/row-feedback.md.)
 """
 

@@ -176,3 +176,13 @@ def test_multi_token_prediction_layers_get_the_mean_correction() -> None:
     assert set(corrections) == {"up", "down", "q", ALL_ROLES}
     assert role_correction("up", corrections) == corrections["up"]["correction"] == pytest.approx(2.0)
     assert role_correction("mtp", corrections) == pytest.approx(7 / 3)
+
+
+def test_the_mean_correction_does_not_depend_on_the_order_of_hashes() -> None:
+    """A sum over a set of names would be rounded differently in every process."""
+    values = np.random.default_rng(0).lognormal(0, 4, (2, 40)).tolist()
+    corrections = {
+        f"role{number}": {"predicted_kl": predicted, "measured_kl": 0.0, "correction": correction}
+        for number, (predicted, correction) in enumerate(zip(*values, strict=True))
+    }
+    assert role_correction("mtp", corrections) == np.average(values[1], weights=values[0])

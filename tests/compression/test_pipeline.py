@@ -74,7 +74,7 @@ def test_budget_is_kept_and_every_matrix_compressed(
     assert model.generate(ids, max_new_tokens=4, do_sample=False).shape == (1, 24)
 
 
-def test_the_model_card_has_the_report_s_figures_and_code_that_runs(
+def test_the_model_card_has_the_figures_of_the_report_and_working_code(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     """The hub can read README.md, its figures are those of the report, and its code runs unchanged."""
