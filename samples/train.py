@@ -1,9 +1,9 @@
-"""Trains the sample: a small DeepSeek-V3 (MLA, one dense layer, routed and shared experts, sigmoid router).
+"""Train the sample model: a small DeepSeek-V3 (MLA, one dense layer, routed and shared experts, sigmoid router).
 
     python samples/train.py --out samples/deepseek-v3-tiny
 
-The result lies in the hub's layout: per-expert 2-D tensors in bfloat16, the router's bias in float32.
-The recipe is a function of `--steps` and `--seed`; sums differ between machines, so the bytes may too.
+The result has the hub's layout: one 2-D bfloat16 tensor per expert and projection, the router's bias in float32. The
+recipe depends only on `--steps` and `--seed`. The bytes may differ between machines, because the order of sums does.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
 VOCABULARY = 4096
 ROPE_THETA = 10000.0
-CONTEXT = 512  # tokens of one training window and of one evaluation window
-BATCH = 4  # windows of one step
-PEAK_RATE = 2.5e-3  # AdamW's learning rate
-DECAY_SHARE = 0.5  # of the steps, the last ones, in which it falls to nothing
+CONTEXT = 512  # tokens of a training or evaluation window
+BATCH = 4  # windows per step
+PEAK_RATE = 2.5e-3  # peak learning rate of AdamW
+DECAY_SHARE = 0.5  # share of the steps, at the end, in which the learning rate falls linearly to zero
 WARMUP_STEPS = 100
 WEIGHT_DECAY = 0.1
 DROPOUT = 0.05
-BIAS_RATE = 3e-3  # per step, of the router's balancing bias; falls with the learning rate
+BIAS_RATE = 3e-3  # change of the router's balancing bias per step; it falls with the learning rate
 LOG_EVERY, EVALUATE_EVERY = 50, 200  # steps
 VALIDATION_TOKENS = 16_384
-BOS_SHARE = 0.5  # of the windows begin with BOS, as a text does at inference
+BOS_SHARE = 0.5  # share of the windows that begin with BOS, as a text does at inference
 
 
 def model_config() -> DeepseekV3Config:
@@ -78,7 +78,7 @@ def model_config() -> DeepseekV3Config:
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """Byte-level BPE of `VOCABULARY` tokens that puts BOS before a text; digits stand alone."""
+    """Train a byte-level BPE of `VOCABULARY` tokens. It puts BOS before a text and makes every digit one token."""
     tokenizer = Tokenizer(models.BPE())
     splits = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
@@ -95,15 +95,15 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def keep_memory() -> None:
-    """Tells glibc to keep freed blocks; else a third of each step goes into mapping large buffers anew."""
+    """Tell glibc to keep freed blocks. Otherwise a third of each step is spent on mapping large buffers again."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: never a mapping of its own
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never give back
+        mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: never return memory to the system
 
 
 def add_dropout(model: nn.Module) -> None:
-    """Drops parts of the attention and feed-forward outputs in training: the text is read several times."""
+    """Apply dropout to the attention and feed-forward outputs: the model sees the text several times."""
 
     def drop(module: nn.Module, _: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> Any:
         if isinstance(output, tuple):
@@ -116,7 +116,7 @@ def add_dropout(model: nn.Module) -> None:
 
 
 class Balancer:
-    """Auxiliary-loss-free balancing (arXiv 2408.15664): a busy expert's bias falls, an idle one's rises."""
+    """Auxiliary-loss-free load balancing (arXiv 2408.15664): biases of busy experts fall, those of idle ones rise."""
 
     def __init__(self, model: nn.Module) -> None:
         self.routers = [module for module in model.modules() if isinstance(module, DeepseekV3TopkRouter)]
@@ -125,33 +125,33 @@ class Balancer:
             router.register_forward_hook(partial(count_choices, load))
 
     def update(self, rate: float) -> float:
-        """Moves every bias by `rate` against its load and forgets the loads; returns max load / mean load."""
-        worst = 0.0
+        """Move every bias by `rate` against its load and reset the loads. Returns the highest max load / mean load."""
+        imbalance = 0.0
         for router, load in zip(self.routers, self.loads, strict=True):
             router.e_score_correction_bias.add_(rate * torch.sign(load.mean() - load))
-            worst = max(worst, float(load.max() / load.mean()))
+            imbalance = max(imbalance, float(load.max() / load.mean()))
             load.zero_()
-        return worst
+        return imbalance
 
 
 def count_choices(load: Tensor, module: nn.Module, _: tuple[Tensor], output: tuple[Tensor, ...]) -> None:
-    """Forward hook of a router: adds to `load` (experts,) how often each expert was chosen in training."""
+    """Forward hook of a router: in training, add the choices of each expert to `load` (experts,)."""
     if module.training:
         load += torch.bincount(output[2].flatten(), minlength=len(load))
 
 
 def token_stream(tokenizer: Tokenizer, documents: list[str], generator: torch.Generator) -> Tensor:
-    """All documents as one stream; half the seams are EOS BOS, half the blank lines of the text files."""
+    """All documents as one (n,) stream of token ids. Half of the separators are EOS BOS, half are blank lines."""
     separator = tokenizer.encode(DOCUMENT_SEPARATOR, add_special_tokens=False).ids
     stream: list[int] = []
     for encoding in tokenizer.encode_batch(documents, add_special_tokens=False):
-        seam = [1, 0] if torch.rand((), generator=generator) < 0.5 else separator
-        stream += encoding.ids + seam
+        end = [1, 0] if torch.rand((), generator=generator) < 0.5 else separator
+        stream += encoding.ids + end
     return torch.tensor(stream)
 
 
 def batches(stream: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
-    """Endless (BATCH, CONTEXT + 1) windows: every epoch a new offset and order, each token once."""
+    """Endless (BATCH, CONTEXT + 1) windows. Every epoch has a new offset and order and covers each token once."""
     while True:
         offset = int(torch.randint(CONTEXT, (), generator=generator))
         starts = torch.arange(offset, len(stream) - CONTEXT - 1, CONTEXT)
@@ -165,7 +165,7 @@ def batches(stream: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def cross_entropy(model: nn.Module, tokens: Tensor) -> float:
-    """Mean cross-entropy (nats per token) over windows of CONTEXT tokens that do not overlap."""
+    """Mean cross-entropy (nats per token) over non-overlapping windows of CONTEXT tokens."""
     training = model.training
     model.eval()
     windows = tokens[: len(tokens) // CONTEXT * CONTEXT].view(-1, CONTEXT)
@@ -178,15 +178,15 @@ def cross_entropy(model: nn.Module, tokens: Tensor) -> float:
 
 
 def optimizer_for(model: nn.Module) -> torch.optim.AdamW:
-    """AdamW; norms do not decay."""
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    kept = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": kept, "weight_decay": 0.0}]
+    """AdamW with weight decay for matrices only."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=PEAK_RATE, betas=(0.9, 0.95), eps=1e-9, fused=True)
 
 
 def rate_share(step: int, steps: int) -> float:
-    """Share of the peak rate at a step: linear warm-up, level, linear decay over DECAY_SHARE."""
+    """Share of the peak rate at a step: linear warm-up, constant, linear decay over DECAY_SHARE of the steps."""
     left = (steps - step) / (DECAY_SHARE * steps)
     return min(1.0, (step + 1) / WARMUP_STEPS, left)
 
@@ -194,7 +194,7 @@ def rate_share(step: int, steps: int) -> float:
 def train(
     model: DeepseekV3ForCausalLM, stream: Tensor, validation: Tensor, steps: int, seed: int, checkpoint: Path
 ) -> None:
-    """Trains in place; ends with the weights that did best on `validation`, a test every EVALUATE_EVERY."""
+    """Train in place. The final weights are those with the lowest loss on `validation`, tested every EVALUATE_EVERY."""
     model.set_experts_implementation("grouped_mm")
     add_dropout(model)
     balancer, optimizer = Balancer(model), optimizer_for(model)
@@ -233,7 +233,7 @@ def train(
 
 
 def hub_config(config: DeepseekV3Config) -> dict[str, Any]:
-    """config.json with the keys that DeepSeek-V3's own has on the hub."""
+    """A config.json with the keys of DeepSeek-V3's config.json on the hub."""
     keys = (
         "attention_bias attention_dropout bos_token_id eos_token_id first_k_dense_replace hidden_act "
         "hidden_size initializer_range intermediate_size kv_lora_rank max_position_embeddings model_type "
@@ -255,7 +255,7 @@ def hub_config(config: DeepseekV3Config) -> dict[str, Any]:
 
 
 def hub_tensors(model: DeepseekV3ForCausalLM) -> dict[str, Tensor]:
-    """The weights under the hub's names: fused expert stacks as one gate, up and down matrix per expert."""
+    """The weights under the hub's names. Fused expert stacks become one gate, up and down matrix per expert."""
     tensors: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         prefix, _, last = name.rpartition(".")
@@ -274,7 +274,7 @@ def hub_tensors(model: DeepseekV3ForCausalLM) -> dict[str, Tensor]:
 
 
 def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes the model and its tokenizer in the hub's layout, then checks that both load and agree."""
+    """Write the model and its tokenizer in the hub's layout. Raises SystemExit if a loaded copy differs."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(hub_tensors(model), folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer_config = {
@@ -286,7 +286,7 @@ def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     generation: dict[str, Any] = {"bos_token_id": 0, "do_sample": False, "eos_token_id": 1, "pad_token_id": 1}
-    generation["repetition_penalty"] = 1.2  # greedy text of so small a model would circle
+    generation["repetition_penalty"] = 1.2  # greedy text of such a small model would repeat itself
     contents = {
         "config": hub_config(model.config),
         "generation_config": generation,
@@ -312,7 +312,7 @@ def export(model: DeepseekV3ForCausalLM, tokenizer: Tokenizer, folder: Path) -> 
 
 
 def rounded(name: str, value: Tensor) -> Tensor:
-    """A weight as the file holds it: bfloat16, the router's bias float32."""
+    """A weight in the dtype of the file: bfloat16, or float32 for the router's bias."""
     return value.float() if name.endswith("e_score_correction_bias") else value.bfloat16()
 
 
@@ -327,10 +327,8 @@ def continuation(folder: Path, prompt: str, tokens: int = 60) -> str:
 
 
 def main() -> None:
-    """Command line: text, tokenizer, training, export, report."""
-    parser = argparse.ArgumentParser(
-        description="Trains the sample model and exports it in the hub's layout."
-    )
+    """Command line: fetch the text, train the tokenizer and the model, export both, print the results."""
+    parser = argparse.ArgumentParser(description="Train the sample model and export it in the hub's layout.")
     parser.add_argument("--out", type=Path, default=Path("build/deepseek-v3-tiny"))
     parser.add_argument("--text-out", type=Path, help="also write heldout.txt and calibration.txt here")
     parser.add_argument("--packages", type=Path, default=Path("build/sample-packages"))
@@ -349,7 +347,7 @@ def main() -> None:
         write_texts(corpus, arguments.text_out)
     tokenizer = train_tokenizer(corpus.train)
     stream = token_stream(tokenizer, corpus.train, torch.Generator().manual_seed(arguments.seed))
-    heldout, unseen = (
+    heldout, calibration = (
         torch.tensor(tokenizer.encode(DOCUMENT_SEPARATOR.join(documents)).ids)
         for documents in (corpus.heldout, corpus.calibration)
     )
@@ -359,8 +357,10 @@ def main() -> None:
     untrained = cross_entropy(model, heldout)
     print(f"untrained: held-out loss {untrained:.4f} perplexity {math.exp(untrained):.1f}", flush=True)
 
-    # The best step is chosen on part of the calibration text, so that the held-out text decides nothing.
-    train(model, stream, unseen[:VALIDATION_TOKENS], arguments.steps, arguments.seed, arguments.checkpoint)
+    # The best step is chosen on part of the calibration text: the held-out text must not influence the model.
+    train(
+        model, stream, calibration[:VALIDATION_TOKENS], arguments.steps, arguments.seed, arguments.checkpoint
+    )
     model.set_experts_implementation("eager")
     export(model, tokenizer, arguments.out)
     exported = AutoModelForCausalLM.from_pretrained(arguments.out, dtype=torch.float32)

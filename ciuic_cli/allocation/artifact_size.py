@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from ciuic_cli.allocation.arms import Arms
 from ciuic_cli.artifact.layout import Shard, StoredTensor, lay_out
+from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES
 from ciuic_cli.codecs.packing import packed_nbytes
 from ciuic_cli.codecs.stack import stack_header_nbytes
 

@@ -9,12 +9,12 @@ from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.process.atomic_files import (
     EXCHANGE,
     NOREPLACE,
-    clear_away,
-    environment_fault,
-    renamed,
+    remove_path,
+    rename_with_flag,
     sync_file,
     sync_folder,
 )
+from ciuic_cli.process.file_faults import environment_fault
 
 
 def partial_of(destination: Path) -> Path:
@@ -43,7 +43,7 @@ def recover(destination: Path) -> list[Path]:
 def _removed(path: Path) -> bool:
     """Remove what is at `path`; False where the system refuses."""
     try:
-        clear_away(path)
+        remove_path(path)
     except OSError:
         return False
     return True
@@ -62,7 +62,7 @@ def publish(folder: Path, destination: Path, *, replace: bool) -> Path | None:
     try:
         if not (replace and destination.is_dir() and not destination.is_symlink()):
             _rename_to_free(folder, destination)
-        elif renamed(folder, destination, EXCHANGE):
+        elif rename_with_flag(folder, destination, EXCHANGE):
             old = folder
         else:
             old = _replace_in_two_steps(folder, destination)
@@ -74,7 +74,7 @@ def publish(folder: Path, destination: Path, *, replace: bool) -> Path | None:
 
 def _rename_to_free(folder: Path, destination: Path) -> None:
     """Rename, but never onto anything. Without renameat2 a moment passes between the look and the step."""
-    if renamed(folder, destination, NOREPLACE):
+    if rename_with_flag(folder, destination, NOREPLACE):
         return
     if os.path.lexists(destination):
         raise EnvironmentFault(

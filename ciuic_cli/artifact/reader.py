@@ -22,18 +22,18 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
-from ciuic_cli.checkpoint.expert_ids import require_experts
+from ciuic_cli.checkpoint.expert_ids import require_expert_table
 from ciuic_cli.checkpoint.folder import (
     check_files,
     checked_file,
     locate,
     read_config,
-    shard_names,
-    unreplaced,
+    require_unreplaced,
 )
+from ciuic_cli.checkpoint.formats import TORCH_DTYPES, can_hold
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.mtp import PredictionLayers
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, holds
+from ciuic_cli.checkpoint.shards import shard_names
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
@@ -105,7 +105,7 @@ def open_artifact(path: str | Path) -> Artifact:
     multi-token-prediction layers than its config says.
     """
     folder = locate(path)
-    with unreplaced(folder):
+    with require_unreplaced(folder):
         return _open(folder)
 
 
@@ -169,7 +169,7 @@ def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor])
         stored = TORCH_DTYPES.get(entry.dtype)
         if entry.shape != tuple(wanted.shape):
             fault = f"the tensor has shape {entry.shape}, the config makes it {tuple(wanted.shape)}"
-        elif stored is None or not holds(wanted.dtype, stored):
+        elif stored is None or not can_hold(wanted.dtype, stored):
             fault = f"the tensor is stored as {entry.dtype}, the model has {wanted.dtype}"
         else:
             continue
@@ -182,7 +182,7 @@ def require_expert_ids(artifact: ArtifactFiles, tables: Mapping[str, int]) -> No
     `tables` as `expert_tables` returns them, by the artifact's names. Raises InputError naming file and tensor.
     """
     for name, experts in tables.items():
-        require_experts(artifact.tensors[name], experts, _DAMAGED)
+        require_expert_table(artifact.tensors[name], experts, _DAMAGED)
 
 
 def require_compressed(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ciuic_cli.artifact.writer import CHECKSUMS
-from ciuic_cli.checkpoint.folder import checked_file, locate, read_json, unreplaced
+from ciuic_cli.checkpoint.folder import checked_file, locate, read_json, require_unreplaced
 from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.file_faults import reading
 
@@ -49,7 +49,7 @@ def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done,
     another form, EnvironmentFault if the system does not let a file be read.
     """
     folder = locate(path)
-    with unreplaced(folder):
+    with require_unreplaced(folder):
         return _verify(folder, progress)
 
 

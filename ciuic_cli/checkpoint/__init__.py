@@ -1,4 +1,9 @@
-"""What comes in: files and headers, number formats, and which tensor plays which role."""
+"""Checkpoints as input: their files, their number formats, and the role of every tensor in transformers' model.
+
+Reading order: `folder` (which files may be opened) -> `shards` (which of them hold the tensors) -> `header` (what is in
+one file) -> `reader` (an opened `Checkpoint`, which reads tensors) -> `model_map` (a `ModelMap`, which reads parameters
+of the model).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ __all__ = ["Checkpoint", "ModelMap", "Parameter", "map_model", "open_checkpoint"
 
 
 def __getattr__(name: str) -> Any:
-    # The imports are lazy: reading a header must not import torch and transformers.
+    # Lazy imports: the command line uses `folder` and must not import torch and transformers for it.
     if name in ("Checkpoint", "open_checkpoint"):
         from ciuic_cli.checkpoint import reader
 

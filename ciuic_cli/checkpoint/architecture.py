@@ -1,8 +1,8 @@
-"""From a config.json to transformers' own model, without weights and without anyone else's code.
+"""From config.json to transformers' model, without weights and without code from the checkpoint.
 
-The configuration class comes from transformers' registry by `model_type`; `auto_map`, which names Python
-files of the checkpoint, is dropped before anything sees it. The model is built on the meta device, where
-weights have shapes and no memory.
+`build_config` takes the content of a config.json, checks its sizes and returns transformers' configuration, found by
+`model_type` in transformers' registry. `auto_map`, which names Python files of the checkpoint, is dropped before. The
+model of `build_meta_model` is on the meta device, where weights have shapes but no memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.memory import machine_fault
 
-_MAX_LAYERS = 4096
-_MAX_EXPERTS = 65_536
-_MAX_WIDTH = 1 << 26
-_POSITIVE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_POSITION_KEYS = ("max_position_embeddings", "n_positions")
-_MAX_POSITIONS = 1 << 32
+# The limits below are far above any real model. They keep the time and memory for a config.json at the limit small.
+_POSITIVE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 _LAYER_KEYS = (
     "num_hidden_layers",
     "n_layer",
@@ -36,13 +33,7 @@ _LAYER_KEYS = (
     "num_nextn_predict_layers",
     "first_k_dense_replace",
 )
-_LABEL_KEYS = ("num_labels", "n_labels")
-_LOOP_WORDS = ("_iter", "loops")
-_MAX_LOOPS = 4096
-_MAX_NUMBER = 1 << 40
-"""Beyond every whole number in the config.json of a model; rotary bases, the largest, come to some 5e10."""
-_UNBOUNDED = ("model_max_length",)
-"""Where the tokenizers of transformers write 1e30 for "no limit"."""
+_MAX_LAYERS = 4096
 _EXPERT_KEYS = (
     "n_routed_experts",
     "num_experts",
@@ -50,20 +41,35 @@ _EXPERT_KEYS = (
     "n_shared_experts",
     "num_experts_per_tok",
 )
-_EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+_LABEL_KEYS = ("num_labels", "n_labels")
+_MAX_EXPERTS = 65_536
+"""Highest number of experts, and of labels."""
+_POSITION_KEYS = ("max_position_embeddings", "n_positions")
+_MAX_POSITIONS = 1 << 32
+_LOOP_WORDS = ("_iter", "loops")
+"""Parts of keys that count iterations of a loop in the model's code."""
+_MAX_LOOPS = 4096
 _WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "mult")
+"""Parts of keys that are dimensions of weights."""
+_MAX_WIDTH = 1 << 26
+_MAX_MAGNITUDE = 1 << 40
+"""Highest absolute value of any integer. The largest integers in real models are rotary bases, about 5e10."""
+_UNLIMITED_KEYS = ("model_max_length",)
+"""Keys without that limit: transformers' tokenizers write 1e30 for "no limit"."""
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MAX_TOKEN = 2**31 - 1
-_FEW = 64
-"""So many layers or experts are believed without asking the files."""
-_IGNORED = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
+_UNCHECKED_COUNT = 64
+"""Up to this number, layers and experts are not compared with the stored tensors."""
+_IGNORED_KEYS = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
 
 
 def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedConfig:
-    """The transformers configuration of a config.json dict, without `auto_map` and `quantization_config`.
+    """transformers' configuration for the content `raw` of a config.json, without `auto_map` and `quantization_config`.
 
-    Raises InputError for an unknown architecture, sizes that are negative or absurd, and whatever
-    transformers' own validation refuses; EnvironmentFault without a temporary folder, or memory.
+    `file` is named in errors. Raises InputError for an unknown architecture, for sizes that are negative or
+    implausible, and for what transformers' own validation refuses; EnvironmentFault if memory or a temporary folder is
+    missing.
     """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
@@ -75,11 +81,11 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
         )
     _check_sizes(raw, CONFIG_MAPPING[model_type], file)
     _check_numbers(raw, file)
-    values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _IGNORED}
+    values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _IGNORED_KEYS}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:
-        raise _refused("transformers refuses the configuration", error, file) from error
+        raise _converted("transformers refuses the configuration", error, file) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
             f"model_type {model_type!r:.60} has no causal language model in transformers",
@@ -87,7 +93,7 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             remedy="only decoder-only language models can be compressed",
         )
     if getattr(config, "is_encoder_decoder", False):
-        _absurd("is_encoder_decoder", True, "false: only decoders can be compressed", file)
+        _refuse_value("is_encoder_decoder", True, "false: only decoder models can be compressed", file)
     _check_routing(config, file)
     return config
 
@@ -95,10 +101,10 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
 def require_plausible(
     config: PretrainedConfig, shapes: Sequence[tuple[int, ...]], file: Path | None = None
 ) -> None:
-    """Refuse more layers or experts than tensors of these shapes can hold, before modules are built for them.
+    """Check the numbers of layers and experts against the shapes of the stored tensors, before the model is built.
 
-    Every layer has a tensor of its own; experts have one each, or are rows of one.
-    Raises InputError naming the key in config.json.
+    Every layer needs at least one tensor. Every expert needs a tensor, or a row of one.
+    Raises InputError, which names the key in config.json.
     """
     text = config.get_text_config()
     possible = {
@@ -107,7 +113,7 @@ def require_plausible(
     }
     for key, limit in possible.items():
         value = getattr(text, key, None)
-        if isinstance(value, int) and value > max(limit, _FEW):
+        if isinstance(value, int) and value > max(limit, _UNCHECKED_COUNT):
             raise InputError(
                 f"config.json has {key} = {value}, but the files hold only {len(shapes)} tensors",
                 file=file,
@@ -118,10 +124,10 @@ def require_plausible(
 def build_meta_model(
     config: PretrainedConfig, dtype: torch.dtype, file: Path | None = None, **options: Any
 ) -> nn.Module:
-    """The causal language model of `config` on the meta device, floating weights in `dtype`, in eval mode.
+    """The causal language model of `config` on the meta device, in eval mode, with floating weights in `dtype`.
 
     `options` go to `AutoModelForCausalLM.from_config` (attn_implementation, experts_implementation).
-    Raises InputError if the model cannot be built from the configuration; EnvironmentFault as `build_config` does.
+    Raises InputError if transformers cannot build the model; EnvironmentFault as `build_config` does.
     """
     try:
         with torch.device("meta"):
@@ -129,15 +135,15 @@ def build_meta_model(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
             )
     except Exception as error:
-        raise _refused("no model can be built from the configuration", error, file) from error
+        raise _converted("no model can be built from the configuration", error, file) from error
     return model.eval()
 
 
 def initialise_buffers(model: Any, device: torch.device | str = "cpu") -> None:
-    """Give the non-persistent buffers of a meta model (rotary frequencies, ...) their values, in place.
+    """Compute the non-persistent buffers of a meta model (rotary frequencies, ...) on `device`, in place.
 
-    The steps are those of `from_pretrained`: empty buffers on `device`, then the model's own initialisation
-    of everything that is not marked as loaded. The weights, still on the meta device, are marked.
+    The steps are those of `from_pretrained`: allocate the buffers, then run the model's own initialisation for
+    everything that is not marked as loaded. The weights, which stay on the meta device, are marked.
     """
     for name, buffer in list(model.named_buffers()):
         owner_name, _, short = name.rpartition(".")
@@ -149,14 +155,14 @@ def initialise_buffers(model: Any, device: torch.device | str = "cpu") -> None:
     for parameter in model.parameters():
         parameter._is_hf_initialized = True
     for module in model.modules():
-        # Building on the meta device has already run the initialisation once, without effect.
+        # Building the model marked every module as initialised, but that had no effect on the meta device.
         if hasattr(module, "_is_hf_initialized"):
             del module._is_hf_initialized
     model.initialize_weights()
 
 
 def layer_prefixes(model: Any, count: int) -> list[str]:
-    """Names of the decoder layers in order, each with its trailing dot ("model.layers.0.")."""
+    """Names of the `count` decoder layers in order, with a trailing dot ("model.layers.0."). Empty if none."""
     lists = [
         (name, module)
         for name, module in model.named_modules()
@@ -164,31 +170,75 @@ def layer_prefixes(model: Any, count: int) -> list[str]:
     ]
     if not lists:
         return []
-    # The decoder's list is the outermost one; a one-layer model may have others of the same length inside.
+    # A one-layer model may have other lists of the same length inside its layer. The decoder's list is the outermost
+    # one, and the largest of several outermost ones.
     name, module = min(
         lists, key=lambda item: (item[0].count("."), -sum(p.numel() for p in item[1].parameters()))
     )
     return [f"{name}.{index}." for index in range(len(module))]
 
 
+def fixed_dtypes(model: Any, dtype: torch.dtype, requested: torch.dtype) -> dict[str, torch.dtype]:
+    """Name -> dtype, for the parameters that `from_pretrained(dtype=requested)` loads in another dtype.
+
+    The meta `model` was built in `dtype`: a parameter of another dtype has a fixed one.
+    """
+    plan = model._get_dtype_plan(requested)
+    pattern, by_group, _ = build_glob_alternation(list(plan)) if plan else (None, {}, {})
+    fixed = {}
+    for name, tensor in model.state_dict().items():
+        match = pattern.search(name) if pattern is not None else None
+        if match is not None and match.lastgroup is not None:
+            fixed[name] = plan[by_group[match.lastgroup]]
+        elif tensor.dtype != dtype:
+            fixed[name] = tensor.dtype
+    return fixed
+
+
+def stored_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, bool]]:
+    """(owner, attribute, full name, whether it is a buffer) of all parameters and persistent buffers.
+
+    `prefix` is the name of `module` in the model, with a trailing dot. Tensors may be replaced during the iteration.
+    """
+    for path, owner in list(module.named_modules(remove_duplicate=False)):
+        base = f"{prefix}{path}." if path else prefix
+        for short in list(owner._parameters):
+            if owner._parameters[short] is not None:
+                yield owner, short, base + short, False
+        for short in list(owner._buffers):
+            if owner._buffers[short] is not None and short not in owner._non_persistent_buffers_set:
+                yield owner, short, base + short, True
+
+
+def transient_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """(owner, attribute, tensor) of all non-persistent buffers, which no checkpoint holds."""
+    for owner in list(module.modules()):
+        for short in sorted(owner._non_persistent_buffers_set):
+            buffer = owner._buffers.get(short)
+            if buffer is not None:
+                yield owner, short, buffer
+
+
 def _check_numbers(raw: dict[str, Any], file: Path | None) -> None:
-    """No whole number, however deep, that overflows what is computed from it, and none that is no number (a list may
-    end in infinity: some models' limits do)."""
-    waiting = [(key, value) for key, value in raw.items() if key not in (*_IGNORED, *_UNBOUNDED)]
-    while waiting:
-        key, value = waiting.pop()
+    """Refuse integers, at any depth, that overflow later computations, and NaN and infinity outside lists.
+
+    Lists may contain infinity: some models write open limits that way.
+    """
+    pending = [(key, value) for key, value in raw.items() if key not in (*_IGNORED_KEYS, *_UNLIMITED_KEYS)]
+    while pending:
+        key, value = pending.pop()
         if isinstance(value, dict):
-            waiting += value.items()
+            pending += value.items()
         elif isinstance(value, list):
-            waiting += [(key, part) for part in value if not isinstance(part, float)]
-        elif isinstance(value, int) and abs(value) > _MAX_NUMBER:
-            _absurd(key, value, f"between -{_MAX_NUMBER} and {_MAX_NUMBER}", file)
+            pending += [(key, part) for part in value if not isinstance(part, float)]
+        elif isinstance(value, int) and abs(value) > _MAX_MAGNITUDE:
+            _refuse_value(key, value, f"between -{_MAX_MAGNITUDE} and {_MAX_MAGNITUDE}", file)
         elif isinstance(value, float) and not math.isfinite(value):
-            _absurd(key, value, "a finite number", file)
+            _refuse_value(key, value, "a finite number", file)
 
 
 def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path | None) -> None:
-    """Bounds by what the key says it counts; steps of a loop only where the `kind` of configuration has the key."""
+    """Check sizes against limits, chosen by what each key counts. Loop keys count only if the class `kind` has them."""
     sections = [raw] + [
         value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)
     ]
@@ -196,8 +246,8 @@ def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path |
         require_token_ids(section, file)
         for key, value in section.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                if key in _POSITIVE and value is not None:
-                    _absurd(key, value, "a number", file)
+                if key in _POSITIVE_KEYS and value is not None:
+                    _refuse_value(key, value, "a number", file)
                 continue
             if key in _LAYER_KEYS:
                 limit = _MAX_LAYERS
@@ -211,54 +261,56 @@ def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path |
                 limit = _MAX_WIDTH
             else:
                 continue
-            least = 1 if key in _POSITIVE or key in _POSITION_KEYS else 0
-            if not least <= value <= limit:
-                _absurd(key, value, f"between {least} and {limit}", file)
+            minimum = 1 if key in _POSITIVE_KEYS or key in _POSITION_KEYS else 0
+            if not minimum <= value <= limit:
+                _refuse_value(key, value, f"between {minimum} and {limit}", file)
 
 
 def require_token_ids(values: dict[str, Any], file: Path | None = None) -> None:
-    """Refuse special tokens, in a config.json or generation_config.json, of which torch can make no tensor.
+    """Check the special token ids of a config.json or generation_config.json: they must fit a torch tensor.
 
-    -1 is an old way to write that there is none, and some models end with a token behind their vocabulary's last.
-    Raises InputError naming the key.
+    -1 is allowed: old configs write it for "none". Ids beyond the vocabulary are allowed: some models have them.
+    Raises InputError, which names the key.
     """
     for key in _TOKEN_KEYS:
         value = values.get(key)
         for token in value if isinstance(value, list) else [value]:
             if token is not None and not (type(token) is int and -1 <= token <= _MAX_TOKEN):
                 raise InputError(
-                    f"{key} is {value!r:.60}, which must be null, a token's number, or a list of such",
+                    f"{key} is {value!r:.60}, which must be null, a token id, or a list of token ids",
                     file=file,
                     remedy="correct it, or download the file again",
                 )
 
 
-def positions_of(config: PretrainedConfig) -> int | None:
-    """Tokens of the longest text that the model was made for; None where its config does not say."""
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Length in tokens of the longest text that the model supports; None if its config does not state it."""
     text = config.get_text_config()
-    found = (getattr(text, key, None) for key in _POSITION_KEYS)
-    return next((value for value in found if isinstance(value, int)), None)
+    values = (getattr(text, key, None) for key in _POSITION_KEYS)
+    return next((value for value in values if isinstance(value, int)), None)
 
 
 def _check_routing(config: PretrainedConfig, file: Path | None) -> None:
-    """Experts per token and groups of experts that fit the experts; transformers finds out while it runs."""
+    """Check experts per token and expert groups against the experts: transformers would fail only in the forward."""
     text = config.get_text_config()
     experts = next(
-        (getattr(text, key) for key in _EXPERT_COUNTS if isinstance(getattr(text, key, None), int)), None
+        (getattr(text, key) for key in _EXPERT_COUNT_KEYS if isinstance(getattr(text, key, None), int)), None
     )
-    chosen, groups = getattr(text, "num_experts_per_tok", None), getattr(text, "n_group", None)
-    best = getattr(text, "topk_group", None)
+    per_token, groups = getattr(text, "num_experts_per_tok", None), getattr(text, "n_group", None)
+    top_groups = getattr(text, "topk_group", None)
     if not experts:
         return
-    if isinstance(chosen, int) and not 1 <= chosen <= experts:
-        _absurd("num_experts_per_tok", chosen, f"between 1 and the number of experts, {experts}", file)
+    if isinstance(per_token, int) and not 1 <= per_token <= experts:
+        _refuse_value(
+            "num_experts_per_tok", per_token, f"between 1 and the number of experts, {experts}", file
+        )
     if isinstance(groups, int) and (groups < 1 or experts % groups):
-        _absurd("n_group", groups, f"a divisor of the number of experts, {experts}", file)
-    if isinstance(groups, int) and isinstance(best, int) and not 1 <= best <= groups:
-        _absurd("topk_group", best, f"between 1 and n_group, {groups}", file)
+        _refuse_value("n_group", groups, f"a divisor of the number of experts, {experts}", file)
+    if isinstance(groups, int) and isinstance(top_groups, int) and not 1 <= top_groups <= groups:
+        _refuse_value("topk_group", top_groups, f"between 1 and n_group, {groups}", file)
 
 
-def _absurd(key: str, value: object, expected: str, file: Path | None) -> None:
+def _refuse_value(key: str, value: object, expected: str, file: Path | None) -> None:
     raise InputError(
         f"config.json has {key} = {value!r:.60}, which must be {expected}",
         file=file,
@@ -267,29 +319,31 @@ def _absurd(key: str, value: object, expected: str, file: Path | None) -> None:
 
 
 @contextmanager
-def running_as_configured(file: Path, module: str | None = None) -> Iterator[None]:
-    """For running transformers' own code on weights as they are stored: what it cannot do with the sizes and choices
-    in config.json becomes an InputError that names the file, and the module if it is known.
+def config_faults(file: Path, module: str | None = None) -> Iterator[None]:
+    """Convert errors of transformers' code in the block, which runs the model, to an InputError that names config.json.
 
-    What the compressed modules of an artifact's model raise is no fault of the file, and stays as it is.
+    `file` is the config.json; `module` is named too if given. Errors of an artifact's compressed modules pass
+    unchanged: the file does not cause them.
     """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        if _of_compressed_modules(error):
+        if _is_from_compressed_module(error):
             raise
-        raise _refused("transformers cannot run the model", error, file, module) from error
+        raise _converted("transformers cannot run the model", error, file, module) from error
 
 
-def _of_compressed_modules(error: Exception) -> bool:
+def _is_from_compressed_module(error: Exception) -> bool:
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals.get("__name__", "").startswith("ciuic_cli.runtime.") for frame, _ in frames)
 
 
-def _refused(what: str, error: Exception, file: Path | None, module: str | None = None) -> CiuicError:
-    """The fault behind an error of transformers: the machine's, or else that of config.json."""
+def _converted(what: str, error: Exception, file: Path | None, module: str | None = None) -> CiuicError:
+    """An error of transformers as our own: an EnvironmentFault if the machine is the cause, else an InputError."""
     fault = machine_fault(error)
-    if fault is not None and getattr(error, "errno", True):  # transformers' own OSErrors have no number
+    if fault is not None and getattr(
+        error, "errno", True
+    ):  # an OSError that transformers itself raises has no number
         return fault
     reason = " ".join(str(error).split())
     return InputError(

@@ -1,25 +1,27 @@
-"""Whether a module can hold a compressed weight: a linear, rows of a table, experts as transformers lays them out.
+"""Which transformers modules can hold a compressed weight: linears, embeddings, and experts in the usual layout.
 
-What is compressed (`roles`) and what loading puts in a module's place (`runtime.swap`) have to agree.
+`roles` (what to compress) and `runtime.swap` (what replaces a module on loading) both ask here, so that they agree.
+`matrix_fault` and `experts_fault` take a module and return the reason why not, or None.
 """
 
 from __future__ import annotations
 
 from torch import nn
 
-STACKS = ("gate_up_proj", "down_proj")
+EXPERT_STACKS = ("gate_up_proj", "down_proj")
 """The parameters of an experts module that are stored as stacks of blobs."""
 
 _LAYOUT_FLAGS = {"has_gate": True, "has_bias": False, "is_concatenated": True}
+"""Attributes of transformers' experts modules that describe the weight layout, with the supported values."""
 
 
 def experts_fault(dense: nn.Module) -> str | None:
     """Why this experts module cannot hold packed stacks, or None if it can."""
-    if not all(name in dense._parameters for name in STACKS):
-        return f"it has no parameters {' and '.join(STACKS)}"
-    up, down = (dense.get_parameter(name).shape for name in STACKS)
-    as_outputs = up[2] == down[1] and up[1] in (down[2], 2 * down[2])
-    if getattr(dense, "is_transposed", False) or not as_outputs:
+    if not all(name in dense._parameters for name in EXPERT_STACKS):
+        return f"it has no parameters {' and '.join(EXPERT_STACKS)}"
+    up, down = (dense.get_parameter(name).shape for name in EXPERT_STACKS)
+    rows_are_outputs = up[2] == down[1] and up[1] in (down[2], 2 * down[2])
+    if getattr(dense, "is_transposed", False) or not rows_are_outputs:
         return "its experts are stored as (inputs, outputs)"
     if not hasattr(dense, "_apply_gate"):
         return "it does not follow transformers' experts interface"
@@ -34,20 +36,20 @@ def experts_fault(dense: nn.Module) -> str | None:
 def matrix_fault(dense: nn.Module) -> str | None:
     """Why this module cannot hold a packed matrix as its weight, or None if it can."""
     if isinstance(dense, nn.Embedding):
-        plain = type(dense).forward is nn.Embedding.forward or factor_of(dense) is not None
-        return None if plain else "its class computes something else from the table"
+        is_plain = type(dense).forward is nn.Embedding.forward or embedding_scale_of(dense) is not None
+        return None if is_plain else "its class computes something else from the table"
     if isinstance(dense, nn.Linear):
-        plain = type(dense).forward is nn.Linear.forward or is_grouped(dense)
-        return None if plain else "its class computes something else than x W^T"
+        is_plain = type(dense).forward is nn.Linear.forward or is_grouped_linear(dense)
+        return None if is_plain else "its class computes something else than x W^T"
     return "it is neither a linear nor an embedding"
 
 
-def factor_of(embedding: nn.Embedding) -> float | None:
-    """The factor of a scaled embedding (Gemma keeps it as a number beside a buffer that may be on meta)."""
+def embedding_scale_of(embedding: nn.Embedding) -> float | None:
+    """The factor by which the module multiplies its rows, or None. Gemma keeps it as a Python number."""
     value = getattr(embedding, "scalar_embed_scale", None)
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def is_grouped(linear: nn.Linear) -> bool:
-    """Whether it is block diagonal (DeepSeek-V4's `o_a_proj`)."""
+def is_grouped_linear(linear: nn.Linear) -> bool:
+    """Whether the linear is block diagonal, as DeepSeek-V4's `o_a_proj` is."""
     return type(linear).__name__.endswith("GroupedLinear") and linear.bias is None

@@ -1,7 +1,7 @@
-"""Tables of expert ids: DeepSeek-V4's hash layers look the experts of a token up (`tid2eid`) instead of choosing them.
+"""Tables of expert ids: DeepSeek-V4's hash layers read a token's experts from a table (`tid2eid`).
 
-transformers indexes with what the table says, unchecked. Such a table is small, a few numbers for each token of the
-vocabulary, and is therefore read as soon as a model is opened.
+transformers uses the ids as indices without a check, so every table is checked when a model is opened. Reading them
+is cheap: a few integers per token of the vocabulary.
 """
 
 from __future__ import annotations
@@ -10,30 +10,32 @@ from collections.abc import Mapping
 
 import torch
 
+from ciuic_cli.checkpoint.formats import TORCH_DTYPES, is_integer
 from ciuic_cli.checkpoint.header import TensorEntry
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, is_integer, read_entry
+from ciuic_cli.checkpoint.reader import read_entry
 from ciuic_cli.checkpoint.roles import Classification
 from ciuic_cli.errors import InputError
 
 
 def expert_tables(classified: Mapping[str, tuple[Classification, torch.Tensor]]) -> dict[str, int]:
-    """The tables among a model's tensors: integers that a router has beside its weight.
+    """Name -> number of experts, for every table of expert ids in a model.
 
-    Takes what `classify` returns; returns the number of experts, the rows of that weight, by the table's name.
+    `classified` is what `roles.classify` returns. A table is an integer tensor of a router; the number of experts is
+    the number of rows of that router's weight.
     """
     tables = {}
-    for name, (found, tensor) in classified.items():
+    for name, (classification, tensor) in classified.items():
         weight = classified.get(f"{name.rpartition('.')[0]}.weight")
-        if found.role == "router" and is_integer(tensor.dtype) and weight is not None:
+        if classification.role == "router" and is_integer(tensor.dtype) and weight is not None:
             tables[name] = weight[1].shape[0]
     return tables
 
 
-def require_experts(entry: TensorEntry, experts: int, remedy: str) -> None:
-    """Raises InputError, naming file and tensor, unless the table holds whole numbers from 0 to `experts` - 1."""
+def require_expert_table(entry: TensorEntry, experts: int, remedy: str) -> None:
+    """Raise InputError, naming file and tensor, unless the stored table holds integers from 0 to `experts` - 1."""
     stored = TORCH_DTYPES.get(entry.dtype)
     if stored is None or not is_integer(stored):
-        fault = f"a table of expert ids stored as {entry.dtype}, which are no whole numbers"
+        fault = f"a table of expert ids is stored as {entry.dtype}, which is no integer type"
     else:
         ids = read_entry(entry).numpy()
         if not ids.size or 0 <= ids.min() <= ids.max() < experts:

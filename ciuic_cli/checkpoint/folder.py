@@ -1,8 +1,8 @@
-"""Which files of a checkpoint folder may be opened, and which of them are its shards.
+"""A checkpoint folder on disk: where it is, which of its files may be opened, and its JSON files.
 
-A folder is someone else's: nothing outside it is ever opened, whether an index names it or a symbolic link
-leads there. The one exception is the hub's own cache, where `snapshots/<revision>/file` links to
-`blobs/<hash>` beside it.
+`locate` takes a path or a hub id and returns the folder. `checked_file` takes a file name and returns the real path.
+The folder is not trusted: no file outside it is ever opened, even if an index names it or a symbolic link points to it.
+The one exception is the hub's cache, where `snapshots/<revision>/file` links to `blobs/<hash>`.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from typing import Any
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 from ciuic_cli.process.file_faults import reading
 
-INDEX_NAME = "model.safetensors.index.json"
-SINGLE_NAME = "model.safetensors"
 _MAX_CONFIG_BYTES = 16 << 20
-_MAX_READ_BYTES = 256 << 20
-"""Of any file that is read whole: the index, and what a tokenizer's loader reads."""
+"""Largest accepted JSON file, unless the caller states another limit. Chosen far above any real config.json."""
+MAX_TEXT_BYTES = 256 << 20
+"""Largest accepted file that is read as a whole: the index and the tokenizer's files. Chosen, as above."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
-_OPENED = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", "LICENSE")
+"""Patterns of the files that are downloaded from the hub: no Python code, no pickles."""
+_OPENED_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", "LICENSE")
+"""Endings of the file names that this package or a tokenizer's loader opens."""
 _TEMPLATES = "additional_chat_templates"
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+"""Subfolder from which transformers reads chat templates."""
 _DOWNLOAD_AGAIN = "download the checkpoint again"
 
 
 def locate(path: str | Path) -> Path:
-    """The checkpoint's folder: `path` itself, or the hub's snapshot if `path` is a hub id such as `org/name`.
+    """The checkpoint's folder: `path` itself, or the downloaded snapshot if `path` is a hub id such as `org/name`.
 
-    From the hub come only safetensors, JSON and tokenizer files. Raises InputError if there is no such folder
-    and the hub does not have it or cannot be reached, EnvironmentFault if the folder may not be read.
+    Only safetensors, JSON and tokenizer files are downloaded. Raises InputError if there is no such folder, or if the
+    hub does not have the model or cannot be reached; EnvironmentFault if permission to read the folder is missing.
     """
     folder = Path(path)
-    if os.path.isdir(folder):  # False for a path that no folder can have, where Path.is_dir raises
+    if os.path.isdir(folder):  # Path.is_dir raises for some impossible paths
         if not os.access(folder, os.R_OK | os.X_OK):
             raise EnvironmentFault(
                 "the folder cannot be read: permission denied", file=folder, remedy="check its permissions"
@@ -58,8 +59,11 @@ def locate(path: str | Path) -> Path:
 
 
 @contextmanager
-def unreplaced(folder: Path) -> Iterator[None]:
-    """Raise InputError if the folder has become another one meanwhile: what was read, or refused, is of both."""
+def require_unreplaced(folder: Path) -> Iterator[None]:
+    """Raise InputError if the folder is replaced by another one during the block.
+
+    What the block read, or the error that it raised, then mixes files of both folders.
+    """
 
     def identity() -> tuple[int, int] | None:
         try:
@@ -102,13 +106,18 @@ def _download(name: str) -> Path:
         ) from error
 
 
-def checked_file(folder: Path, name: str) -> Path:
-    """The real path of `folder/name`, a regular file inside the folder or in the hub cache's blobs.
+def is_outside(name: str) -> bool:
+    """Whether a relative file name points outside its folder, or does so on another operating system."""
+    path = PurePosixPath(name)
+    return "\\" in name or "\0" in name or ".." in path.parts or path.is_absolute()
 
-    Raises InputError if the name or a symbolic link leads elsewhere, or if it is no regular file.
+
+def checked_file(folder: Path, name: str) -> Path:
+    """The real path of `folder/name`: a regular file inside the folder or in the blobs of the hub's cache.
+
+    Raises InputError if the name or a symbolic link leads elsewhere, or if the file is absent or not regular.
     """
-    parts = PurePosixPath(name).parts
-    if not name or "\\" in name or "\0" in name or ".." in parts or PurePosixPath(name).is_absolute():
+    if not name or is_outside(name):
         raise InputError(
             f"the name {name!r:.200} points outside the checkpoint folder",
             file=folder,
@@ -118,16 +127,16 @@ def checked_file(folder: Path, name: str) -> Path:
     link = folder / name
     try:
         real = link.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a circle of links: RuntimeError before Python 3.13
+    except (OSError, RuntimeError, ValueError) as error:  # Python < 3.13 raises RuntimeError for a circle
         raise InputError(
             "the path cannot be followed: a circle of symbolic links, or a name that no file can have",
             file=link,
             remedy=_DOWNLOAD_AGAIN,
         ) from error
-    allowed = [root]
+    allowed_roots = [root]
     if root.parent.name == "snapshots":
-        allowed.append(root.parent.parent / "blobs")
-    if not any(real.is_relative_to(place) for place in allowed):
+        allowed_roots.append(root.parent.parent / "blobs")
+    if not any(real.is_relative_to(allowed) for allowed in allowed_roots):
         raise InputError(
             f"a symbolic link leads outside the checkpoint folder, to {real}",
             file=link,
@@ -145,36 +154,36 @@ def checked_file(folder: Path, name: str) -> Path:
 
 
 def check_files(folder: Path) -> None:
-    """Refuse symbolic links that leave the folder, and files too large to be what their name says, for every file
-    that we or a tokenizer's loader might open.
+    """Check every file of the folder that this package or a tokenizer's loader may open.
 
-    Raises InputError as `checked_file` does.
+    Raises InputError for a symbolic link that leaves the folder, as `checked_file` does, and for a text file larger
+    than MAX_TEXT_BYTES.
     """
     for entry in [*folder.iterdir(), *(folder / _TEMPLATES).glob("*")]:
-        if not entry.name.endswith((*_OPENED, _TEMPLATES)):
+        if not entry.name.endswith((*_OPENED_SUFFIXES, _TEMPLATES)):
             continue
         name = str(entry.relative_to(folder))
         if entry.is_symlink():
             checked_file(folder, name)
         if entry.suffix != ".safetensors" and entry.is_file():
-            _require_size(entry, _MAX_READ_BYTES)
+            _require_size(entry, MAX_TEXT_BYTES)
 
 
-def _require_size(file: Path, most: int) -> None:
+def _require_size(file: Path, max_bytes: int) -> None:
     size = file.stat().st_size
-    if size > most:
+    if size > max_bytes:
         raise InputError(
-            f"the file has {size} bytes; at most {most} are accepted", file=file, remedy=_DOWNLOAD_AGAIN
+            f"the file has {size} bytes; at most {max_bytes} are accepted", file=file, remedy=_DOWNLOAD_AGAIN
         )
 
 
 def read_json(
     folder: Path, name: str, max_bytes: int = _MAX_CONFIG_BYTES, *, remedy: str = _DOWNLOAD_AGAIN
 ) -> dict[str, Any]:
-    """The JSON object in `folder/name`. remedy: for a file that is damaged.
+    """The JSON object in `folder/name`. `remedy` is the advice for a damaged file.
 
-    Raises InputError if it is absent, too large, may not be read, or is not an object, EnvironmentFault if the disk
-    refuses.
+    Raises InputError if the file is absent, longer than `max_bytes`, not readable for this user, or not a JSON object;
+    EnvironmentFault if reading it fails.
     """
     file = checked_file(folder, name)
     _require_size(file, max_bytes)
@@ -204,93 +213,3 @@ def read_config(folder: Path) -> dict[str, Any]:
             remedy="give the folder of a Hugging Face model: config.json beside its safetensors files",
         )
     return read_json(folder, "config.json")
-
-
-def shard_names(folder: Path) -> tuple[list[str], dict[str, str] | None]:
-    """Names of the safetensors files in order, and the index's map from tensor to file (None without index).
-
-    Raises InputError if there is no safetensors file (only pickles, only GGUF, none), several without an
-    index, or if the index is unreadable, names files outside the folder or files that are absent.
-    """
-    present = sorted(entry.name for entry in folder.iterdir() if entry.name.endswith(".safetensors"))
-    if os.path.lexists(folder / INDEX_NAME):
-        weight_map = _weight_map(folder)
-        names = sorted(set(weight_map.values()))
-        for name in names:
-            if os.path.lexists(folder / name):
-                checked_file(folder, name)
-        absent = [name for name in names if not os.path.exists(folder / name)]
-        _refuse_absent(absent, folder / INDEX_NAME)
-        return names, weight_map
-    if not present:
-        _refuse_no_safetensors(folder)
-    if len(present) > 1:
-        raise InputError(
-            f"{len(present)} safetensors files and no {INDEX_NAME}: which tensors count is a guess",
-            file=folder,
-            remedy=f"download {INDEX_NAME} too, or leave only the file that is meant",
-        )
-    part = re.search(r"-(\d{1,9})-of-(\d{1,9})\.safetensors$", present[0])
-    if part and int(part[2]) > 1:
-        raise InputError(
-            f"only part {int(part[1])} of {int(part[2])} is here, and no {INDEX_NAME}",
-            file=folder / present[0],
-            remedy=_DOWNLOAD_AGAIN,
-        )
-    return present, None
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    file = folder / INDEX_NAME
-    weight_map = read_json(folder, INDEX_NAME, _MAX_READ_BYTES).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise InputError("the index has no weight_map", file=file, remedy=_DOWNLOAD_AGAIN)
-    for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not name.endswith(".safetensors"):
-            raise InputError(
-                f"the index names {name!r:.200}, not a safetensors file",
-                file=file,
-                tensor=tensor,
-                remedy="convert the checkpoint to safetensors",
-            )
-        parts = PurePosixPath(name).parts
-        if "\\" in name or "\0" in name or ".." in parts or PurePosixPath(name).is_absolute():
-            raise InputError(
-                f"the index names {name!r:.200}, outside the checkpoint folder",
-                file=file,
-                tensor=tensor,
-                remedy="it is never opened; get the checkpoint from a source that you trust",
-            )
-    return weight_map
-
-
-def _refuse_absent(absent: list[str], index: Path) -> None:
-    if absent:
-        raise InputError(
-            f"the index names {len(absent)} shard(s) that are absent: {', '.join(absent)}",
-            file=index,
-            remedy="download the missing files",
-        )
-
-
-def _refuse_no_safetensors(folder: Path) -> None:
-    names = [entry.name for entry in folder.iterdir()]
-    pickles = sorted(name for name in names if name.endswith(_PICKLES))
-    if pickles:
-        raise InputError(
-            f"only pickle weights ({', '.join(pickles[:3])}), no safetensors; a pickle can run code",
-            file=folder,
-            remedy='look for a safetensors version, or convert it where you trust it: python -c "from '
-            "transformers import AutoModelForCausalLM as M; M.from_pretrained('IN', dtype='auto')"
-            ".save_pretrained('OUT')\"",
-        )
-    gguf = sorted(name for name in names if name.endswith(".gguf"))
-    if gguf:
-        raise InputError(
-            f"a GGUF file ({gguf[0]}), no safetensors",
-            file=folder,
-            remedy="give the original safetensors checkpoint; a GGUF file is compressed already",
-        )
-    raise InputError(
-        "the folder has no safetensors file", file=folder, remedy="give the folder of a Hugging Face model"
-    )

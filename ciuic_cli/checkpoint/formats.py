@@ -1,12 +1,13 @@
-"""Number formats of checkpoints: FP8 and FP4 with their scales, decoded to float32.
+"""Number formats of checkpoints: the dtypes of safetensors, and FP8 and FP4 weights with their scales.
 
-Three layouts of scales occur with 8-bit floats. DeepSeek-V3 and R1 store `weight_scale_inv`, one float32 per
-block of 128x128 weights, the last blocks partial (arXiv 2412.19437, section 3.3; the block size stands in the
-config). Others store one scale per tensor or per row. DeepSeek-V4 stores powers of two ("ue8m0": the byte b
-means 2^(b-127)), and its experts as FP4: two e2m1 values per byte, low nibble first, one scale per 32 values
-of a row (OCP Microscaling Formats 1.0).
+Takes tensors as stored and returns float32. In every layout the weight is the stored number times its scale, in spite
+of the name `scale_inv`. These layouts of scales occur:
 
-In every layout the weight is the stored number times its scale, in spite of the name `scale_inv`.
+- DeepSeek-V3 and R1: `weight_scale_inv`, one float32 per block of 128x128 FP8 weights, with partial blocks at the edges
+  (arXiv 2412.19437, section 3.3). The config states the block size.
+- Other FP8 checkpoints: one scale per tensor or per row.
+- DeepSeek-V4: one-byte scales that are powers of two ("ue8m0": byte b means 2^(b-127)). Its experts are FP4: two e2m1
+  values per byte, low nibble first, one scale per 32 values of a row (OCP Microscaling Formats 1.0).
 """
 
 from __future__ import annotations
@@ -21,14 +22,68 @@ import torch
 
 from ciuic_cli.errors import InputError
 
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""Safetensors dtype -> torch dtype. F4 has none: its packed bytes are read as uint8."""
+
+DTYPE_BITS: dict[str, int] = {"F4": 4, **{name: 8 * dtype.itemsize for name, dtype in TORCH_DTYPES.items()}}
+"""Bits per element of every safetensors dtype that can be read."""
+
+FP8_DTYPES = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
+"""Stored dtypes of FP8 weights; they need a scale."""
+FP4_DTYPES = ("I8", "U8", "F4")
+"""Stored dtypes that packed FP4 weights can have. I8 and U8 are FP4 only beside a scale."""
+SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
+"""Stored dtypes that scales can have."""
+
 FP4_BLOCK = 32
 """Values of a row that share one scale in the microscaling formats."""
-_USUAL_BLOCK = (128, 128)
+_DEFAULT_BLOCK = (128, 128)
+"""Rows and columns of an FP8 block if config.json states none: DeepSeek-V3's."""
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _FP4_VALUES = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), dtype=torch.float32)
-_FINITE_PART = 1 << 22
+_FINITE_CHUNK = 1 << 22
+"""Elements checked at a time by `count_nonfinite`. Chosen, not tuned."""
 SCALE_REMEDY = "download the checkpoint again, or use its bf16 version"
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether the dtype is an integer type. Booleans are not integers here."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def can_hold(dtype: torch.dtype, stored: torch.dtype) -> bool:
+    """Whether numbers stored as `stored` can be read as `dtype`.
+
+    Floats can be read as any float dtype. Integers need a dtype of at least their range. Booleans and complex numbers
+    need the same dtype.
+    """
+    if dtype.is_floating_point or stored.is_floating_point:
+        return dtype.is_floating_point and stored.is_floating_point
+    if torch.bool in (dtype, stored) or stored.is_complex:
+        return dtype == stored
+    wide, narrow = torch.iinfo(dtype), torch.iinfo(stored)
+    return wide.min <= narrow.min and narrow.max <= wide.max
 
 
 def decode_scales(scales: torch.Tensor) -> torch.Tensor:
@@ -49,9 +104,9 @@ def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
 
 
 def decode_fp8(stored: torch.Tensor) -> torch.Tensor:
-    """8-bit floats of any kind as float32, exactly; two to three times as fast as torch's conversion."""
+    """8-bit floats of any kind as float32 of the same shape, exactly. Two to three times as fast as `Tensor.to`."""
     flat = stored.contiguous().view(torch.uint8).reshape(-1)
-    if flat.storage_offset() % 2:  # a slice that begins in the middle of a pair
+    if flat.storage_offset() % 2:  # a uint16 view needs an even offset
         flat = flat.clone()
     even = flat.numel() // 2 * 2
     values = _look_up(flat[:even].view(torch.uint16), _fp8_pairs(stored.dtype))
@@ -62,18 +117,20 @@ def decode_fp8(stored: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _fp4_pairs() -> npt.NDArray[np.int64]:
+    """(256,) table: byte -> its two float32 values as one 8-byte word."""
     byte = torch.arange(256)
     return _FP4_VALUES[torch.stack((byte & 15, byte >> 4), dim=-1)].numpy().view(np.int64).reshape(-1)
 
 
 @functools.cache
 def _fp8_pairs(dtype: torch.dtype) -> npt.NDArray[np.int64]:
+    """(65536,) table: two FP8 bytes -> their two float32 values as one 8-byte word."""
     pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).view(dtype)
     return pairs.to(torch.float32).numpy().view(np.int64)
 
 
 def _look_up(codes: torch.Tensor, pairs: npt.NDArray[np.int64]) -> torch.Tensor:
-    """Two float32 per code, moved as one 8-byte word."""
+    """(n,) codes -> (2n,) float32. A pair of values moves as one 8-byte word, which makes the look-up fast."""
     return torch.from_numpy(np.take(pairs, codes.numpy()).view(np.float32))
 
 
@@ -88,9 +145,9 @@ def scale_block(
 ) -> tuple[int, int]:
     """Rows and columns that share one scale, for a weight of decoded `shape` (rows, columns).
 
-    FP4 has one per 32 values of a row, FP8 one per `weight_block`, the last blocks partial. Where that is None,
-    because config.json states no block, one scale for all, one per row, one per 128x128 and one per 32 values of a
-    row are accepted. Raises InputError for a scale of any other shape.
+    An FP4 weight has one scale per 32 values of a row. An FP8 weight has one per `weight_block`, with partial blocks at
+    the edges. If config.json states no block (None), these are accepted: one scale for the tensor, one per row, one per
+    128x128, one per 32 values of a row. Raises InputError, naming `file` and `tensor`, for any other `scale_shape`.
     """
     if len(shape) != 2:
         raise InputError(
@@ -109,7 +166,7 @@ def scale_block(
     elif scale_shape in ((rows,), (rows, 1)):
         return 1, max(cols, 1)
     else:
-        blocks = [_USUAL_BLOCK, (1, FP4_BLOCK)]
+        blocks = [_DEFAULT_BLOCK, (1, FP4_BLOCK)]
     for block in blocks:
         if scale_shape == (math.ceil(rows / block[0]), math.ceil(cols / block[1])):
             return block
@@ -127,10 +184,10 @@ def scale_block(
 def apply_scales(
     values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int], row_begin: int = 0
 ) -> torch.Tensor:
-    """Multiply float32 `values` (rows, cols), in place, by the scale of each one's block; returns `values`.
+    """Multiply float32 `values` (rows, cols), in place, by the scale of their block; returns `values`.
 
-    `values` may be the rows from `row_begin` on of a larger weight whose scales are `scales` (2-D, or as
-    `scale_block` accepts). One rounding per weight: the product in float32.
+    `block` is what `scale_block` returned. `values` may be a row range of the weight that begins at row `row_begin`;
+    `scales` are those of the whole weight, as stored. Each weight is rounded once, by the float32 product.
     """
     grid = decode_scales(scales)
     rows, cols = values.shape
@@ -138,7 +195,7 @@ def apply_scales(
     block_rows, block_cols = block
     by_row = grid[torch.arange(row_begin, row_begin + rows) // block_rows]
     whole = cols // block_cols
-    # Broadcast over whole blocks, then over the partial last one: scales are never expanded to all weights.
+    # Broadcasting over whole blocks, then over the partial last one, never expands the scales to all weights.
     blocks = values[:, : whole * block_cols].unflatten(1, (whole, block_cols))
     blocks *= by_row[:, :whole].unsqueeze(2)
     if whole * block_cols < cols:
@@ -147,34 +204,38 @@ def apply_scales(
 
 
 def count_nonfinite(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
-    """How many elements are NaN or infinite once they are of `dtype` (0 for integers)."""
+    """Number of elements that are NaN or infinite after conversion to `dtype` (0 for integers)."""
     if not tensor.is_floating_point():
         return 0
-    # In parts: the intermediate results of one call take more than the tensor itself.
-    parts = tensor.reshape(-1).split(_FINITE_PART)
-    return sum(_count_nonfinite(part, dtype) for part in parts if part.numel())
+    # In chunks, because the temporaries of one call would take more memory than the tensor itself.
+    chunks = tensor.reshape(-1).split(_FINITE_CHUNK)
+    return sum(_count_nonfinite(chunk, dtype) for chunk in chunks if chunk.numel())
 
 
-def _count_nonfinite(part: torch.Tensor, dtype: torch.dtype) -> int:
-    if part.dtype.itemsize == 1:  # torch does not compare 8-bit floats
-        part = part.to(torch.float32)
-    # If any element is not finite, the least or the greatest is not; ten times as fast as to ask each one.
-    if bool(torch.stack(part.aminmax()).to(dtype).isfinite().all()):
+def _count_nonfinite(chunk: torch.Tensor, dtype: torch.dtype) -> int:
+    if chunk.dtype.itemsize == 1:  # torch does not compare 8-bit floats
+        chunk = chunk.to(torch.float32)
+    # NaN and infinity show in the minimum or the maximum; these two are ten times as fast as isfinite.
+    if bool(torch.stack(chunk.aminmax()).to(dtype).isfinite().all()):
         return 0
-    return part.numel() - int(part.to(dtype).isfinite().sum())
+    return chunk.numel() - int(chunk.to(dtype).isfinite().sum())
 
 
 def require_finite(
     tensor: torch.Tensor, name: str, dtype: torch.dtype = torch.float32, *, file: Path | None = None
 ) -> None:
-    """Raise InputError with the tensor's name and the count if any element is NaN or infinite as `dtype`."""
+    """Raise InputError if any element is NaN or infinite in `dtype`. The message names tensor and count."""
     count = count_nonfinite(tensor, dtype)
     if not count:
         return
-    meant = "it cannot be compressed" if count_nonfinite(tensor) else "config.json needs a wider dtype"
+    advice = (
+        "a checkpoint with such values cannot be compressed"
+        if count_nonfinite(tensor)
+        else "if the values are right, config.json needs a wider dtype"
+    )
     raise InputError(
         f"{count} of {tensor.numel()} values are NaN or infinite in {str(dtype).removeprefix('torch.')}",
         file=file,
         tensor=name,
-        remedy=f"download the checkpoint again; if it is meant to be so, {meant}",
+        remedy=f"download the checkpoint again; {advice}",
     )

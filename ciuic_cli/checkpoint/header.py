@@ -1,12 +1,11 @@
-"""A strict parse of a safetensors header from bounded reads.
+"""The header of one safetensors file: `read_header` takes a path and returns a `Header` with one entry per tensor.
 
-The format (https://github.com/huggingface/safetensors): eight bytes with the little-endian length N of
-the header, N bytes of JSON, then the data. Each JSON entry but `__metadata__` is a tensor: its `dtype`,
-its `shape` and its `data_offsets` [begin, end) relative to the data. The tensors cover the data exactly:
-no overlap, no hole, nothing behind the last.
+The format (https://github.com/huggingface/safetensors): eight bytes with the little-endian length N of the header,
+N bytes of JSON, then the data. Every JSON key except `__metadata__` names a tensor, with its `dtype`, its `shape` and
+its `data_offsets` [begin, end) relative to the data. The tensors cover the data exactly, without overlaps or holes.
 
-The parser is our own because the file is someone else's: every message must name the file, the tensor and
-the next step, and nothing may be allocated before its size has been checked against the file.
+The file is not trusted: every size is checked against the file before memory is allocated. The parser is our own, not
+the reference library's, so that every message can name file, tensor and remedy.
 """
 
 from __future__ import annotations
@@ -18,44 +17,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ciuic_cli.checkpoint.formats import DTYPE_BITS
 from ciuic_cli.errors import InputError
 from ciuic_cli.process.file_faults import reading
 
 MAX_HEADER_BYTES = 100_000_000
-"""Longest header that is read. The reference implementation has the same limit."""
+"""Longest accepted header, in bytes. The reference implementation has the same limit."""
 
-DTYPE_BITS: dict[str, int] = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "U32": 32,
-    "I32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F4": 4,
-    "F8_E4M3": 8,
-    "F8_E4M3FNUZ": 8,
-    "F8_E5M2": 8,
-    "F8_E5M2FNUZ": 8,
-    "F8_E8M0": 8,
-    "F16": 16,
-    "BF16": 16,
-    "F32": 32,
-    "F64": 64,
-    "C64": 64,
-}
-"""Bits per element of every dtype that is read."""
-
-_POINTER = b"version https://"  # how a git-LFS pointer begins, of every age
+_LFS_PREFIX = b"version https://"  # first bytes of a git-LFS pointer, in every version of its format
 _MAX_SIZE = 2**63 - 1
 _DOWNLOAD_AGAIN = "download it again; the copy on disk is damaged or incomplete"
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `shape` of `dtype` in bytes [begin, end) of `file` (absolute offsets)."""
+    """Place of one tensor in a file: `shape` numbers of `dtype` at bytes [begin, end) of `file` (absolute offsets)."""
 
     name: str
     dtype: str
@@ -66,7 +42,6 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes."""
         return self.end - self.begin
 
     @property
@@ -80,7 +55,14 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """One parsed file: its tensors by name, its `__metadata__`, its size and its header's size in bytes."""
+    """A parsed header.
+
+    Attributes:
+        tensors: by name.
+        metadata: the content of `__metadata__`.
+        file_bytes: size of the file.
+        header_bytes: size of the header with the eight bytes of its length, and so the offset of the data.
+    """
 
     file: Path
     tensors: dict[str, TensorEntry]
@@ -94,12 +76,12 @@ class _DuplicateKey(Exception):
 
 
 def read_header(file: Path) -> Header:
-    """Parse the header of one safetensors file; the data is not read.
+    """Parse the header of one safetensors file. The data is not read.
 
-    Raises InputError for every way in which the file can be wrong (see FAULTS: empty, truncated, a git-LFS
-    pointer, a header that is too long, not JSON, has duplicate keys, unknown dtypes, or tensors whose spans
-    disagree with their shapes, overlap, leave holes or do not end with the file), EnvironmentFault if it cannot be
-    read although it can be opened.
+    Raises InputError if the file cannot be opened, is empty, truncated, a git-LFS pointer or no regular file; if its
+    header is too long, not JSON, or has duplicate keys; and if a tensor has an unknown dtype, or a byte range that
+    disagrees with its shape, overlaps another, leaves a hole or does not fit the file. Raises EnvironmentFault if
+    reading fails after the file was opened.
     """
     try:
         descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | getattr(os, "O_CLOEXEC", 0))
@@ -127,7 +109,7 @@ def _read_raw_header(descriptor: int, file: Path, file_bytes: int) -> tuple[byte
     if file_bytes == 0:
         raise InputError("the file is empty", file=file, remedy=_DOWNLOAD_AGAIN)
     start = os.pread(descriptor, 64, 0)
-    if start.startswith(_POINTER):
+    if start.startswith(_LFS_PREFIX):
         raise InputError(
             "this is a git-LFS pointer, not the weights", file=file, remedy="run `git lfs pull` in the folder"
         )
@@ -146,7 +128,7 @@ def _read_raw_header(descriptor: int, file: Path, file_bytes: int) -> tuple[byte
         )
     if 8 + length > file_bytes:
         raise InputError(
-            f"the header is longer than the file: {length} bytes claimed, {file_bytes - 8} are there",
+            f"the header is longer than the file: it claims {length} bytes, the file has {file_bytes - 8}",
             file=file,
             remedy=_DOWNLOAD_AGAIN,
         )
@@ -192,13 +174,13 @@ def _parse_json(raw: bytes, file: Path) -> dict[str, Any]:
     for name in entries:
         if not _is_unicode(name):
             raise InputError(
-                "the name of a tensor is half a Unicode character", file=file, tensor=name, remedy=damaged
+                "the name of a tensor is not valid Unicode", file=file, tensor=name, remedy=damaged
             )
     return entries
 
 
 def _is_unicode(text: str) -> bool:
-    """Not so where JSON escapes one half of a surrogate pair."""
+    """Whether the text can be encoded. JSON can escape one half of a surrogate pair, which cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -230,7 +212,7 @@ def _entry(name: str, value: object, file: Path, data_begin: int) -> TensorEntry
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         _refuse(
-            f"unknown dtype {dtype!r:.60}; known are {', '.join(DTYPE_BITS)}",
+            f"unknown dtype {dtype!r:.60}; known dtypes are {', '.join(DTYPE_BITS)}",
             file,
             name,
             "convert the tensor to one of the known dtypes, or update ciuic",
@@ -241,10 +223,10 @@ def _entry(name: str, value: object, file: Path, data_begin: int) -> TensorEntry
         _refuse(f"data_offsets {offsets!r:.60} is not [begin, end]", file, name)
     begin, end = offsets
     if end < begin:
-        _refuse(f"data_offsets end ({end}) before they begin ({begin})", file, name)
+        _refuse(f"data_offsets end ({end}) is before begin ({begin})", file, name)
     bits = DTYPE_BITS[dtype]
     for size in shape:
-        # A zero later in the shape does not excuse an overflow before it; the limit keeps numbers small too.
+        # Checked at every step, so that a later zero hides no overflow and the product stays small.
         bits *= size
         if bits > 8 * _MAX_SIZE:
             _refuse(f"the product of the shape {shape!r:.60} overflows", file, name)
@@ -260,9 +242,13 @@ def _check_layout(entries: list[TensorEntry], file: Path, data_begin: int, file_
     position = data_begin
     for entry in entries:
         if entry.begin < position:
-            _refuse(f"its bytes overlap the tensor before it by {position - entry.begin}", file, entry.name)
+            _refuse(
+                f"its bytes overlap those of the previous tensor by {position - entry.begin}",
+                file,
+                entry.name,
+            )
         if entry.begin > position:
-            _refuse(f"a hole of {entry.begin - position} bytes lies before it", file, entry.name)
+            _refuse(f"there is a hole of {entry.begin - position} bytes before the tensor", file, entry.name)
         position = entry.end
     if position > file_bytes:
         last = entries[-1].name

@@ -1,28 +1,31 @@
-"""`compress --mtp keep`: a checkpoint's multi-token-prediction layers become parameters like the model's own.
+"""`compress --mtp keep`: turns the tensors of multi-token-prediction layers into parameters of the `ModelMap`.
 
-transformers' model has no place for them, so they keep their names and shapes from the checkpoint. They are
-read, coded and counted as any other parameter; only the model's predictions say nothing about them.
+transformers' model has no place for them, so they keep their names and shapes from the checkpoint. They are read,
+coded and counted like any other parameter. Only their effect on the predictions is unknown: the model's predictions do
+not depend on them.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.naming import Assembly
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint
+from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import MTP_ROLES, classify_mtp
 from ciuic_cli.checkpoint.tying import same_values
 from ciuic_cli.errors import InputError
 
 _STORABLE = ("BF16", "F16", "F32", "F64", "I32", "I64", "BOOL")
+"""Dtypes that an artifact can store as they are."""
 
 
 def keep_mtp(model_map: ModelMap) -> ModelMap:
-    """The map with a parameter for every tensor of `mtp_tensors`; the map itself where there are none.
+    """A copy of the map with one parameter per tensor of `mtp_tensors`; the map itself if there are none.
 
     A copy of the model's embedding or head (DeepSeek-V3 ships one of each) is tied to it if all values are equal.
-    Raises InputError for numbers of a format that is not known.
+    Raises InputError for a tensor in an unknown number format.
     """
     if not model_map.mtp_tensors:
         return model_map
@@ -36,7 +39,7 @@ def keep_mtp(model_map: ModelMap) -> ModelMap:
     dtypes = {
         name: TORCH_DTYPES[checkpoint.entry(name).dtype]
         for name in assemblies
-        if not _decoded(checkpoint, name)
+        if not _is_decoded(checkpoint, name)
     }
     return replace(
         model_map,
@@ -57,15 +60,15 @@ def is_mtp(parameter: Parameter) -> bool:
     return parameter.role in MTP_ROLES
 
 
-def _decoded(checkpoint: Checkpoint, name: str) -> bool:
+def _is_decoded(checkpoint: Checkpoint, name: str) -> bool:
     return checkpoint.is_fp8(name) or checkpoint.is_fp4(name)
 
 
 def _parameter(model_map: ModelMap, name: str) -> Parameter:
     checkpoint = model_map.checkpoint
     entry = checkpoint.entry(name)
-    if _decoded(checkpoint, name):
-        checkpoint.read_dense(name, (0, 0))  # refuses an absent scale
+    if _is_decoded(checkpoint, name):
+        checkpoint.read_dense(name, (0, 0))  # raises InputError if the scale is absent
         floating = True
     elif entry.dtype in _STORABLE:
         floating = TORCH_DTYPES[entry.dtype].is_floating_point
@@ -77,7 +80,7 @@ def _parameter(model_map: ModelMap, name: str) -> Parameter:
             remedy="leave these layers out with --mtp drop",
         )
     shape = checkpoint.dense_shape(name)
-    original = _copied(model_map, name, shape)
+    original = _equal_embedding_or_head(model_map, name, shape)
     if original is not None:
         reason = f"equal to {original}: stored there"
         return Parameter(name, shape, "mtp", False, reason, (name,), tied_to=original)
@@ -85,8 +88,8 @@ def _parameter(model_map: ModelMap, name: str) -> Parameter:
     return Parameter(name, shape, found.role, found.compress, found.reason, (name,), buffer=found.buffer)
 
 
-def _copied(model_map: ModelMap, name: str, shape: tuple[int, ...]) -> str | None:
-    """The model's embedding or head whose stored numbers are the same, if there is one."""
+def _equal_embedding_or_head(model_map: ModelMap, name: str, shape: tuple[int, ...]) -> str | None:
+    """The name of the model's embedding or head with the same stored values, or None."""
     checkpoint = model_map.checkpoint
     for parameter in model_map.parameters.values():
         if parameter.role not in ("embedding", "head") or parameter.tied_to or parameter.shape != shape:

@@ -1,13 +1,13 @@
-"""The checkpoint seen as a model: every parameter with its role and sources, read or streamed layer by layer.
+"""A checkpoint as parameters of transformers' model: `map_model` takes a `Checkpoint` and returns a `ModelMap`.
 
-`map_model` needs the config and the headers, and reads the tables of expert ids if there are any. Reading then
-goes one parameter, one expert or one decoder layer at a time: `materialise` gives a layer of the skeleton its
-weights, `release` takes them away again, and the result equals a full `from_pretrained` bit by bit.
+Mapping needs the config and the headers only (and reads tables of expert ids, if there are any). The map then reads one
+parameter, one expert or one row range at a time. `materialise` fills a module of the model, usually one decoder layer,
+with its weights and `release` frees them; the result equals a full `from_pretrained` bit by bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,35 +15,39 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PretrainedConfig
-from transformers.core_model_loading import build_glob_alternation
 
 from ciuic_cli.checkpoint.architecture import (
     build_config,
     build_meta_model,
+    fixed_dtypes,
     initialise_buffers,
     layer_prefixes,
     require_plausible,
+    stored_tensors,
+    transient_buffers,
 )
-from ciuic_cli.checkpoint.expert_ids import expert_tables, require_experts
-from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
+from ciuic_cli.checkpoint.expert_ids import expert_tables, require_expert_table
+from ciuic_cli.checkpoint.formats import TORCH_DTYPES, can_hold
+from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers, sort_unexpected
 from ciuic_cli.checkpoint.naming import Assembly, plan_names
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, holds
+from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.checkpoint.tying import resolve_ties
-from ciuic_cli.checkpoint.unexpected import sort_unexpected
 from ciuic_cli.errors import InputError
 
 _MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes in which transformers can build the model."""
 
 
 @dataclass(frozen=True)
 class Parameter:
     """One parameter or persistent buffer of the model.
 
-    `role` is a short stable word for reports. Where `compress` is False, `reason` says why. `sources` are the
-    checkpoint's tensors it is made of. `tied_to` names the parameter whose values it shares: such a one is
-    stored and counted there, not here. A `buffer` (a router's bias, a lookup table) is no trained weight: it
-    is stored but does not count as a parameter.
+    Attributes:
+        role, compress, reason: as in `roles.Classification`.
+        sources: names of the checkpoint's tensors that it is made of.
+        tied_to: the parameter whose values it shares. A tied parameter is stored and counted only there.
+        buffer: it is no trained weight (a router's bias, a lookup table). It is stored but counts as no parameter.
     """
 
     name: str
@@ -57,17 +61,22 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Number of weights."""
         return int(torch.Size(self.shape).numel())
 
 
 @dataclass(frozen=True)
 class ModelMap:
-    """A checkpoint and transformers' model of it. Build with `map_model`.
+    """A checkpoint and transformers' model of it. `map_model` builds it.
 
-    `parameters` are in the model's order, by in-memory name. `layer_prefixes` are the decoder layers
-    ("model.layers.0."). `warnings` are for the user. `mtp` are the checkpoint's multi-token-prediction layers,
-    `mtp_tensors` the names of their tensors; `keeping.keep_mtp` makes parameters of these.
+    Attributes:
+        dtype: the model's dtype, from its config or its weights.
+        parameters: by in-memory name, in the model's order.
+        layer_prefixes: name prefixes of the decoder layers ("model.layers.0.").
+        warnings: messages for the user.
+        mtp: the checkpoint's multi-token-prediction layers.
+        mtp_tensors: names of their tensors, which `keeping.keep_mtp` turns into parameters.
+        assemblies: how each stored parameter is built from tensors of the checkpoint.
+        dtype_rules: requested dtype -> parameter -> dtype, for the parameters that get another dtype.
     """
 
     checkpoint: Checkpoint
@@ -83,7 +92,7 @@ class ModelMap:
 
     @property
     def stored_numel(self) -> int:
-        """Weights of the model, tied ones once, buffers not counted."""
+        """Number of weights of the model. Tied weights count once; buffers do not count."""
         return sum(
             parameter.numel
             for parameter in self.parameters.values()
@@ -92,19 +101,19 @@ class ModelMap:
 
     @property
     def fixed_dtypes(self) -> dict[str, torch.dtype]:
-        """In-memory dtypes of the parameters and buffers that do not have the model's `dtype`, by name."""
+        """Name -> dtype, for the parameters and buffers that do not have the model's `dtype` in memory."""
         return self.dtype_rules[self.dtype]
 
     def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype that a parameter or buffer has in memory, and in an artifact where it is stored as it is."""
+        """The dtype of a parameter or buffer in memory, and in an artifact if it is not compressed."""
         return self.fixed_dtypes.get(name, self.dtype)
 
     @property
     def source_config(self) -> dict[str, Any]:
-        """The checkpoint's config.json as it holds for what is stored.
+        """The config.json for an artifact of this map.
 
-        Without `auto_map` and `quantization_config`; `tie_word_embeddings` false where the values differ; no
-        multi-token-prediction layers promised that are not kept; with the model's dtype.
+        It is the checkpoint's without `auto_map` and `quantization_config`, and with the model's dtype.
+        `tie_word_embeddings` is false if the values differ, and dropped multi-token-prediction layers are not counted.
         """
         dropped = ("auto_map", "quantization_config")
         values = {key: value for key, value in self.checkpoint.config.items() if key not in dropped}
@@ -113,7 +122,7 @@ class ModelMap:
         if values.get(COUNT_KEY) and not self.mtp.kept:
             values[COUNT_KEY] = 0
         if not (values.get("dtype") or values.get("torch_dtype")):
-            # transformers would take it from the first file, where there may be nothing but blobs.
+            # Without it transformers takes the dtype from the first file, which may hold only compressed blobs.
             values["dtype"] = str(self.dtype).removeprefix("torch.")
         return values
 
@@ -122,22 +131,22 @@ class ModelMap:
         return self.meta_model()
 
     def meta_model(self, **options: Any) -> Any:
-        """A fresh model on the meta device. `options` as in `build_meta_model`."""
+        """A new model on the meta device. `options` as in `build_meta_model`."""
         return build_meta_model(self.config, self.dtype, **options)
 
     def skeleton(
         self, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu", **options: Any
     ) -> Any:
-        """A fresh meta model whose non-persistent buffers (rotary frequencies, ...) are real, on `device`."""
+        """A new meta model, but with real non-persistent buffers (rotary frequencies, ...) on `device`."""
         model = build_meta_model(self.config, dtype or self.dtype, **options)
         initialise_buffers(model, device)
         return model
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter in its in-memory shape: the checkpoint's dtype, float32 where FP8 or FP4 was decoded.
+        """A parameter in its in-memory shape, in the checkpoint's dtype; float32 if FP8 or FP4 was decoded.
 
-        An expert stack is assembled whole; prefer `read_expert` for large ones. Raises InputError for a number that
-        is NaN or infinite, or would be in the model's dtype; so do `read_expert` and `read_rows`.
+        An expert stack is read as a whole; prefer `read_expert` for large stacks. `read`, `read_expert` and `read_rows`
+        raise InputError for a value that is NaN or infinite, or becomes so in the model's dtype.
         """
         assembly = self._assembly(name)
         if assembly.stacks_experts:
@@ -148,7 +157,7 @@ class ModelMap:
         return assembly.build(self._reader(name), self._conversion_model)[name]
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
-        """One expert of a fused stack: (out, in), other experts are not read."""
+        """One expert (out, in) of a fused stack. Other experts are not read, unless a converter needs them."""
         assembly = self._assembly(name)
         shape = self.parameters[name].shape
         if len(shape) != 3 or not 0 <= expert < shape[0]:
@@ -160,7 +169,7 @@ class ModelMap:
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of a matrix, for embeddings that are too large to read at once."""
+        """Rows [begin, end) of a matrix, for embeddings that are too large to read as a whole."""
         assembly = self._assembly(name)
         if assembly.converter is None:
             return self._reader(name)(assembly.source_names[0], (begin, end))
@@ -176,34 +185,36 @@ class ModelMap:
         stack_dtype: torch.dtype | None = None,
         stack_device: torch.device | str | None = None,
     ) -> None:
-        """Fill `module`, the submodule of the skeleton whose parameters begin with `prefix`, in place.
+        """Fill `module` with its weights, in place. It is the submodule of a `skeleton` at the name `prefix`.
 
-        Weights get `dtype` (default: the checkpoint's own), except those that transformers keeps in float32;
-        expert stacks get `stack_dtype` and go to `stack_device` where these are given.
-        They require no gradient. Non-persistent buffers move to `device`.
+        Weights are converted to `dtype` (default: the model's), except those that transformers keeps in another one,
+        and require no gradient. Expert stacks take `stack_dtype` and `stack_device` if these are given. Non-persistent
+        buffers move to `device`. Raises ValueError if these are on the meta device: the module is of no `skeleton`.
         """
-        done: dict[str, torch.Tensor] = {}
-        for owner, short, name, is_buffer in _own_tensors(module, prefix):
+        loaded: dict[str, torch.Tensor] = {}
+        for owner, short, name, is_buffer in stored_tensors(module, prefix):
             key = self.parameters[name].tied_to or name
-            if key not in done:
-                stacked = len(self.parameters[key].shape) == 3
-                place = stack_device if stacked and stack_device is not None else device
-                value = self._load(name, stack_dtype if stacked and stack_dtype is not None else dtype, place)
-                done[key] = value if is_buffer else nn.Parameter(value, requires_grad=False)
-            setattr(owner, short, done[key])
-        for owner, short, buffer in _transient_buffers(module):
+            if key not in loaded:
+                is_stack = len(self.parameters[key].shape) == 3
+                target = stack_device if is_stack and stack_device is not None else device
+                value = self._load(
+                    name, stack_dtype if is_stack and stack_dtype is not None else dtype, target
+                )
+                loaded[key] = value if is_buffer else nn.Parameter(value, requires_grad=False)
+            setattr(owner, short, loaded[key])
+        for owner, short, buffer in transient_buffers(module):
             if buffer.is_meta:
                 raise ValueError(f"{short} is not initialised: take the module from skeleton()")
             setattr(owner, short, buffer.to(device))
 
     def release(self, module: nn.Module) -> None:
-        """Put the weights of a materialised module back on the meta device, freeing their memory."""
-        for owner, short, _, is_buffer in _own_tensors(module, ""):
+        """Replace the weights of a materialised module by meta tensors, which frees their memory."""
+        for owner, short, _, is_buffer in stored_tensors(module, ""):
             empty = torch.empty_like(getattr(owner, short), device="meta")
             setattr(owner, short, empty if is_buffer else nn.Parameter(empty, requires_grad=False))
 
     def _reader(self, name: str) -> Callable[..., torch.Tensor]:
-        """Reads tensors that a parameter is made of; what is stored in float64 is computed with in float32."""
+        """A function that reads the parameter's source tensors and checks them in its dtype (float32 for float64)."""
         dtype = self.stored_dtype(name)
         return partial(self.checkpoint.read_finite, dtype=torch.float32 if dtype == torch.float64 else dtype)
 
@@ -213,6 +224,7 @@ class ModelMap:
         return self.assemblies[self.parameters[name].tied_to or name]
 
     def _dtype(self, name: str, requested: torch.dtype) -> torch.dtype:
+        """The dtype in which `from_pretrained(dtype=requested)` would load the parameter; also for float64."""
         fixed = self.dtype_rules.get(requested, self.dtype_rules[torch.float32]).get(name)
         if fixed is None or (requested == torch.float64 and fixed.is_floating_point):
             return requested
@@ -230,10 +242,10 @@ class ModelMap:
 
 
 def map_model(checkpoint: Checkpoint) -> ModelMap:
-    """Map a checkpoint onto transformers' model of its config; no weight is read, only tables of expert ids are.
+    """Map a checkpoint onto transformers' model of its config. No weights are read, only tables of expert ids.
 
-    Raises InputError for an unknown architecture or absurd sizes, tensors that are missing, or of another shape
-    or kind (float or integer) than the config says, and tables that name experts which are not there.
+    Raises InputError for an unknown architecture or implausible sizes, for tensors that are missing or have another
+    shape or kind (float or integer) than the config says, and for expert ids outside the layer's experts.
     """
     file = checkpoint.folder / "config.json"
     config = build_config(checkpoint.config, file)
@@ -253,18 +265,18 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         config.tie_word_embeddings = False
     parameters = {}
     classified = classify(model)
-    for name, (found, tensor) in classified.items():
+    for name, (classification, tensor) in classified.items():
         tied_to = ties.tied.get(name)
         sources = assemblies[tied_to or name].source_names if (tied_to or name) in assemblies else ()
         parameters[name] = Parameter(
             name,
             tuple(tensor.shape),
-            found.role,
-            found.compress,
-            found.reason,
+            classification.role,
+            classification.compress,
+            classification.reason,
             sources,
             tied_to,
-            found.buffer,
+            classification.buffer,
         )
         if tied_to is not None:
             parameters[name] = replace(
@@ -272,21 +284,21 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             )
     _require_complete(parameters, checkpoint)
     _require_shapes(parameters, assemblies, checkpoint)
-    dtype_rules = {requested: _fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES}
+    dtype_rules = {requested: fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES}
     for parameter in parameters.values():
         _require_kind(parameter, dtype_rules[dtype].get(parameter.name, dtype), checkpoint)
     for name, experts in expert_tables(classified).items():
-        require_experts(
+        require_expert_table(
             checkpoint.entry(parameters[name].sources[0]), experts, "download the checkpoint again"
         )
-    notes, mtp, mtp_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
+    unexpected_warnings, mtp, mtp_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
     return ModelMap(
         checkpoint=checkpoint,
         config=config,
         dtype=dtype,
         parameters=parameters,
         layer_prefixes=layer_prefixes(model, config.get_text_config().num_hidden_layers),
-        warnings=[*checkpoint.warnings, *warnings, *notes],
+        warnings=[*checkpoint.warnings, *warnings, *unexpected_warnings],
         mtp=mtp,
         mtp_tensors=mtp_tensors,
         assemblies=assemblies,
@@ -294,26 +306,8 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
     )
 
 
-def _own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[nn.Module, str, str, bool]]:
-    for path, owner in list(module.named_modules(remove_duplicate=False)):
-        base = f"{prefix}{path}." if path else prefix
-        for short in list(owner._parameters):
-            if owner._parameters[short] is not None:
-                yield owner, short, base + short, False
-        for short in list(owner._buffers):
-            if owner._buffers[short] is not None and short not in owner._non_persistent_buffers_set:
-                yield owner, short, base + short, True
-
-
-def _transient_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    for owner in list(module.modules()):
-        for short in sorted(owner._non_persistent_buffers_set):
-            buffer = owner._buffers.get(short)
-            if buffer is not None:
-                yield owner, short, buffer
-
-
 def _model_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
+    """The config's dtype, else the first stored one that the model can have, else bfloat16 (FP8 or FP4 only)."""
     dtype = config.dtype
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), None)
@@ -324,23 +318,6 @@ def _model_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch.dtyp
         if stored in _MODEL_DTYPES and entry.name not in checkpoint.scales.values():
             return stored
     return torch.bfloat16
-
-
-def _fixed_dtypes(model: Any, dtype: torch.dtype, requested: torch.dtype) -> dict[str, torch.dtype]:
-    """Parameters whose dtype does not follow the `requested` one, as `from_pretrained` decides it.
-
-    `dtype` is the one that the meta `model` was built in: parameters of another one chose it themselves.
-    """
-    plan = model._get_dtype_plan(requested)
-    pattern, by_group, _ = build_glob_alternation(list(plan)) if plan else (None, {}, {})
-    fixed = {}
-    for name, tensor in model.state_dict().items():
-        match = pattern.search(name) if pattern is not None else None
-        if match is not None and match.lastgroup is not None:
-            fixed[name] = plan[by_group[match.lastgroup]]
-        elif tensor.dtype != dtype:
-            fixed[name] = tensor.dtype
-    return fixed
 
 
 def _require_complete(parameters: dict[str, Parameter], checkpoint: Checkpoint) -> None:
@@ -372,13 +349,13 @@ def _require_shapes(
 
 
 def _require_kind(parameter: Parameter, dtype: torch.dtype, checkpoint: Checkpoint) -> None:
-    """Refuse numbers that the parameter's `dtype` cannot be read from."""
+    """Raise InputError if the stored numbers cannot be read as the parameter's `dtype`."""
     for source in parameter.sources:
         entry = checkpoint.tensors[source]
         decoded = checkpoint.is_fp4(source) or checkpoint.is_fp8(source)
         if decoded and source not in checkpoint.scales:
-            checkpoint.read_dense(source, (0, 0))  # refuses, naming the scales that it looked for
-        if not holds(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):
+            checkpoint.read_dense(source, (0, 0))  # raises InputError, which names the expected scales
+        if not can_hold(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):
             scale = " without a scale" if dtype.is_floating_point else ""
             raise InputError(
                 f"stored as {entry.dtype}{scale}; the model has {str(dtype).removeprefix('torch.')} numbers here",

@@ -1,8 +1,11 @@
-"""Multi-token-prediction layers: which tensors of a checkpoint are theirs, and what an artifact says of them.
+"""Tensors without a place in transformers' model, above all multi-token-prediction (MTP) layers.
 
-They draft tokens ahead for speculative decoding. DeepSeek-V3 ships one as layer `num_hidden_layers`, V4 as
-`mtp.0`; transformers' model has no parameters for them, and its own predictions do not pass through them.
-`keeping` makes parameters of them for `compress --mtp keep`; otherwise they are left out, and that is said.
+MTP layers draft tokens ahead for speculative decoding. DeepSeek-V3 ships one as layer `num_hidden_layers`, V4 as
+`mtp.0`. transformers' model has no parameters for them, and its predictions do not depend on them.
+
+`sort_unexpected` takes the names that match no parameter and returns warnings and the MTP layers among them.
+`PredictionLayers` records these layers in reports and artifacts. `keeping.keep_mtp` turns their tensors into parameters
+for `compress --mtp keep`; otherwise they are dropped, and the report says so.
 """
 
 from __future__ import annotations
@@ -12,21 +15,30 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ciuic_cli.errors import InputError
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from ciuic_cli.checkpoint.reader import Checkpoint
+
 COUNT_KEY = "num_nextn_predict_layers"
-"""In config.json: how many such layers there are. vLLM and SGLang rely on it and look for their weights."""
-_LAYER = re.compile(r"^(.*?\blayers\.)(\d{1,9})\.")
-_MARKS = frozenset({"eh_proj", "enorm", "hnorm"})
-"""What such a layer has, under a decoder layer's number, that a decoder layer has not."""
-_MTP = re.compile(r"^((?:.*\.)?mtp\.(?:layers\.)?(?:\d+\.)?)")
+"""Key of config.json with the number of MTP layers. vLLM and SGLang read it and expect the layers' weights."""
+_NUMBERED_LAYER = re.compile(r"^(.*?\blayers\.)(\d{1,9})\.")
+_MTP_ONLY = frozenset({"eh_proj", "enorm", "hnorm"})
+"""Module names that an MTP layer has under a decoder layer's number, and a decoder layer has not."""
+_MTP_PREFIX = re.compile(r"^((?:.*\.)?mtp\.(?:layers\.)?(?:\d+\.)?)")
+_DERIVED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
+"""Names of buffers that transformers computes itself."""
+_UNUSED_SCALE = re.compile(r"\.(input_scale|input_scale_inv|activation_scale|k_scale|v_scale)$")
+"""Names of activation scales. Weights do not need them."""
 
 
 @dataclass(frozen=True)
 class PredictionLayer:
-    """One layer: the prefix of its names ("model.layers.61"), and its tensors and bytes in the original's files."""
+    """One MTP layer: the prefix of its names ("model.layers.61"), and the number and bytes of its stored tensors."""
 
     name: str
     tensors: int
@@ -35,10 +47,11 @@ class PredictionLayer:
 
 @dataclass(frozen=True)
 class PredictionLayers:
-    """All of a checkpoint's, `kept` or left out.
+    """All MTP layers of a checkpoint, and whether the artifact keeps them.
 
-    stored: tensors that the artifact has of them; shared: those that equal one of the model's own value for
-    value, and the name under which both are stored.
+    Attributes:
+        stored: number of tensors of these layers in the artifact.
+        shared: tensor -> the model's parameter with equal values, under whose name both are stored.
     """
 
     layers: tuple[PredictionLayer, ...] = ()
@@ -47,7 +60,7 @@ class PredictionLayers:
     shared: dict[str, str] = field(default_factory=dict)
 
     def sentences(self) -> list[str]:
-        """One for each layer, and one for each shared tensor."""
+        """One sentence for the user per layer, then one per shared tensor."""
         fate = "kept" if self.kept else "dropped"
         return [
             f"multi-token-prediction layer {layer.name}: "
@@ -56,11 +69,11 @@ class PredictionLayers:
         ] + [f"{name} equals {source}: stored once" for name, source in self.shared.items()]
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor of this name belongs to one of the layers."""
+        """Whether the tensor belongs to one of the layers."""
         return any(name.startswith(f"{layer.name}.") for layer in self.layers)
 
     def as_dict(self) -> dict[str, Any]:
-        """The "mtp" of reports and of an artifact's `quantization_config`."""
+        """The section "mtp" of reports and of an artifact's `quantization_config`."""
         return {
             "kept": self.kept,
             "layers": [
@@ -72,20 +85,23 @@ class PredictionLayers:
 
     @classmethod
     def from_dict(cls, section: object, file: Path | None = None) -> PredictionLayers:
-        """What `as_dict` made; None (an artifact that says nothing) is no layers. Raises InputError for others."""
+        """The inverse of `as_dict`. None (an artifact without the section) gives no layers.
+
+        Raises InputError, naming `file`, if the section has another form.
+        """
         if section is None:
             return cls()
         try:
-            return cls(*_checked(section))
+            return cls(*_checked_section(section))
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"the section mtp of quantization_config is not in its form: {type(error).__name__}",
+                f"the section mtp of quantization_config is malformed: {type(error).__name__}",
                 file=file,
                 remedy="the artifact is damaged; fetch or compress it again",
             ) from error
 
 
-def _checked(section: Any) -> tuple[tuple[PredictionLayer, ...], bool, int, dict[str, str]]:
+def _checked_section(section: Any) -> tuple[tuple[PredictionLayer, ...], bool, int, dict[str, str]]:
     layers = tuple(
         PredictionLayer(layer["name"], layer["tensors"], layer["bytes"]) for layer in section["layers"]
     )
@@ -101,40 +117,91 @@ def _checked(section: Any) -> tuple[tuple[PredictionLayer, ...], bool, int, dict
     return layers, kept, stored, shared
 
 
-def layer_of(name: str, layers: int) -> str | None:
-    """The layer that a tensor belongs to if it is none of the model's own `layers`; None for all others.
+def sort_unexpected(
+    names: Iterable[str], config: PretrainedConfig, checkpoint: Checkpoint
+) -> tuple[list[str], PredictionLayers, list[str]]:
+    """Sort the tensors `names`, which match no parameter of the model.
 
-    It is a prediction layer if `predicts` says so of its tensors' names.
+    Returns warnings for the user, the MTP layers, and the names of their tensors without scales and derived buffers.
+    Raises InputError for a complete decoder layer beyond `num_hidden_layers`: the model would lack its last layer.
     """
-    match = _LAYER.match(name)
+    layers = config.get_text_config().num_hidden_layers
+    by_prefix: dict[str | None, list[str]] = defaultdict(list)
+    for name in names:
+        by_prefix[extra_layer_of(name, layers)].append(name)
+    others = by_prefix.pop(None, [])
+    extra_layers = {str(prefix): of_layer for prefix, of_layer in by_prefix.items()}
+    predicting = {prefix: of_layer for prefix, of_layer in extra_layers.items() if _is_mtp_layer(of_layer)}
+    extra_layers = {prefix: of_layer for prefix, of_layer in extra_layers.items() if prefix not in predicting}
+    _require_counted(extra_layers, layers, checkpoint)
+    others += [name for of_layer in extra_layers.values() for name in of_layer]
+    others = [name for name in others if not _is_useless(name)]
+    warnings = []
+    if others:
+        more = ", ..." if len(others) > 3 else ""
+        warnings.append(
+            f"{len(others)} tensor(s) of the checkpoint are not part of the model and are left out: "
+            f"{', '.join(others[:3])}{more}"
+        )
+    mtp = PredictionLayers(
+        tuple(_prediction_layer(prefix, of_layer, checkpoint) for prefix, of_layer in predicting.items())
+    )
+    tensors = [name for of_layer in predicting.values() for name in of_layer if not _is_useless(name)]
+    return warnings, mtp, tensors
+
+
+def extra_layer_of(name: str, layers: int) -> str | None:
+    """The prefix of the tensor's layer if that is an MTP layer or numbered beyond the model's `layers`; else None."""
+    match = _NUMBERED_LAYER.match(name)
     if match is not None and int(match[2]) >= layers and "mtp" not in match[1]:
         return f"{match[1]}{match[2]}"
-    match = _MTP.match(name)
+    match = _MTP_PREFIX.match(name)
     return match[1].rstrip(".") if match is not None else None
 
 
-def predicts(names: Iterable[str]) -> bool:
-    """Whether these tensors, all of one layer by `layer_of`, are a prediction layer's."""
-    return any(_MTP.match(name) or _MARKS & set(name.split(".")) for name in names)
+def _is_mtp_layer(names: Iterable[str]) -> bool:
+    """Whether a layer with these tensors, all of one prefix of `extra_layer_of`, is an MTP layer."""
+    return any(_MTP_PREFIX.match(name) or _MTP_ONLY & set(name.split(".")) for name in names)
 
 
-def uncounted(places: Iterable[str], tensors: Iterable[str], layers: int) -> str | None:
-    """The first of `places` that has all that one of the model's own `layers` has; None if there is none.
+def _is_useless(name: str) -> bool:
+    return bool(_DERIVED.search(name) or _UNUSED_SCALE.search(name))
 
-    places: layers by `layer_of` that do not predict. tensors: all names of the checkpoint.
+
+def _prediction_layer(prefix: str, names: list[str], checkpoint: Checkpoint) -> PredictionLayer:
+    stored = [*names, *(checkpoint.scales[name] for name in names if name in checkpoint.scales)]
+    return PredictionLayer(prefix, len(stored), sum(checkpoint.tensors[name].nbytes for name in stored))
+
+
+def _require_counted(extra_layers: dict[str, list[str]], layers: int, checkpoint: Checkpoint) -> None:
+    """Raise InputError if one of `extra_layers` has all the tensors of one of the model's own layers."""
+    prefix = _complete_layer(extra_layers, checkpoint.tensors, layers) if extra_layers else None
+    if prefix is not None:
+        raise InputError(
+            f"{prefix} is a complete decoder layer, but config.json counts only {layers} layers",
+            file=checkpoint.folder / "config.json",
+            tensor=extra_layers[prefix][0],
+            remedy="set num_hidden_layers to what the weights have, or download config.json again",
+        )
+
+
+def _complete_layer(prefixes: Iterable[str], tensors: Iterable[str], layers: int) -> str | None:
+    """The first of `prefixes` whose layer has all the tensors of one of the model's own `layers`; else None.
+
+    tensors: all names of the checkpoint.
     """
-    inside: dict[tuple[str, str], set[str]] = defaultdict(set)
+    suffixes: dict[tuple[str, str], set[str]] = defaultdict(set)
     for name in tensors:
-        match = _LAYER.match(name)
+        match = _NUMBERED_LAYER.match(name)
         if match is not None:
-            inside[match[1], match[2]].add(name[match.end() :])
-    usual: dict[str, set[frozenset[str]]] = defaultdict(set)
-    for (base, number), names in inside.items():
+            suffixes[match[1], match[2]].add(name[match.end() :])
+    own_layers: dict[str, set[frozenset[str]]] = defaultdict(set)
+    for (base, number), of_layer in suffixes.items():
         if int(number) < layers:
-            usual[base].add(frozenset(names))
-    for place in places:
-        stack, _, number = place.rpartition(".")
+            own_layers[base].add(frozenset(of_layer))
+    for prefix in prefixes:
+        stack, _, number = prefix.rpartition(".")
         base = f"{stack}."
-        if any(names <= inside[base, number] for names in usual[base]):
-            return place
+        if any(of_layer <= suffixes[base, number] for of_layer in own_layers[base]):
+            return prefix
     return None

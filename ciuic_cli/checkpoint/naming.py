@@ -1,9 +1,12 @@
-"""Which checkpoint tensors make which in-memory parameter, by transformers' own conversion rules.
+"""Which tensors of a checkpoint make which parameter of the model, by transformers' own conversion rules.
 
-The names in a file and those in memory differ: per-expert matrices become one fused 3-D parameter,
-DeepSeek-V4 ships raw names. transformers describes that per family as renamings and converters (merge,
-concatenate, split, transpose, ...). This module plans with the same rules and order as `from_pretrained`
-does, on names and meta tensors only, so that a family that transformers learns to load is learnt here too.
+`plan_names` takes the meta model and the shapes of the stored tensors and returns a `Plan`: one `Assembly` per
+parameter, which knows its source tensors and can build the parameter from them.
+
+Names and shapes in files differ from those in memory: matrices of single experts become one fused 3-D parameter, and
+DeepSeek-V4 ships names of its own. transformers describes this per family by renamings and converters (merge,
+concatenate, split, transpose, ...). The plan applies the same rules in the same order as `from_pretrained`, to names
+and meta tensors only, so it supports every family that transformers can load.
 """
 
 from __future__ import annotations
@@ -27,15 +30,19 @@ from transformers.core_model_loading import (
 from ciuic_cli.errors import InputError
 
 Read = Callable[[str], torch.Tensor]
+"""Reads one tensor of the checkpoint by its name."""
 _REMEDY = "download the checkpoint again; some of its tensors may be missing"
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """What the checkpoint tensors `sources` (pattern -> names in order) become in memory.
+    """How tensors of the checkpoint become one parameter, or several if a converter splits.
 
-    `target` is the parameter's name (the first one where a converter splits), `shapes` has all of them.
-    `converter` is transformers' converter, or None where the one source is the target, renamed.
+    Attributes:
+        target: the parameter's name; the first one if there are several.
+        sources: pattern of the converter -> names of the checkpoint's tensors, in order.
+        converter: transformers' converter; None if the only source is the parameter itself, under another name.
+        shapes: parameter -> shape, for all parameters made.
     """
 
     target: str
@@ -45,26 +52,26 @@ class Assembly:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """All checkpoint names that are needed."""
+        """Names of all source tensors."""
         return tuple(name for names in self.sources.values() for name in names)
 
     @property
     def stacks_experts(self) -> bool:
-        """Whether expert e of the target is just the e-th tensor of each pattern, put above one another."""
+        """Whether expert e of the target is the e-th tensor of each pattern, concatenated along the rows."""
         return self.converter is not None and _stacks_experts(self.converter)
 
     def expert_sources(self, expert: int) -> tuple[str, ...]:
-        """The tensors of one expert, in the order in which their rows stand (only if `stacks_experts`)."""
+        """Names of one expert's tensors, in the order of their rows. Only valid if `stacks_experts`."""
         return tuple(self.sources[pattern][expert] for pattern in self._patterns())
 
     def build(self, read: Read, model: Any) -> dict[str, torch.Tensor]:
-        """Run the conversion on what `read` returns for each source; result by in-memory name."""
+        """Read the sources with `read` and convert them. Returns parameter -> tensor."""
         if self.converter is None:
             return {self.target: read(self.source_names[0])}
         converter = deepcopy(self.converter)
         for pattern, names in self.sources.items():
             for name in names:
-                converter.add_tensor(self.target, name, pattern, _deferred(read, name))
+                converter.add_tensor(self.target, name, pattern, _lazy_read(read, name))
         built = converter.convert(self.target, model=model, config=model.config)
         return {name: value[0] if isinstance(value, list) else value for name, value in built.items()}
 
@@ -76,16 +83,16 @@ class Assembly:
 
 @dataclass(frozen=True)
 class Plan:
-    """`assemblies` by in-memory name; `unexpected` checkpoint names that make no parameter."""
+    """`assemblies` by parameter name, and `unexpected`: the checkpoint's names that make no parameter."""
 
     assemblies: dict[str, Assembly]
     unexpected: tuple[str, ...]
 
 
 def plan_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> Plan:
-    """Plan which checkpoint tensors (name -> decoded shape) make which parameters of the meta `model`.
+    """Plan the parameters of the meta `model` from the checkpoint's tensors (name -> decoded shape).
 
-    Raises InputError where a conversion cannot be applied to the tensors that are there.
+    Raises InputError if a conversion does not fit the stored tensors.
     """
     conversions = get_model_conversion_mapping(model)
     renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
@@ -106,20 +113,21 @@ def plan_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> Plan:
         chosen.setdefault(target, by_pattern[pattern] if pattern is not None else None)
         collected.setdefault(target, {}).setdefault(pattern or name, []).append(name)
     assemblies: dict[str, Assembly] = {}
-    for target, found in collected.items():
-        sources = {pattern: tuple(names) for pattern, names in found.items()}
+    for target, by_source_pattern in collected.items():
+        sources = {pattern: tuple(names) for pattern, names in by_source_pattern.items()}
         assembly = _assemble(target, sources, chosen[target], model, shapes)
         assemblies.update((name, assembly) for name in assembly.shapes if name in state)
     return Plan(assemblies, tuple(unexpected))
 
 
 def _natural_key(name: str) -> list[tuple[int, int, str]]:
-    """Sorts as from_pretrained does, numbers by their value, however many digits they have."""
+    """Sort key of `from_pretrained`: numbers in names sort by value, with any number of digits."""
     parts = [part.lstrip("0") if part.isdecimal() else part for part in name.split(".")]
     return [(0, len(part), part) if not part or part.isdecimal() else (1, 0, part) for part in parts]
 
 
 def _stacks_experts(converter: WeightConverter) -> bool:
+    """Whether the converter only stacks experts along dimension 0 and concatenates their parts along the rows."""
     first, *others = converter.operations
     return (
         len(converter.target_patterns) == 1
@@ -129,8 +137,8 @@ def _stacks_experts(converter: WeightConverter) -> bool:
     )
 
 
-def _deferred(read: Read, name: str) -> Any:
-    return lambda: read(name)
+def _lazy_read(read: Read, name: str) -> Any:
+    return lambda: read(name)  # a function of its own, because a lambda in a loop would bind the last name
 
 
 def _assemble(
@@ -144,7 +152,7 @@ def _assemble(
     if converter is None:
         if len(names) > 1:
             raise InputError(
-                f"several tensors would become this parameter: {', '.join(names[:3])}",
+                f"several tensors map to this parameter: {', '.join(names[:3])}",
                 tensor=target,
                 remedy="download the checkpoint again; do not mix the files of two versions",
             )
@@ -169,7 +177,7 @@ def _assemble(
 
 
 def _varying_numbers(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The numbers in which the names differ, in order; none where there is one name alone."""
+    """The first number in which the names differ, for each name in order. Empty for a single name."""
     columns = zip(*(re.findall(r"\d+", name) for name in names), strict=False)
     return next((column for column in columns if len(set(column)) > 1), ())
 
@@ -180,12 +188,13 @@ def _stack_shape(
     converter: WeightConverter,
     shapes: dict[str, tuple[int, ...]],
 ) -> tuple[int, int, int]:
+    """The (experts, rows, columns) of a fused stack. Raises InputError if experts are missing or do not fit."""
     absent = [pattern for pattern in converter.source_patterns if pattern not in sources]
     gaps = [
         f"expert {number} is missing beside {names[0]}"
         for names in sources.values()
-        for number, found in enumerate(_varying_numbers(names))
-        if found != str(number)
+        for number, stored_number in enumerate(_varying_numbers(names))
+        if stored_number != str(number)
     ]
     counts = {len(names) for names in sources.values()}
     firsts = [shapes[names[0]] for names in sources.values()]
@@ -197,7 +206,7 @@ def _stack_shape(
     elif len(counts) > 1:
         detail = f"{' or '.join(str(count) for count in sorted(counts))} of each kind"
     elif different:
-        detail = f"{different[0]} has shape {shapes[different[0]]}, others have another"
+        detail = f"{different[0]} has shape {shapes[different[0]]}, unlike the other experts"
     elif any(len(shape) != 2 or shape[1] != firsts[0][1] for shape in firsts):
         detail = f"their shapes {firsts} do not fit together"
     else:

@@ -1,7 +1,7 @@
-"""A checkpoint folder: its config, its tensors' places, and reads of one tensor at a time.
+"""An opened checkpoint: `open_checkpoint` takes a folder or hub id and returns a `Checkpoint`, which reads tensors.
 
-Opening reads headers only. A tensor is read with `pread` into its own memory, so that neither the file nor a
-mapping of it counts towards the process's memory.
+Opening reads the headers only. A tensor, or a range of its rows, is read with `pread` into memory of its own, so that
+neither the file nor a mapping of it counts towards the process's memory.
 """
 
 from __future__ import annotations
@@ -14,51 +14,30 @@ from typing import Any
 import torch
 
 from ciuic_cli.checkpoint import formats
-from ciuic_cli.checkpoint.folder import (
-    INDEX_NAME,
-    check_files,
-    checked_file,
-    locate,
-    read_config,
-    shard_names,
-)
+from ciuic_cli.checkpoint.folder import check_files, checked_file, locate, read_config
+from ciuic_cli.checkpoint.formats import FP4_DTYPES, FP8_DTYPES, SCALE_DTYPES, TORCH_DTYPES
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
+from ciuic_cli.checkpoint.shards import check_index, shard_names
 from ciuic_cli.errors import InputError
 from ciuic_cli.process.file_faults import reading
 
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""The torch dtype of every stored dtype but F4, whose packed bytes are read as uint8."""
-
-_FP8 = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
-_PACKED_FP4 = ("I8", "U8", "F4")
-_SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
-_MAX_READ = 1 << 30  # Linux transfers at most 2 GiB in one call
+_MAX_READ = 1 << 30
+"""Bytes requested in one system call. Linux transfers at most 2 GiB."""
 _SUPPORTED_QUANTIZATION = ("fp8",)
+"""Values of `quant_method` in config.json whose weights can be decoded."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint. `scales` maps a weight to the tensor that holds its scales."""
+    """An opened checkpoint. It holds no open file: every read opens the shard again.
+
+    Attributes:
+        config: the content of config.json.
+        tensors: header entries of all shards, by tensor name.
+        source_bytes: size of all shards together.
+        warnings: messages for the user.
+        scales: name of an FP8 or FP4 weight -> name of its scale tensor.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -66,10 +45,9 @@ class Checkpoint:
     source_bytes: int
     warnings: tuple[str, ...] = ()
     scales: dict[str, str] = field(default_factory=dict)
-    metadata: dict[str, str] = field(default_factory=dict)
 
     def entry(self, name: str) -> TensorEntry:
-        """The place of a tensor. Raises InputError if the checkpoint has none of this name."""
+        """The header entry of a tensor. Raises InputError if the checkpoint has no tensor of this name."""
         try:
             return self.tensors[name]
         except KeyError:
@@ -78,10 +56,10 @@ class Checkpoint:
             ) from None
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """One tensor in its stored dtype and shape, or its rows [a, b) along the first dimension.
+        """A tensor in its stored dtype and shape, or its rows [first, last) along the first dimension.
 
-        F4 comes as uint8, two values per byte, the last dimension halved. Raises InputError if the file has
-        shrunk since it was opened.
+        F4 is returned as packed uint8 bytes, with the last dimension halved. Raises InputError if the file has shrunk
+        since it was opened, EnvironmentFault if reading fails, ValueError for rows outside the tensor.
         """
         entry = self.entry(name)
         shape = list(entry.shape)
@@ -109,24 +87,25 @@ class Checkpoint:
 
     def is_fp8(self, name: str) -> bool:
         """Whether the tensor holds 8-bit floats that need a scale."""
-        return self.entry(name).dtype in _FP8
+        return self.entry(name).dtype in FP8_DTYPES
 
     def is_fp4(self, name: str) -> bool:
-        """Whether the tensor holds packed 4-bit floats: dtype F4, or bytes that have a scale."""
+        """Whether the tensor holds packed 4-bit floats: dtype F4, or bytes beside a scale."""
         dtype = self.entry(name).dtype
-        return dtype == "F4" or (dtype in _PACKED_FP4 and name in self.scales)
+        return dtype == "F4" or (dtype in FP4_DTYPES and name in self.scales)
 
     def dense_shape(self, name: str) -> tuple[int, ...]:
-        """The tensor's shape once decoded: packed FP4 bytes count double in the last dimension."""
+        """The shape of the decoded tensor. Bytes of packed FP4 hold two values each along the last dimension."""
         entry = self.entry(name)
         if entry.dtype != "F4" and self.is_fp4(name):
             return (*entry.shape[:-1], 2 * entry.shape[-1])
         return entry.shape
 
     def read_dense(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """The tensor as numbers: FP8 and FP4 times their scales in float32, any other dtype as stored.
+        """The decoded tensor: FP8 and FP4 times their scales as float32, any other dtype as stored.
 
-        `rows` as in `read`. Raises InputError for an 8-bit float without a scale, or one of the wrong shape.
+        `rows` as in `read`. Raises InputError if an FP8 or FP4 weight has no scale or one of the wrong shape, and as
+        `read` does.
         """
         fp4 = self.is_fp4(name)
         if not (fp4 or self.is_fp8(name)):
@@ -140,7 +119,7 @@ class Checkpoint:
                 tensor=name,
                 remedy=formats.SCALE_REMEDY,
             )
-        block = self._block(name, fp4)
+        block = self._scale_block(name, fp4)
         stored = self.read(name, rows)
         values = formats.unpack_fp4(stored) if fp4 else formats.decode_fp8(stored)
         return formats.apply_scales(values, self.read(scale_name), block, 0 if rows is None else rows[0])
@@ -148,30 +127,30 @@ class Checkpoint:
     def read_finite(
         self, name: str, rows: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """As `read_dense`; raises InputError if any number read is NaN or infinite, or would be in `dtype`."""
+        """`read_dense`, but raises InputError if a value is NaN or infinite, or becomes so in `dtype`."""
         values = self.read_dense(name, rows)
         if formats.count_nonfinite(values, dtype):
             scale = self.scales.get(name)
-            if scale is not None:  # the fault may be its own
+            if scale is not None:  # name the scale if the fault is there
                 decoded = formats.decode_scales(self.read(scale))
                 formats.require_finite(decoded, scale, file=self.entry(scale).file)
             formats.require_finite(values, name, dtype, file=self.entry(name).file)
         return values
 
     def check_scales(self) -> None:
-        """Require from headers alone that every FP8 and FP4 weight has a scale that fits it."""
+        """Raise InputError if an FP8 or FP4 weight has no scale of the right shape. Reads no values."""
         for name, entry in self.tensors.items():
-            if entry.dtype in _FP8 and name not in self.scales and name.endswith("weight"):
+            if entry.dtype in FP8_DTYPES and name not in self.scales and name.endswith("weight"):
                 self.read_dense(name, (0, 0))
-            elif name in self.scales and (entry.dtype in _FP8 or self.is_fp4(name)):
-                self._block(name, self.is_fp4(name))
+            elif name in self.scales and (entry.dtype in FP8_DTYPES or self.is_fp4(name)):
+                self._scale_block(name, self.is_fp4(name))
 
-    def _block(self, name: str, fp4: bool) -> tuple[int, int]:
+    def _scale_block(self, name: str, fp4: bool) -> tuple[int, int]:
         entry = self.entry(name)
         scale = self.entry(self.scales[name])
-        if scale.dtype not in _SCALE_DTYPES:
+        if scale.dtype not in SCALE_DTYPES:
             raise InputError(
-                f"the scale has dtype {scale.dtype}; known are {', '.join(_SCALE_DTYPES)}",
+                f"the scale has dtype {scale.dtype}; known dtypes are {', '.join(SCALE_DTYPES)}",
                 file=scale.file,
                 tensor=scale.name,
                 remedy=formats.SCALE_REMEDY,
@@ -186,39 +165,24 @@ class Checkpoint:
         )
 
     def files(self) -> list[Path]:
-        """The safetensors files, in order of their names."""
+        """The safetensors files in order of their names."""
         return sorted({entry.file for entry in self.tensors.values()})
 
 
 def read_entry(entry: TensorEntry) -> torch.Tensor:
-    """A whole tensor of any safetensors file, in its stored dtype (not F4) and shape; raises as `Checkpoint.read`."""
-    # On the CPU: while transformers builds a model, tensors come into being on the meta device.
+    """A whole tensor of any safetensors file, in its stored dtype (not F4) and shape. Raises as `Checkpoint.read`."""
+    # An explicit device, because transformers makes "meta" the default device while it builds a model.
     tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu")
     _read_into(tensor, entry, entry.begin)
     return tensor
 
 
-def holds(dtype: torch.dtype, stored: torch.dtype) -> bool:
-    """Whether both are floats, both truth values, or both integers and `dtype` has the range of what is stored."""
-    if dtype.is_floating_point or stored.is_floating_point:
-        return dtype.is_floating_point and stored.is_floating_point
-    if torch.bool in (dtype, stored) or stored.is_complex:
-        return dtype == stored
-    wide, narrow = torch.iinfo(dtype), torch.iinfo(stored)
-    return wide.min <= narrow.min and narrow.max <= wide.max
-
-
-def is_integer(dtype: torch.dtype) -> bool:
-    """Whether it is one of whole numbers; those of booleans are none."""
-    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
-
-
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Open a folder or hub id; headers only are read.
+    """Open a folder or hub id. Only config.json, the index and the headers are read.
 
-    Raises InputError for everything that makes a checkpoint unreadable: see `folder.py` for files and names,
-    `header.py` for the bytes of a shard; besides a tensor in two shards, tensors that the index places where
-    they are not, quantization formats other than FP8, and scales that are absent or of the wrong shape.
+    Raises InputError for everything that makes a checkpoint unreadable: unsafe or absent files (`folder`), missing
+    shards or a wrong index (`shards`), damaged headers (`header`), a tensor in two shards, a quantization format other
+    than FP8, and scales that are absent or of the wrong shape.
     """
     folder = locate(path)
     check_files(folder)
@@ -226,21 +190,19 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     names, weight_map = shard_names(folder)
     method = _quantization_method(config)
     if method is not None and method not in _SUPPORTED_QUANTIZATION:
-        already = (
+        state = (
             "a ciuic artifact: compressed already" if method == "ciuic" else f"quantized with {method!r:.40}"
         )
         raise InputError(
-            f"the checkpoint is {already}",
+            f"the checkpoint is {state}",
             file=folder / "config.json",
             remedy="start from the original weights",
         )
     tensors: dict[str, TensorEntry] = {}
-    metadata: dict[str, str] = {}
     source_bytes = 0
     for name in names:
         header = read_header(checked_file(folder, name))
         source_bytes += header.file_bytes
-        metadata.update(header.metadata)
         for tensor, entry in header.tensors.items():
             if tensor in tensors:
                 raise InputError(
@@ -250,45 +212,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                     remedy="download the checkpoint again; do not mix the files of two versions",
                 )
             tensors[tensor] = entry
-    warnings = _compare_index(folder, tensors, weight_map)
-    checkpoint = Checkpoint(
-        folder, config, tensors, source_bytes, tuple(warnings), _find_scales(tensors), metadata
-    )
+    warnings = check_index(folder, tensors, weight_map)
+    checkpoint = Checkpoint(folder, config, tensors, source_bytes, tuple(warnings), _find_scales(tensors))
     checkpoint.check_scales()
     return checkpoint
-
-
-def _compare_index(
-    folder: Path, tensors: dict[str, TensorEntry], weight_map: dict[str, str] | None
-) -> list[str]:
-    if weight_map is None:
-        return []
-    lost = [name for name in weight_map if name not in tensors]
-    if lost:
-        raise InputError(
-            f"the index names {len(lost)} tensor(s) that no shard has: {', '.join(lost[:3])}",
-            file=folder / INDEX_NAME,
-            tensor=lost[0],
-            remedy="download the checkpoint again; do not mix the files of two versions",
-        )
-    files = {name: checked_file(folder, name) for name in set(weight_map.values())}
-    for name, file in weight_map.items():
-        if tensors[name].file != files[file]:
-            raise InputError(
-                f"the index places the tensor in {file}; it is in {tensors[name].file.name}",
-                file=folder / INDEX_NAME,
-                tensor=name,
-                remedy="download the checkpoint again; do not mix the files of two versions",
-            )
-    warnings = []
-    extra = [name for name in tensors if name not in weight_map]
-    if extra:
-        warnings.append(
-            f"{len(extra)} tensor(s) are in the shards but not in the index: {', '.join(extra[:3])}"
-        )
-    if os.path.lexists(folder / "model.safetensors") and "model.safetensors" not in weight_map.values():
-        warnings.append("model.safetensors is not named by the index and is ignored")
-    return warnings
 
 
 def _quantization_method(config: dict[str, Any]) -> str | None:
@@ -299,7 +226,7 @@ def _quantization_method(config: dict[str, Any]) -> str | None:
 
 
 def _weight_block(config: dict[str, Any], file: Path) -> tuple[int, int] | None:
-    """Rows and columns that share one scale of an FP8 weight; None where the config states none."""
+    """Rows and columns that share one scale of an FP8 weight; None if config.json states no block."""
     section = config.get("quantization_config")
     block = section.get("weight_block_size") if isinstance(section, dict) else None
     if block is None:
@@ -318,45 +245,48 @@ def _weight_block(config: dict[str, Any], file: Path) -> tuple[int, int] | None:
 
 
 def _scale_names(name: str) -> list[str]:
+    """The names that the scale of a weight can have."""
     base = name.removesuffix("weight")
     return [f"{name}_scale_inv", f"{name}_scale"] + ([f"{base}scale"] if base != name else [])
 
 
 def _find_scales(tensors: dict[str, TensorEntry]) -> dict[str, str]:
+    """Weight -> scale tensor. Raises InputError for a weight with several scales."""
     scales = {}
     for name, entry in tensors.items():
-        if entry.dtype in _FP8 or entry.dtype in _PACKED_FP4:
-            found = [scale for scale in _scale_names(name) if scale in tensors]
-            if len(found) > 1:
+        if entry.dtype in FP8_DTYPES or entry.dtype in FP4_DTYPES:
+            candidates = [scale for scale in _scale_names(name) if scale in tensors]
+            if len(candidates) > 1:
                 raise InputError(
-                    f"the weight has {len(found)} scales, {' and '.join(found)}: which one counts is a guess",
+                    f"the weight has {len(candidates)} scales: {' and '.join(candidates)}; only one is allowed",
                     file=entry.file,
                     tensor=name,
                     remedy=formats.SCALE_REMEDY,
                 )
-            if found:
-                scales[name] = found[0]
+            if candidates:
+                scales[name] = candidates[0]
     return scales
 
 
 def _read_into(tensor: torch.Tensor, entry: TensorEntry, begin: int) -> None:
+    """Fill `tensor` with the bytes of the entry's file from the offset `begin` on."""
     if tensor.numel() == 0:
         return
     raw: Any = tensor.view(-1).view(torch.uint8).numpy()
     view = memoryview(raw)
-    with reading(entry.file, entry.name):  # its header was read before
+    with reading(entry.file, entry.name):  # the header was read before, so a failure now is not the file's
         descriptor = os.open(entry.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             done = 0
             while done < len(view):
-                got = os.preadv(descriptor, [view[done : done + _MAX_READ]], begin + done)
-                if got == 0:
+                count = os.preadv(descriptor, [view[done : done + _MAX_READ]], begin + done)
+                if count == 0:
                     raise InputError(
                         "the file ends inside the tensor: it has changed since it was opened",
                         file=entry.file,
                         tensor=entry.name,
                         remedy="leave the checkpoint alone while it is read, and start again",
                     )
-                done += got
+                done += count
         finally:
             os.close(descriptor)

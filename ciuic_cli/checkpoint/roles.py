@@ -1,7 +1,9 @@
-"""Which part a parameter plays in the model, and whether it is compressed.
+"""The role of every parameter in the model, and whether it is compressed.
 
-The module that owns a parameter decides: linears, embeddings and fused expert stacks are compressed; routers,
-norms, biases and everything else that is not a plain matrix product stays as it is, with the reason said.
+`classify` takes a meta model and returns a `Classification` per parameter; `classify_mtp` does the same for a tensor of
+a multi-token-prediction layer. The class of the module that owns a parameter decides: linears, embeddings and fused
+expert stacks are compressed. Routers, norms, biases and everything else that is not a plain matrix product is kept
+exactly, and the classification gives the reason.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from torch import nn
 
 from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
 
-_TILE = 16  # rows and columns of one tile of the code: a matrix is padded to whole tiles
-_PACKED_OVERHEAD = 48  # bytes of a packed matrix before its codes, besides one per row
+_TILE = 16  # rows and columns of a tile of the trellis code; a matrix is padded to whole tiles
+_PACKED_OVERHEAD = 48  # header bytes of a packed matrix, without the one byte per row
 
 _LINEAR_ROLES = {
     "q_proj": "q",
@@ -37,7 +39,9 @@ _LINEAR_ROLES = {
     "kv_b_proj": "mla",
     "kv_proj": "mla",
 }
+"""Module name -> role, as most families in transformers name their linears."""
 _OLD_ATTENTION_ROLES = {"c_attn": "qkv", "query_key_value": "qkv", "dense": "o", "c_proj": "o"}
+"""Names in the attention of GPT-2, GPT-NeoX and Falcon."""
 _OLD_MLP_ROLES = {
     "c_fc": "up",
     "fc1": "up",
@@ -46,14 +50,22 @@ _OLD_MLP_ROLES = {
     "fc2": "down",
     "dense_4h_to_h": "down",
 }
+"""Names in the MLP of the same families."""
 MTP_ROLES = ("mtp", "mtp_expert", "mtp_dense")
-"""Of multi-token-prediction layers: matrices, those of routed experts, and what is kept exactly."""
+"""Roles in multi-token-prediction layers: matrices, matrices of routed experts, tensors kept exactly."""
 _EXPERT_ROLES = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
 
 
 @dataclass(frozen=True)
 class Classification:
-    """`role`, whether to `compress` the parameter, the `reason` where not, and whether it is a `buffer`."""
+    """The role of a tensor.
+
+    Attributes:
+        role: a short, stable word for reports.
+        compress: whether the tensor is compressed.
+        reason: why it is not; empty if it is.
+        buffer: it is no trained weight and counts as no parameter.
+    """
 
     role: str
     compress: bool
@@ -64,15 +76,16 @@ class Classification:
 def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
     """Classification and (meta) tensor of every parameter and persistent buffer, by in-memory name.
 
-    A parameter that the model itself shares under two names appears once, under its first.
+    A module that the model uses under two names appears once, under its first name.
     """
-    heads = _output_embeddings(model)
+    head = _output_embeddings(model)
     result = {}
     for owner_name, owner in model.named_modules():
         parent = model.get_submodule(owner_name.rpartition(".")[0]) if owner_name else None
-        for short, tensor, is_buffer in _own_tensors(owner):
+        for short, tensor, is_buffer in _stored_tensors(owner):
             name = f"{owner_name}.{short}" if owner_name else short
             if is_buffer:
+                # Buffers of routers: the balancing bias, and tables of expert ids (tid2eid).
                 classified = Classification(
                     "router" if "bias" in short or "eid" in short else "other",
                     False,
@@ -80,31 +93,35 @@ def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
                     buffer=True,
                 )
             else:
-                classified = _classify_parameter(owner_name, owner, parent, short, tensor, heads)
+                classified = _classify_parameter(owner_name, owner, parent, short, tensor, head)
             result[name] = (classified, tensor)
     return result
 
 
 def classify_mtp(name: str, shape: tuple[int, ...], *, floating: bool) -> Classification:
-    """The role of a multi-token-prediction layer's tensor, by its name in the checkpoint: no module owns it."""
+    """The classification of a multi-token-prediction layer's tensor by its name: no module owns it.
+
+    `shape` is the decoded shape; `floating` says whether the decoded values are floats.
+    """
     owner, _, short = name.rpartition(".")
     leaf = owner.rpartition(".")[2]
-    routing = leaf in ("gate", "router")
-    if routing or not floating:
+    is_router = leaf in ("gate", "router")
+    if is_router or not floating:
         buffer = not floating or short != "weight"
         return Classification(
             "mtp_dense", False, "router: it decides which expert sees a token, kept exactly", buffer
         )
     if len(shape) < 2:
         return Classification("mtp_dense", False, "a vector: too small to matter, kept exactly")
-    expert = ".experts." in name
-    if (short == "weight" and len(shape) == 2) or (expert and len(shape) == 3):
-        found = _by_size("mtp_expert" if expert else "mtp", torch.empty(shape, device="meta"))
-        return found if found.compress else replace(found, role="mtp_dense")
+    is_expert = ".experts." in name
+    if (short == "weight" and len(shape) == 2) or (is_expert and len(shape) == 3):
+        by_size = _classify_by_size("mtp_expert" if is_expert else "mtp", torch.empty(shape, device="meta"))
+        return by_size if by_size.compress else replace(by_size, role="mtp_dense")
     return Classification("mtp_dense", False, "not the weight of a linear or an embedding: kept exactly")
 
 
-def _own_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def _stored_tensors(owner: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """(name, tensor, whether it is a buffer) of the module's parameters and persistent buffers, without submodules."""
     for short, parameter in owner.named_parameters(recurse=False):
         yield short, parameter, False
     for short, buffer in owner.named_buffers(recurse=False):
@@ -133,12 +150,12 @@ def _classify_parameter(
     if "norm" in type(owner).__name__.lower() or "norm" in leaf:
         return Classification("norm", False, "norm: one number per channel, kept exactly")
     if isinstance(owner, (nn.Embedding, nn.Linear)) and short == "weight":
-        embedding = isinstance(owner, nn.Embedding)
-        role = "embedding" if embedding else "head" if owner is head else _linear_role(owner_name, leaf)
-        return _held(role, tensor, matrix_fault(owner), owner)
+        is_embedding = isinstance(owner, nn.Embedding)
+        role = "embedding" if is_embedding else "head" if owner is head else _linear_role(owner_name, leaf)
+        return _classify_unless_fault(role, tensor, matrix_fault(owner), owner)
     if tensor.dim() == 3 and _is_expert_stack(owner, leaf):
         role = _EXPERT_ROLES.get(short, f"expert_{short.removesuffix('_proj')}")
-        return _held(role, tensor, experts_fault(owner), owner)
+        return _classify_unless_fault(role, tensor, experts_fault(owner), owner)
     if tensor.dim() < 2:
         return Classification("other", False, "a vector: too small to matter, kept exactly")
     return Classification(
@@ -173,17 +190,20 @@ def _linear_role(owner_name: str, leaf: str) -> str:
     return role
 
 
-def _held(role: str, tensor: torch.Tensor, fault: str | None, owner: nn.Module) -> Classification:
-    """As the size decides, unless loading could not put codes in the module's place."""
+def _classify_unless_fault(
+    role: str, tensor: torch.Tensor, fault: str | None, owner: nn.Module
+) -> Classification:
+    """`_classify_by_size`, unless `fault` says that loading could not replace the module by a compressed one."""
     if fault is not None:
         return Classification(role, False, f"used by {type(owner).__name__}, {fault}: kept exactly")
-    return _by_size(role, tensor)
+    return _classify_by_size(role, tensor)
 
 
-def _by_size(role: str, tensor: torch.Tensor) -> Classification:
+def _classify_by_size(role: str, tensor: torch.Tensor) -> Classification:
+    """Compress unless padding to whole tiles would make the packed matrix as large as the original."""
     rows, cols = tensor.shape[-2:]
     padded = -(-rows // _TILE) * _TILE * -(-cols // _TILE) * _TILE
-    # At 4 bits a weight the packed matrix, padding and all, must take less than its weights at 2 bytes.
+    # At 4 bits per weight, the packed matrix with its padding must be smaller than the weights at 2 bytes each.
     if padded // 2 + rows + _PACKED_OVERHEAD >= 2 * rows * cols:
         return Classification(
             role, False, f"only {rows} x {cols}: padded to {_TILE} x {_TILE} tiles it would not shrink"

@@ -155,13 +155,13 @@ def _run(console: Console, folder: Path, out: Path, options: CompressOptions) ->
     """The report of the run; None in the processes of torchrun that do not speak."""
     sleep_between_work()
     from ciuic_cli.compression.pipeline import compress as run_compress
-    from ciuic_cli.process.workers import leads
+    from ciuic_cli.process.workers import is_leader
 
-    if leads():
+    if is_leader():
         announce_device(console, options.device)
     with console.progress() as progress:
         report = run_compress(folder, out, progress=progress, hint=console.hint, **asdict(options))
-    return report if leads() else None
+    return report if is_leader() else None
 
 
 def _show_next_steps(console: Console, model: str, out: Path, dry_run: bool) -> None:

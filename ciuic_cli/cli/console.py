@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ciuic_cli.cli.progress import Bars, Lines, Progress
 from ciuic_cli.errors import CiuicError, printable
-from ciuic_cli.process.signals import check
+from ciuic_cli.process.signals import raise_if_interrupted
 
 _PIPE_WIDTH = 4096
 """Characters per line where stdout is not a terminal: wide enough that no table is folded (chosen)."""
@@ -123,7 +123,7 @@ class Console:
         with self._shown() as show:
 
             def step(what: str, done: int, total: int) -> None:
-                check()
+                raise_if_interrupted()
                 show(what, done, total)
 
             yield step

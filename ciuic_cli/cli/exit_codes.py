@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ciuic_cli.cli.console import Console
 from ciuic_cli.errors import CiuicError
 from ciuic_cli.process.memory import machine_fault
-from ciuic_cli.process.signals import INTERRUPTED, Interruption, ends_tidily
+from ciuic_cli.process.signals import INTERRUPTED, Interruption, interruptible
 from ciuic_cli.process.streams import silence_stdout
 
 _BUG = 1
@@ -25,11 +25,11 @@ def run(console: Console, action: Callable[[], object]) -> int:
     SIGHUP end the command as Ctrl-C does; the code is 130 even if a library swallowed the interrupt. An unexpected
     exception is a bug of ours: its traceback is printed, and the code is 1.
     """
-    with ends_tidily() as interruption:
+    with interruptible() as interruption:
         try:
             action()
             console.close()
-            interruption.check()
+            interruption.raise_if_interrupted()
             return 0
         except SystemExit:
             raise

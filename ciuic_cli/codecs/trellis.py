@@ -20,7 +20,7 @@ from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.transform import TILE, inverse_transform
 from ciuic_cli.errors import UsageError
-from ciuic_cli.process.signals import deferred
+from ciuic_cli.process.signals import defer_signals
 
 DEFAULT_WINDOW = 16
 
@@ -121,7 +121,7 @@ def _interruptible(call: Callable[[], int], progress: ctypes.c_long) -> int:
     result: list[int] = []
     worker = threading.Thread(target=lambda: result.append(call()), name="ciuic-round")
     try:
-        with deferred():
+        with defer_signals():
             worker.start()
         while worker.is_alive():
             worker.join(0.2)  # with a limit: a signal that another thread receives does not wake this one

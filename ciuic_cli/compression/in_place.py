@@ -12,8 +12,8 @@ from torch import nn
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import UsageError
-from ciuic_cli.process.signals import ends_tidily
-from ciuic_cli.process.workers import several
+from ciuic_cli.process.signals import interruptible
+from ciuic_cli.process.workers import is_distributed
 from ciuic_cli.runtime.loading import pack_module_inplace
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -39,7 +39,7 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         raise UsageError(
             "only transformers models can be compressed in place", remedy="pass a PreTrainedModel"
         )
-    if several():
+    if is_distributed():
         raise UsageError(
             "a model is compressed in place by one process, not under torchrun",
             remedy="compress its checkpoint with torchrun ... ciuic compress, and load the result everywhere",
@@ -50,7 +50,7 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
     CompressOptions(**compress_options)  # wrong options are refused before the model is written
     if tokenizer is None:
         tokenizer = _tokenizer_of(model)
-    with ends_tidily(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
+    with interruptible(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
         source, out = Path(folder) / "source", Path(folder) / "out"
         cast(Any, model).save_pretrained(source)
         tokenizer.save_pretrained(source)

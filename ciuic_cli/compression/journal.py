@@ -15,8 +15,9 @@ from typing import Any
 
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.errors import EnvironmentFault, InputError
-from ciuic_cli.process.atomic_files import clear_away, environment_fault, write_atomically
+from ciuic_cli.process.atomic_files import remove_path, write_atomically
 from ciuic_cli.process.digests import file_digest
+from ciuic_cli.process.file_faults import environment_fault
 
 _LOCK = "lock"
 """File that a process locks; it contains the PID."""
@@ -157,7 +158,7 @@ class Journal:
         """Remove everything but the lock."""
         for path in self.folder.iterdir():
             if path.name != _LOCK:
-                clear_away(path)
+                remove_path(path)
 
     def _tidy(self) -> None:
         """Remove links, pipes, unfinished writes, and torn files at the top level."""
@@ -168,7 +169,7 @@ class Journal:
                 # Folders of the journal have no dot in their names.
                 is_ours = stat.S_ISREG(mode) or (stat.S_ISDIR(mode) and "." not in name)
                 if not is_ours or name.endswith(".part"):
-                    clear_away(path)
+                    remove_path(path)
         for path in self.folder.iterdir():
             if path.is_file() and path.name not in (_LOCK, _FINGERPRINT) and self.load(path.name) is None:
                 path.unlink()
@@ -180,13 +181,13 @@ class Journal:
             self.folder.rename(self.ended)
         except OSError:
             with suppress(OSError):
-                clear_away(self.folder)
+                remove_path(self.folder)
         self.sweep()
 
     def sweep(self) -> None:
         """Remove the rest of a journal whose run was killed in `remove`. Needs no lock: no run continues from it."""
         with suppress(OSError):
-            clear_away(self.ended)
+            remove_path(self.ended)
 
     def save(self, name: str, data: bytes) -> None:
         """Save the result of the step `name`, which finishes it. name: a file name, or folder/file."""
@@ -253,7 +254,7 @@ def _clear_unless(kind: Callable[[int], bool], path: Path) -> None:
     """Remove anything at `path` that is not of this kind; kind: a test of the file mode, such as stat.S_ISREG."""
     with suppress(FileNotFoundError):
         if not kind(path.lstat().st_mode):
-            clear_away(path)
+            remove_path(path)
 
 
 def _digests(folder: Path) -> bytes:

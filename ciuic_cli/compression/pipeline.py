@@ -27,8 +27,9 @@ from ciuic_cli.compression.task import Task, make_task
 from ciuic_cli.compression.writing import write_artifact
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError
 from ciuic_cli.process import atomic_files
-from ciuic_cli.process.memory import steady_memory
-from ciuic_cli.process.workers import Workers, joined
+from ciuic_cli.process.file_faults import environment_fault
+from ciuic_cli.process.memory import configure_allocators
+from ciuic_cli.process.workers import Workers, join_workers
 from ciuic_cli.runtime.loading import choose_device
 
 Hint = Callable[[str], None]
@@ -68,9 +69,9 @@ def compress(
         hint=hint,
         started=time.monotonic(),
     )
-    steady_memory()
-    with joined() as workers:
-        return _lead(request, workers) if workers.leads else _follow(request, workers)
+    configure_allocators()
+    with join_workers() as workers:
+        return _lead(request, workers) if workers.is_leader else _follow(request, workers)
 
 
 @dataclass(frozen=True)
@@ -116,11 +117,11 @@ def _plan_only(request: _Request, task: Task, workers: Workers) -> dict[str, Any
     """A dry run: the report of the plan. The journal is in a temporary folder."""
     with _temporary_folder() as out, Journal(out) as journal, _disk_faults_of(journal):
         journal.begin(task.fingerprint(), restart=request.options.force)
-        workers.tell((out, None))
+        workers.broadcast((out, None))
         run = Run(task, journal, workers, request.progress)
         report = run.report(run.plan(), request.started)
         journal.remove()
-        workers.tell(report)
+        workers.broadcast(report)
     return report
 
 
@@ -143,7 +144,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> dict[str, Any]
                     file=remnants[0],
                     remedy="remove it yourself, or choose another output folder",
                 )
-            workers.tell((out, report))
+            workers.broadcast((out, report))
             if report is None:
                 run = Run(task, journal, workers, request.progress)  # collects the statistics
                 plan = run.plan()
@@ -156,13 +157,13 @@ def _compress(request: _Request, task: Task, workers: Workers) -> dict[str, Any]
             request.hint(
                 f"the new output is in place, but the old one cannot be removed: remove {path} yourself"
             )
-        workers.tell(report)
+        workers.broadcast(report)
     return report
 
 
 def _follow(request: _Request, workers: Workers) -> dict[str, Any]:
     """The run of another worker: it takes its share of the steps, unless the first worker finds nothing to do."""
-    out, report = workers.tell(None)
+    out, report = workers.broadcast(None)
     if report is None:
         journal = Journal(out)  # the first worker holds its lock
         with _disk_faults_of(journal):
@@ -173,7 +174,7 @@ def _follow(request: _Request, workers: Workers) -> dict[str, Any]:
             if not request.options.dry_run:
                 run.encode(plan)
                 run.recover(plan)
-    final_report: dict[str, Any] = workers.tell(None)
+    final_report: dict[str, Any] = workers.broadcast(None)
     return final_report
 
 
@@ -243,4 +244,4 @@ def _disk_faults_of(journal: Journal) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise atomic_files.environment_fault(error, journal.folder) from error
+        raise environment_fault(error, journal.folder) from error

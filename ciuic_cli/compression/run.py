@@ -33,8 +33,8 @@ from ciuic_cli.evaluation.estimates import Mean
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
-from ciuic_cli.process.atomic_files import clear_away
-from ciuic_cli.process.memory import SIDE_BY_SIDE, return_freed_memory
+from ciuic_cli.process.atomic_files import remove_path
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, return_freed_memory
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
 from ciuic_cli.recovery.tuning import Recovery, Result
@@ -77,15 +77,15 @@ class Run:
 
     def _statistics(self) -> Statistics:
         folder = self.journal.folder / "statistics"
-        if not self.workers.tell(self.workers.leads and self.journal.sealed(STATISTICS, folder)):
-            if self.workers.leads:
+        if not self.workers.broadcast(self.workers.is_leader and self.journal.sealed(STATISTICS, folder)):
+            if self.workers.is_leader:
                 folder.mkdir(exist_ok=True)
-            self.workers.wait()
+            self.workers.barrier()
             collect_statistics(
                 self.map, self.task.calibration, folder, device=self.device, seed=self.options.seed,
                 progress=self.progress, workers=self.workers, journal=self.journal,
             )  # fmt: skip
-            if self.workers.leads:
+            if self.workers.is_leader:
                 self.journal.seal(STATISTICS, folder)
         return Statistics(folder)
 
@@ -157,7 +157,7 @@ class Run:
             phase,
             [matrix.weights for matrix in self.matrices],
             lambda number: make(self.matrices[number]),
-            lambda number: working_bytes(self.matrices[number]) > SIDE_BY_SIDE,
+            lambda number: working_bytes(self.matrices[number]) > PARALLEL_WORK_BYTES,
         )
 
     def encoded(self, key: Key) -> PackedMatrix:
@@ -179,21 +179,23 @@ class Run:
         if not self.options.level.recovery_steps:
             return
         folder = self.journal.folder / f"recovery-{self.workers.rank}"
-        clear_away(folder)  # left by a killed run
+        remove_path(folder)  # left by a killed run
         recovery = Recovery(
             self.map, self._encoded_or_none, self._expert_masks(plan), self.task.recovery, folder,
             device=self.device, workers=self.workers, state=self.journal.load(RECOVERY),
         )  # fmt: skip
 
         def measure(factors: Factors) -> float:
-            return float(self.workers.tell(self._recovered_kl(plan, factors) if self.workers.leads else None))
+            return float(
+                self.workers.broadcast(self._recovered_kl(plan, factors) if self.workers.is_leader else None)
+            )
 
         def keep(state: Callable[[], bytes]) -> None:
-            if self.workers.leads:
+            if self.workers.is_leader:
                 self.journal.save(RECOVERY, state())
 
         self.recovered = recovery.run(measure, keep, self.progress)
-        clear_away(folder)
+        remove_path(folder)
 
     def _recovered_kl(self, plan: Plan, factors: Factors) -> float:
         """KL with these factors; infinity if predictions become NaN or infinite with them."""
@@ -215,7 +217,7 @@ class Run:
         """The meter of KL on the held-out sequences, made at the first call, with the original model's predictions."""
         if self._kl_meter is None:
             folder = self.journal.folder / f"meter-{self.workers.rank}"
-            clear_away(folder)  # left by a killed run
+            remove_path(folder)  # left by a killed run
             self._kl_meter = KLMeter(
                 self.map, self.task.held_out, folder,
                 device=self.device, progress=lambda phase, done, total: None,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.process.memory import return_freed_memory
-from ciuic_cli.process.threads import side_by_side
+from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.process.workers import Workers
 
 Progress = Callable[[str, int, int], None]
@@ -45,10 +45,10 @@ class Steps:
                 self._journal.save(_name(phase, number), make(number))
 
         order = sorted(range(len(work)), key=lambda number: (not alone(number), -work[number]))
-        for number, _ in side_by_side(self._workers.take(phase, order), make_missing, alone):
+        for number, _ in parallel_map(self._workers.take(phase, order), make_missing, alone):
             return_freed_memory()
-            self._progress(phase, self._workers.count(f"{phase} done", work[number]), sum(work))
-        self._workers.wait()
+            self._progress(phase, self._workers.add_to_counter(f"{phase} done", work[number]), sum(work))
+        self._workers.barrier()
 
     def result(self, phase: str, number: int) -> bytes:
         """The result of a finished step; raises OSError if the journal lost it."""

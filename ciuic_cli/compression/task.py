@@ -18,7 +18,7 @@ from ciuic_cli._version import __version__
 from ciuic_cli.allocation.arms import PassOptions
 from ciuic_cli.allocation.reachable import check_reachable, largest_bytes
 from ciuic_cli.artifact.writer import companions
-from ciuic_cli.checkpoint.architecture import positions_of
+from ciuic_cli.checkpoint.architecture import max_positions
 from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import Checkpoint
@@ -93,7 +93,7 @@ class Task:
 
     def settled_options(self) -> dict[str, Any]:
         """The options that decide the artifact's bytes, with the defaults that depend on the model filled in."""
-        seqlen = self.options.sequence_length(positions_of(self.map.config))
+        seqlen = self.options.sequence_length(max_positions(self.map.config))
         return self.options.as_dict(ratio=2 * self.map.stored_numel / self.budget, seqlen=seqlen)
 
     def forecast(self) -> Forecast:
@@ -154,7 +154,7 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
         model_map = keep_mtp(model_map)
         if not model_map.mtp.kept:
             hint("the checkpoint has no multi-token-prediction layers to keep")
-    seqlen = options.sequence_length(positions_of(model_map.config))
+    seqlen = options.sequence_length(max_positions(model_map.config))
     passes = PassOptions(options.bits, options.level.L, options.prune, options.rank)
     budget = options.budget(2 * model_map.stored_numel)
     check_reachable(model_map, budget, passes)

@@ -20,7 +20,7 @@ from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.evaluation.estimates import Mean
 from ciuic_cli.evaluation.kl_meter import LOOK
 from ciuic_cli.process.memory import return_freed_memory
-from ciuic_cli.process.signals import check
+from ciuic_cli.process.signals import raise_if_interrupted
 from ciuic_cli.recovery.row_factors import Factors, tuned_dense, with_row_factors
 from ciuic_cli.report.html import render_html
 from ciuic_cli.report.inspection import describe
@@ -45,7 +45,7 @@ def write_artifact(
         report = _write_folder(run, plan, partial, started)
         _require_readable(partial)
         run.task.require_unchanged()
-        check()
+        raise_if_interrupted()
         run.journal.publishing(partial)
         remnant = publishing.publish(partial, out, replace=replace)
     except BaseException:

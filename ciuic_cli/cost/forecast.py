@@ -40,8 +40,8 @@ from ciuic_cli.passes.predicted_loss import removal_loss
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales
-from ciuic_cli.process.memory import SIDE_BY_SIDE, resident_bytes
-from ciuic_cli.process.threads import side_by_side
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, resident_bytes
+from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.recovery.tuning import CHECKS, SEQUENCES
 from ciuic_cli.statistics.collect import CHUNK
 from ciuic_cli.statistics.experts import full_moments_fit
@@ -197,7 +197,7 @@ def peak_bytes(
 
 def _beside(matrix: WeightMatrix) -> int:
     """How many matrices like it are worked on at once."""
-    return torch.get_num_threads() if working_bytes(matrix) <= SIDE_BY_SIDE else 1
+    return torch.get_num_threads() if working_bytes(matrix) <= PARALLEL_WORK_BYTES else 1
 
 
 def _busy_bytes(matrix: WeightMatrix) -> int:
@@ -292,7 +292,7 @@ def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
 
     def clock(run: Callable[[], Any]) -> float:
         def together() -> None:
-            list(side_by_side(range(beside), lambda _: run(), lambda _: beside == 1))
+            list(parallel_map(range(beside), lambda _: run(), lambda _: beside == 1))
 
         return min(_clock(together) for _ in range(REPEATS)) / beside
 

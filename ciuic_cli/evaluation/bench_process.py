@@ -23,15 +23,15 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from ciuic_cli.checkpoint.architecture import (
     build_config,
     build_meta_model,
-    positions_of,
-    running_as_configured,
+    config_faults,
+    max_positions,
 )
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
 from ciuic_cli.evaluation.opening import file_bytes, free_memory, open_model
 from ciuic_cli.process.memory import exhaustion, peak_resident_bytes, resident_bytes, return_freed_memory
-from ciuic_cli.process.streams import keep_stdout
+from ciuic_cli.process.streams import reserve_stdout
 from ciuic_cli.runtime.loading import choose_device
 
 
@@ -59,12 +59,12 @@ def measure(
     place = choose_device(device)
     folder = locate(path)
     config = build_config(read_config(folder), folder / "config.json")
-    positions = positions_of(config)
+    positions = max_positions(config)
     prompt_tokens, new_tokens = fitted(prompt_tokens, new_tokens, positions)
     _require_positions(positions, prompt_tokens + new_tokens, folder)
     # Its code is in memory before we count, and has made its kinds of cache known to transformers.
     build_meta_model(config, torch.bfloat16, folder / "config.json")
-    with running_as_configured(folder / "config.json"):
+    with config_faults(folder / "config.json"):
         needed = token_bytes(config, prompt_tokens, new_tokens, batch_size)
     _require_memory(needed, place)
     if place.type == "cuda":
@@ -101,7 +101,7 @@ def measure(
     with torch.inference_mode():
         for repetition in range(repetitions + 1):
             ids = torch.randint(0, vocabulary, (batch_size, prompt_tokens), generator=generator).to(place)
-            with running_as_configured(folder / "config.json"):
+            with config_faults(folder / "config.json"):
                 first, rest = _time_once(model, ids, new_tokens, place)
             if repetition:  # the first one warms up
                 prefill.append(batch_size * prompt_tokens / first)
@@ -202,7 +202,7 @@ def _spread(values: list[float]) -> dict[str, float | None]:
 
 def main(request: str) -> None:
     """Answer one request; anything but our own errors leaves a traceback on stderr and no answer."""
-    answer_to = keep_stdout()
+    answer_to = reserve_stdout()
 
     def say(message: dict[str, Any]) -> None:
         os.write(answer_to, json.dumps(message).encode() + b"\n")

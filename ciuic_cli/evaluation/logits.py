@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ciuic_cli.checkpoint.architecture import running_as_configured
+from ciuic_cli.checkpoint.architecture import config_faults
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise.layer_stream import LayerStream, Progress, logit_tokens
@@ -34,7 +34,7 @@ def loaded(model: Any, windows: Sequence[torch.Tensor], config: Path) -> Predict
     size = logit_tokens(model.config.get_text_config().vocab_size)
 
     def run(module: Any, ids: torch.Tensor) -> Any:
-        with running_as_configured(config):
+        with config_faults(config):
             return module(input_ids=ids, use_cache=False)
 
     def predict(number: int) -> Iterator[torch.Tensor]:

@@ -11,7 +11,7 @@ import torch
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.checkpoint.architecture import require_token_ids
-from ciuic_cli.checkpoint.folder import locate, read_config, read_json, unreplaced
+from ciuic_cli.checkpoint.folder import locate, read_config, read_json, require_unreplaced
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.errors import EnvironmentFault, InputError
@@ -32,7 +32,7 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     folder = locate(path)
     place = choose_device(device)
     if is_artifact(read_config(folder)):
-        with unreplaced(folder):
+        with require_unreplaced(folder):
             # Before transformers reads it, and goes on without one that it cannot read.
             generation = open_generation_config(folder)
             return _answering(load(folder, device=place, dtype=dtype), generation)

@@ -13,17 +13,23 @@ import numpy as np
 import torch
 
 from ciuic_cli.artifact.schema import is_artifact
-from ciuic_cli.checkpoint.architecture import build_config, positions_of, running_as_configured
+from ciuic_cli.checkpoint.architecture import build_config, config_faults, max_positions
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.evaluation.estimates import Floats, mean_of
 from ciuic_cli.evaluation.logits import Predict, loaded, streamed
 from ciuic_cli.evaluation.opening import expected_bytes, free_memory, open_model
 from ciuic_cli.layerwise.layer_stream import compute_dtype
-from ciuic_cli.process.memory import steady_memory
+from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.runtime.loading import choose_device
-from ciuic_cli.text.documents import own_evaluation_text, read_text
-from ciuic_cli.text.tokenizer import beginning, open_tokenizer, require_known, tokenize, tokenizer_faults
+from ciuic_cli.text.documents import builtin_evaluation_text, read_text
+from ciuic_cli.text.tokenizer import (
+    leading_special_tokens,
+    open_tokenizer,
+    require_known_tokens,
+    tokenize,
+    tokenizer_faults,
+)
 
 MINIMUM_TOKENS = 32
 """A last, partial window counts if it predicts at least so many tokens."""
@@ -42,7 +48,7 @@ def windows_of(
     Returns LongTensors (length,). They do not overlap; a rest that predicts fewer than MINIMUM_TOKENS is left
     out. Raises InputError, naming the text's `file`, if no window remains, UsageError if seqlen is too small.
     """
-    prefix = beginning(tokenizer)
+    prefix = leading_special_tokens(tokenizer)
     body = seqlen - len(prefix)
     if body < 2:
         raise UsageError(f"--seqlen {seqlen} leaves no room for text", remedy="use 128 or more")
@@ -126,18 +132,18 @@ def evaluate(
         InputError: unusable text or model, vocabularies that differ, predictions that are not finite.
         EnvironmentFault: the device or the memory is not there.
     """
-    steady_memory()
+    configure_allocators()
     folders = [locate(folder) for folder in (path, base) if folder is not None]
-    content = read_text(Path(text)) if text is not None else own_evaluation_text()
+    content = read_text(Path(text)) if text is not None else builtin_evaluation_text()
     configs = [build_config(read_config(folder), folder / "config.json") for folder in folders]
-    positions = min((found for config in configs if (found := positions_of(config))), default=seqlen)
+    positions = min((found for config in configs if (found := max_positions(config))), default=seqlen)
     if positions < seqlen:
         hint(f"windows of {positions:,} tokens instead of {seqlen:,}: the model has no more positions")
         seqlen = positions
     tokenizer = open_tokenizer(folders[0])
     windows = windows_of(content, tokenizer, seqlen, limit, text)
     highest = (int(window.max()) for window in windows)
-    require_known(tokenizer, highest, configs[0].get_text_config().vocab_size)
+    require_known_tokens(tokenizer, highest, configs[0].get_text_config().vocab_size)
     with ExitStack() as opened:
         (predict, dtype), *reference = [
             opened.enter_context(_predicting(folder, windows, device, progress, hint)) for folder in folders
@@ -172,8 +178,8 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
     model = open_model(path, device)
     with tokenizer_faults(tokenizer.name_or_path):
         found = tokenizer(prompt)["input_ids"]
-    require_known(tokenizer, found, model.config.get_text_config().vocab_size)
-    positions, needed = positions_of(model.config), len(found) + max_new_tokens
+    require_known_tokens(tokenizer, found, model.config.get_text_config().vocab_size)
+    positions, needed = max_positions(model.config), len(found) + max_new_tokens
     if positions is not None and needed > positions:
         raise UsageError(
             f"the prompt and what is to follow take {needed:,} tokens, the model has {positions:,} positions",
@@ -193,7 +199,7 @@ def generate_text(path: str | Path, prompt: str, *, device: str = "auto", max_ne
             (token for token in (tokenizer.pad_token_id, tokenizer.eos_token_id) if token is not None), 0
         ),
     )
-    with running_as_configured(locate(path) / "config.json"):
+    with config_faults(locate(path) / "config.json"):
         output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids))
     with tokenizer_faults(tokenizer.name_or_path):
         return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -16,14 +16,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ciuic_cli.checkpoint.architecture import running_as_configured
+from ciuic_cli.checkpoint.architecture import config_faults
 from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
-from ciuic_cli.process.memory import SIDE_BY_SIDE, limit_freed_memory, matrix_bytes, return_freed_memory
-from ciuic_cli.process.threads import one_thread, side_by_side
+from ciuic_cli.process.memory import (
+    PARALLEL_WORK_BYTES,
+    limit_freed_memory,
+    matrix_bytes,
+    return_freed_memory,
+)
+from ciuic_cli.process.threads import one_thread, parallel_map
 
 Progress = Callable[[str, int, int], None]
 """Called with (what, steps done, steps in all)."""
@@ -201,10 +206,10 @@ class LayerStream:
 
         def alone(key: tuple[str, int | None]) -> bool:
             shape = places[key].shape
-            return len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > SIDE_BY_SIDE
+            return len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > PARALLEL_WORK_BYTES
 
         keys = sorted(places, key=alone)
-        for key, value in side_by_side(keys, lambda key: override(*key), alone):
+        for key, value in parallel_map(keys, lambda key: override(*key), alone):
             if value is not None:
                 places[key].copy_(value)
             limit_freed_memory()
@@ -279,7 +284,7 @@ class LayerStream:
         """Only the original's weights can be at odds with config.json; changed ones have run as those before."""
         if self.override is not None:
             return nullcontext()
-        return running_as_configured(self.map.checkpoint.folder / "config.json", prefix.rstrip("."))
+        return config_faults(self.map.checkpoint.folder / "config.json", prefix.rstrip("."))
 
     def _require_finite(self, output: torch.Tensor, prefix: str) -> None:
         """The original's activations; what changed weights lead to is for the measurement to show."""

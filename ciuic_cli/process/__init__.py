@@ -1,1 +1,1 @@
-"""The operating system: memory, threads, signals, streams, atomic files, worker processes."""
+"""Everything about the operating system: memory, threads, signals, standard streams, files, worker processes."""

@@ -1,4 +1,4 @@
-"""The SHA-256 of a file, whole or in samples."""
+"""SHA-256 digests of files: of all bytes for checksums, of samples to recognise a large file quickly."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 
 def file_digest(path: Path) -> str:
-    """In hexadecimal digits; raises FileNotFoundError and the system's other errors."""
+    """SHA-256 of the whole file in hexadecimal. Raises OSError if the file cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sampled_digest(path: Path) -> str:
-    """As `file_digest`, of at most 2 MiB: blocks at even distances from the file's first bytes to its last."""
+    """SHA-256 of at most 2 MiB of the file in hexadecimal. Raises OSError if the file cannot be read.
+
+    The samples are blocks of 64 KiB at even distances; the first and the last bytes of the file are always included.
+    """
     digest = hashlib.sha256()
     with path.open("rb") as file:
         last = max(0, path.stat().st_size - _SAMPLE_BYTES)

@@ -1,4 +1,9 @@
-"""Memory of this process: how much there is of it, what says that there is no more, and what was freed goes back."""
+"""Memory of this process: out-of-memory errors, resident size, the C allocator, and what one weight matrix needs.
+
+`exhaustion` and `machine_fault` recognise errors that mean memory, threads or the machine, and return the
+EnvironmentFault for them. `configure_allocators`, `return_freed_memory` and `limit_freed_memory` keep the resident
+size near what is in use.
+"""
 
 from __future__ import annotations
 
@@ -12,40 +17,42 @@ from pathlib import Path
 from ciuic_cli.errors import EnvironmentFault
 
 _NO_MEMORY = (
-    "can't allocate memory",  # torch's allocator
-    "cannot allocate memory",  # the system's own words, of a library that keeps no error number
-    "not enough memory",  # the same allocator on other systems
+    "can't allocate memory",  # torch's allocator on Linux
+    "cannot allocate memory",  # the C library's message, from a library that drops the error number
+    "not enough memory",  # torch's allocator on other systems
     "out of memory",
     "insufficient memory",
     "unable to allocate",
     "failed to allocate",
     "bad_alloc",
-    "can't alloc",  # what compiles oneDNN's and fbgemm's products
-    "could not create a primitive",  # oneDNN, whatever it lacked; our products are of kinds that it knows
+    "can't alloc",  # the code generators of oneDNN and fbgemm
+    "could not create a primitive",  # oneDNN, for any cause; it supports all products used here, so memory is left
     "could not create a memory object",
     "could not execute a primitive",
-    "failed to map segment",  # the dynamic linker, of a library that is imported
+    "failed to map segment",  # the dynamic linker, for an imported library
 )
-_NO_THREAD = ("can't start new thread", "threadpoolbuilderror")  # Python; rayon, which tokenizers use
+"""Lower-case parts of messages that mean exhausted memory."""
+_NO_THREAD = ("can't start new thread", "threadpoolbuilderror")
+"""Lower-case parts of messages that mean no more threads: of Python, and of rayon, which tokenizers use."""
 
 
 def exhaustion(error: BaseException) -> EnvironmentFault | None:
-    """The fault behind an exception that says that memory or threads are used up, however a library says it.
+    """The EnvironmentFault for an exception that means exhausted memory or threads; None for any other exception.
 
-    None for any other exception.
+    Libraries report this with many exception types, so the message decides too.
     """
-    said = str(error).lower()
+    message = str(error).lower()
     if type(error).__name__ == "OutOfMemoryError":
         return EnvironmentFault("device memory is exhausted", remedy="free the GPU, or use --device cpu")
-    if any(words in said for words in _NO_THREAD):
+    if any(words in message for words in _NO_THREAD):
         return EnvironmentFault(
-            "the system starts no more threads",
+            "no more threads can be started",
             remedy="end other processes, free memory, or raise the limits (ulimit -u, ulimit -v)",
         )
     if (
         isinstance(error, MemoryError)
         or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
-        or any(words in said for words in _NO_MEMORY)
+        or any(words in message for words in _NO_MEMORY)
     ):
         return EnvironmentFault(
             "memory is exhausted",
@@ -55,63 +62,68 @@ def exhaustion(error: BaseException) -> EnvironmentFault | None:
 
 
 def machine_fault(error: BaseException) -> EnvironmentFault | None:
-    """What the machine refuses, however a library says it; None for any other exception."""
+    """The EnvironmentFault for exhausted resources or any other OSError; None for any other exception."""
     fault = exhaustion(error)
     if fault is not None or not isinstance(error, OSError):
         return fault
-    temporary = "temporary directory" in str(error)
+    is_temporary = "temporary directory" in str(error)
     return EnvironmentFault(
-        f"the system refuses: {error.strerror or error}",
+        f"the operating system reports: {error.strerror or error}",
         file=None if error.filename is None else str(error.filename),
         remedy="set TMPDIR to a folder that can be written to"
-        if temporary
+        if is_temporary
         else "check disk space and permissions",
     )
 
 
 def resident_bytes() -> int:
-    """Bytes resident now."""
-    import psutil  # here: every command imports this module
+    """Resident memory of this process now, in bytes."""
+    import psutil  # imported late: every command imports this module
 
     return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
-    """The most bytes that were ever resident.
+    """Highest resident memory of this process so far, in bytes.
 
-    Linux keeps `ru_maxrss` across exec, so a child would report its parent's peak; VmHWM is the process's own.
+    On Linux it is VmHWM: `ru_maxrss` survives exec, so a child process would report its parent's peak.
     """
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
             if line.startswith("VmHWM:"):
                 return int(line.split()[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    bytes_per_count = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * bytes_per_count
 
 
-_M_MMAP_THRESHOLD = -3  # of mallopt, <malloc.h>
-_MMAP_FROM = 16 << 20
-"""Below it activations are reused; at 1 MB, mapping and clearing them took twice the system time."""
+_M_MMAP_THRESHOLD = -3  # option of mallopt, from <malloc.h>
+_MMAP_BYTES = 16 << 20
+"""glibc maps blocks of at least this size separately and returns them to the system when they are freed.
+
+Smaller blocks, such as activations, are reused. At 1 MB, mapping and clearing took twice the system time.
+"""
 _SLACK = 64 << 20
+"""Growth in bytes after which `limit_freed_memory` returns free pages. Chosen, not tuned."""
 _settled = 0
-"""Bytes that were resident when freed memory was last given back, or fewer since."""
+"""Resident bytes after the last return of freed memory, or the least since then."""
 _PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-"""Products whose compiled code is kept: by oneDNN, and by what stands between it and torch."""
+"""Environment variables that limit the compiled products that oneDNN and torch's wrapper of it keep."""
 _WEIGHT_COPIES = 7
-"""Float32 copies of a matrix that preparing, probing or rounding it holds at its peak."""
+"""Peak number of float32 copies of a matrix while it is prepared, probed or rounded."""
 _CONTEXT_COPIES = 3
-"""As many more where the rows have contexts of their own: those, and what rounding makes of them."""
+"""Additional copies if the rows have contexts: the contexts, and the temporaries of rounding with them."""
 _MOMENT_COPIES = 8
-"""The same of each of its moments: in double precision, its factor, and their temporaries."""
-SIDE_BY_SIDE = 256 << 20
-"""Work that takes more bytes than this is done alone, by all threads together."""
+"""The same count, in float32 sizes, for each second moment: its float64 copy, its factor, and their temporaries."""
+PARALLEL_WORK_BYTES = 256 << 20
+"""Largest working set, in bytes, of an item that runs beside others. Larger items run alone with all threads."""
 
 
 def matrix_bytes(rows: int, cols: int, *, full_outputs: bool, contexts: bool = False) -> int:
-    """The most bytes that preparing, probing or rounding a matrix takes.
+    """Upper bound of the bytes needed to prepare, probe or round a matrix (rows, cols).
 
-    full_outputs: G is a matrix, not only its diagonal. contexts: the rows differ in their inputs.
+    full_outputs: the output Fisher G is a full (rows, rows) matrix, not only its diagonal.
+    contexts: the inputs differ from row to row.
     """
     squares = cols**2 + (rows**2 if full_outputs else 0)
     copies = _WEIGHT_COPIES + (_CONTEXT_COPIES if contexts else 0)
@@ -119,17 +131,17 @@ def matrix_bytes(rows: int, cols: int, *, full_outputs: bool, contexts: bool = F
 
 
 def return_freed_memory() -> None:
-    """Give the allocator's free pages back to the system; does nothing where the C library is not glibc."""
+    """Return the allocator's free pages to the system. Does nothing if the C library is not glibc."""
     trim = getattr(_c_library(), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def limit_freed_memory() -> None:
-    """As `return_freed_memory`, if the process has grown by `_SLACK` since it was called here; for inner loops.
+    """`return_freed_memory` if the process has grown by `_SLACK` since the last return; for inner loops.
 
-    In a heap of many holes each block goes where it fits best: within one layer, most holes are touched once, and
-    stay resident. A layer that needs 240 MB then took 600.
+    glibc puts a block into the hole that fits best. In a heap with many holes, one layer touches most of them once,
+    and they stay resident: a layer that needs 240 MB then took 600 MB.
     """
     global _settled
     resident = resident_bytes()
@@ -140,18 +152,19 @@ def limit_freed_memory() -> None:
     _settled = min(_settled, resident)
 
 
-def steady_memory() -> None:
-    """Keep resident memory near what is in use, for a process that works through layers of many sizes.
+def configure_allocators() -> None:
+    """Configure glibc and oneDNN so that resident memory stays near what is in use, over layers of many sizes.
 
-    glibc raises the size from which blocks are mapped singly each time that such a block is freed, so that
-    after some layers matrices lie scattered in a heap that never shrinks; here the size is fixed. oneDNN and torch
-    each keep the compiled code of the last 1024 products, one per number of tokens: with experts, hundreds of MB.
+    By default glibc raises its mmap threshold whenever a mapped block is freed. After some layers, matrices then lie
+    in a fragmented heap that never shrinks; here the threshold is fixed. oneDNN and torch each keep the compiled code
+    of the last 1024 products, one per number of tokens, which with experts takes hundreds of MB; here they keep 16.
+    A limit that the user has set in the environment stays.
     """
     for name, capacity in _PRIMITIVES.items():
         os.environ.setdefault(name, capacity)
-    option = getattr(_c_library(), "mallopt", None)
-    if option is not None:
-        option(_M_MMAP_THRESHOLD, _MMAP_FROM)
+    mallopt = getattr(_c_library(), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
 
 
 def _c_library() -> ctypes.CDLL:

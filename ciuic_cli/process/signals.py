@@ -1,9 +1,10 @@
-"""SIGINT, SIGTERM and SIGHUP end the work once and for all, and tidily: temporary files go, finished steps stay.
+"""SIGINT, SIGTERM and SIGHUP end the work once and cleanly: temporary files are removed, finished steps stay.
 
-A signal raises KeyboardInterrupt. Python loses one that is raised where nothing can catch it (a `__del__`, a callback)
-and libraries may drop one, so the signal is remembered: steps of long work ask with `check`, and the next signal
-raises again. While the interruption is on its way out no signal raises, be it the tenth: what is being removed
-would stay. Whoever cannot wait has SIGQUIT (Ctrl-\\) and SIGKILL; the next run tidies up after those.
+Inside `interruptible`, a signal raises KeyboardInterrupt in the main thread. Python loses an exception raised where
+nothing can catch it (a `__del__`, a callback), and libraries may swallow one. The signal is therefore remembered: the
+steps of long work call `raise_if_interrupted`, and the next signal raises again. While a KeyboardInterrupt propagates,
+further signals are ignored, so that cleanup completes. SIGQUIT (Ctrl-\\) and SIGKILL end the process at once; the next
+run cleans up after those.
 """
 
 from __future__ import annotations
@@ -16,46 +17,47 @@ from contextlib import contextmanager
 from types import FrameType
 
 INTERRUPTED = 130
-"""The exit code of an interrupted command."""
+"""Exit code of an interrupted command: 128 + SIGINT, as shells report it."""
 _SIGNALS = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
 }
-"""What ends the work, each with the handler that it has where nobody set another."""
+"""The signals that end the work, each with its default handler."""
 
 
 class Interruption:
-    """What arrived: `signal` is the number of the first signal that is to end the work, or None.
+    """The state of one `interruptible` block, which owns it.
 
-    `deferred` counts the blocks (see there) in which it raises nothing yet.
+    `signal` is the number of the first signal that arrived, or None. `deferred` counts the open `defer_signals` blocks,
+    in which no signal raises.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.deferred = 0
 
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has arrived, unless one is on its way out already."""
-        if self.signal is not None and not self.deferred and not _is_on_its_way():
+    def raise_if_interrupted(self) -> None:
+        """Raise KeyboardInterrupt if a signal has arrived, unless a KeyboardInterrupt propagates already."""
+        if self.signal is not None and not self.deferred and not _is_propagating():
             raise KeyboardInterrupt
 
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal = self.signal or number
-        self.check()
+        self.raise_if_interrupted()
 
 
 _current: Interruption | None = None
 
 
-def check() -> None:
-    """Raise KeyboardInterrupt if a signal has arrived that had no effect so far; for the steps of long work."""
+def raise_if_interrupted() -> None:
+    """Raise KeyboardInterrupt if a signal has arrived without effect so far. Called between steps of long work."""
     if _current is not None:
-        _current.check()
+        _current.raise_if_interrupted()
 
 
-def _is_on_its_way() -> bool:
-    """Whether what runs now is an `except`, a `finally` or an `__exit__` that a KeyboardInterrupt passes through."""
+def _is_propagating() -> bool:
+    """Whether the running code is an `except`, a `finally` or an `__exit__` that handles a KeyboardInterrupt."""
     error = sys.exception()
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__context__
@@ -63,13 +65,14 @@ def _is_on_its_way() -> bool:
 
 
 @contextmanager
-def ends_tidily(*, resend: bool = False, last: bool = False) -> Iterator[Interruption]:
-    """While it lasts, SIGTERM, SIGHUP and SIGINT raise KeyboardInterrupt in the main thread.
+def interruptible(*, resend: bool = False, last: bool = False) -> Iterator[Interruption]:
+    """In the block, SIGINT, SIGTERM and SIGHUP raise KeyboardInterrupt in the main thread.
 
-    A signal that the process ignores (nohup) or has a handler for stays as it is; so does every signal outside the
-    main thread, where Python cannot handle it. Within another such block it is a part of that one. With `resend`, a
-    signal that arrived is raised again at the end, so that the process still ends by it. With `last`, signals
-    are ignored afterwards: the process has only to exit, and its code stands.
+    A signal that the process ignores (nohup) or that has another handler keeps it. Outside the main thread nothing
+    changes, because Python handles signals only there. A nested block yields the outer block's Interruption.
+
+    resend: raise the signal again after the block, so that the process still ends by it.
+    last: ignore signals after the block. The process only exits then, and its exit code must stand.
     """
     global _current
     if threading.current_thread() is not threading.main_thread():
@@ -78,50 +81,50 @@ def ends_tidily(*, resend: bool = False, last: bool = False) -> Iterator[Interru
     if _current is not None:
         yield _current
         return
-    _current = found = Interruption()
-    usual = {
-        number: signal.signal(number, found._arrived)
+    _current = interruption = Interruption()
+    previous = {
+        number: signal.signal(number, interruption._handle)
         for number, handler in _SIGNALS.items()
         if signal.getsignal(number) is handler
     }
-    with _lost_ones_unsaid():
+    with _unraisable_interrupts_hidden():
         try:
-            yield found
+            yield interruption
         finally:
-            for number, handler in usual.items():
+            for number, handler in previous.items():
                 signal.signal(number, signal.SIG_IGN if last else handler)
             _current = None
-            if resend and found.signal is not None:
-                signal.raise_signal(signal.Signals(found.signal))
+            if resend and interruption.signal is not None:
+                signal.raise_signal(signal.Signals(interruption.signal))
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Signals that arrive meanwhile raise at its end: for short calls that take locks written in Python.
+def defer_signals() -> Iterator[None]:
+    """Signals that arrive in the block raise at its end. For short calls that take locks written in Python.
 
-    An exception that arrives when threading.Condition has just been acquired leaves it locked, and whoever needs it
-    next waits for ever: a thread pool's workers, for one, when the interruption hits `submit`.
+    An exception right after threading.Condition was acquired leaves it locked, and the next thread that needs it waits
+    forever. An interrupted `submit` would block a thread pool's workers this way.
     """
-    with ends_tidily(resend=True) as found:
-        found.deferred += 1
+    with interruptible(resend=True) as interruption:
+        interruption.deferred += 1
         try:
             yield
         finally:
-            found.deferred -= 1
-        found.check()
+            interruption.deferred -= 1
+        interruption.raise_if_interrupted()
 
 
 @contextmanager
-def _lost_ones_unsaid() -> Iterator[None]:
-    """Python prints a traceback of what is raised where nothing can catch it; an interruption is remembered."""
-    usual = sys.unraisablehook
+def _unraisable_interrupts_hidden() -> Iterator[None]:
+    """Suppress Python's traceback of a KeyboardInterrupt that nothing can catch: the signal is remembered."""
+    previous = sys.unraisablehook
 
-    def say(lost: sys.UnraisableHookArgs) -> None:
-        if not issubclass(lost.exc_type, KeyboardInterrupt):
-            usual(lost)
+    def hook(unraisable: sys.UnraisableHookArgs) -> None:
+        if not issubclass(unraisable.exc_type, KeyboardInterrupt):
+            previous(unraisable)
 
-    sys.unraisablehook = say
+    sys.unraisablehook = hook
     try:
         yield
     finally:
-        sys.unraisablehook = usual
+        sys.unraisablehook = previous

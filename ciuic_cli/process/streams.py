@@ -1,4 +1,7 @@
-"""The process's standard streams: stdout is for our data alone, and nothing that stderr refuses stops the work."""
+"""The standard streams of the process: stdout carries only our data, and an unwritable stderr does not stop the work.
+
+`secure_streams` sets both up once, at the start of a command.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,34 @@ import sys
 from typing import Any
 
 
-def keep_stdout() -> int:
-    """A descriptor of stdout for ourselves; from now on what others print there, native code too, goes to stderr."""
+def reserve_stdout() -> int:
+    """A private descriptor of stdout. Descriptor 1 becomes stderr, so what other code prints goes there."""
     kept = os.dup(1)
     os.dup2(2, 1)
     return kept
 
 
-def settle_streams() -> None:
-    """Make `sys.stdout` ours alone, and give `sys.stderr` what it takes to go on when it cannot be written.
+def secure_streams() -> None:
+    """Make `sys.stdout` private (see `reserve_stdout`) and make `sys.stderr` drop what cannot be written.
 
-    Where the shell closed a stream (`>&-`), /dev/null takes its number: the next file that is opened would, and
-    messages would be written into it.
+    A standard stream that the shell closed (`>&-`) becomes /dev/null. Otherwise the next opened file would get its
+    number, and messages would be written into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
-    sys.stdout = open(keep_stdout(), "w", **_coding(sys.stdout))  # noqa: SIM115
-    lossy = io.BufferedWriter(_Lossy(2, "w", closefd=False))
-    sys.stderr = io.TextIOWrapper(lossy, line_buffering=True, **_coding(sys.stderr))
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
+    sys.stdout = open(reserve_stdout(), "w", **_text_options(sys.stdout))  # noqa: SIM115
+    lossy = io.BufferedWriter(_LossyFile(2, "w", closefd=False))
+    sys.stderr = io.TextIOWrapper(lossy, line_buffering=True, **_text_options(sys.stderr))
 
 
 def silence_stdout() -> None:
-    """Nobody reads it any more. Python flushes stdout once more at exit; that would print "Exception ignored ..."."""
+    """Send stdout to /dev/null after its reader has gone.
+
+    Python flushes stdout once more at exit, which would print "Exception ignored ...".
+    """
     try:
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -41,13 +47,13 @@ def silence_stdout() -> None:
         sys.stdout = io.StringIO()
 
 
-def _coding(stream: Any) -> dict[str, Any]:
-    """How a stream encodes its text; of one that the shell closed, and Python left out, whatever is usual."""
+def _text_options(stream: Any) -> dict[str, Any]:
+    """Encoding options of a text stream. None (Python's value for a closed stream) gives Python's defaults."""
     return {} if stream is None else {"encoding": stream.encoding, "errors": stream.errors}
 
 
-class _Lossy(io.FileIO):
-    """What cannot be written is lost."""
+class _LossyFile(io.FileIO):
+    """A file that drops bytes that cannot be written."""
 
     def write(self, data: Any) -> int:
         try:

@@ -1,4 +1,4 @@
-"""The same bits for any number of threads, and many small pieces of work side by side."""
+"""Threads of torch: `one_thread` for results that must not depend on their number, `parallel_map` for many items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from ciuic_cli.process.signals import deferred
+from ciuic_cli.process.signals import defer_signals
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -18,9 +18,10 @@ Result = TypeVar("Result")
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For sums over a whole tensor, and for QR and singular values: their rounding depends on the number of threads.
+    """Run torch with one thread, for operations whose rounding depends on the number of threads.
 
-    Products, element-wise operations and sums along rows do not (the tests hold this for the products).
+    These are sums over a whole tensor, QR and singular values. Products, element-wise operations and sums along rows
+    do not depend on it (tests/process/test_threads.py).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,47 +31,47 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def side_by_side(
+def parallel_map(
     items: Iterable[Item], make: Callable[[Item], Result], alone: Callable[[Item], bool]
 ) -> Iterator[tuple[Item, Result]]:
-    """Every item with what `make` gives for it, in the order in which they are finished.
+    """Yield (item, make(item)) for every item, in the order of completion.
 
-    As many are made at once as torch may use threads, each by a single one: several small products side by side
-    keep the cores busier than each product cut up among them. Items that are to be made `alone` get all threads.
-    The next item is taken when there is a thread for it.
+    As many items run at once as torch has threads, each with one thread: several small products at once keep the cores
+    busier than one product split among them. An item for which `alone` is true runs by itself with all threads. An item
+    is taken from `items` only when a thread is free for it.
     """
     threads = torch.get_num_threads()
-    for large, group in itertools.groupby(items, alone):
-        if large or threads == 1:
+    for runs_alone, group in itertools.groupby(items, alone):
+        if runs_alone or threads == 1:
             for item in group:
                 yield item, make(item)
         else:
-            yield from _pooled(group, make, threads)
+            yield from _map_in_pool(group, make, threads)
 
 
-def _pooled(
+def _map_in_pool(
     items: Iterable[Item], make: Callable[[Item], Result], threads: int
 ) -> Iterator[tuple[Item, Result]]:
     running: dict[Future[Result], Item] = {}
     with one_thread(), ThreadPoolExecutor(threads, "ciuic-work") as pool:
         try:
             for item in items:
-                with deferred():
+                with defer_signals():
                     future = pool.submit(make, item)
                 running[future] = item
                 if len(running) == threads:
-                    yield from _finished(running)
+                    yield from _pop_finished(running)
             while running:
-                yield from _finished(running)
+                yield from _pop_finished(running)
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _finished(running: dict[Future[Result], Item]) -> Iterator[tuple[Item, Result]]:
-    """Waits for one at least; those that are finished are no longer in `running`."""
+def _pop_finished(running: dict[Future[Result], Item]) -> Iterator[tuple[Item, Result]]:
+    """Wait for at least one future, remove all finished ones from `running`, and yield their items and results."""
     done: set[Future[Result]] = set()
-    while not done:  # with a limit: a signal that another thread receives does not wake this one
-        with deferred():
+    while not done:  # with a timeout, because a signal that another thread receives does not wake this one
+        with defer_signals():
             done, _ = wait(running, timeout=0.2, return_when=FIRST_COMPLETED)
     for future in done:
         yield running.pop(future), future.result()

@@ -1,8 +1,8 @@
-"""Several processes on one run, started by torchrun: who takes what, and how they meet.
+"""Several processes, started by torchrun, that share the work of one run.
 
-All of them see the same files: the checkpoint, and the journal beside the output. The first one leads: it holds the
-lock, decides what is left to do, and writes the artifact. Transport, start and the end of all when one fails are
-torch.distributed's and torchrun's.
+All workers see the same files: the checkpoint, and the journal beside the output. Rank 0 is the leader: it holds the
+lock, decides which steps are left, and writes the artifact. torch.distributed transports messages; torchrun starts the
+processes and ends all of them if one fails.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ import torch.distributed as dist
 
 from ciuic_cli.errors import EnvironmentFault
 
-PATIENCE = timedelta(days=14)
-"""How long a worker waits for the others: as long as a large model may take."""
-_runs = itertools.count()
+TIMEOUT = timedelta(days=14)
+"""How long a worker waits for the others. Longer than any run: workers meet only at the ends of phases."""
+_run_numbers = itertools.count()
 _NOT_STARTED_RIGHT = "start the processes with torchrun; without it, unset TORCHELASTIC_RUN_ID"
 
 
-def several() -> bool:
-    """Whether torchrun started more processes than this one."""
-    return dist.is_torchelastic_launched() and _told("WORLD_SIZE") > 1
+def is_distributed() -> bool:
+    """Whether torchrun started more than one process."""
+    return dist.is_torchelastic_launched() and _environment_number("WORLD_SIZE") > 1
 
 
-def leads() -> bool:
-    """Whether this process is the one that speaks: the only one, or the first of several."""
-    return not several() or _told("RANK") == 0
+def is_leader() -> bool:
+    """Whether this process prints and writes: it is the only one, or rank 0."""
+    return not is_distributed() or _environment_number("RANK") == 0
 
 
-def _told(name: str) -> int:
-    """A number that torchrun gives its processes."""
+def _environment_number(name: str) -> int:
+    """A number that torchrun sets in the environment of its processes. Raises EnvironmentFault if it is none."""
     text = os.environ.get(name, "")
     if not text.isdecimal():
         raise EnvironmentFault(
@@ -46,86 +46,98 @@ def _told(name: str) -> int:
 
 
 class Workers:
-    """One of `size` processes that share the work of a run, the `rank`-th; alone, it does everything."""
+    """The group of `size` processes that share a run, seen from process `rank`. Owned by `join_workers`.
+
+    With size 1 every method works without torch.distributed. All methods that communicate raise EnvironmentFault if
+    another worker has ended.
+    """
 
     def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
         self.rank, self.size, self._store = rank, size, store
-        self._counts: dict[str, int] = {}
+        self._counters: dict[str, int] = {}
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         return self.rank == 0
 
-    def take(self, what: str, items: Sequence[int]) -> Iterator[int]:
-        """Items of a list that all workers have alike, each given to the worker that is free first."""
-        while (position := self.count(what, 1) - 1) < len(items):
+    def take(self, queue: str, items: Sequence[int]) -> Iterator[int]:
+        """Pull items from a queue that all workers share: each item goes to the first worker that is free.
+
+        All workers must pass the same `items` for the same `queue` name.
+        """
+        while (position := self.add_to_counter(queue, 1) - 1) < len(items):
             yield items[position]
 
-    def count(self, what: str, amount: int) -> int:
-        """Add to a counter that all workers share; returns the sum so far."""
+    def add_to_counter(self, name: str, amount: int) -> int:
+        """Add to a counter that all workers share. Returns the sum so far."""
         if self._store is None:
-            self._counts[what] = self._counts.get(what, 0) + amount
-            return self._counts[what]
-        return int(self._meet(lambda store: store.add(what, amount), self._store))
+            self._counters[name] = self._counters.get(name, 0) + amount
+            return self._counters[name]
+        return int(self._communicate(lambda store: store.add(name, amount), self._store))
 
-    def wait(self) -> None:
-        """Until all workers are here."""
+    def barrier(self) -> None:
+        """Wait until all workers have reached this call."""
         if self.size > 1:
-            self._meet(dist.barrier)
+            self._communicate(dist.barrier)
 
-    def tell(self, value: Any) -> Any:
-        """The first worker's value, everywhere."""
-        return self.gather(value if self.leads else None)[0]
+    def broadcast(self, value: Any) -> Any:
+        """The leader's value, in every worker. The other workers' `value` is ignored."""
+        return self.gather(value if self.is_leader else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, in the order of their ranks."""
+        """Every worker's value, in order of rank, in every worker."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        self._meet(dist.all_gather_object, values, value)
+        self._communicate(dist.all_gather_object, values, value)
         return values
 
     def send(self, tensor: torch.Tensor, rank: int) -> None:
+        """Send a tensor to worker `rank`, which must `receive` it. An empty tensor is not transferred."""
         if tensor.numel():
-            self._meet(dist.send, tensor.contiguous(), rank)
+            self._communicate(dist.send, tensor.contiguous(), rank)
 
     def receive(self, shape: Sequence[int], device: torch.device, rank: int) -> torch.Tensor:
-        """A float32 tensor that the worker `rank` sends."""
+        """Receive a float32 tensor of `shape` from worker `rank`."""
         tensor = torch.empty(tuple(shape), device=device)
         if tensor.numel():
-            self._meet(dist.recv, tensor, rank)
+            self._communicate(dist.recv, tensor, rank)
         return tensor
 
     @staticmethod
-    def _meet(action: Callable[..., Any], *arguments: Any) -> Any:
+    def _communicate(action: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return action(*arguments)
-        except RuntimeError as error:  # torch's DistError is one
+        except RuntimeError as error:  # includes torch's DistError
             raise EnvironmentFault(
-                "another worker of this run is gone",
-                remedy="its own message says why; the same command goes on from the last finished steps",
+                "another worker of this run has stopped",
+                remedy="see that worker's error message; the same command continues after the last finished steps",
             ) from error
 
 
 @contextmanager
-def joined() -> Iterator[Workers]:
-    """The workers that torchrun started, connected for the time of the block; without torchrun, this process alone."""
-    if not several():
+def join_workers() -> Iterator[Workers]:
+    """The group of workers that torchrun started, connected for the time of the block. Without torchrun, one worker.
+
+    Raises EnvironmentFault if the workers cannot connect.
+    """
+    if not is_distributed():
         yield Workers()
         return
     try:
-        store, rank, size = next(dist.rendezvous("env://", timeout=PATIENCE))
+        store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
     except (ValueError, RuntimeError) as error:  # torch's DistError is a RuntimeError
         raise EnvironmentFault(
-            f"the workers cannot meet: {' '.join(str(error).split()):.300}", remedy=_NOT_STARTED_RIGHT
+            f"the workers cannot connect: {' '.join(str(error).split()):.300}", remedy=_NOT_STARTED_RIGHT
         ) from error
     backend = "gloo"
     if torch.cuda.is_available():
-        torch.cuda.set_device(_told("LOCAL_RANK") % torch.cuda.device_count())
+        torch.cuda.set_device(_environment_number("LOCAL_RANK") % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl"
-    run = dist.PrefixStore(f"ciuic.{next(_runs)}", store)
+    # A prefix per run: counters of an earlier run in the same processes must not be continued.
+    run = dist.PrefixStore(f"ciuic.{next(_run_numbers)}", store)
     dist.init_process_group(
-        backend, store=dist.PrefixStore("group", run), rank=rank, world_size=size, timeout=PATIENCE
+        backend, store=dist.PrefixStore("group", run), rank=rank, world_size=size, timeout=TIMEOUT
     )
     try:
         yield Workers(rank, size, dist.PrefixStore("work", run))

@@ -27,11 +27,11 @@ from ciuic_cli.artifact.reader import (
 from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.artifact.writer import REPORT
 from ciuic_cli.checkpoint.expert_ids import expert_tables
-from ciuic_cli.checkpoint.folder import locate, read_config, unreplaced
-from ciuic_cli.checkpoint.header import DTYPE_BITS
+from ciuic_cli.checkpoint.folder import locate, read_config, require_unreplaced
+from ciuic_cli.checkpoint.formats import DTYPE_BITS, TORCH_DTYPES
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.mtp import PredictionLayers
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint
+from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
 from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.errors import InputError
@@ -121,7 +121,7 @@ def describe(path: str | Path) -> Description:
     Raises InputError for whatever makes it unreadable (see `open_checkpoint`, `map_model`, `open_artifact`).
     """
     folder = locate(path)
-    with unreplaced(folder):
+    with require_unreplaced(folder):
         if is_artifact(read_config(folder)):
             return _describe_artifact(open_artifact(folder))
         checkpoint = open_checkpoint(folder)

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from ciuic_cli.artifact.reader import Blob
-from ciuic_cli.checkpoint.compressible import STACKS, experts_fault, factor_of, is_grouped, matrix_fault
+from ciuic_cli.checkpoint.compressible import (
+    EXPERT_STACKS,
+    embedding_scale_of,
+    experts_fault,
+    is_grouped_linear,
+    matrix_fault,
+)
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import (
@@ -93,14 +99,14 @@ def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlo
 
 
 def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: torch.dtype) -> nn.Module:
-    if any(stack in slots for stack in STACKS):
+    if any(stack in slots for stack in EXPERT_STACKS):
         reason = experts_fault(dense)
-        missing = [stack for stack in STACKS if stack not in slots]
+        missing = [stack for stack in EXPERT_STACKS if stack not in slots]
         if reason is None and missing:
             reason = f"{missing[0]} is not compressed"
         if reason is not None:
             raise _cannot_hold(dense, name, reason)
-        return CompressedExperts(dense, *(slots[stack].parameter() for stack in STACKS))
+        return CompressedExperts(dense, *(slots[stack].parameter() for stack in EXPERT_STACKS))
     if set(slots) != {"weight"}:
         raise _cannot_hold(dense, name, f"only its weight can be compressed, not {', '.join(sorted(slots))}")
     reason = matrix_fault(dense)
@@ -109,11 +115,16 @@ def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: 
     weight = slots["weight"].parameter()
     if isinstance(dense, nn.Embedding):
         return CompressedEmbedding(
-            dense.num_embeddings, dense.embedding_dim, weight, dtype, factor_of(dense), dense.padding_idx
+            dense.num_embeddings,
+            dense.embedding_dim,
+            weight,
+            dtype,
+            embedding_scale_of(dense),
+            dense.padding_idx,
         )
     assert isinstance(dense, nn.Linear)
     shape = (dense.in_features, dense.out_features)
-    if is_grouped(dense):
+    if is_grouped_linear(dense):
         return CompressedGroupedLinear(*shape, int(dense.n_groups), weight)  # type: ignore[arg-type]
     return CompressedLinear(*shape, weight, dense.bias)
 

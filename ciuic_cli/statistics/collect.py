@@ -221,7 +221,7 @@ class _Collection:
         """Fisher information of the embedding's rows, from the gradients that arrived below the first layer."""
         name, device = self._embedding_name(), self.stream.device
         vocabulary, width = self.map.parameters[name].shape
-        sums, scale = self._sums([name]), self.workers.tell(self.stream.embedding_scale)
+        sums, scale = self._sums([name]), self.workers.broadcast(self.stream.embedding_scale)
         for segment in self.segments:
             # Of sums over a token's places: their moment; |s|² and the number of places by token.
             part = Moments(

@@ -200,10 +200,10 @@ class StatisticsWriter:
             for kind, found in their_files.items():
                 files[kind] |= found
             expert_tokens |= their_tokens
-        if workers.leads:
+        if workers.is_leader:
             index = {"tokens": self.tokens, "files": files, "expert_tokens": expert_tokens}
             (self.folder / INDEX).write_text(json.dumps(index))
-        workers.wait()
+        workers.barrier()
 
 
 def _pool(experts: Sequence[Moments]) -> Moments:

@@ -1,4 +1,4 @@
-"""Calibration text to token sequences: the user's files, or the package's own mix."""
+"""Calibration text to token sequences, from the user's files or the text that ships with the package."""
 
 from __future__ import annotations
 
@@ -10,36 +10,40 @@ from typing import Any
 import torch
 
 from ciuic_cli.errors import InputError, UsageError
-from ciuic_cli.text.documents import own_calibration_text, read_text
-from ciuic_cli.text.tokenizer import beginning, require_known, tokenize, tokenizer_file
+from ciuic_cli.text.documents import builtin_calibration_text, read_text
+from ciuic_cli.text.tokenizer import leading_special_tokens, require_known_tokens, tokenize, tokenizer_file
 
 MINIMUM_TOKENS = 256
+"""Fewest calibration tokens that are accepted. Chosen, not tuned."""
 
 
 def calibration_batch(
     tokenizer: Any, files: Sequence[Path], *, nsamples: int, seqlen: int, vocab_size: int
 ) -> torch.Tensor:
-    """Sequences of calibration tokens, spread evenly over all the text.
+    """Sequences of calibration tokens at even distances over all the text.
 
-    Returns a LongTensor (n, seqlen) with n <= nsamples: every sequence begins with the tokenizer's own
-    beginning (BOS), windows do not overlap, and they are taken at even distances, so that a short run
-    still sees every part of the mix. Raises `InputError` for text that is unreadable or too short.
+    Returns a LongTensor (n, seqlen) with n <= nsamples. Every sequence begins with the tokenizer's leading special
+    tokens (BOS). The sequences do not overlap, and their even distances let a short run see every part of the text.
+    `seqlen` is reduced to the length of the text if that is shorter.
+
+    Raises InputError for text that is unreadable or too short, and for tokens outside `vocab_size`; UsageError if the
+    leading special tokens fill `seqlen`.
     """
-    texts = [read_text(path) for path in files] if files else [own_calibration_text()]
+    texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
     ids = [token for text in texts for token in tokenize(tokenizer, text)]
-    prefix = beginning(tokenizer)
+    prefix = leading_special_tokens(tokenizer)
     if len(ids) < MINIMUM_TOKENS:
         raise InputError(
             f"calibration text has {len(ids)} tokens; at least {MINIMUM_TOKENS} are needed",
             file=files[0] if files else None,
             remedy="give more text (--calibration can be repeated)",
         )
-    require_known(tokenizer, chain(prefix, ids), vocab_size)
+    require_known_tokens(tokenizer, chain(prefix, ids), vocab_size)
     seqlen = min(seqlen, len(ids) + len(prefix))
     body = seqlen - len(prefix)
     if body < 1:
         raise UsageError(
-            f"--seqlen {seqlen} leaves no room behind the tokenizer's own beginning, {len(prefix)} tokens",
+            f"--seqlen {seqlen} leaves no room after the {len(prefix)} tokens that the tokenizer puts first",
             file=tokenizer_file(tokenizer.name_or_path),
             remedy="use longer sequences, or check the tokenizer",
         )

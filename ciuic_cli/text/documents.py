@@ -1,4 +1,4 @@
-"""Text files: the user's, checked, and the package's own."""
+"""Text files: those of the user, with checks, and those that ship with the package."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 from ciuic_cli.errors import InputError
 
 DOCUMENT_SEPARATOR = "<|doc|>"
-
+"""The line between two documents of a text."""
 
 MAXIMUM_BYTES = 64 << 20
-"""Of a text: hundreds of times what any effort takes. All of it is tokenized, in many times its size of memory."""
+"""Largest accepted text. No effort uses a hundredth of it, and tokenizing needs many times its size in memory."""
 
 
 def read_text(path: Path) -> str:
-    """The text of one UTF-8 file; raises `InputError` if it is missing, empty, too long or not UTF-8."""
+    """The content of a UTF-8 file. Raises InputError if it is missing, unreadable, empty, too long or not UTF-8."""
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise _unreadable(path, "it is not a regular file")
@@ -26,22 +26,22 @@ def read_text(path: Path) -> str:
         raise _unreadable(path, str(error.strerror)) from error
     if len(data) > MAXIMUM_BYTES:
         raise InputError(
-            f"the text has more than {MAXIMUM_BYTES:,} bytes", file=path, remedy="name a part of it"
+            f"the text has more than {MAXIMUM_BYTES:,} bytes", file=path, remedy="give a part of it"
         )
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise _not_utf8(path, error.start) from error
-    if "\0" in text:  # of UTF-16, or no text at all
+    if "\0" in text:  # UTF-16, or a binary file
         raise _not_utf8(path, data.index(0))
     if not text.strip():
-        raise InputError("the text is empty", file=path, remedy="name a file with text in it")
+        raise InputError("the text is empty", file=path, remedy="give a file that contains text")
     return text
 
 
 def _unreadable(path: Path, reason: str) -> InputError:
     return InputError(
-        f"the text cannot be read: {reason}", file=path, remedy="name a readable UTF-8 text file"
+        f"the text cannot be read: {reason}", file=path, remedy="give a readable UTF-8 text file"
     )
 
 
@@ -53,20 +53,20 @@ def _not_utf8(path: Path, byte: int) -> InputError:
     )
 
 
-def own_calibration_text() -> str:
-    """The calibration mix that ships with the package (sources and licences: data/SOURCES.md)."""
-    return _own_text("calibration.txt")
+def builtin_calibration_text() -> str:
+    """The calibration text that ships with the package (sources and licences: data/SOURCES.md)."""
+    return _builtin_text("calibration.txt")
 
 
-def own_evaluation_text() -> str:
+def builtin_evaluation_text() -> str:
     """The evaluation text that ships with the package (sources and licences: data/SOURCES.md)."""
-    return _own_text("eval.txt")
+    return _builtin_text("eval.txt")
 
 
-def _own_text(name: str) -> str:
+def _builtin_text(name: str) -> str:
     return resources.files("ciuic_cli.text").joinpath("data", name).read_text(encoding="utf-8")
 
 
-def documents_of(text: str) -> list[str]:
-    """The documents of a text, each ending in an empty line; a text without separators is one document."""
+def split_documents(text: str) -> list[str]:
+    """The documents of a text, each with an empty line at its end. A text without separators is one document."""
     return [part.strip("\n") + "\n\n" for part in text.split(f"\n{DOCUMENT_SEPARATOR}\n")]

@@ -1,4 +1,4 @@
-"""Tokenizers of model folders: text to token ids, and damaged tokenizer files as errors that name the file."""
+"""Tokenizers of model folders: text to token ids. Errors of damaged tokenizer files name the file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.memory import exhaustion
-from ciuic_cli.text.documents import documents_of
+from ciuic_cli.text.documents import split_documents
 
 
 def open_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a model's folder; raises InputError if it cannot be loaded."""
+    """The tokenizer of a model folder or hub id. Raises InputError if it cannot be loaded."""
     from transformers import AutoTokenizer
 
     folder = locate(path)
@@ -26,13 +26,13 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
     """Token ids of all documents of `text`, without special tokens."""
     ids: list[int] = []
     with tokenizer_faults(tokenizer.name_or_path):
-        for document in documents_of(text):
+        for document in split_documents(text):
             ids.extend(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
     return ids
 
 
-def beginning(tokenizer: Any) -> list[int]:
-    """The special tokens the tokenizer puts before a text (usually BOS, or nothing)."""
+def leading_special_tokens(tokenizer: Any) -> list[int]:
+    """Ids of the special tokens that the tokenizer puts before a text: usually BOS, or none."""
     with tokenizer_faults(tokenizer.name_or_path):
         with_special = tokenizer("a")["input_ids"]
         without = tokenizer("a", add_special_tokens=False)["input_ids"]
@@ -44,16 +44,16 @@ def beginning(tokenizer: Any) -> list[int]:
 
 @contextmanager
 def tokenizer_faults(folder: str | Path) -> Iterator[None]:
-    """Whatever a damaged tokenizer makes its libraries raise becomes an `InputError` that names its file.
+    """Convert any exception of the tokenizer libraries in the block to an InputError that names the tokenizer's file.
 
-    Memory or threads that are used up are no fault of the file: `EnvironmentFault`.
+    Exhausted memory or threads become an EnvironmentFault: they are not an error of the file.
     """
     try:
         yield
     except CiuicError:
         raise
     except BaseException as error:
-        if not (isinstance(error, Exception) or _is_panic(error)):
+        if not (isinstance(error, Exception) or _is_rust_panic(error)):
             raise
         fault = exhaustion(error)
         if fault is not None:
@@ -68,23 +68,24 @@ def tokenizer_faults(folder: str | Path) -> Iterator[None]:
         ) from error
 
 
-def _is_panic(error: BaseException) -> bool:
-    """Whether code in Rust gave up; Python's name for that is no `Exception`."""
+def _is_rust_panic(error: BaseException) -> bool:
+    """Whether the exception is a panic of Rust code. pyo3 derives it from BaseException, not from Exception."""
     kind = type(error)
     return (kind.__module__, kind.__name__) == ("pyo3_runtime", "PanicException")
 
 
 def tokenizer_file(folder: str | Path) -> Path:
+    """The file that messages about a tokenizer name: tokenizer.json, or the folder if that file is absent."""
     file = Path(folder) / "tokenizer.json"
     return file if file.is_file() else Path(folder)
 
 
-def require_known(tokenizer: Any, ids: Iterable[int], vocab_size: int) -> None:
-    """Raise `InputError` if the model has no such tokens."""
+def require_known_tokens(tokenizer: Any, ids: Iterable[int], vocab_size: int) -> None:
+    """Raise InputError unless all token ids are below `vocab_size`, the number of rows of the model's embedding."""
     highest = max(ids, default=0)
     if highest >= vocab_size:
         raise InputError(
-            f"the tokenizer gives token {highest}, the model has only {vocab_size}",
+            f"the tokenizer gives token {highest}, but the model has only {vocab_size} tokens",
             file=tokenizer_file(tokenizer.name_or_path),
             remedy="check that tokenizer and weights belong together",
         )

@@ -16,6 +16,7 @@ from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.layout import StoredTensor, lay_out, stored_bytes
 from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.process import atomic_files
+from ciuic_cli.process.file_faults import environment_fault
 
 BLOBS = [StoredTensor(f"blob.{number}", "U8", (64,), 64) for number in range(5)]
 
@@ -71,7 +72,7 @@ def test_34_a_failing_write_leaves_what_was_there(
 
 
 def test_34_a_read_only_folder(tmp_path: Path) -> None:
-    error = atomic_files.environment_fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), tmp_path)
+    error = environment_fault(OSError(errno.EROFS, os.strerror(errno.EROFS)), tmp_path)
     assert "another output folder" in str(error)
     with pytest.raises(EnvironmentFault, match="No such file"):
         atomic_files.write_atomically(tmp_path / "absent" / "file", b"")
@@ -108,7 +109,7 @@ OLD = {"weights": "old", writer.CHECKSUMS: "old"}
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With renameat2 and, where the system or the file system lacks it, without."""
     if request.param == "two renames":
-        monkeypatch.setattr(publishing, "renamed", lambda first, second, flag: False)
+        monkeypatch.setattr(publishing, "rename_with_flag", lambda first, second, flag: False)
     return str(request.param)
 
 
@@ -165,7 +166,7 @@ def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
     """Both names exist before, during and after: the inodes change places."""
     first, second = _folder(tmp_path / "a", file="a"), _folder(tmp_path / "b", file="b")
     inodes = first.stat().st_ino, second.stat().st_ino
-    if atomic_files.renamed(first, second, atomic_files.EXCHANGE):
+    if atomic_files.rename_with_flag(first, second, atomic_files.EXCHANGE):
         assert (second.stat().st_ino, first.stat().st_ino) == inodes
         assert _content(first) == {"file": "b"}
     else:  # a system without renameat2: nothing may have changed
@@ -174,20 +175,20 @@ def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
 
 def test_an_exchange_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
     first = _folder(tmp_path / "a", file="a")
-    assert atomic_files.renamed(first, tmp_path / "absent", atomic_files.EXCHANGE) is False
+    assert atomic_files.rename_with_flag(first, tmp_path / "absent", atomic_files.EXCHANGE) is False
     assert _content(first) == {"file": "a"}
 
 
 def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(atomic_files.ctypes, "CDLL", lambda *args, **kwargs: object())
-    assert atomic_files.renamed(tmp_path, tmp_path / "other", atomic_files.NOREPLACE) is False
+    assert atomic_files.rename_with_flag(tmp_path, tmp_path / "other", atomic_files.NOREPLACE) is False
 
 
 def test_34_publishing_that_fails_leaves_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
-    monkeypatch.setattr(publishing, "renamed", _failing(errno.EACCES))
+    monkeypatch.setattr(publishing, "rename_with_flag", _failing(errno.EACCES))
     with pytest.raises(EnvironmentFault, match="permissions"):
         publishing.publish(new, out, replace=True)
     assert _content(out) == OLD
@@ -266,7 +267,7 @@ def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
-    monkeypatch.setattr(publishing, "renamed", lambda first, second, flag: False)
+    monkeypatch.setattr(publishing, "rename_with_flag", lambda first, second, flag: False)
     rename = Path.rename
 
     def second_fails(self: Path, target: Path) -> Path:
@@ -293,6 +294,6 @@ def test_34_an_interrupted_write_leaves_no_piece(tmp_path: Path, monkeypatch: py
 
 def test_34_the_system_error_behind_one_of_safetensors() -> None:
     error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
-    fault = atomic_files.environment_fault(error, Path("x"))
+    fault = environment_fault(error, Path("x"))
     assert "No space left" in fault.message and "free disk space" in (fault.remedy or "")
-    assert "odd" in atomic_files.environment_fault(SafetensorError("odd"), Path("x")).message
+    assert "odd" in environment_fault(SafetensorError("odd"), Path("x")).message

@@ -1,4 +1,4 @@
-"""What the tests of the model map share: edited copies of the tiny checkpoints, and tokens to run."""
+"""Fixtures for tests of the model map: edited copies of the tiny checkpoints, and tokens to run."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 
 @pytest.fixture(scope="session")
 def mapped() -> Callable[[Path], ModelMap]:
-    """`mapped(folder)`: opened and mapped."""
+    """`mapped(folder)`: the ModelMap of a checkpoint folder."""
     return lambda folder: map_model(open_checkpoint(folder))
 
 
 @pytest.fixture(scope="session")
 def changed() -> Callable[..., Path]:
-    """`changed(source, target, edit, **config)`: a copy with edited tensors (in place) and config fields."""
+    """`changed(source, target, edit, **config)`: a copy of `source` at `target` with changed tensors and config.
+
+    `edit` changes the dict of tensors in place. `config` are the changed keys of config.json.
+    """
 
     def copy(
         source: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]], None], **config: object
@@ -41,5 +44,5 @@ def changed() -> Callable[..., Path]:
 
 @pytest.fixture(scope="session")
 def tokens() -> torch.Tensor:
-    """Two sequences of 40 ordinary tokens."""
+    """Two sequences of 40 tokens, none of them special."""
     return torch.randint(3, 263, (2, 40), generator=torch.Generator().manual_seed(0))

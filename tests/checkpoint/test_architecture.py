@@ -1,4 +1,4 @@
-"""Faults 26 and 27: no code from a checkpoint, unknown architectures and absurd sizes refused early."""
+"""Faults 26 and 27: no code of a checkpoint runs; unknown architectures and implausible sizes are refused early."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_27_unknown_architecture() -> None:
     assert "auto_map" in refusal(model_type="deepseek", auto_map={"AutoConfig": "x.Y"}).message
 
 
-def test_27_an_encoder_is_no_language_model() -> None:
+def test_27_an_encoder_is_refused() -> None:
     assert "causal" in refusal(model_type="vit").message
 
 
@@ -91,19 +91,19 @@ def test_27_absurd_or_negative_sizes(key: str, value: Any) -> None:
         ("compress_ratios", [4, 1 << 63]),
     ],
 )
-def test_27_whole_numbers_without_bound(key: str, value: Any) -> None:
+def test_27_integers_beyond_the_limit(key: str, value: Any) -> None:
     assert str(1 << 40) in refusal(model_type="deepseek_v4", **{key: value}).message
 
 
 @pytest.mark.parametrize("steps", [10**6, 1 << 63])
-def test_27_loops_without_end(steps: int) -> None:
+def test_27_loop_counts_beyond_the_limit(steps: int) -> None:
     assert "hc_sinkhorn_iters" in refusal(model_type="deepseek_v4", hc_sinkhorn_iters=steps).message
     assert (
         build_config({**LLAMA, "train_iters": 10**6}).train_iters == 10**6
-    )  # noted by others, read by no model
+    )  # a key that the model's config class does not have
 
 
-def test_large_numbers_that_models_have() -> None:
+def test_large_numbers_of_real_models_are_accepted() -> None:
     values = {"rope_theta": 45843689292, "model_max_length": 10**30, "max_position_embeddings": 1 << 24}
     assert build_config({**LLAMA, **values}).max_position_embeddings == 1 << 24
 
@@ -114,13 +114,13 @@ def test_27_what_transformers_itself_refuses_is_an_input_error() -> None:
         build_meta_model(build_config({**LLAMA, "hidden_act": "nonsense"}), torch.bfloat16)
 
 
-@pytest.mark.parametrize("chosen", [0, 5])
-def test_a_token_goes_to_at_least_one_expert_and_to_no_more_than_there_are(chosen: int) -> None:
-    error = refusal(model_type="mixtral", num_local_experts=4, num_experts_per_tok=chosen)
+@pytest.mark.parametrize("per_token", [0, 5])
+def test_experts_per_token_are_between_one_and_the_number_of_experts(per_token: int) -> None:
+    error = refusal(model_type="mixtral", num_local_experts=4, num_experts_per_tok=per_token)
     assert "num_experts_per_tok" in error.message and "between 1 and" in error.message
 
 
-def test_outputs_have_names_whatever_the_config_asks_for() -> None:
+def test_return_dict_in_the_config_is_ignored() -> None:
     assert build_config({**LLAMA, "return_dict": False}).return_dict is True
 
 

@@ -1,4 +1,4 @@
-"""Faults 14 to 17 and 25: which files of a folder may be opened; and hub ids."""
+"""Faults 14 to 17 and 25: which files of a folder may be opened, its shards and index, and hub ids."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-from ciuic_cli.checkpoint.folder import INDEX_NAME, checked_file, locate, read_config, read_json, shard_names
+from ciuic_cli.checkpoint.folder import checked_file, locate, read_config, read_json
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.checkpoint.shards import INDEX_NAME, shard_names
 from ciuic_cli.errors import EnvironmentFault, InputError
 
 
@@ -109,14 +110,14 @@ def test_16_an_index_or_config_symlink_that_leaves_the_folder(folder: Path) -> N
     assert "symbolic link" in refusal(folder).message
 
 
-def test_16_a_symlinked_folder_inside_does_not_help(folder: Path) -> None:
+def test_16_a_symlinked_subfolder_is_refused_too(folder: Path) -> None:
     weights(folder.parent / "other" / "x.safetensors", "w")
     (folder / "sub").symlink_to(folder.parent / "other")
     write_index(folder, {"w": "sub/x.safetensors"})
     assert "symbolic link" in refusal(folder).message
 
 
-def test_16_the_hub_caches_own_symlinks_work(tmp_path: Path) -> None:
+def test_16_symlinks_of_the_hub_cache_work(tmp_path: Path) -> None:
     repository = tmp_path / "models--org--name"
     weights(repository / "blobs" / "0123", "w")
     (repository / "blobs" / "4567").write_text('{"model_type": "llama"}')
@@ -151,7 +152,7 @@ def test_25_only_pickles(folder: Path) -> None:
     assert "pickle" in error.message and "save_pretrained" in (error.remedy or "")
 
 
-def test_nothing_or_gguf(folder: Path) -> None:
+def test_a_folder_without_weights_or_with_gguf(folder: Path) -> None:
     assert "no safetensors" in refusal(folder).message
     (folder / "m.gguf").write_bytes(b"GGUF")
     assert "GGUF" in refusal(folder).message
@@ -164,7 +165,7 @@ def test_missing_folder_file_instead_of_folder_and_missing_config(tmp_path: Path
     assert "no config.json" in refusal(tmp_path).message
 
 
-def test_a_folder_that_may_not_be_read_is_not_called_empty(
+def test_a_folder_without_read_permission_is_an_environment_fault(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.access", lambda path, *rest, **named: False)
@@ -174,7 +175,7 @@ def test_a_folder_that_may_not_be_read_is_not_called_empty(
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "\ufeff{}", "[" * 100_000])
-def test_a_config_that_is_no_object(folder: Path, text: str) -> None:
+def test_a_config_that_is_no_json_object(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     assert (refusal(folder).file or "").endswith("config.json")
 

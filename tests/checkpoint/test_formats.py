@@ -1,4 +1,4 @@
-"""FP8 and FP4 decoding against a slow reference that works bit by bit and shares nothing with the code."""
+"""FP8 and FP4 decoding against a slow reference that works bit by bit and shares no code with it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def reference_fp8(
     codes: list[list[int]], scales: list[list[float]], block: tuple[int, int], decode
 ) -> torch.Tensor:
-    """Element by element: the double product rounded once to float32 (24 + 4 bits: exact in double)."""
+    """Element by element. The product is exact in double (24 + 4 bits) and rounded once, to float32."""
     rows = [
         [float32(decode(code) * scales[r // block[0]][c // block[1]]) for c, code in enumerate(row)]
         for r, row in enumerate(codes)
@@ -69,7 +69,7 @@ def test_fp8_with_block_scales_bit_by_bit(
     codes = torch.randint(0, 256, (rows, cols), generator=generator, dtype=torch.uint8)
     codes.view(-1)[:256] = torch.arange(256)[: codes.numel()].to(
         torch.uint8
-    )  # every code occurs where it fits
+    )  # every code occurs if the matrix is large enough
     grid = (math.ceil(rows / block[0]), math.ceil(cols / block[1]))
     scales = torch.rand(grid, generator=generator) * 0.01 + 1e-4
     found_block = formats.scale_block((rows, cols), grid, block)

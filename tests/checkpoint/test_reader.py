@@ -1,4 +1,4 @@
-"""Reading tensors, scales found beside them, and faults 18 and 24."""
+"""Reading tensors, finding their scales, and faults 18 and 24: tensors in two shards, scales that do not fit."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ciuic_cli.checkpoint.folder import INDEX_NAME
-from ciuic_cli.checkpoint.reader import TORCH_DTYPES, Checkpoint, open_checkpoint
+from ciuic_cli.checkpoint.formats import TORCH_DTYPES
+from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
+from ciuic_cli.checkpoint.shards import INDEX_NAME
 from ciuic_cli.errors import EnvironmentFault, InputError
 
 
@@ -151,7 +152,7 @@ def test_24_fp8_with_a_scale_of_the_wrong_shape(tmp_path: Path) -> None:
     assert caught.value.tensor == "a.weight"
 
 
-def test_24_a_scale_for_all_only_where_the_config_states_no_block(tmp_path: Path) -> None:
+def test_24_one_scale_per_tensor_only_if_the_config_states_no_block(tmp_path: Path) -> None:
     tensors = {"a.weight": fp8(130, 257), "a.weight_scale": torch.tensor([0.5])}
     section = {"quant_method": "fp8", "weight_block_size": None}
     opened = checkpoint(tmp_path / "m", tensors, quantization_config=section)

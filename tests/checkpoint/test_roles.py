@@ -1,4 +1,4 @@
-"""What is compressed and why not, on modules made for the purpose."""
+"""Which parameters are compressed, and the reasons for the others, on small models."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def roles(model_type: str, **values: Any) -> dict[str, Classification]:
     return {name: classified for name, (classified, _) in classify(model).items()}
 
 
-def test_transposed_expert_stacks_are_named_and_not_misread() -> None:
+def test_transposed_expert_stacks_are_kept_with_the_reason() -> None:
     found = roles("gpt_oss", intermediate_size=96, num_local_experts=4, head_dim=16, num_key_value_heads=2)
     for name in ("gate_up_proj", "down_proj"):
         stack = found[f"model.layers.0.mlp.experts.{name}"]
@@ -86,7 +86,7 @@ def test_routers_norms_biases_and_buffers_stay_dense() -> None:
 
 
 class _Positions(nn.Embedding):
-    """As OPT's learned positions."""
+    """An embedding with an offset, like OPT's learned positions."""
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         return super().forward(positions + 2)
@@ -97,8 +97,8 @@ class _Halved(nn.Linear):
         return super().forward(x) / 2
 
 
-def test_what_codes_could_not_stand_in_for_is_kept() -> None:
-    """Else compress would end with an artifact that nothing can load."""
+def test_modules_that_compute_something_else_are_kept() -> None:
+    """Loading could not replace these modules by compressed ones."""
 
     class Model(nn.Module):
         def __init__(self) -> None:

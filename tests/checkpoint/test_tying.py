@@ -1,4 +1,4 @@
-"""Fault 21: a tied head that is absent, equal or different."""
+"""Fault 21: a tied head that is absent, or stored with equal or different values."""
 
 from __future__ import annotations
 

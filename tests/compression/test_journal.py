@@ -12,7 +12,7 @@ import pytest
 
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.errors import EnvironmentFault, InputError
-from ciuic_cli.process.atomic_files import clear_away
+from ciuic_cli.process.atomic_files import remove_path
 
 _HOLD = """
 import sys
@@ -227,7 +227,7 @@ def test_36_anything_but_a_finished_step_counts_as_absent(tmp_path: Path, name: 
         journal.begin({"seed": 0}, restart=False)
         for step in steps[:-1]:
             journal.save(step, b"result")
-    clear_away(journal.folder / name)
+    remove_path(journal.folder / name)
     SPOILS[kind](journal.folder / name)
     with Journal(parent / "out") as journal:
         assert not journal.published()

@@ -251,7 +251,7 @@ def test_tokens_that_do_not_fit_are_refused_before_anything_is_loaded(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, absurd: dict[str, int]
 ) -> None:
     monkeypatch.setattr(benching, "open_model", lambda *arguments: pytest.fail("it was loaded"))
-    monkeypatch.setattr(benching, "positions_of", lambda config: None)
+    monkeypatch.setattr(benching, "max_positions", lambda config: None)
     with pytest.raises(EnvironmentFault, match=r"take at least [0-9.e+]+ GB.* are free on cpu") as caught:
         measure(str(tiny_checkpoint("llama")), **{**QUICK, **absurd})
     assert caught.value.remedy == "use a smaller -p, -n or --batch-size"

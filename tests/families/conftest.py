@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 Make = Callable[..., Path]
 Edit = Callable[[dict[str, torch.Tensor]], None]
 BLOCK = 24
-"""Edge of an FP8 scale block here: it divides no dimension of the tiny models, so every last block is partial."""
+"""Rows and columns of an FP8 scale block in these tests. No dimension of the tiny models is a multiple of it, so every
+last block is partial."""
 _TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
 
 
@@ -28,15 +29,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def released(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`released(form)`: a family of TINY_CONFIGS, or one of them in DeepSeek's own FP8 or FP4."""
+    """`released(form)`: a tiny checkpoint of a family of TINY_CONFIGS, or of one in DeepSeek's FP8 or FP4 formats."""
     made: dict[str, Path] = {}
 
     def make(form: str) -> Path:
         if form in made:
             return made[form]
         family = form.removesuffix("_fp8").removesuffix("_fp4")
-        # Enough heads in the indexer that its projection is a matrix, not a few rows, and a choice of tokens that
-        # is as wide as the texts here: the releases choose 2048 of them.
+        # Enough indexer heads that the projection is compressed, and an index_topk as long as the texts here: the
+        # releases choose 2048 tokens.
         changes = {"index_n_heads": 16, "index_topk": 64} if family in ("deepseek_v32", "deepseek_v4") else {}
         source = tiny_checkpoint(family, **changes)
         if form == family:
@@ -56,7 +57,7 @@ def released(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
 def predicting(
     released: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """`predicting(form)`: the same with one multi-token-prediction layer, named and stored as in the releases."""
+    """`predicting(form)`: `released(form)` with one multi-token-prediction layer as in the releases."""
     made: dict[str, Path] = {}
 
     def make(form: str) -> Path:
@@ -70,17 +71,19 @@ def predicting(
 
 
 def _add_v3_predictor(tensors: dict[str, torch.Tensor]) -> None:
-    """Layer 3 of a model with three: a decoder layer, what joins its two inputs, and copies of both ends."""
+    """Layer 3 of a three-layer model: a decoder layer, its input projection, copies of embedding and head."""
     for name in [name for name in tensors if name.startswith("model.layers.2.")]:
         tensors[name.replace("layers.2.", "layers.3.")] = _other_values(tensors[name])
-    place, hidden = "model.layers.3", tensors["model.norm.weight"].numel()
-    bias = f"{place}.mlp.gate.e_score_correction_bias"
-    tensors[bias] = tensors[bias].float() / 3  # float32 in the releases, and no bfloat16 in disguise
-    tensors[f"{place}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{place}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
-    tensors[f"{place}.eh_proj.weight"] = _projection(hidden, 2 * hidden)
+    prefix, hidden = "model.layers.3", tensors["model.norm.weight"].numel()
+    bias = f"{prefix}.mlp.gate.e_score_correction_bias"
+    tensors[bias] = (
+        tensors[bias].float() / 3
+    )  # float32 in the releases; dividing makes it not exact in bfloat16
+    tensors[f"{prefix}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+    tensors[f"{prefix}.shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    tensors[f"{prefix}.eh_proj.weight"] = _projection(hidden, 2 * hidden)
     for norm in ("enorm", "hnorm", "shared_head.norm"):
-        tensors[f"{place}.{norm}.weight"] = torch.rand(hidden).to(torch.bfloat16)
+        tensors[f"{prefix}.{norm}.weight"] = torch.rand(hidden).to(torch.bfloat16)
 
 
 def _add_v4_predictor(tensors: dict[str, torch.Tensor]) -> None:
@@ -100,7 +103,7 @@ def _add_v4_predictor(tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _other_values(tensor: torch.Tensor) -> torch.Tensor:
-    """The same numbers in another order: still valid in every format."""
+    """The same values in reverse order of rows, which is valid in every format."""
     return tensor.view(torch.uint8).flip(0).view(tensor.dtype) if tensor.itemsize == 1 else tensor.flip(0)
 
 
@@ -120,7 +123,7 @@ def _copy(source: Path, target: Path, edit: Edit, section: dict[str, object]) ->
 
 
 def _to_fp8(tensors: dict[str, torch.Tensor]) -> None:
-    """Every projection as V3 and R1 store it: e4m3 with one float32 `weight_scale_inv` per block."""
+    """Store every projection as V3 and R1 do: e4m3 with one float32 `weight_scale_inv` per block."""
     for name in [name for name in tensors if re.search(r"(_proj|with_mqa|wq_b|wk)\.weight$", name)]:
         if "weights_proj" in name:
             continue
@@ -137,7 +140,7 @@ def _blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _to_v4_formats(tensors: dict[str, torch.Tensor]) -> None:
-    """Attention in FP8 with powers of two as scales, routed experts in FP4 with one scale per 32 values."""
+    """Store attention in FP8 with powers of two as scales, and routed experts in FP4 with one scale per 32 values."""
     for name in [name for name in tensors if re.search(r"attn\.w(q_a|q_b|kv|o_a|o_b)\.weight$", name)]:
         stored, scale = _blocks(tensors[name].float())
         exponent = scale.log2().ceil().clamp(-127, 127)

@@ -1,4 +1,4 @@
-"""Every family and number format from its files to generated tokens: nothing stays dense, logits stay close."""
+"""Every family and number format, from files to generated tokens: all matrices are compressed, logits stay close."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ FORMS = [
 ]
 RATIO = 1.8
 BOUND = 0.03
-"""Largest squared error of the middle token's logits, as a share of their variance, at RATIO.
+"""Bound of the median over tokens of the logits' squared error, as a share of their variance, at RATIO.
 
-Random weights have no margins: a token whose routing tips over is lost, so the mean would say nothing.
+Not the mean: the weights are random, so for some tokens a small error changes the routing and thereby all logits.
 """
 
 
 def must_be_compressed(model: nn.Module) -> set[str]:
-    """Names of all linears', embeddings' and experts' weights; what routes is kept exactly, and is no such weight."""
+    """Names of the weights of all linears, embeddings and experts, without routers (kept exactly) and tied heads."""
     heads = dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
     found = set()
     for name, module in model.named_modules():
@@ -53,7 +53,7 @@ def must_be_compressed(model: nn.Module) -> set[str]:
 
 @torch.no_grad()
 def decoded_logits(model_map: ModelMap, ids: torch.Tensor) -> torch.Tensor:
-    """Logits of the original in float32, its FP8 and FP4 weights decoded."""
+    """Logits of the original in float32, with FP8 and FP4 weights decoded."""
     model = model_map.skeleton(dtype=torch.float32)
     model_map.materialise(model, "", torch.float32)
     return model(ids).logits
@@ -76,8 +76,8 @@ def test_from_the_original_files_to_generated_tokens(
     ids = torch.randint(3, 263, (2, 40), generator=torch.Generator().manual_seed(0))
     reference = decoded_logits(model_map, ids)
     with torch.no_grad():
-        found = model(ids).logits
-    error = (found - reference).square().mean(-1) / reference.var(-1)
+        logits = model(ids).logits
+    error = (logits - reference).square().mean(-1) / reference.var(-1)
     assert float(error.median()) < BOUND
     generated: Any = model.generate(ids[:, :20], max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert generated.shape == (2, 24)
@@ -87,7 +87,7 @@ def test_from_the_original_files_to_generated_tokens(
 
 
 def stored_blobs(out: Path) -> set[str]:
-    """Names of the artifact's compressed tensors: one-dimensional bytes."""
+    """Names of the artifact's compressed tensors: those stored as one-dimensional bytes."""
     found = set()
     for file in out.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:

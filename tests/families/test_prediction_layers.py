@@ -1,4 +1,4 @@
-"""Multi-token-prediction layers, kept or dropped: from the files of V3 in FP8 and V4 in FP4 to artifacts that load."""
+"""Multi-token-prediction layers, kept or dropped: from files of V3 in FP8 and V4 in FP4 to artifacts that load."""
 
 from __future__ import annotations
 
@@ -38,17 +38,23 @@ from ciuic_cli.cost.forecast import Text, disk_bytes
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.report.inspection import describe
 
-PLACES = {"deepseek_v3_fp8": "model.layers.3", "deepseek_v4_fp4": "mtp.0"}
+PREFIXES = {"deepseek_v3_fp8": "model.layers.3", "deepseek_v4_fp4": "mtp.0"}
 ERROR = 0.01
-"""Largest squared error of a decoded matrix, as a share of its weights' squares, at RATIO (4 bits leave 0.006)."""
+"""Bound of a decoded matrix' squared error, as a share of the sum of its squared weights, at RATIO.
+
+4 bits per weight give 0.006.
+"""
 KEPT_EXACTLY = re.compile(r"norm|gate\.|hc_|attn_sink")
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint, the artifact that keeps its layer, and the report of the run."""
+    """A checkpoint with a multi-token-prediction layer, an artifact that keeps the layer, and the report of the run.
 
-    place: str
+    `prefix` is the prefix of the layer's names.
+    """
+
+    prefix: str
     source: Path
     out: Path
     report: dict[str, Any]
@@ -63,7 +69,7 @@ def run(source: Path, out: Path, text: Path, **options: Any) -> dict[str, Any]:
     return compress(source, out, calibration=[text], **{**settings, **options})
 
 
-@pytest.fixture(scope="module", params=PLACES)
+@pytest.fixture(scope="module", params=PREFIXES)
 def kept(
     request: pytest.FixtureRequest,
     predicting: Callable[[str], Path],
@@ -71,7 +77,7 @@ def kept(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Kept:
     source, out = predicting(request.param), tmp_path_factory.mktemp(request.param) / "out"
-    return Kept(PLACES[request.param], source, out, run(source, out, text, mtp="keep"))
+    return Kept(PREFIXES[request.param], source, out, run(source, out, text, mtp="keep"))
 
 
 def stored_names(out: Path) -> set[str]:
@@ -81,16 +87,16 @@ def stored_names(out: Path) -> set[str]:
 
 def test_every_matrix_of_the_layer_is_coded_and_the_rest_is_kept_exactly(kept: Kept) -> None:
     checkpoint = open_checkpoint(kept.source)
-    own = {name for name in checkpoint.tensors if name.startswith(f"{kept.place}.")} - set(
+    layer = {name for name in checkpoint.tensors if name.startswith(f"{kept.prefix}.")} - set(
         checkpoint.scales.values()
     )
-    copies = {name for name in own if re.search(r"embed_tokens|shared_head\.head", name)}
-    exact = {name for name in own if KEPT_EXACTLY.search(name)}
-    matrices = own - copies - exact
+    copies = {name for name in layer if re.search(r"embed_tokens|shared_head\.head", name)}
+    exact = {name for name in layer if KEPT_EXACTLY.search(name)}
+    matrices = layer - copies - exact
     assert len(matrices) > 15 and len(exact) > 5
     expected = must_be_compressed(kept.original.meta_model())
     assert stored_blobs(kept.out) == expected | matrices
-    assert {name for name in stored_names(kept.out) if name.startswith(f"{kept.place}.")} == matrices | exact
+    assert {name for name in stored_names(kept.out) if name.startswith(f"{kept.prefix}.")} == matrices | exact
     for name in matrices:
         weight = checkpoint.read_dense(name).float()
         decoded = read_tensor(kept.out, name)
@@ -101,16 +107,16 @@ def test_every_matrix_of_the_layer_is_coded_and_the_rest_is_kept_exactly(kept: K
 
 
 def test_copies_of_embedding_and_head_are_stored_once(kept: Kept) -> None:
-    copies = {f"{kept.place}.embed_tokens.weight": "model.embed_tokens.weight",
-              f"{kept.place}.shared_head.head.weight": "lm_head.weight"}  # fmt: skip
-    expected = copies if kept.place.startswith("model") else {}
+    copies = {f"{kept.prefix}.embed_tokens.weight": "model.embed_tokens.weight",
+              f"{kept.prefix}.shared_head.head.weight": "lm_head.weight"}  # fmt: skip
+    expected = copies if kept.prefix.startswith("model") else {}
     assert kept.report["mtp"]["shared"] == expected
     for name, source in expected.items():
         assert f"{name} equals {source}: stored once" in kept.report["kept"]
         assert torch.equal(read_tensor(kept.out, name), read_tensor(kept.out, source))
 
 
-def test_the_artifact_loads_without_a_word_and_predicts_as_the_original(
+def test_the_artifact_loads_without_warnings_and_predicts_like_the_original(
     kept: Kept, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
@@ -128,12 +134,12 @@ def test_the_artifact_loads_without_a_word_and_predicts_as_the_original(
 
 def test_drafting_by_transformers_is_refused_instead_of_reading_codes_as_weights(kept: Kept) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(kept.out)
-    # V3: its prediction layer finds no weights of its shapes; V4: transformers cannot draft for it at all.
+    # V3: the codes do not have the shapes of its layer's weights. V4: transformers cannot draft for it at all.
     with pytest.raises((RuntimeError, ValueError), match=r"MtpModel|assisted generation"):
         model.generate(torch.arange(3, 23)[None], max_new_tokens=4, do_sample=False, use_mtp=True)
 
 
-def test_they_count_as_parameters_and_within_the_budget(kept: Kept) -> None:
+def test_the_layer_counts_as_parameters_and_towards_the_budget(kept: Kept) -> None:
     report, dense = kept.report, map_model(open_checkpoint(kept.source))
     rows = [row for row in report["components"] if row["role"] in MTP_ROLES]
     buffers = {p.name for p in keep_mtp(dense).parameters.values() if is_mtp(p) and p.buffer}
@@ -145,34 +151,36 @@ def test_they_count_as_parameters_and_within_the_budget(kept: Kept) -> None:
     assert 2 * report["parameters"] / stored == report["ratio"] >= RATIO
 
 
-def test_the_predicted_loss_is_the_model_s_alone(kept: Kept) -> None:
+def test_the_predicted_kl_is_that_of_the_model_alone(kept: Kept) -> None:
     rows = [row for row in kept.report["components"] if row["role"] in MTP_ROLES and "dense" not in row]
     assert rows and all(row["predicted_kl"] == 0 and "calibration" in row["unpredicted"] for row in rows)
     assert not set(kept.report["statistics"]["roles"]) & set(MTP_ROLES)
     total = sum(row["predicted_kl"] for row in kept.report["components"])
     assert kept.report["predicted_kl"] == pytest.approx(total)
-    # Levelled with the model's own: neither starved nor given what the model should have.
+    # The layer gets about as many bits per weight as the model.
     bits = sum(8 * row["bytes"] for row in rows) / sum(row["parameters"] for row in rows)
     assert 4 < bits < 1.5 * kept.report["bits_per_weight"]
 
 
-def test_inspect_says_what_is_kept(kept: Kept, tmp_path: Path) -> None:
-    found = describe(kept.out)
-    assert found.kept == tuple(kept.report["kept"]) and not found.dropped and not found.warnings
-    assert f"{kept.place}: {kept.report['mtp']['layers'][0]['tensors']} tensors" in found.kept[0]
-    assert found.parameters == kept.report["parameters"] and found.ratio == kept.report["ratio"]
-    own = {row.name for row in found.rows if row.role in MTP_ROLES and row.stored == "trellis"}
-    assert own == {name for name in stored_blobs(kept.out) if name.startswith(f"{kept.place}.")}
+def test_inspect_reports_what_is_kept(kept: Kept, tmp_path: Path) -> None:
+    inspection = describe(kept.out)
+    assert (
+        inspection.kept == tuple(kept.report["kept"]) and not inspection.dropped and not inspection.warnings
+    )
+    assert f"{kept.prefix}: {kept.report['mtp']['layers'][0]['tensors']} tensors" in inspection.kept[0]
+    assert inspection.parameters == kept.report["parameters"] and inspection.ratio == kept.report["ratio"]
+    layer = {row.name for row in inspection.rows if row.role in MTP_ROLES and row.stored == "trellis"}
+    assert layer == {name for name in stored_blobs(kept.out) if name.startswith(f"{kept.prefix}.")}
     assert json.loads((kept.out / "config.json").read_text())["num_nextn_predict_layers"] == 1
     verify(kept.out).require_intact(kept.out)
     shown = CliRunner().invoke(app, ["inspect", str(kept.out), "--verify"])
-    assert shown.exit_code == 0 and f"{kept.place}:" in shown.stderr and "intact" in shown.stdout
+    assert shown.exit_code == 0 and f"{kept.prefix}:" in shown.stderr and "intact" in shown.stdout
     damaged = tmp_path / "damaged"
     shutil.copytree(kept.out, damaged)
     file = damaged / "model.safetensors"
     entries = read_header(file).tensors.values()
     data = bytearray(file.read_bytes())
-    data[next(entry.begin for entry in entries if entry.name.startswith(kept.place))] ^= 1
+    data[next(entry.begin for entry in entries if entry.name.startswith(kept.prefix))] ^= 1
     file.write_bytes(data)
     assert [problem[0] for problem in verify(damaged).problems] == ["model.safetensors"]
 
@@ -180,7 +188,7 @@ def test_inspect_says_what_is_kept(kept: Kept, tmp_path: Path) -> None:
 def test_a_lost_tensor_of_the_layer_is_noticed(kept: Kept, tmp_path: Path) -> None:
     shutil.copytree(kept.out, tmp_path / "lost")
     tensors = load_file(tmp_path / "lost/model.safetensors")
-    del tensors[next(name for name in tensors if name.startswith(kept.place))]
+    del tensors[next(name for name in tensors if name.startswith(kept.prefix))]
     save_file(tensors, tmp_path / "lost/model.safetensors", metadata={"format": "pt"})
     stored = kept.report["mtp"]["stored_tensors"]
     for opened in (describe, load):
@@ -190,7 +198,7 @@ def test_a_lost_tensor_of_the_layer_is_noticed(kept: Kept, tmp_path: Path) -> No
 
 def test_a_saved_copy_of_the_model_has_no_such_layer(kept: Kept, tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(kept.out)
-    for _ in range(2):  # a second copy has none either
+    for _ in range(2):  # the layer is absent from a second copy too
         with pytest.warns(UserWarning, match="has no multi-token-prediction layers"):
             model.save_pretrained(tmp_path / "copy")
     config = json.loads((tmp_path / "copy/config.json").read_text())
@@ -200,13 +208,13 @@ def test_a_saved_copy_of_the_model_has_no_such_layer(kept: Kept, tmp_path: Path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         again.save_pretrained(tmp_path / "third")
-    found = describe(tmp_path / "copy")
-    assert not found.kept and not found.warnings
+    inspection = describe(tmp_path / "copy")
+    assert not inspection.kept and not inspection.warnings
     with pytest.raises(InputError, match="no such tensor"):
-        read_tensor(tmp_path / "copy", next(n for n in stored_blobs(kept.out) if n.startswith(kept.place)))
+        read_tensor(tmp_path / "copy", next(n for n in stored_blobs(kept.out) if n.startswith(kept.prefix)))
 
 
-def test_dropped_layers_are_said_and_no_longer_promised(
+def test_dropped_layers_are_reported_and_not_counted_in_the_config(
     predicting: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     source, out = predicting("deepseek_v3_fp8"), tmp_path / "out"
@@ -227,12 +235,12 @@ def test_a_copy_that_differs_in_one_number_is_a_matrix_of_its_own(
     tensors = load_file(tmp_path / "changed/model.safetensors")
     tensors["model.layers.3.embed_tokens.weight"][200, 7] += 0.5
     save_file(tensors, tmp_path / "changed/model.safetensors", metadata={"format": "pt"})
-    found = keep_mtp(map_model(open_checkpoint(tmp_path / "changed")))
-    assert found.mtp.shared == {"model.layers.3.shared_head.head.weight": "lm_head.weight"}
-    assert found.parameters["model.layers.3.embed_tokens.weight"].compress
+    model_map = keep_mtp(map_model(open_checkpoint(tmp_path / "changed")))
+    assert model_map.mtp.shared == {"model.layers.3.shared_head.head.weight": "lm_head.weight"}
+    assert model_map.parameters["model.layers.3.embed_tokens.weight"].compress
 
 
-def test_a_number_format_that_is_not_known(predicting: Callable[[str], Path], tmp_path: Path) -> None:
+def test_an_unknown_number_format_is_refused(predicting: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copytree(predicting("deepseek_v3_fp8"), tmp_path / "changed")
     tensors = load_file(tmp_path / "changed/model.safetensors")
     tensors["model.layers.3.eh_proj.weight"] = torch.ones(56, 112, dtype=torch.int8)
@@ -252,7 +260,7 @@ def test_without_such_layers_keeping_them_is_a_hint(
     assert not report["kept"] and not report["mtp"]["layers"]
 
 
-def test_a_changed_choice_is_refused_when_a_run_goes_on(
+def test_a_changed_choice_is_refused_when_a_run_continues(
     predicting: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     source, out = predicting("deepseek_v4_fp4"), tmp_path / "out"
@@ -273,7 +281,7 @@ def test_wrong_choices_are_usage_errors(tmp_path: Path) -> None:
         compress(tmp_path, tmp_path / "out", mtp="half")
 
 
-def test_the_forecast_counts_coding_but_no_statistics_of_them(
+def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     predicting: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
@@ -281,13 +289,13 @@ def test_the_forecast_counts_coding_but_no_statistics_of_them(
     )
     dropped = map_model(open_checkpoint(predicting("deepseek_v3_fp8")))
     maps = (dropped, keep_mtp(dropped))
-    own = [matrix for matrix in weight_matrices(maps[1].parameters.values()) if matrix.role in MTP_ROLES]
+    mtp = [matrix for matrix in weight_matrices(maps[1].parameters.values()) if matrix.role in MTP_ROLES]
     text, budgets = Text(2, 1, 64), (10**6, 2 * 10**6)
     disk = [
         disk_bytes(m, weight_matrices(m.parameters.values()), text, budget)
         for m, budget in zip(maps, budgets, strict=True)
     ]
-    assert disk[1] - disk[0] == 2 * 10**6 + sum(40 * matrix.groups + 1500 for matrix in own)
+    assert disk[1] - disk[0] == 2 * 10**6 + sum(40 * matrix.groups + 1500 for matrix in mtp)
     monkeypatch.setattr(forecasting, "_time_products", lambda device: 1e-9)
     monkeypatch.setattr(forecasting, "_time_reading", lambda model_map, matrices: 1e-9)
     before, after = (
@@ -296,7 +304,7 @@ def test_the_forecast_counts_coding_but_no_statistics_of_them(
     )
     added = {phase: after[phase] - before[phase] for phase in after}
     assert added == pytest.approx(
-        {"statistics": 0, "arms": len(own), "probe": 0, "encode": len(own), "recovery": 0, "measure": 0}
+        {"statistics": 0, "arms": len(mtp), "probe": 0, "encode": len(mtp), "recovery": 0, "measure": 0}
     )
 
 
@@ -316,7 +324,7 @@ def test_a_matrix_without_statistics_is_not_called_singular_and_gets_bits_only(
     assert not arms.singular and arms.bits == (2, 4) and not arms.lowrank
 
 
-def test_fused_experts_are_stacks_that_lose_none(
+def test_fused_experts_are_stacks_and_none_is_pruned(
     released: Callable[[str], Path], text: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(released("deepseek_v3"), tmp_path / "fused")

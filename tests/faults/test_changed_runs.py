@@ -20,7 +20,7 @@ from attacks import (
 
 from ciuic_cli.compression.task import Task
 from ciuic_cli.errors import InputError
-from ciuic_cli.process.signals import ends_tidily
+from ciuic_cli.process.signals import interruptible
 
 Make = Callable[..., Victim]
 
@@ -116,7 +116,7 @@ def test_fault_35_a_signal_lost_in_the_last_step_publishes_nothing(
 ) -> None:
     """What Python drops in a `__del__` is remembered, and looked at before the output gets its name."""
     v = victim(0, "llama")
-    with ends_tidily() as interruption:
+    with interruptible() as interruption:
         lost = partial(setattr, interruption, "signal", signal.SIGTERM)
         monkeypatch.setattr(Task, "require_unchanged", lambda task: lost())
         with pytest.raises(KeyboardInterrupt):

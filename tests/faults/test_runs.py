@@ -34,7 +34,7 @@ from interrupting import lose
 
 import ciuic_cli
 from ciuic_cli.artifact.writer import CHECKSUMS
-from ciuic_cli.checkpoint.architecture import running_as_configured
+from ciuic_cli.checkpoint.architecture import config_faults
 from ciuic_cli.statistics.collect import collect_statistics
 
 Make = Callable[..., Victim]
@@ -368,7 +368,7 @@ def test_steps_are_kept_where_a_library_refuses_what_had_run_before(
     assert v.compress(out=v.folder / "whole").code == 0
 
     def refuse(*arguments: object, **options: object) -> None:
-        with running_as_configured(v.model / "config.json"):
+        with config_faults(v.model / "config.json"):
             raise RuntimeError("words that nobody knows")
 
     with monkeypatch.context() as patch:

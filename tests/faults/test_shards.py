@@ -72,7 +72,7 @@ def test_fault_05_header_not_utf8_or_not_json(victim: Make, seed: int, way: str)
         "surrogate": raw.replace(b'weight"', b'weight\\ud800"', 1),
     }[way]
     put_together(shard, spoilt, data)
-    word = {"utf8": "UTF-8", "surrogate": "half a Unicode character"}.get(way, "JSON")
+    word = {"utf8": "UTF-8", "surrogate": "not valid Unicode"}.get(way, "JSON")
     v.refused(word, file=shard.name, remedy=AGAIN)
 
 

@@ -17,8 +17,8 @@ import torch
 
 from ciuic_cli.artifact.reader import open_artifact, read_blobs
 from ciuic_cli.checkpoint.architecture import build_config
-from ciuic_cli.checkpoint.folder import INDEX_NAME
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.checkpoint.shards import INDEX_NAME
 from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack

@@ -1,4 +1,4 @@
-"""Digests of samples: every part of a small file counts, and a large one takes no longer."""
+"""Sampled digests cover every byte of a small file and read at most 2 MiB of a large one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk that refuses to give a file's bytes: the machine's fault, and the file is named."""
+"""Failed reads of a file are environment faults that name the file."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def shard(tmp_path: Path) -> Path:
 
 
 def failing(number: int, after: int = 0) -> Callable[..., Any]:
-    """A call of the system that works `after` times, as os.pread does, and then fails."""
+    """A system call that works like os.pread `after` times and then fails with the error `number`."""
     calls: list[int] = []
-    works = os.pread
+    real = os.pread
 
     def call(*arguments: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) > after:
             raise OSError(number, os.strerror(number))
-        return works(*arguments, **options)
+        return real(*arguments, **options)
 
     return call
 
@@ -66,6 +66,6 @@ def test_a_config_that_cannot_be_read(
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
-def test_memory_that_is_used_up_is_not_the_files_fault() -> None:
+def test_exhausted_memory_is_not_an_error_of_the_file() -> None:
     with pytest.raises(OSError, match="allocate memory"), reading(Path("a")):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

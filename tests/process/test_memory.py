@@ -1,4 +1,4 @@
-"""Freed memory goes back, what oneDNN keeps is bounded unless the user said otherwise, and exhaustion is known."""
+"""Freed memory returns to the system, oneDNN's caches are limited, and exhaustion is recognised by its message."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ciuic_cli.process.memory import exhaustion
 
 FREED = """
 import numpy as np
-from ciuic_cli.process.memory import resident_bytes, return_freed_memory, steady_memory
+from ciuic_cli.process.memory import resident_bytes, return_freed_memory, configure_allocators
 {prepare}
 kept = []
 def layer():
     blocks = []
     for _ in range(400):
-        blocks.append(np.ones(1 << 16))  # half a megabyte: below the size that is mapped singly
-        kept.append(np.ones(16))  # in between, what stays
+        blocks.append(np.ones(1 << 16))  # half a megabyte: below the threshold for separate mappings
+        kept.append(np.ones(16))  # small blocks in between that stay
     return blocks
 held = layer()
 full = resident_bytes()
@@ -29,17 +29,17 @@ print(full - resident_bytes())
 """
 
 
-def test_what_a_layer_held_goes_back() -> None:
-    script = FREED.format(prepare="steady_memory()")
+def test_memory_of_a_freed_layer_returns_to_the_system() -> None:
+    script = FREED.format(prepare="configure_allocators()")
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert int(done.stdout) > 0.9 * 400 * 8 * (1 << 16)
 
 
 HOLES = """
 import numpy as np
-from ciuic_cli.process.memory import limit_freed_memory, resident_bytes, return_freed_memory, steady_memory
-steady_memory()
-# A heap of many holes, each a little larger than the one before it, with what stays in between.
+from ciuic_cli.process.memory import limit_freed_memory, resident_bytes, return_freed_memory, configure_allocators
+configure_allocators()
+# A heap of many holes, each a little larger than the one before, with blocks in between that stay.
 holes, kept = [], []
 for number in range(400):
     holes.append(np.ones((1 << 16) + 8 * number))
@@ -50,13 +50,13 @@ limit_freed_memory()
 least, most = resident_bytes(), 0
 for number in reversed(range(400)):
     {limit}
-    np.ones((1 << 16) + 8 * number)  # one at a time, each in a hole of its own
+    np.ones((1 << 16) + 8 * number)  # one at a time, each in another hole
     most = max(most, resident_bytes())
 print(most - least)
 """
 
 
-def test_what_a_loop_touches_goes_back_within_it() -> None:
+def test_memory_freed_in_a_loop_returns_during_the_loop() -> None:
     def growth(limit: str) -> int:
         done = subprocess.run(
             [sys.executable, "-c", HOLES.format(limit=limit)], check=True, capture_output=True, text=True
@@ -68,12 +68,12 @@ def test_what_a_loop_touches_goes_back_within_it() -> None:
 
 @pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"])
 @pytest.mark.parametrize(("before", "after"), [(None, "16"), ("1024", "1024")])
-def test_a_limit_of_the_users_own_is_kept(name: str, before: str | None, after: str) -> None:
+def test_a_limit_that_the_user_has_set_is_kept(name: str, before: str | None, after: str) -> None:
     environment = {key: value for key, value in os.environ.items() if key != name}
     if before is not None:
         environment[name] = before
     script = (
-        "import os; from ciuic_cli.process.memory import steady_memory; steady_memory(); "
+        "import os; from ciuic_cli.process.memory import configure_allocators; configure_allocators(); "
         f"print(os.environ[{name!r}])"
     )
     done = subprocess.run(
@@ -83,11 +83,11 @@ def test_a_limit_of_the_users_own_is_kept(name: str, before: str | None, after: 
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch names it."""
+    """Has the name of torch's exception."""
 
 
 @pytest.mark.parametrize(
-    ("error", "said"),
+    ("error", "expected"),
     [
         (MemoryError(), "memory is exhausted"),
         (OSError(12, "Cannot allocate memory"), "memory is exhausted"),
@@ -109,8 +109,8 @@ class OutOfMemoryError(RuntimeError):
         (ValueError("a size of 3"), None),
     ],
 )
-def test_what_says_that_there_is_no_more(error: BaseException, said: str | None) -> None:
+def test_exhaustion_is_recognised(error: BaseException, expected: str | None) -> None:
     fault = exhaustion(error)
-    assert (fault is None) == (said is None)
+    assert (fault is None) == (expected is None)
     if fault is not None:
-        assert str(said) in fault.message and fault.remedy and fault.exit_code == 5
+        assert str(expected) in fault.message and fault.remedy and fault.exit_code == 5

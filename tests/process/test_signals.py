@@ -1,4 +1,4 @@
-"""Signals end the work once and for all, and never what tidies up after it."""
+"""Signals interrupt the work reliably, and never the cleanup after it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tempfile import TemporaryDirectory
 import pytest
 from interrupting import lose
 
-from ciuic_cli.process.signals import check, deferred, ends_tidily
+from ciuic_cli.process.signals import defer_signals, interruptible, raise_if_interrupted
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @pytest.fixture(autouse=True)
-def usual_handlers() -> None:
+def require_default_handlers() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
@@ -25,22 +25,22 @@ def usual_handlers() -> None:
 def test_a_signal_that_was_lost_is_remembered(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with ends_tidily() as found:
-        check()
+    with interruptible() as interruption:
+        raise_if_interrupted()
         lose(number)
-        assert found.signal == number
+        assert interruption.signal == number
         with pytest.raises(KeyboardInterrupt):
-            check()
+            raise_if_interrupted()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-        assert found.signal == number, "the first one"
-    check()
+        assert interruption.signal == number, "the first one"
+    raise_if_interrupted()
     assert capsys.readouterr().err == ""
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_no_signal_cuts_the_tidying_up_short(number: signal.Signals) -> None:
+def test_signals_do_not_interrupt_the_cleanup(number: signal.Signals) -> None:
     removed: list[str] = []
 
     class Slow(TemporaryDirectory):  # type: ignore[type-arg]
@@ -49,46 +49,46 @@ def test_no_signal_cuts_the_tidying_up_short(number: signal.Signals) -> None:
                 signal.raise_signal(number)
             super().cleanup()
 
-    with pytest.raises(KeyboardInterrupt), ends_tidily(), Slow() as folder:
+    with pytest.raises(KeyboardInterrupt), interruptible(), Slow() as folder:
         try:
             signal.raise_signal(number)
         finally:
             try:
-                raise OSError("while it tidies up")
+                raise OSError("during the cleanup")
             except OSError:
                 signal.raise_signal(number)
-                check()
+                raise_if_interrupted()
                 removed.append("first")
     assert removed == ["first"] and not Path(folder).exists()
 
 
-def test_a_library_that_drops_the_interruption_does_not_end_it() -> None:
-    with ends_tidily():
+def test_an_interruption_that_a_library_swallows_is_raised_again() -> None:
+    with interruptible():
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
-            check()  # on its way
+            raise_if_interrupted()  # no effect while the exception propagates
         with pytest.raises(KeyboardInterrupt):
-            check()
+            raise_if_interrupted()
 
 
-def test_one_block_within_another_is_a_part_of_it() -> None:
-    with ends_tidily() as outer:
-        with ends_tidily() as inner:
+def test_a_nested_block_shares_the_outer_interruption() -> None:
+    with interruptible() as outer:
+        with interruptible() as inner:
             lose(signal.SIGTERM)
         assert inner is outer
         with pytest.raises(KeyboardInterrupt):
-            check()
+            raise_if_interrupted()
 
 
-def test_what_was_lost_is_sent_again_at_the_end() -> None:
-    with pytest.raises(KeyboardInterrupt), ends_tidily(resend=True):
+def test_a_lost_signal_is_resent_at_the_end() -> None:
+    with pytest.raises(KeyboardInterrupt), interruptible(resend=True):
         lose(signal.SIGINT)
 
 
-def test_the_last_block_leaves_an_exit_code_that_stands() -> None:
+def test_after_the_last_block_signals_are_ignored() -> None:
     try:
-        with ends_tidily(last=True):
+        with interruptible(last=True):
             pass
         for number in SIGNALS:
             signal.raise_signal(number)
@@ -101,19 +101,19 @@ def test_the_last_block_leaves_an_exit_code_that_stands() -> None:
 @pytest.mark.parametrize("within", [True, False])
 def test_a_deferred_signal_raises_at_the_end(within: bool) -> None:
     reached: list[str] = []
-    with pytest.raises(KeyboardInterrupt), ends_tidily() if within else nullcontext():
-        with deferred():
-            with deferred():
+    with pytest.raises(KeyboardInterrupt), interruptible() if within else nullcontext():
+        with defer_signals():
+            with defer_signals():
                 signal.raise_signal(signal.SIGINT)
-                check()
+                raise_if_interrupted()
             reached.append("the end")
-        reached.append("what follows")
+        reached.append("after the block")
     assert reached == ["the end"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_error_goes_before_a_deferred_signal() -> None:
-    with ends_tidily(), pytest.raises(OSError, match="its own"):  # noqa: SIM117
-        with deferred():
+def test_an_error_takes_precedence_over_a_deferred_signal() -> None:
+    with interruptible(), pytest.raises(OSError, match="its own"):  # noqa: SIM117
+        with defer_signals():
             signal.raise_signal(signal.SIGINT)
             raise OSError("its own")

@@ -1,4 +1,4 @@
-"""What a run computes has the same bits for any number of threads."""
+"""Results have the same bits for any number of threads; `parallel_map` completes every item and stops on errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import cholesky, solve_lower, solve_transposed
 from ciuic_cli.passes.prepare import prepare
-from ciuic_cli.process.threads import one_thread, side_by_side
+from ciuic_cli.process.threads import one_thread, parallel_map
 from ciuic_cli.statistics.moments import symmetric_product
 
 SIZE = 700
@@ -73,19 +73,19 @@ def _cholesky(matrix: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("what", WORK)
-def test_threads_do_not_matter(what: str) -> None:
-    before, found = torch.get_num_threads(), []
+def test_results_do_not_depend_on_the_number_of_threads(what: str) -> None:
+    before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 3, 4):
             torch.set_num_threads(threads)
-            found.append(WORK[what](torch.Generator().manual_seed(0)))
+            results.append(WORK[what](torch.Generator().manual_seed(0)))
             assert torch.get_num_threads() == threads
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert all(torch.equal(results[0], other) for other in results[1:])
 
 
-def test_the_number_of_threads_comes_back_after_an_error() -> None:
+def test_the_number_of_threads_is_restored_after_an_error() -> None:
     before = torch.get_num_threads()
     with pytest.raises(KeyError), one_thread():
         assert torch.get_num_threads() == 1
@@ -108,59 +108,59 @@ def _never(item: int) -> bool:
     return False
 
 
-def test_large_items_have_all_threads_between_the_others() -> None:
+def test_items_that_run_alone_have_all_threads() -> None:
     def make(item: int) -> int:
         return torch.get_num_threads()
 
     with _threads(3):
-        made = dict(side_by_side(range(9), make, lambda item: item in (0, 4, 5)))
+        made = dict(parallel_map(range(9), make, lambda item: item in (0, 4, 5)))
     assert made == {item: 3 if item in (0, 4, 5) else 1 for item in range(9)}
 
 
 @pytest.mark.parametrize("what", WORK)
-def test_work_side_by_side_has_the_same_bits(what: str) -> None:
+def test_parallel_work_has_the_same_bits(what: str) -> None:
     with _threads(1):
         alone = WORK[what](torch.Generator().manual_seed(0))
     with _threads(2):
-        made = dict(side_by_side(range(4), lambda _: WORK[what](torch.Generator().manual_seed(0)), _never))
+        made = dict(parallel_map(range(4), lambda _: WORK[what](torch.Generator().manual_seed(0)), _never))
     assert sorted(made) == [0, 1, 2, 3]
     assert all(torch.equal(alone, each) for each in made.values())
 
 
-def test_as_many_at_once_as_there_are_threads_each_with_one() -> None:
-    meeting, seen = threading.Barrier(3, timeout=60), []
+def test_as_many_items_run_at_once_as_there_are_threads() -> None:
+    barrier, seen = threading.Barrier(3, timeout=60), []
 
     def make(item: int) -> int:
-        meeting.wait()  # breaks unless three are made at once
+        barrier.wait()  # breaks unless three items run at once
         seen.append(torch.get_num_threads())
         return item * item
 
     with _threads(3):
-        assert dict(side_by_side(range(6), make, _never)) == {item: item * item for item in range(6)}
+        assert dict(parallel_map(range(6), make, _never)) == {item: item * item for item in range(6)}
     assert seen == [1] * 6
 
 
-def test_items_are_taken_when_there_is_a_thread_for_them() -> None:
+def test_items_are_taken_only_when_a_thread_is_free() -> None:
     taken: list[int] = []
     with _threads(2):
-        work = side_by_side((taken.append(item) or item for item in range(9)), lambda item: item, _never)
+        work = parallel_map((taken.append(item) or item for item in range(9)), lambda item: item, _never)
         next(work)
         assert len(taken) <= 3
         work.close()
         assert len(taken) <= 3
 
 
-def test_one_thread_makes_them_in_order_where_it_is() -> None:
+def test_with_one_thread_items_run_in_order_in_the_calling_thread() -> None:
     with _threads(1):
         here = threading.get_ident()
-        assert list(side_by_side(range(3), lambda item: threading.get_ident() - here, _never)) == [
+        assert list(parallel_map(range(3), lambda item: threading.get_ident() - here, _never)) == [
             (0, 0),
             (1, 0),
             (2, 0),
         ]
 
 
-def test_an_error_of_one_ends_them_all() -> None:
+def test_an_error_in_one_item_ends_the_map() -> None:
     made = []
 
     def make(item: int) -> None:
@@ -169,22 +169,22 @@ def test_an_error_of_one_ends_them_all() -> None:
         made.append(item)
 
     with _threads(2), pytest.raises(KeyError):
-        list(side_by_side(range(100), make, _never))
+        list(parallel_map(range(100), make, _never))
     assert len(made) < 10
 
 
 INTERRUPTED_AT_WORK = """
 import faulthandler, signal, sys, threading
 import torch
-from ciuic_cli.process.signals import ends_tidily
-from ciuic_cli.process.threads import side_by_side
+from ciuic_cli.process.signals import interruptible
+from ciuic_cli.process.threads import parallel_map
 
-faulthandler.dump_traceback_later(60, exit=True)  # it hangs
+faulthandler.dump_traceback_later(60, exit=True)  # in case of a deadlock
 torch.set_num_threads(2)
 POOLS = ("threading.py", "futures/_base.py", "futures/thread.py")
 
 def interrupted(place):
-    # A signal at the place-th return from a function of Python's own thread pools; whether there were so many.
+    # Raise a signal at the place-th return from a function of Python's thread pools. False if there are fewer returns.
     left = place
     def trace(frame, event, argument):
         nonlocal left
@@ -194,9 +194,9 @@ def interrupted(place):
                 signal.raise_signal(signal.SIGTERM)
         return trace
     try:
-        with ends_tidily():
+        with interruptible():
             sys.settrace(trace)
-            for _ in side_by_side(range(4), lambda item: item, lambda item: False):
+            for _ in parallel_map(range(4), lambda item: item, lambda item: False):
                 pass
     except KeyboardInterrupt:
         return True

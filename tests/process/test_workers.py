@@ -1,4 +1,4 @@
-"""Several workers on one run: the same bytes as one, and nothing lost when one of them ends."""
+"""Several workers on one run: the same bytes as with one, and no lost steps when one of them ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from threaded_workers import Meeting, Threads
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.layerwise.linear_hooks import Key
-from ciuic_cli.process.workers import Workers, joined, leads, several
+from ciuic_cli.process.workers import Workers, is_distributed, is_leader, join_workers
 from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.sums import SEGMENTS, OrderedSums, segments_of, share_of
 
@@ -33,7 +33,7 @@ NAMES = ["a", "b", "stack"]
 
 
 def _segment(number: int) -> dict[Key, Moments]:
-    """What a segment of text gave; not every expert gets a token in each."""
+    """Moments of one segment of the text. Not every expert gets a token in every segment."""
     generator = torch.Generator().manual_seed(number)
     keys: list[Key] = [("a", None), ("b", None), ("stack", number % 3), ("stack", 3)]
     return {
@@ -50,7 +50,7 @@ def _segment(number: int) -> dict[Key, Moments]:
 
 @pytest.mark.parametrize("chunks", [1, 3, 8, 15])
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8, 11])
-def test_sums_have_the_bits_of_one_after_the_other(chunks: int, size: int) -> None:
+def test_sums_have_the_bits_of_sequential_sums(chunks: int, size: int) -> None:
     segments = segments_of(chunks)
     assert [chunk for segment in segments for chunk in segment] == list(range(chunks))
     assert 0 < len(segments) <= SEGMENTS and all(segments)
@@ -94,7 +94,7 @@ def test_every_item_is_taken_once() -> None:
     with ThreadPoolExecutor(3) as pool:
         taken = list(pool.map(work, range(3)))
     assert Counter(item for part in taken for item in part) == Counter(items)
-    assert all(taken), "one of them did everything"
+    assert all(taken), "one worker took every item"
     assert list(Workers().take("things", items)) == items
 
 
@@ -113,29 +113,29 @@ def _torchrun(
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({}, "WORLD_SIZE to a number; it is ''"),
         ({"WORLD_SIZE": "many"}, "WORLD_SIZE to a number; it is 'many'"),
         ({"WORLD_SIZE": "2", "RANK": "-1"}, "RANK to a number; it is '-1'"),
-        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "cannot meet.*MASTER_ADDR"),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_PORT": "1"}, "cannot connect.*MASTER_ADDR"),
         (
             {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "x"},
-            "cannot meet.*'x'",
+            "cannot connect.*'x'",
         ),
     ],
 )
-def test_half_of_torchruns_settings(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], said: str
+def test_incomplete_settings_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], message: str
 ) -> None:
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"TORCHELASTIC_RUN_ID": "run", **settings}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(EnvironmentFault, match=said) as caught:
-        if not leads() or not several():
+    with pytest.raises(EnvironmentFault, match=message) as caught:
+        if not is_leader() or not is_distributed():
             return
-        with joined():
+        with join_workers():
             pass
     assert "torchrun" in str(caught.value.remedy)
 
@@ -167,12 +167,12 @@ def test_any_number_of_workers_gives_the_same_bytes(
     run = _torchrun(size, model, tmp_path / "several", text, effort=effort)
     stdout, stderr = run.communicate(timeout=240)
     assert run.returncode == 0, stderr
-    assert stdout.count("KL divergence") == 1, "more than one worker speaks"
+    assert stdout.count("KL divergence") == 1, "more than one worker prints"
     assert _weights(tmp_path / "several") == _alone(model, tmp_path / "one", text, effort=effort)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "several", "text.txt"]
 
 
-def test_a_dry_run_of_several_writes_nothing(
+def test_a_dry_run_with_several_workers_writes_nothing(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     run = _torchrun(2, tiny_checkpoint("llama_tied"), tmp_path / "out", text, "--dry-run")
@@ -181,7 +181,7 @@ def test_a_dry_run_of_several_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
 
-def test_a_refused_output_ends_all_and_stays(
+def test_a_refused_output_ends_all_workers_and_stays(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     out = tmp_path / "out"
@@ -201,7 +201,7 @@ def _worker(run: subprocess.Popen[str], rank: int) -> int:
         try:
             parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[1]
             settings = entry.joinpath("environ").read_bytes().split(b"\0")
-        except OSError:  # ended meanwhile
+        except OSError:  # the process has ended
             continue
         if int(parent) == run.pid and f"RANK={rank}".encode() in settings:
             return int(entry.name)
@@ -210,19 +210,19 @@ def _worker(run: subprocess.Popen[str], rank: int) -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_a_worker_is_killed_another_run_goes_on(
+def test_after_a_killed_worker_another_run_continues(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, rank: int
 ) -> None:
     model, out = tiny_checkpoint("deepseek_v3"), tmp_path / "out"
     run = _torchrun(2, model, out, text)
     arms = tmp_path / ".out.ciuic" / "arms"
     while not arms.is_dir() or len(list(arms.iterdir())) < 5:
-        assert run.poll() is None, "it ended before it could be killed"
+        assert run.poll() is None, "the run ended before it could be killed"
         time.sleep(0.01)
     os.kill(_worker(run, rank), signal.SIGKILL)
     assert run.wait(timeout=120) != 0
     assert not out.exists()
-    heard: list[str] = []
-    compress(model, out, calibration=[text], hint=heard.append, **SETTINGS)
-    assert any("continuing the unfinished run" in line for line in heard)
+    hints: list[str] = []
+    compress(model, out, calibration=[text], hint=hints.append, **SETTINGS)
+    assert any("continuing the unfinished run" in line for line in hints)
     assert _weights(out) == _alone(model, tmp_path / "one", text)

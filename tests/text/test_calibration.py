@@ -1,4 +1,4 @@
-"""What a tokenizer's libraries raise, in our own words."""
+"""Errors of tokenizer libraries as our own errors."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.artifact.writer import CHECKSUMS
-from ciuic_cli.checkpoint.folder import INDEX_NAME
+from ciuic_cli.checkpoint.shards import INDEX_NAME
 from ciuic_cli.cli import app as cli
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.exit_codes import run
