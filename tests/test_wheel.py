@@ -46,6 +46,9 @@ def test_its_files(wheel: Path) -> None:
         "native/trellis_decode.h",
         "text/data/calibration.txt",
         "text/data/LICENSES.txt",
+        "report/memory_report.schema.json",
+        "report/templates/page.html.jinja",
+        "report/templates/style.css",
         "libciuic_native.so",
     )
     assert {f"ciuic_cli/{name}" for name in wanted} <= names

@@ -1,4 +1,4 @@
-"""The artifact's own fields in config.json."""
+"""The `quantization_config` that an artifact adds to the model's config.json."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from ciuic_cli._version import __version__
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 
 QUANT_METHOD = "ciuic"
+"""Name of the format in transformers' registry of quantizers."""
 FORMAT_VERSION = 3
+"""Version of docs/FORMAT.md that is written; readers refuse later ones."""
 
 
-def quantization_config(report: dict[str, Any], mtp: PredictionLayers) -> dict[str, Any]:
-    """The `quantization_config` of an artifact: how to read it, and what it promises.
+def quantization_config(*, bits_per_weight: float, ratio: float, mtp: PredictionLayers) -> dict[str, Any]:
+    """The `quantization_config` of an artifact.
 
-    "mtp" is there where the checkpoint had multi-token-prediction layers.
+    bits_per_weight, ratio: of all its safetensors bytes, for information. mtp: the key "mtp" is written if the
+    checkpoint had multi-token-prediction layers.
     """
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
         "ciuic_version": __version__,
-        "bits_per_weight": round(report["bits_per_weight"], 6),
-        "ratio": round(report["ratio"], 6),
+        "bits_per_weight": round(bits_per_weight, 6),
+        "ratio": round(ratio, 6),
         **({"mtp": mtp.as_dict()} if mtp.layers else {}),
     }
 
 
 def is_artifact(config: dict[str, Any]) -> bool:
-    """Whether a config.json is one that ciuic wrote."""
+    """Whether ciuic wrote this config.json."""
     section = config.get("quantization_config")
     return isinstance(section, dict) and section.get("quant_method") == QUANT_METHOD

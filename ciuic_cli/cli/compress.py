@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -26,6 +26,9 @@ from ciuic_cli.compression.options import (
     bits_text,
 )
 from ciuic_cli.process.openmp import sleep_between_work
+
+if TYPE_CHECKING:
+    from ciuic_cli.report.schema import MemoryReport
 
 
 class EffortLevel(StrEnum):
@@ -144,14 +147,14 @@ def compress(
         folder = locate(model)
         report = _run(console, folder, out, options)
         if report is not None:
-            console.json(report)
+            console.json(report.to_dict())
             show_compressed(console, report, "the plan" if dry_run else str(out))
             _show_next_steps(console, model, out, dry_run)
 
     execute(console, action)
 
 
-def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> dict[str, Any] | None:
+def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:
     """The report of the run; None in the processes of torchrun that do not speak."""
     sleep_between_work()
     from ciuic_cli.compression.pipeline import compress as run_compress

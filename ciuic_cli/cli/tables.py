@@ -9,11 +9,17 @@ from typing import TYPE_CHECKING, Any
 from ciuic_cli.cli.console import Console
 from ciuic_cli.errors import printable
 from ciuic_cli.report.readable import readable_bytes
-from ciuic_cli.report.sentences import much_is_lost, padding_sentence, pass_sentence
+from ciuic_cli.report.sentences import (
+    large_loss_warning,
+    padding_sentence,
+    pass_sentence,
+    unrouted_experts_warning,
+)
 
 if TYPE_CHECKING:
     from ciuic_cli.artifact.verification import Verification
     from ciuic_cli.report.inspection import Description
+    from ciuic_cli.report.schema import ComponentReport, MemoryReport
 
 _BENCH_BYTES = {
     "file_bytes": "files",
@@ -25,7 +31,7 @@ _BENCH_BYTES = {
     "gpu_allocated_bytes": "GPU memory of the weights",
     "gpu_peak_bytes": "GPU memory at the peak",
 }
-_REST = "headers and what is no weight"
+_OVERHEAD = "headers and what is no weight"
 _EVALUATION = {
     "perplexity_ratio": "perplexity, over the original's",
     "kl_mean": "KL divergence, mean",
@@ -35,71 +41,59 @@ _EVALUATION = {
 }
 
 
-def show_compressed(console: Console, report: Mapping[str, Any], title: str) -> None:
+def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
     """The memory report in short: bytes and ratio, loss, bits by role, what each pass did, warnings."""
-    for note in report["dropped"]:
+    _show_notes(console, report)
+    source = report.source_file_bytes
+    after = _bytes(report.artifact_bytes)
+    before_bits = 8 * source / max(1, report.parameters)
+    console.table(
+        title,
+        ["", "before", "after", "ratio"],
+        [
+            ["at 2 bytes per weight", _bytes(report.original_bytes), after, f"{report.ratio:.3f}"],
+            ["the files", _bytes(source), after, f"{report.ratio_to_source_files:.3f}"],
+            ["bits per weight", f"{before_bits:8.3f}", f"{report.bits_per_weight:8.3f}", ""],
+        ],
+    )
+    tokens = report.statistics.held_out_tokens
+    loss = _loss(report.predicted_kl, report.measured_kl, report.measured_kl_stderr, tokens)
+    console.data(f"\n{loss}\n")
+    overhead = report.artifact_bytes - sum(component.bytes for component in report.components)
+    console.table(
+        "by component",
+        ["", "tensors", "weights", "before", "after", "bits", "predicted KL"],
+        [*_roles(report.components), [_OVERHEAD, None, None, "", _bytes(overhead), "", ""]],
+    )
+    console.data("")
+    for step in report.passes:
+        console.data(f"{step.name}: {pass_sentence(step)}")
+    console.data(f"padding: {padding_sentence(report.padding)}")
+    console.data(f"{report.seconds:.0f} s, {readable_bytes(report.peak_rss_bytes)} of memory at the peak")
+
+
+def _show_notes(console: Console, report: MemoryReport) -> None:
+    for note in report.dropped:
         console.warning(f"left out: {note}")
-    for note in report["kept"]:
+    for note in report.kept:
         console.hint(note)
-    unseen = report["statistics"]["experts_without_tokens"]
-    if unseen:
-        console.warning(
-            f"{unseen} expert matrices saw no calibration token; they count as their layer's average"
-        )
-    singular = report["statistics"]["singular_hessians"]
+    if warning := unrouted_experts_warning(report):
+        console.warning(warning)
+    singular = report.statistics.singular_hessians
     if singular:
         console.hint(
             f"{singular} matrices have a singular Hessian (fewer calibration tokens than inputs, or inputs that are "
             "always 0); it was damped"
         )
-    if much := much_is_lost(report):
-        console.warning(much)
-    source = report["source_file_bytes"]
-    after = _bytes(report["artifact_bytes"])
-    console.table(
-        title,
-        ["", "before", "after", "ratio"],
-        [
-            ["at 2 bytes per weight", _bytes(report["original_bytes"]), after,
-             f"{report['ratio']:.3f}"],
-            ["the files", _bytes(source), after, f"{report['ratio_to_source_files']:.3f}"],
-            ["bits per weight", f"{8 * source / max(1, report['parameters']):8.3f}",
-             f"{report['bits_per_weight']:8.3f}", ""],
-        ],
-    )  # fmt: skip
-    lost = _lost(
-        report["predicted_kl"],
-        report["measured_kl"],
-        report["measured_kl_stderr"],
-        report["statistics"]["held_out_tokens"],
-    )
-    console.data(f"\n{lost}\n")
-    console.table(
-        "by component",
-        ["", "tensors", "weights", "before", "after", "bits", "predicted KL"],
-        [*_roles(report["components"]), [_REST, None, None, "", _bytes(_rest(report)), "", ""]],
-    )
-    console.data("")
-    for step in report["passes"]:
-        console.data(f"{step['name']}: {pass_sentence(step)}")
-    console.data(f"padding: {padding_sentence(report['padding'])}")
-    console.data(
-        f"{report['seconds']:.0f} s, {readable_bytes(report['peak_rss_bytes'])} of memory at the peak"
-    )
+    if warning := large_loss_warning(report):
+        console.warning(warning)
 
 
-def _lost(predicted: float, measured: float | None, stderr: float | None, tokens: int) -> str:
-    beside = (
-        ""
-        if measured is None
-        else f", measured on {tokens:,} held-out calibration tokens {measured:.3g} ± {stderr or 0.0:.2g}"
-    )
-    return f"KL divergence in nats per token: predicted {predicted:.3g}{beside}"
-
-
-def _rest(report: Mapping[str, Any]) -> int:
-    """Bytes of the files that no weight takes."""
-    return int(report["artifact_bytes"] - sum(row["bytes"] for row in report["components"]))
+def _loss(predicted: float, measured: float | None, stderr: float | None, tokens: int) -> str:
+    text = f"KL divergence in nats per token: predicted {predicted:.3g}"
+    if measured is None:
+        return text
+    return f"{text}, measured on {tokens:,} held-out calibration tokens {measured:.3g} ± {stderr or 0.0:.2g}"
 
 
 def _bytes(count: float) -> str:
@@ -107,21 +101,25 @@ def _bytes(count: float) -> str:
     return f"{readable_bytes(count):>8}"
 
 
-def _roles(components: Sequence[Mapping[str, Any]]) -> list[list[object]]:
-    roles: dict[str, list[Mapping[str, Any]]] = {}
-    for row in components:
-        roles.setdefault(row["role"], []).append(row)
+def _roles(components: Sequence[ComponentReport]) -> list[list[object]]:
+    """One table row per role, the largest first."""
+    by_role: dict[str, list[ComponentReport]] = {}
+    for component in components:
+        by_role.setdefault(component.role, []).append(component)
+    totals = [
+        (role, members, sum(component.bytes for component in members)) for role, members in by_role.items()
+    ]
     rows: list[list[object]] = []
-    for role, members in sorted(roles.items(), key=lambda item: -sum(row["bytes"] for row in item[1])):
-        weights, nbytes = (sum(row[key] for row in members) for key in ("parameters", "bytes"))
-        loss = sum(row["predicted_kl"] for row in members)
-        dense = all(row.get("dense") for row in members)
-        unknown = any(row.get("unpredicted") for row in members)
-        lost = "kept exactly" if dense else "not the model's" if unknown else f"{loss:.2e}"
-        rows.append(
-            [role, len(members), weights, _bytes(2 * weights), _bytes(nbytes),
-             f"{8 * nbytes / max(1, weights):5.2f}", lost]
-        )  # fmt: skip
+    for role, members, nbytes in sorted(totals, key=lambda total: -total[2]):
+        weights = sum(component.parameters for component in members)
+        if all(component.dense is not None for component in members):
+            loss = "kept exactly"
+        elif any(component.unpredicted is not None for component in members):
+            loss = "not the model's"
+        else:
+            loss = f"{sum(component.predicted_kl for component in members):.2e}"
+        bits = f"{8 * nbytes / max(1, weights):5.2f}"
+        rows.append([role, len(members), weights, _bytes(2 * weights), _bytes(nbytes), bits, loss])
     return rows
 
 
@@ -142,7 +140,7 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
     )
     lost = found.losses
     if lost is not None:
-        console.data(_lost(lost.predicted, lost.measured, lost.stderr, lost.held_out_tokens) + "\n")
+        console.data(_loss(lost.predicted, lost.measured, lost.stderr, lost.held_out_tokens) + "\n")
     rows: list[Sequence[object]] = [
         [
             part.role,
@@ -154,7 +152,7 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
         ]
         for part in found.components
     ]
-    rows.append([_REST, None, None, _bytes(found.overhead_bytes), "", ""])
+    rows.append([_OVERHEAD, None, None, _bytes(found.overhead_bytes), "", ""])
     shown = 5 if lost is None else 6
     titles = ["", "tensors", "weights", "bytes", "bits", "predicted KL"]
     console.table("by component", titles[:shown], [row[:shown] for row in rows])

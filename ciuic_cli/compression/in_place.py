@@ -58,9 +58,9 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         blobs: dict[str, Any] = {}
         for file in sorted(out.glob("*.safetensors")):
             with safe_open(file, framework="pt") as tensors:
-                compressed = {row["name"] for row in report["components"] if "dense" not in row}
+                compressed = {row.name for row in report.components if row.dense is None}
                 blobs |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in compressed}  # noqa: SIM118
-        notes = {"bits_per_weight": report["bits_per_weight"], "ratio": report["ratio"]}
+        notes = {"bits_per_weight": report.bits_per_weight, "ratio": report.ratio}
         return cast(Model, pack_module_inplace(model, blobs, notes=notes))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +30,7 @@ from ciuic_cli.process import atomic_files
 from ciuic_cli.process.file_faults import environment_fault
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.workers import Workers, join_workers
+from ciuic_cli.report.schema import ForecastReport, MemoryReport
 from ciuic_cli.runtime.loading import choose_device
 
 Hint = Callable[[str], None]
@@ -43,7 +44,7 @@ def compress(
     progress: Progress = lambda phase, done, total: None,
     hint: Hint = lambda message: None,
     **options: Any,
-) -> dict[str, Any]:
+) -> MemoryReport:
     """Compress a checkpoint to a byte budget; returns the memory report (also written into the artifact).
 
     Under torchrun every process calls this with the same arguments, and they share the work. The first process reports
@@ -86,14 +87,16 @@ class _Request:
     started: float
 
 
-def _lead(request: _Request, workers: Workers) -> dict[str, Any]:
+def _lead(request: _Request, workers: Workers) -> MemoryReport:
     """The run of the first (or only) worker: it holds the journal and writes the artifact."""
     task = _checked_task(request)
     if not request.options.dry_run:
         return _compress(request, task, workers)
     expected = task.forecast()
     request.hint(expected.sentence())
-    return {**_plan_only(request, task, workers), "forecast": expected.as_dict()}
+    return dataclasses.replace(
+        _plan_only(request, task, workers), forecast=ForecastReport(**expected.as_dict())
+    )
 
 
 def _checked_task(request: _Request) -> Task:
@@ -113,7 +116,7 @@ def _checked_task(request: _Request) -> Task:
     return task
 
 
-def _plan_only(request: _Request, task: Task, workers: Workers) -> dict[str, Any]:
+def _plan_only(request: _Request, task: Task, workers: Workers) -> MemoryReport:
     """A dry run: the report of the plan. The journal is in a temporary folder."""
     with _temporary_folder() as out, Journal(out) as journal, _disk_faults_of(journal):
         journal.begin(task.fingerprint(), restart=request.options.force)
@@ -125,7 +128,7 @@ def _plan_only(request: _Request, task: Task, workers: Workers) -> dict[str, Any
     return report
 
 
-def _compress(request: _Request, task: Task, workers: Workers) -> dict[str, Any]:
+def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
     """A whole run, or the rest of an interrupted one; returns the report."""
     out, force = request.out, request.options.force
     with Journal(out) as journal:
@@ -161,7 +164,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> dict[str, Any]
     return report
 
 
-def _follow(request: _Request, workers: Workers) -> dict[str, Any]:
+def _follow(request: _Request, workers: Workers) -> MemoryReport:
     """The run of another worker: it takes its share of the steps, unless the first worker finds nothing to do."""
     out, report = workers.broadcast(None)
     if report is None:
@@ -174,11 +177,11 @@ def _follow(request: _Request, workers: Workers) -> dict[str, Any]:
             if not request.options.dry_run:
                 run.encode(plan)
                 run.recover(plan)
-    final_report: dict[str, Any] = workers.broadcast(None)
+    final_report: MemoryReport = workers.broadcast(None)
     return final_report
 
 
-def _published_report(journal: Journal, out: Path, *, replace: bool) -> dict[str, Any] | None:
+def _published_report(journal: Journal, out: Path, *, replace: bool) -> MemoryReport | None:
     """The report of the output, if the run that left this journal had already published it; otherwise None.
 
     If the output was damaged since then: None with `replace` (it is written again), otherwise InputError.
@@ -195,8 +198,8 @@ def _published_report(journal: Journal, out: Path, *, replace: bool) -> dict[str
             file=error.file,
             remedy="write it again from that run's steps with --force (in Python: force=True)",
         ) from error
-    report: dict[str, Any] = json.loads((out / writer.REPORT).read_text(encoding="utf-8"))
-    return report
+    file = out / writer.REPORT
+    return MemoryReport.from_json(file.read_text(encoding="utf-8"), file)
 
 
 @contextmanager

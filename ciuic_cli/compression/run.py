@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -39,6 +38,7 @@ from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
 from ciuic_cli.recovery.tuning import Recovery, Result
 from ciuic_cli.report.build import build_report
+from ciuic_cli.report.schema import MemoryReport
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.runtime.routing import masking
 from ciuic_cli.statistics.collect import collect_statistics
@@ -233,7 +233,7 @@ class Run:
                 experts.setdefault(matrix.name.removesuffix(".down_proj"), []).append(pruned)
         return masking({name: torch.tensor(mask) for name, mask in experts.items()})
 
-    def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> dict[str, Any]:
+    def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> MemoryReport:
         """The memory report. started: seconds of the monotonic clock when the run began."""
         return build_report(
             self.map, plan, self.statistics, options=self.task.settled_options(),

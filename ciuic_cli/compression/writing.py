@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -24,12 +22,13 @@ from ciuic_cli.process.signals import raise_if_interrupted
 from ciuic_cli.recovery.row_factors import Factors, tuned_dense, with_row_factors
 from ciuic_cli.report.html import render_html
 from ciuic_cli.report.inspection import describe
-from ciuic_cli.report.model_card import render_card
+from ciuic_cli.report.model_card import render_card, source_of
+from ciuic_cli.report.schema import MemoryReport
 
 
 def write_artifact(
     run: Run, plan: Plan, out: Path, started: float, *, replace: bool
-) -> tuple[dict[str, Any], Path | None]:
+) -> tuple[MemoryReport, Path | None]:
     """Write the artifact under a temporary name and rename it to `out`.
 
     Returns the report, and the path of a replaced output that cannot be removed (None: it was removed).
@@ -54,7 +53,7 @@ def write_artifact(
     return report, remnant
 
 
-def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> dict[str, Any]:
+def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryReport:
     """Write all files of the artifact; returns the report."""
     factors = {} if run.recovered is None else run.recovered.factors
     _write_weights(run, plan, folder, factors)
@@ -62,11 +61,13 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> dict[st
     measured = run.measured_kl(plan, factors)
     _require_better_than_guessing(run, measured)
     report = run.report(plan, started, measured)
-    writer.write_config(folder, run.map.source_config, quantization_config(report, run.map.mtp))
-    text = json.dumps(report, indent=2, allow_nan=False)
-    (folder / writer.REPORT).write_text(text + "\n", encoding="utf-8")
+    quantization = quantization_config(
+        bits_per_weight=report.bits_per_weight, ratio=report.ratio, mtp=run.map.mtp
+    )
+    writer.write_config(folder, run.map.source_config, quantization)
+    (folder / writer.REPORT).write_text(report.to_json(), encoding="utf-8")
     (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
-    card = render_card(report, run.map.config.model_type)
+    card = render_card(report, source_of(run.map))
     (folder / "README.md").write_text(card, encoding="utf-8")
     writer.write_checksums(folder)
     return report

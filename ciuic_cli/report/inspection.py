@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from ciuic_cli.artifact.losses import Losses, read_losses
 from ciuic_cli.artifact.model import meta_model
 from ciuic_cli.artifact.reader import (
     Artifact,
@@ -35,6 +34,7 @@ from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
 from ciuic_cli.codecs.packing import bits_of
 from ciuic_cli.errors import InputError
+from ciuic_cli.report.losses import Losses, read_losses
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
 
 DENSE_BYTES = 2

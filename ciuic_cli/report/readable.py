@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -10,3 +10,8 @@ def readable_bytes(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.3g} {unit}"
         count /= 1000
     raise AssertionError("unreachable: TB returns")
+
+
+def readable_kl(nats: float) -> str:
+    """A KL divergence with three significant digits: 0.0123, 1.20e-05."""
+    return f"{nats:#.3g}"

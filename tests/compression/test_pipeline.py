@@ -22,6 +22,7 @@ import ciuic_cli
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.compression import pipeline
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
+from ciuic_cli.report.schema import LowRankPass, MemoryReport, PrunePass
 
 TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 60
 
@@ -33,7 +34,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-def _compress(source: Path, out: Path, text: Path, **options: Any) -> dict[str, Any]:
+def _compress(source: Path, out: Path, text: Path, **options: Any) -> MemoryReport:
     settings: dict[str, Any] = {
         "effort": "fast",
         "nsamples": 6,
@@ -55,12 +56,14 @@ def test_budget_is_kept_and_every_matrix_compressed(
     source, out = tiny_checkpoint(family), tmp_path / "out"
     report = _compress(source, out, text)
     stored = sum(path.stat().st_size for path in out.glob("*.safetensors"))
-    assert stored == report["artifact_bytes"] <= report["budget_bytes"]
-    assert report["original_bytes"] / stored >= 2.0
-    assert report == json.loads((out / "memory_report.json").read_text())
-    for row in report["components"]:
-        if len(row["shape"]) > 1 and row["role"] != "router":
-            assert "dense" not in row or row["dense"], row["name"]
+    assert stored == report.artifact_bytes <= report.budget_bytes
+    assert report.original_bytes / stored >= 2.0
+    text_of_report = (out / "memory_report.json").read_text()
+    assert report.to_dict() == json.loads(text_of_report)
+    assert report == MemoryReport.from_json(text_of_report)
+    for row in report.components:
+        if len(row.shape) > 1 and row.role != "router":
+            assert row.dense is None or row.dense, row.name
     verify(out).require_intact(out)
     model = AutoModelForCausalLM.from_pretrained(out)
     original = AutoModelForCausalLM.from_pretrained(source)
@@ -82,8 +85,8 @@ def test_the_model_card_has_the_figures_of_the_report_and_working_code(
     report = _compress(tiny_checkpoint("llama"), out, text)
     card = ModelCard.load(out / "README.md")
     assert card.data.library_name == "transformers"
-    assert f"{report['bits_per_weight']:.3f} bits per weight" in card.text
-    assert f"measured {report['measured_kl']:.3g} ±" in card.text
+    assert f"{report.bits_per_weight:.3f} bits per weight" in card.text
+    assert f"measured {report.measured_kl:.3g} ±" in card.text
     (code,) = re.findall(r"```python\n(.*?)```", card.text, re.DOTALL)
     assert code.startswith("import ciuic_cli\n")
     names: dict[str, Any] = {}
@@ -99,7 +102,7 @@ def test_sequences_are_at_most_as_long_as_the_positions(
     with pytest.raises(UsageError, match="--seqlen 257: the model has 256 positions"):
         _compress(source, out, text, seqlen=257)
     assert not out.exists()
-    assert _compress(source, out, text, seqlen=None, dry_run=True)["options"]["seqlen"] == 256
+    assert _compress(source, out, text, seqlen=None, dry_run=True).options["seqlen"] == 256
 
 
 def test_equal_inputs_give_equal_bytes(
@@ -216,16 +219,15 @@ def test_passes_can_be_forced_and_forbidden(
 ) -> None:
     source = tiny_checkpoint("llama")
     forced = _compress(source, tmp_path / "forced", text, prune=0.2, rank=16, ratio=1.5)
-    passes = {entry["name"]: entry for entry in forced["passes"]}
+    prune, lowrank, _ = forced.passes
+    assert isinstance(prune, PrunePass) and isinstance(lowrank, LowRankPass)
     prunable = sum(
-        r["parameters"]
-        for r in forced["components"]
-        if "dense" not in r and r["role"] not in ("embedding", "head")
+        r.parameters for r in forced.components if r.dense is None and r.role not in ("embedding", "head")
     )
-    assert passes["prune"]["weights"] >= 0.18 * prunable
-    assert passes["lowrank"]["matrices"] > 0 and passes["lowrank"]["bytes"] > 0
+    assert prune.weights >= 0.18 * prunable
+    assert lowrank.matrices > 0 and lowrank.bytes > 0
     off = _compress(source, tmp_path / "off", text, prune="off", rank="off", bits=(4,), ratio=2.5)
-    assert {k for row in off["components"] for k in row.get("widths", {})} == {"4"}
+    assert {k for row in off.components for k in row.widths or {}} == {"4"}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "forced") is not None
 
 
@@ -274,7 +276,7 @@ def test_one_calibration_text_needs_no_list(
         report = _compress(
             tiny_checkpoint("llama"), tmp_path / "out", text, calibration=calibration, dry_run=True
         )
-        assert report["options"]["nsamples"] == 6
+        assert report.options["nsamples"] == 6
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -328,9 +330,9 @@ def test_required_disk_space_is_limited_by_the_largest_artifact(
         "ciuic_cli.process.atomic_files.require_space", lambda out, nbytes: required.append(nbytes)
     )
     report = _compress(tiny_checkpoint("llama"), tmp_path / "out", text, target_size=size)
-    assert required == [2 * report["budget_bytes"]]
-    assert 0.8 * report["budget_bytes"] < report["artifact_bytes"] <= report["budget_bytes"]
-    assert report["budget_bytes"] < report["original_bytes"]
+    assert required == [2 * report.budget_bytes]
+    assert 0.8 * report.budget_bytes < report.artifact_bytes <= report.budget_bytes
+    assert report.budget_bytes < report.original_bytes
 
 
 def test_existing_output_is_kept_unless_forced(
@@ -401,4 +403,4 @@ def test_every_key_of_the_report_is_documented(
 
     document = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
     section = document.split("## The report")[1].split("\n## ")[0]
-    assert keys(report) <= set(re.findall("`([a-z_]+)`", section))
+    assert keys(report.to_dict()) <= set(re.findall("`([a-z_]+)`", section))

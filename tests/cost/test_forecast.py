@@ -74,7 +74,7 @@ def test_a_dry_run_says_what_a_run_will_take(
         tiny_checkpoint("llama"), tmp_path / "out", calibration=[text], nsamples=4, seqlen=32, effort=effort,
         ratio=2.0, dry_run=True, hint=hints.append,
     )  # fmt: skip
-    expected = report["forecast"]
+    expected = report.to_dict()["forecast"]
     assert (expected["seconds"]["recovery"] > 0) == (effort == "best")
     assert set(expected["seconds"]) == {"statistics", "arms", "probe", "encode", "recovery", "measure"}
     assert all(seconds > 0 for phase, seconds in expected["seconds"].items() if phase != "recovery")

@@ -81,8 +81,8 @@ def test_from_the_original_files_to_generated_tokens(
     assert float(error.median()) < BOUND
     generated: Any = model.generate(ids[:, :20], max_new_tokens=4, do_sample=False, eos_token_id=None)
     assert generated.shape == (2, 24)
-    assert report["ratio_to_source_files"] == pytest.approx(
-        open_checkpoint(source).source_bytes / report["artifact_bytes"]
+    assert report.ratio_to_source_files == pytest.approx(
+        open_checkpoint(source).source_bytes / report.artifact_bytes
     )
 
 

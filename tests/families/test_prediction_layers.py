@@ -37,6 +37,7 @@ from ciuic_cli.cost import forecast as forecasting
 from ciuic_cli.cost.forecast import Text, disk_bytes
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.report.inspection import describe
+from ciuic_cli.report.schema import MemoryReport
 
 PREFIXES = {"deepseek_v3_fp8": "model.layers.3", "deepseek_v4_fp4": "mtp.0"}
 ERROR = 0.01
@@ -57,14 +58,14 @@ class Kept:
     prefix: str
     source: Path
     out: Path
-    report: dict[str, Any]
+    report: MemoryReport
 
     @property
     def original(self) -> ModelMap:
         return map_model(open_checkpoint(self.source))
 
 
-def run(source: Path, out: Path, text: Path, **options: Any) -> dict[str, Any]:
+def run(source: Path, out: Path, text: Path, **options: Any) -> MemoryReport:
     settings: dict[str, Any] = {"ratio": RATIO, "effort": "fast", "nsamples": 6, "seqlen": 48, "prune": "off"}
     return compress(source, out, calibration=[text], **{**settings, **options})
 
@@ -110,9 +111,9 @@ def test_copies_of_embedding_and_head_are_stored_once(kept: Kept) -> None:
     copies = {f"{kept.prefix}.embed_tokens.weight": "model.embed_tokens.weight",
               f"{kept.prefix}.shared_head.head.weight": "lm_head.weight"}  # fmt: skip
     expected = copies if kept.prefix.startswith("model") else {}
-    assert kept.report["mtp"]["shared"] == expected
+    assert kept.report.mtp.shared == expected
     for name, source in expected.items():
-        assert f"{name} equals {source}: stored once" in kept.report["kept"]
+        assert f"{name} equals {source}: stored once" in kept.report.kept
         assert torch.equal(read_tensor(kept.out, name), read_tensor(kept.out, source))
 
 
@@ -141,36 +142,34 @@ def test_drafting_by_transformers_is_refused_instead_of_reading_codes_as_weights
 
 def test_the_layer_counts_as_parameters_and_towards_the_budget(kept: Kept) -> None:
     report, dense = kept.report, map_model(open_checkpoint(kept.source))
-    rows = [row for row in report["components"] if row["role"] in MTP_ROLES]
+    rows = [row for row in report.components if row.role in MTP_ROLES]
     buffers = {p.name for p in keep_mtp(dense).parameters.values() if is_mtp(p) and p.buffer}
-    weights = sum(row["parameters"] for row in rows if row["name"] not in buffers)
-    assert report["parameters"] == dense.stored_numel + weights
-    assert report["mtp"]["bytes"] == sum(row["bytes"] for row in rows) > 10_000
+    weights = sum(row.parameters for row in rows if row.name not in buffers)
+    assert report.parameters == dense.stored_numel + weights
+    assert report.mtp.bytes == sum(row.bytes for row in rows) > 10_000
     stored = sum(path.stat().st_size for path in kept.out.glob("*.safetensors"))
-    assert stored == report["artifact_bytes"] <= report["budget_bytes"]
-    assert 2 * report["parameters"] / stored == report["ratio"] >= RATIO
+    assert stored == report.artifact_bytes <= report.budget_bytes
+    assert 2 * report.parameters / stored == report.ratio >= RATIO
 
 
 def test_the_predicted_kl_is_that_of_the_model_alone(kept: Kept) -> None:
-    rows = [row for row in kept.report["components"] if row["role"] in MTP_ROLES and "dense" not in row]
-    assert rows and all(row["predicted_kl"] == 0 and "calibration" in row["unpredicted"] for row in rows)
-    assert not set(kept.report["statistics"]["roles"]) & set(MTP_ROLES)
-    total = sum(row["predicted_kl"] for row in kept.report["components"])
-    assert kept.report["predicted_kl"] == pytest.approx(total)
-    # The layer gets about as many bits per weight as the model.
-    bits = sum(8 * row["bytes"] for row in rows) / sum(row["parameters"] for row in rows)
-    assert 4 < bits < 1.5 * kept.report["bits_per_weight"]
+    rows = [row for row in kept.report.components if row.role in MTP_ROLES and row.dense is None]
+    assert rows and all(row.predicted_kl == 0 and "calibration" in (row.unpredicted or "") for row in rows)
+    assert not set(kept.report.statistics.roles) & set(MTP_ROLES)
+    total = sum(row.predicted_kl for row in kept.report.components)
+    assert kept.report.predicted_kl == pytest.approx(total)
+    # Levelled with the model's own: neither starved nor given what the model should have.
+    bits = sum(8 * row.bytes for row in rows) / sum(row.parameters for row in rows)
+    assert 4 < bits < 1.5 * kept.report.bits_per_weight
 
 
 def test_inspect_reports_what_is_kept(kept: Kept, tmp_path: Path) -> None:
-    inspection = describe(kept.out)
-    assert (
-        inspection.kept == tuple(kept.report["kept"]) and not inspection.dropped and not inspection.warnings
-    )
-    assert f"{kept.prefix}: {kept.report['mtp']['layers'][0]['tensors']} tensors" in inspection.kept[0]
-    assert inspection.parameters == kept.report["parameters"] and inspection.ratio == kept.report["ratio"]
-    layer = {row.name for row in inspection.rows if row.role in MTP_ROLES and row.stored == "trellis"}
-    assert layer == {name for name in stored_blobs(kept.out) if name.startswith(f"{kept.prefix}.")}
+    found = describe(kept.out)
+    assert found.kept == tuple(kept.report.kept) and not found.dropped and not found.warnings
+    assert f"{kept.prefix}: {kept.report.mtp.layers[0].tensors} tensors" in found.kept[0]
+    assert found.parameters == kept.report.parameters and found.ratio == kept.report.ratio
+    own = {row.name for row in found.rows if row.role in MTP_ROLES and row.stored == "trellis"}
+    assert own == {name for name in stored_blobs(kept.out) if name.startswith(f"{kept.prefix}.")}
     assert json.loads((kept.out / "config.json").read_text())["num_nextn_predict_layers"] == 1
     verify(kept.out).require_intact(kept.out)
     shown = CliRunner().invoke(app, ["inspect", str(kept.out), "--verify"])
@@ -190,7 +189,7 @@ def test_a_lost_tensor_of_the_layer_is_noticed(kept: Kept, tmp_path: Path) -> No
     tensors = load_file(tmp_path / "lost/model.safetensors")
     del tensors[next(name for name in tensors if name.startswith(kept.prefix))]
     save_file(tensors, tmp_path / "lost/model.safetensors", metadata={"format": "pt"})
-    stored = kept.report["mtp"]["stored_tensors"]
+    stored = kept.report.mtp.stored_tensors
     for opened in (describe, load):
         with pytest.raises(InputError, match=f"{stored - 1} tensor.* not {stored}"):
             opened(tmp_path / "lost")
@@ -219,11 +218,11 @@ def test_dropped_layers_are_reported_and_not_counted_in_the_config(
 ) -> None:
     source, out = predicting("deepseek_v3_fp8"), tmp_path / "out"
     report = run(source, out, text)
-    assert report["dropped"] == [
+    assert list(report.dropped) == [
         "multi-token-prediction layer model.layers.3: 64 tensors, 112840 bytes in the original, dropped"
     ]
-    assert not report["kept"] and not report["mtp"]["kept"] and report["mtp"]["bytes"] == 0
-    assert describe(out).dropped == tuple(report["dropped"])
+    assert not report.kept and not report.mtp.kept and report.mtp.bytes == 0
+    assert describe(out).dropped == tuple(report.dropped)
     assert not [name for name in stored_names(out) if name.startswith("model.layers.3.")]
     assert json.loads((out / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
@@ -257,7 +256,7 @@ def test_without_such_layers_keeping_them_is_a_hint(
     hints: list[str] = []
     report = run(released("llama"), tmp_path / "out", text, mtp="keep", dry_run=True, hint=hints.append)
     assert "the checkpoint has no multi-token-prediction layers to keep" in hints
-    assert not report["kept"] and not report["mtp"]["layers"]
+    assert not report.kept and not report.mtp.layers
 
 
 def test_a_changed_choice_is_refused_when_a_run_continues(
@@ -336,8 +335,8 @@ def test_fused_experts_are_stacks_and_none_is_pruned(
         tensors[f"mtp.layers.0.mlp.experts.{name}"] = weight.to(torch.bfloat16)
     save_file(tensors, tmp_path / "fused/model.safetensors", metadata={"format": "pt"})
     report = run(tmp_path / "fused", tmp_path / "out", text, mtp="keep", ratio=4.0, prune="auto")
-    rows = [row for row in report["components"] if row["role"] == "mtp_expert"]
-    assert len(rows) == 2 and all(row["pruned"] == 0 and len(row["experts"]) == 3 for row in rows)
+    rows = [row for row in report.components if row.role == "mtp_expert"]
+    assert len(rows) == 2 and all(row.pruned == 0 and len(row.experts or ()) == 3 for row in rows)
     for name in names:
         weight = tensors[f"mtp.layers.0.mlp.experts.{name}"].float()
         decoded = read_tensor(tmp_path / "out", f"mtp.layers.0.mlp.experts.{name}")

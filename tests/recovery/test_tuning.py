@@ -33,6 +33,8 @@ from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery import tuning as recovery
 from ciuic_cli.recovery.row_factors import Factors, tunable, with_row_factors
 from ciuic_cli.recovery.tuning import CHECKS, SEQUENCES, Recovery, Result, learning_rate
+from ciuic_cli.report.json_form import to_plain
+from ciuic_cli.report.schema import MemoryReport, RecoveryPass
 
 CPU = torch.device("cpu")
 BITS = 3
@@ -311,7 +313,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen
 
 
 @pytest.fixture
-def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., MemoryReport]:
     """compress() with effort best, a small window, and a few steps of recovery."""
     monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, 6, CHECKS))
     words = TEXT.split()
@@ -319,7 +321,7 @@ def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., dict[
     text = tmp_path / "text.txt"
     text.write_text(" ".join(random.choice(words, 3000)))
 
-    def run(source: Path, out: Path, **more: Any) -> dict[str, Any]:
+    def run(source: Path, out: Path, **more: Any) -> MemoryReport:
         settings = {"effort": "best", "seqlen": 48, "calibration": [text], "ratio": 3.0, **more}
         return pipeline.compress(source, out, **settings)
 
@@ -332,16 +334,16 @@ def _weights(out: Path) -> bytes:
 
 @pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3"])
 def test_best_says_what_it_gained_and_a_killed_run_ends_in_the_same_bytes(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, best: Callable[..., dict[str, Any]], family: str
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, best: Callable[..., MemoryReport], family: str
 ) -> None:
     source, out = tiny_checkpoint(family), tmp_path / "out"
     report = best(source, tmp_path / "whole")
-    (entry,) = [entry for entry in report["passes"] if entry["name"] == "recovery"]
-    assert entry["kl_after"] <= entry["kl_before"]
-    assert report["measured_kl"] == pytest.approx(entry["kl_after"], rel=1e-6)
-    assert report["artifact_bytes"] <= report["budget_bytes"]
-    tuned = [row for row in report["components"] if "tuned" in row.get("dense", "")]
-    assert len(tuned) == entry["norms"] and bool(tuned) == (entry["kl_after"] < entry["kl_before"])
+    (entry,) = [step for step in report.passes if isinstance(step, RecoveryPass)]
+    assert entry.kl_after <= entry.kl_before
+    assert report.measured_kl == pytest.approx(entry.kl_after, rel=1e-6)
+    assert report.artifact_bytes <= report.budget_bytes
+    tuned = [row for row in report.components if "tuned" in (row.dense or "")]
+    assert len(tuned) == entry.norms and bool(tuned) == (entry.kl_after < entry.kl_before)
 
     def interrupt(what: str, done: int, total: int) -> None:
         if what == "recovery" and done > total // 2:
@@ -354,7 +356,7 @@ def test_best_says_what_it_gained_and_a_killed_run_ends_in_the_same_bytes(
     assert steps and steps[0] > 1, "it began anew"
     assert _weights(out) == _weights(tmp_path / "whole")
     said = json.loads((out / "memory_report.json").read_text())["passes"]
-    assert [entry] == [other for other in said if other["name"] == "recovery"]
+    assert [to_plain(entry)] == [other for other in said if other["name"] == "recovery"]
 
 
 def _task(monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps: int) -> Task:

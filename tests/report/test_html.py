@@ -4,57 +4,19 @@ from __future__ import annotations
 
 import copy
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from sample_report import REPORT
 
 from ciuic_cli.report.html import render_html
-from ciuic_cli.report.sentences import much_is_lost, pass_sentence
+from ciuic_cli.report.schema import MemoryReport, RecoveryPass
+from ciuic_cli.report.sentences import large_loss_warning, pass_sentence
 
 VOID = {"meta", "br", "img", "hr", "link", "input"}
 HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e</title></svg>"
-
-REPORT: dict[str, Any] = {
-    "parameters": 1_234_567,
-    "original_bytes": 2_469_134,
-    "source_file_bytes": 2_480_000,
-    "artifact_bytes": 615_000,
-    "budget_bytes": 617_283,
-    "ratio": 4.0149,
-    "ratio_to_source_files": 4.0325,
-    "bits_per_weight": 3.9852,
-    "predicted_kl": 0.01234,
-    "measured_kl": 0.02345,
-    "measured_kl_stderr": 0.00123,
-    "components": [
-        {"name": "model.embed_tokens.weight", "role": "embedding", "shape": [512, 64], "parameters": 32768,
-         "bytes": 24576, "bits": 6.0, "widths": {"6": 32}, "rank": 0, "pruned": 0.0, "predicted_kl": 0.004},
-        {"name": "model.layers.0.mlp.experts.down_proj", "role": "expert_down", "shape": [2, 64, 64],
-         "parameters": 8192, "bytes": 3072, "bits": 3.0, "widths": {"0": 4, "5": 4}, "rank": 0, "pruned": 0.5,
-         "predicted_kl": 0.005, "experts": [
-             {"bits": 5.5, "pruned": False, "tokens": 9, "predicted_kl": 0.001},
-             {"bits": 0.0, "pruned": True, "tokens": 0, "predicted_kl": 0.004}]},
-        {"name": "model.layers.10.self_attn.o_proj.weight", "role": "o", "shape": [64, 64], "parameters": 4096,
-         "bytes": 64, "bits": 0.125, "widths": {"0": 4}, "rank": 0, "pruned": 1.0, "predicted_kl": 0.00334},
-        {"name": "model.layers.2.self_attn.o_proj.weight", "role": "o", "shape": [64, 64], "parameters": 4096,
-         "bytes": 2176, "bits": 4.25, "widths": {"4": 4}, "rank": 16, "pruned": 0.0, "predicted_kl": 0.001},
-        {"name": "model.norm.weight", "role": "norm", "shape": [64], "parameters": 64, "bytes": 128, "bits": 16.0,
-         "rank": 0, "pruned": 0.0, "predicted_kl": 0.0, "dense": "norm: one number per channel"},
-    ],
-    "passes": [
-        {"name": "prune", "weights": 77_000, "structures": 3, "bytes": 0},
-        {"name": "lowrank", "matrices": 5, "bytes": 4096},
-        {"name": "bits", "sorted_matrices": 3, "scaled_matrices": 2, "bytes": 600_000, "predicted_kl": 0.01234},
-    ],
-    "statistics": {"tokens": 4321, "experts_without_tokens": 7, "roles": {
-        "o": {"predicted_kl": 0.00111, "measured_kl": 0.00222, "correction": 2.0}}},
-    "warnings": ["the tied head differs from the embedding"],
-    "dropped": ["layer 61: multi-token prediction"],
-    "options": {"ratio": 4.0, "seed": 0},
-    "seconds": 12.0,
-    "peak_rss_bytes": 500_000_000,
-}  # fmt: skip
 
 
 class Page(HTMLParser):
@@ -91,11 +53,20 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def report() -> dict[str, Any]:
+    """The sample in its JSON form, for the test to change."""
     return copy.deepcopy(REPORT)
 
 
+def render(report: dict[str, Any]) -> str:
+    return render_html(MemoryReport.from_dict(report))
+
+
+def warning_of(report: dict[str, Any]) -> str | None:
+    return large_loss_warning(MemoryReport.from_dict(report))
+
+
 def test_page_is_well_formed_and_needs_nothing_else(report: dict[str, Any]) -> None:
-    source = render_html(report)
+    source = render(report)
     page = Page(source)
     names = {tag for tag, _ in page.tags}
     assert {"html", "style", "svg", "table", "title"} <= names
@@ -107,31 +78,31 @@ def test_page_is_well_formed_and_needs_nothing_else(report: dict[str, Any]) -> N
 
 
 def test_headline_figures(report: dict[str, Any]) -> None:
-    text = Page(render_html(report)).text
+    text = Page(render(report)).text
     for figure in ("4.015 : 1", "615 kB", "2.47 MB", "3.985", "0.0123", "0.0234", "1,234,567", "4,321"):
         assert figure in text
 
 
 def test_a_great_loss_is_warned_of(report: dict[str, Any]) -> None:
-    assert much_is_lost(report) is None and "much is lost" not in Page(render_html(report)).text
+    assert warning_of(report) is None and "much is lost" not in Page(render(report)).text
     for report["measured_kl"], report["predicted_kl"], times in ((1.5, 0.1, "4.5"), (None, 0.7, "2")):
-        warning = much_is_lost(report)
+        warning = warning_of(report)
         assert warning is not None and f"about {times} times" in warning and "--ratio" in warning
-        assert warning in Page(render_html(report)).text
+        assert warning in Page(render(report)).text
     report["measured_kl"], report["predicted_kl"] = 0.1, 0.7  # what was measured counts
-    assert much_is_lost(report) is None
+    assert warning_of(report) is None
 
 
 def test_not_measured_is_said(report: dict[str, Any]) -> None:
     report["measured_kl"] = None
-    assert "not measured" in Page(render_html(report)).text
+    assert "not measured" in Page(render(report)).text
 
 
 def test_every_component_layer_pass_and_reason_is_shown(report: dict[str, Any]) -> None:
-    text = Page(render_html(report)).text
+    text = Page(render(report)).text
     assert "65.5 kB → 24.6 kB, 6.00 bits" in text  # the embedding, before and after
     assert "0.00111, measured 0.00222; counted × 2.00" in text
-    for step in report["passes"]:
+    for step in MemoryReport.from_dict(report).passes:
         assert pass_sentence(step) in text
     assert "norm: one number per channel" in text and "model.norm.weight" in text
     for note in ("the tied head differs", "multi-token prediction", "7 expert matrices"):
@@ -139,7 +110,7 @@ def test_every_component_layer_pass_and_reason_is_shown(report: dict[str, Any]) 
 
 
 def test_heat_map_cells(report: dict[str, Any]) -> None:
-    source = render_html(report)
+    source = render(report)
     cells = re.findall(r"<g><title>(.*?)</title>.*?</g>", source, flags=re.DOTALL)
     assert len(cells) == 4  # dense tensors have none
     assert any("experts.down_proj: 3.00 bits, 50.0 % pruned, 1 experts left out" in cell for cell in cells)
@@ -149,7 +120,7 @@ def test_heat_map_cells(report: dict[str, Any]) -> None:
 
 
 def test_layers_are_in_numerical_order(report: dict[str, Any]) -> None:
-    words = [word for word in Page(render_html(report)).words if re.fullmatch(r"layer \d+", word)]
+    words = [word for word in Page(render(report)).words if re.fullmatch(r"layer \d+", word)]
     assert words == ["layer 0", "layer 2", "layer 10"] * 2  # the heat map, then the losses
 
 
@@ -157,7 +128,7 @@ def test_kept_prediction_layers_have_bits_and_no_loss(report: dict[str, Any]) ->
     row = {**report["components"][-2], "name": "model.layers.61.eh_proj.weight", "role": "mtp"}
     report["components"].append({**row, "unpredicted": "no <calibration> of it"})
     report["kept"] = ["layer 61 is <kept>"]
-    source = render_html(report)
+    source = render(report)
     page = Page(source)
     assert "layer 61 is <kept>" in page.text and "no <calibration> of it" in page.text
     assert page.words.count("layer 61") == 1  # in the heat map, not among the losses
@@ -165,7 +136,7 @@ def test_kept_prediction_layers_have_bits_and_no_loss(report: dict[str, Any]) ->
 
 
 def test_longer_bars_for_more_bytes(report: dict[str, Any]) -> None:
-    source = render_html(report)
+    source = render(report)
     bars = source[source.index("Bytes by component before") :]
     before = float(re.findall(r'class="before"[^>]*width="([0-9.]+)"', bars)[0])
     after = float(re.findall(r'class="after"[^>]*width="([0-9.]+)"', bars)[0])
@@ -173,7 +144,7 @@ def test_longer_bars_for_more_bytes(report: dict[str, Any]) -> None:
 
 
 def test_hostile_names_are_harmless(report: dict[str, Any]) -> None:
-    expected = len(Page(render_html(report)).tags)
+    expected = len(Page(render(report)).tags)
     for row in report["components"]:
         row["name"] += HOSTILE
     report["components"][0]["role"] = HOSTILE
@@ -182,7 +153,7 @@ def test_hostile_names_are_harmless(report: dict[str, Any]) -> None:
     report["warnings"] = [HOSTILE]
     report["dropped"] = [HOSTILE]
     report["options"] = {HOSTILE: HOSTILE}
-    source = render_html(report)
+    source = render(report)
     page = Page(source)
     assert "script" not in {tag for tag, _ in page.tags}
     assert len(page.tags) - expected < 8  # a long role takes more lines of text, and no other element
@@ -192,27 +163,30 @@ def test_hostile_names_are_harmless(report: dict[str, Any]) -> None:
 
 def test_a_name_of_a_megabyte_is_cut(report: dict[str, Any]) -> None:
     report["components"][0]["name"] = "x" * 1_000_000
-    assert len(render_html(report)) < 40_000
+    assert len(render(report)) < 40_000
 
 
 def test_a_model_without_layers_or_probes(report: dict[str, Any]) -> None:
     report["components"] = [report["components"][-1]]
-    report["statistics"] = {"tokens": 1, "experts_without_tokens": 0, "roles": {}}
-    text = Page(render_html(report)).text
+    report["statistics"]["roles"] = {}
+    text = Page(render(report)).text
     assert "Predicted and measured" not in text
     assert "model.norm.weight" in text
 
 
-def test_infinite_losses_do_not_break_the_picture(report: dict[str, Any]) -> None:
-    report["components"][0]["predicted_kl"] = float("inf")
-    report["components"][1]["predicted_kl"] = float("nan")
-    source = render_html(report)
+def test_infinite_losses_do_not_break_the_figures(report: dict[str, Any]) -> None:
+    """JSON has no such numbers, but a report in memory may."""
+    found = MemoryReport.from_dict(report)
+    first, second, *others = found.components
+    first = replace(first, predicted_kl=float("inf"))
+    second = replace(second, predicted_kl=float("nan"))
+    source = render_html(replace(found, components=(first, second, *others)))
     Page(source)
     assert not re.search(r'(?:width|x)="(?:inf|nan)"', source)
 
 
 def test_recovery_says_what_it_gained_or_that_it_gained_nothing() -> None:
-    step = {"name": "recovery", "bytes": 0, "steps": 90, "matrices": 210, "norms": 61, "kl_before": 0.04}
-    gained = pass_sentence({**step, "kl_after": 0.03})
+    step = RecoveryPass(bytes=0, steps=90, matrices=210, norms=61, kl_before=0.04, kl_after=0.03)
+    gained = pass_sentence(step)
     assert "210 matrices and 61 norms" in gained and "0.03 instead of 0.04" in gained
-    assert "nothing of them was kept" in pass_sentence({**step, "kl_after": 0.04})
+    assert "nothing of them was kept" in pass_sentence(replace(step, kl_after=0.04))

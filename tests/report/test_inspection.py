@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sample_report import REPORT
 
-from ciuic_cli.artifact import losses
 from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -21,6 +21,7 @@ from ciuic_cli.cli.console import to_json
 from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
+from ciuic_cli.report import losses
 from ciuic_cli.report.inspection import describe
 
 Make = Callable[..., Path]
@@ -217,16 +218,21 @@ def test_an_artifact_says_what_its_report_predicts(artifact: Path, tmp_path: Pat
     folder = tmp_path / "artifact"
     shutil.copytree(artifact, folder)
     assert describe(folder).losses is None and not describe(folder).warnings
-    rows = [{"name": row.name, "predicted_kl": 1e-3} for row in describe(folder).rows if row.widths]
+    known_names = [row.name for row in describe(folder).rows if row.widths]
+    rows = [{**REPORT["components"][0], "name": name, "predicted_kl": 1e-3} for name in known_names]
     rows[0]["unpredicted"] = "not the model's"
     report = {
-        "predicted_kl": 0.5, "measured_kl": 0.4, "measured_kl_stderr": 0.01, "components": rows,
-        "statistics": {"held_out_tokens": 2048},
-    }  # fmt: skip
+        **REPORT,
+        "predicted_kl": 0.5,
+        "measured_kl": 0.4,
+        "measured_kl_stderr": 0.01,
+        "components": rows,
+    }
     (folder / "memory_report.json").write_text(json.dumps(report))
     found = describe(folder)
     assert found.losses is not None
     assert (found.losses.predicted, found.losses.measured, found.losses.stderr) == (0.5, 0.4, 0.01)
+    assert found.losses.held_out_tokens == 512
     known = {row.name for row in found.rows if row.predicted_kl == 1e-3}
     assert known == {row["name"] for row in rows[1:]}
     total = sum(part.predicted_kl or 0.0 for part in found.components)
