@@ -1,7 +1,8 @@
-"""ciuic: compress a causal language model into a byte budget, with the least damage that many bytes allow.
+"""ciuic: compress a causal language model to a byte budget, with the least loss that the budget allows.
 
 Importing the package registers the `ciuic` format with transformers, so that
-`AutoModelForCausalLM.from_pretrained(artifact)` loads compressed models; nothing heavy is imported before it is used.
+`AutoModelForCausalLM.from_pretrained(artifact)` loads compressed models. Heavy modules are imported when they are first
+used.
 """
 
 from __future__ import annotations
@@ -20,19 +21,20 @@ if TYPE_CHECKING:
 
 __all__ = ["__version__", "apply_ciuic_compression", "compress", "load", "read_tensor"]
 
-_HOMES = {
+_MODULES = {
     "compress": "ciuic_cli.compression.pipeline",
     "load": "ciuic_cli.runtime.loading",
     "read_tensor": "ciuic_cli.artifact.tensors",
     "apply_ciuic_compression": "ciuic_cli.compression.in_place",
 }
+"""Where the public functions are defined; they are imported on first access."""
 
 _install()
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if name in _MODULES:
         from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
+        return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

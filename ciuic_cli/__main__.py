@@ -1,4 +1,4 @@
-"""The process of `ciuic`: its signals and streams are settled before anything that takes long is imported."""
+"""Entry point of the process: sets up signals and streams before any slow import."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ciuic_cli.process.streams import secure_streams
 
 
 def main() -> None:
-    """The console script: runs one command and exits with its code."""
+    """The console script `ciuic`: run one command and exit with its code."""
     with interruptible(last=True):
         secure_streams()
         try:
             from ciuic_cli.cli.app import main as command_line
 
             command_line()
-        except KeyboardInterrupt:  # before there was a console, or after its last word
+        except KeyboardInterrupt:  # before the console exists, or after it is closed
             print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
 

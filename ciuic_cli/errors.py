@@ -1,7 +1,7 @@
-"""The errors that ciuic raises on purpose, each with its exit code and its next step.
+"""The errors that ciuic raises on purpose, each with an exit code and a remedy.
 
-They are raised where the fact is known and caught once, in the command line. Anything else that escapes
-is a bug of ours (exit code 1).
+They are raised where the fact is known, and caught once, in the command line. Any other exception is a bug (exit code
+1).
 """
 
 from __future__ import annotations
@@ -10,23 +10,25 @@ import os
 import unicodedata
 
 _MAX_SENTENCE = 4096
+"""Characters of a message or remedy that are shown (chosen)."""
 MAX_NAME = 160
-"""Characters of a name that are shown; the middle of a longer one is left out."""
+"""Characters of a name that are shown (chosen); the middle of a longer name is cut out."""
 
 _HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
+"""Unicode categories without visible characters: controls, formats, surrogates, unassigned, separators."""
 
 
 def printable(name: object, limit: int = MAX_NAME) -> str:
-    """`name` as harmless text of at most `limit` characters and a count of those left out.
+    """`name` as harmless text: at most `limit` characters, and how many more there are.
 
     Control characters, escape sequences, bidirectional and other invisible marks become backslash escapes.
     """
     text = str(name)
-    cut = len(text) - limit
-    if cut > 0:
-        # Cut first: escaping a name of a megabyte would only make it longer.
+    excess = len(text) - limit
+    if excess > 0:
+        # Cut before escaping, which would make a name of a megabyte even longer.
         half = limit // 2
-        text = f"{text[:half]}[... {cut} more characters ...]{text[-(limit - half) :]}"
+        text = f"{text[:half]}[... {excess} more characters ...]{text[-(limit - half) :]}"
     return "".join(_visible(character) for character in text)
 
 
@@ -37,13 +39,13 @@ def _visible(character: str) -> str:
 
 
 class CiuicError(Exception):
-    """A failure that we foresaw.
+    """Base class of all expected errors.
 
     Args:
         message: what is wrong, one sentence.
-        file: the file it was found in.
-        tensor: the tensor it was found in.
-        remedy: what the user can do about it.
+        file: the file where it was found.
+        tensor: the tensor where it was found.
+        remedy: what the user can do.
     """
 
     exit_code = 1
@@ -63,7 +65,7 @@ class CiuicError(Exception):
         self.remedy = remedy
 
     def shown(self) -> list[tuple[str, str]]:
-        """("error", the message), then those that are known of "file", "tensor" and "try", all harmless to print."""
+        """Pairs of label and text, harmless to print: "error", then "file", "tensor" and "try" if they are known."""
         places = [("file", self.file), ("tensor", self.tensor)]
         return [
             ("error", printable(self.message, _MAX_SENTENCE)),
@@ -79,13 +81,13 @@ class CiuicError(Exception):
 
 
 class UsageError(CiuicError):
-    """The command or call itself is wrong: unknown option, contradictory arguments."""
+    """The command or call is wrong: an unknown option, contradictory arguments."""
 
     exit_code = 2
 
 
 class InputError(CiuicError):
-    """A checkpoint, an artifact or a text that we cannot accept."""
+    """A checkpoint, an artifact or a text is missing, damaged or not supported."""
 
     exit_code = 3
 
@@ -97,6 +99,6 @@ class TargetError(CiuicError):
 
 
 class EnvironmentFault(CiuicError):
-    """The machine cannot do it: disk, device, memory, lock, missing native library."""
+    """The machine cannot do it: disk, device, memory, lock, or native library."""
 
     exit_code = 5

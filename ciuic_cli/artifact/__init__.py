@@ -1,1 +1,1 @@
-"""The artifact on disk: its schema, its layout to the byte, its writer and its reader."""
+"""The artifact on disk: config section, byte layout, writer, publishing, reader and verification."""

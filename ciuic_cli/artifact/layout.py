@@ -1,4 +1,4 @@
-"""How an artifact's tensors lie in its safetensors files: exact bytes before anything is written."""
+"""Layout of an artifact's safetensors files: their exact bytes are known before anything is written."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 SHARD_BYTES = 5_000_000_000
+"""Most tensor bytes per file (chosen); a larger tensor has a file to itself."""
 _ALIGNMENT_ORDER = {"U8": 0, "I64": 1, "F64": 1, "F32": 2, "I32": 2, "BF16": 3, "F16": 3}
+"""Order of the dtypes in a file: blobs, then by decreasing element size, so that every tensor is aligned."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """One tensor of an artifact: safetensors dtype name, shape, bytes."""
+    """One tensor of an artifact. dtype: as safetensors names it."""
 
     name: str
     dtype: str
@@ -22,7 +24,7 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file: its name, its tensors in order, and its header (length prefix included)."""
+    """One safetensors file: its name, its tensors in order, and its header with the length prefix."""
 
     file: str
     tensors: tuple[StoredTensor, ...]
@@ -49,7 +51,11 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
 
 
 def lay_out(tensors: Iterable[StoredTensor], shard_bytes: int = SHARD_BYTES) -> list[Shard]:
-    """Shards in the hub's naming. Blobs (multiples of 16 bytes) come first, so that all else stays aligned."""
+    """Distribute the tensors over shards, named as on the hub.
+
+    Blobs (uint8, multiples of 16 bytes) come first, so that the tensors behind them stay aligned. The result does not
+    depend on the order of `tensors`.
+    """
     ordered = sorted(tensors, key=lambda t: (_ALIGNMENT_ORDER.get(t.dtype, 4), t.name))
     groups: list[list[StoredTensor]] = [[]]
     size = 0

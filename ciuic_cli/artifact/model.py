@@ -1,4 +1,4 @@
-"""The model that an artifact's config.json describes, without weights: what its tensors have to fit."""
+"""The model of an artifact's config.json, without weights, for comparing its shapes with the stored tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, re
 
 
 def meta_model(artifact: Artifact) -> Any:
-    """transformers' model on the meta device; raises InputError for a config.json of which none can be built."""
+    """The transformers model on the meta device. Raises InputError if it cannot be built from the config.json."""
     file = artifact.folder / "config.json"
     config = build_config(artifact.config, file)
     require_plausible(config, artifact.shapes, file)

@@ -1,4 +1,4 @@
-"""A finished folder takes its name in one step; a killed run leaves either the old folder or the new one."""
+"""Renames a finished folder to its final name in one step: a killed run leaves either the old folder or the new one."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from ciuic_cli.process.file_faults import environment_fault
 
 
 def partial_of(destination: Path) -> Path:
-    """The name under which the folder is written before it gets its own."""
+    """Where the folder is written before it is renamed to `destination`."""
     return destination.with_name(f".{destination.name}.partial")
 
 
 def _aside_of(destination: Path) -> Path:
+    """Where a replaced folder is kept until the new one has its name, if the system cannot exchange folders."""
     return destination.with_name(f".{destination.name}.replaced")
 
 
 def recover(destination: Path) -> list[Path]:
-    """Put right what a killed run left: an old folder that was put aside comes back, half a folder goes.
+    """Clean up after a killed run: put a set-aside old folder back, and remove an unfinished new one.
 
-    Returns what cannot be removed.
+    Returns the paths that cannot be removed. Raises EnvironmentFault if the old folder cannot be put back.
     """
     partial, aside = partial_of(destination), _aside_of(destination)
     try:
@@ -41,7 +42,7 @@ def recover(destination: Path) -> list[Path]:
 
 
 def _removed(path: Path) -> bool:
-    """Remove what is at `path`; False where the system refuses."""
+    """Remove whatever is at `path`; False if the system refuses."""
     try:
         remove_path(path)
     except OSError:
@@ -50,45 +51,46 @@ def _removed(path: Path) -> bool:
 
 
 def publish(folder: Path, destination: Path, *, replace: bool) -> Path | None:
-    """Give the finished `folder` its name; with `replace`, a folder that has it is exchanged in one step.
+    """Sync the finished `folder` and rename it to `destination`.
 
-    The old one is then removed; returns what is left of it where the system refuses that. Raises EnvironmentFault if
-    anything else is there: it is not touched.
+    replace: exchange it with an existing folder there in one step, and remove the old one. Returns the path of an old
+    folder that the system refuses to remove, else None. Raises EnvironmentFault if anything else is at `destination`,
+    and does not touch it.
     """
     for path in folder.iterdir():
         sync_file(path)
     sync_folder(folder)
-    old = None
+    replaced = None
     try:
         if not (replace and destination.is_dir() and not destination.is_symlink()):
             _rename_to_free(folder, destination)
         elif rename_with_flag(folder, destination, EXCHANGE):
-            old = folder
+            replaced = folder
         else:
-            old = _replace_in_two_steps(folder, destination)
+            replaced = _replace_in_two_steps(folder, destination)
     except OSError as error:
         raise environment_fault(error, destination) from error
     sync_folder(destination.parent)
-    return None if old is None or _removed(old) else old
+    return None if replaced is None or _removed(replaced) else replaced
 
 
 def _rename_to_free(folder: Path, destination: Path) -> None:
-    """Rename, but never onto anything. Without renameat2 a moment passes between the look and the step."""
+    """Rename, but never onto anything that exists. Without renameat2 there is a short race between check and rename."""
     if rename_with_flag(folder, destination, NOREPLACE):
         return
     if os.path.lexists(destination):
         raise EnvironmentFault(
             "the output appeared while the run was working",
             file=destination,
-            remedy="move it away and run the same command again: it goes on where it stopped",
+            remedy="move it away and run the same command again: it continues where it stopped",
         )
     folder.rename(destination)
 
 
 def _replace_in_two_steps(folder: Path, destination: Path) -> Path:
-    """Where the system cannot exchange: the old one is put aside, and back if the new one cannot take its place.
+    """Rename the old folder aside and the new one to `destination`, for systems that cannot exchange two folders.
 
-    Returns where the old one is.
+    If the second rename fails, the old folder is put back. Returns where the old folder is.
     """
     aside = _aside_of(destination)
     destination.rename(aside)

@@ -1,9 +1,8 @@
-"""Opens an artifact: which tensors it has, which of them are blobs, and that every blob can be decoded.
+"""Opens an artifact and checks the headers of its files and blobs; no weights are loaded.
 
-Nothing here loads weights. The files are mapped, the headers of the blobs are read and checked (shapes,
-bits per weight, ranks, offsets, exact lengths), so that no kernel ever sees a blob that would lead it
-outside its bytes. Damage inside the codes decodes to other weights; `ciuic inspect --verify` finds it by
-checksum.
+The files are mapped, and every field of a blob's header is checked (shapes, bits per weight, ranks, offsets, exact
+lengths), so that no kernel gets a blob that would make it read out of bounds. Damage inside the codes decodes to other
+weights; only `ciuic inspect --verify` finds it, by checksum.
 """
 
 from __future__ import annotations
@@ -39,15 +38,17 @@ from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError
 from ciuic_cli.process.file_faults import reading
 
-_DAMAGED = "the artifact is damaged or not one of ours; fetch or compress it again"
+_DAMAGED = "the artifact is damaged or was not written by ciuic; fetch or compress it again"
+_MIXED = "the files of two artifacts are mixed; fetch or compress it again"
 
 
 @dataclass(frozen=True)
 class Blob:
-    """One compressed tensor: where it lies and what it decodes to, (rows, cols) or (experts, rows, cols).
+    """One compressed tensor. It owns a reference to the mapping of its file.
 
-    data: its bytes, uint8 (nbytes,), mapped from the file that was checked, whatever has its name by now.
-    mapping: of the whole file.
+    entry: its place in the file. shape: of the decoded tensor, (rows, cols) or (experts, rows, cols). data: its bytes,
+    uint8 (nbytes,), mapped from the file that was checked even if another file has the name by now. mapping: of the
+    whole file.
     """
 
     entry: TensorEntry
@@ -57,7 +58,7 @@ class Blob:
 
     @contextmanager
     def matrices(self) -> Iterator[tuple[PackedMatrix, ...]]:
-        """The matrix, or each expert's, for the time of the block; their codes stay in the file."""
+        """The matrix, or one per expert, for use inside the `with` block; the codes stay in the mapped file."""
         try:
             if len(self.shape) == 3:
                 yield ExpertStack.from_buffer(self.data, where=self.entry.name).experts
@@ -69,7 +70,7 @@ class Blob:
 
 @dataclass(frozen=True)
 class ArtifactFiles:
-    """The tensors of all files by name, and those among them that are blobs."""
+    """All tensors of an artifact's files by name, those among them that are blobs, and the bytes of the files."""
 
     tensors: dict[str, TensorEntry]
     blobs: dict[str, Blob]
@@ -78,9 +79,10 @@ class ArtifactFiles:
 
 @dataclass(frozen=True)
 class Artifact(ArtifactFiles):
-    """An opened artifact folder; `config` is its config.json, `quantization` the part that is ours.
+    """An opened artifact folder.
 
-    `mtp`: the original's multi-token-prediction layers, and whether they are kept here.
+    config: its config.json. quantization: the `quantization_config` in it. mtp: the original's multi-token-prediction
+    layers, and whether the artifact keeps them.
     """
 
     folder: Path
@@ -90,7 +92,7 @@ class Artifact(ArtifactFiles):
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
-        """Of every tensor, as the model has it: compressed ones decoded."""
+        """Shape of every tensor in the model; of compressed ones the decoded shape."""
         return [
             self.blobs[name].shape if name in self.blobs else entry.shape
             for name, entry in self.tensors.items()
@@ -98,11 +100,11 @@ class Artifact(ArtifactFiles):
 
 
 def open_artifact(path: str | Path) -> Artifact:
-    """Open a folder (or hub id) and check its headers and those of its blobs.
+    """Open a folder or hub id, and check the headers of its files and blobs.
 
-    Raises InputError if it is no artifact, was written in a newer format, or is damaged: unreadable or
-    inconsistent files, a tensor in two of them, blobs whose fields are impossible, another number of tensors of
-    multi-token-prediction layers than its config says.
+    Raises InputError if it is no artifact, was written in a newer format, or is damaged: unreadable or inconsistent
+    files, a tensor in two files, impossible fields in a blob, or a number of tensors of multi-token-prediction layers
+    that differs from its config.
     """
     folder = locate(path)
     with require_unreplaced(folder):
@@ -115,7 +117,7 @@ def _open(folder: Path) -> Artifact:
     quantization = config.get("quantization_config")
     if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
         raise InputError(
-            "not a ciuic artifact: its config.json has no quantization_config of ours",
+            "not a ciuic artifact: its config.json has no quantization_config of ciuic",
             file=folder,
             remedy="give the output folder of `ciuic compress`; transformers itself loads dense models",
         )
@@ -128,13 +130,13 @@ def _open(folder: Path) -> Artifact:
             f"the index names {len(absent)} tensor(s) that no file has: {', '.join(absent[:3])}",
             file=folder,
             tensor=absent[0],
-            remedy="the files of two artifacts are mixed; fetch or compress it again",
+            remedy=_MIXED,
         )
     mtp = PredictionLayers.from_dict(quantization.get("mtp"), folder / "config.json")
-    found = sum(mtp.owns(name) for name in files.tensors)
-    if mtp.kept and found != mtp.stored:
+    present = sum(mtp.owns(name) for name in files.tensors)
+    if mtp.kept and present != mtp.stored:
         raise InputError(
-            f"{found} tensor(s) of multi-token-prediction layers are there, not {mtp.stored}",
+            f"the files have {present} tensor(s) of multi-token-prediction layers, not {mtp.stored}",
             file=folder,
             remedy=_DAMAGED,
         )
@@ -142,7 +144,7 @@ def _open(folder: Path) -> Artifact:
 
 
 def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> None:
-    """Raises InputError unless the `quantization_config` is of a format that this package reads."""
+    """Raise InputError unless this package reads the format version of the `quantization_config`."""
     version = quantization.get("format_version")
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise InputError(
@@ -157,10 +159,10 @@ def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> N
 
 
 def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse an uncompressed tensor of another shape than the model's, or of numbers that the model cannot hold.
+    """Refuse uncompressed tensors that differ from the model's in shape, or whose dtype the model cannot hold.
 
-    `expected` are the model's own tensors (on the meta device) by the artifact's names; a compressed tensor is
-    none of these. Raises InputError naming file and tensor.
+    expected: the model's tensors (on the meta device) by their names in the artifact. Raises InputError with file and
+    tensor.
     """
     for name, entry in artifact.tensors.items():
         wanted = expected.get(name)
@@ -168,7 +170,7 @@ def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor])
             continue
         stored = TORCH_DTYPES.get(entry.dtype)
         if entry.shape != tuple(wanted.shape):
-            fault = f"the tensor has shape {entry.shape}, the config makes it {tuple(wanted.shape)}"
+            fault = f"the tensor has shape {entry.shape}, the config requires {tuple(wanted.shape)}"
         elif stored is None or not can_hold(wanted.dtype, stored):
             fault = f"the tensor is stored as {entry.dtype}, the model has {wanted.dtype}"
         else:
@@ -177,44 +179,43 @@ def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor])
 
 
 def require_expert_ids(artifact: ArtifactFiles, tables: Mapping[str, int]) -> None:
-    """Read the tables of expert ids and refuse those that name experts which are not there.
+    """Read the tables of expert ids and refuse ids of experts that do not exist.
 
-    `tables` as `expert_tables` returns them, by the artifact's names. Raises InputError naming file and tensor.
+    tables: as `expert_tables` returns them, by their names in the artifact. Raises InputError with file and tensor.
     """
     for name, experts in tables.items():
         require_expert_table(artifact.tensors[name], experts, _DAMAGED)
 
 
 def require_compressed(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a compressed tensor of another shape than the model's, before anything of that shape is allocated.
+    """Refuse compressed tensors that differ from the model's in shape, before anything of their shape is allocated.
 
-    One that the model lacks (of a multi-token-prediction layer, say) may be as large as the largest that it has.
-    `expected` as in `require_dense`. Raises InputError naming file and tensor.
+    A tensor that the model does not have (of a multi-token-prediction layer) may have as many weights as the model's
+    largest tensor. expected: as in `require_dense`. Raises InputError with file and tensor.
     """
     largest = max((tensor.numel() for tensor in expected.values()), default=0)
     for name, blob in artifact.blobs.items():
         wanted = expected.get(name)
         if wanted is not None and blob.shape != tuple(wanted.shape):
-            fault = f"the config makes it {tuple(wanted.shape)}"
+            fault = f"the config requires {tuple(wanted.shape)}"
         elif wanted is None and math.prod(blob.shape) > largest:
-            fault = "more than any of the model's own"
+            fault = "more weights than any tensor of the model"
         else:
             continue
         raise InputError(
             f"the compressed matrix has shape {blob.shape}, {fault}",
             file=blob.entry.file,
             tensor=name,
-            remedy="the files of two artifacts are mixed; fetch or compress it again",
+            remedy=_MIXED,
         )
 
 
 def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
     """Parse the safetensors headers of an artifact's files and the headers of all blobs in them.
 
-    A blob is a one-dimensional uint8 tensor; an artifact has no others of that kind. Raises InputError,
-    naming file and tensor, for anything that `read_header`, `PackedMatrix.from_buffer` or
-    `ExpertStack.from_buffer` refuses, and for a tensor that is in two files; EnvironmentFault if a file cannot be
-    read or mapped.
+    Every one-dimensional uint8 tensor of an artifact is a blob. Raises InputError, with file and tensor, for anything
+    that `read_header`, `PackedMatrix.from_buffer` or `ExpertStack.from_buffer` refuses, and for a tensor that is in two
+    files; EnvironmentFault if a file cannot be read or mapped.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}
@@ -228,15 +229,17 @@ def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
                     f"the tensor is in two files: {tensors[name].file.name} and {file.name}",
                     file=file,
                     tensor=name,
-                    remedy="the files of two artifacts are mixed; fetch or compress it again",
+                    remedy=_MIXED,
                 )
             tensors[name] = entry
-        packed = [entry for entry in header.tensors.values() if entry.dtype == "U8" and len(entry.shape) == 1]
-        if packed:
+        entries = [
+            entry for entry in header.tensors.values() if entry.dtype == "U8" and len(entry.shape) == 1
+        ]
+        if entries:
             with reading(file), file.open("rb") as stream:
                 mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
             mapped = np.frombuffer(mapping, dtype=np.uint8)
-            for entry in packed:
+            for entry in entries:
                 data = mapped[entry.begin : entry.end]
                 blobs[entry.name] = Blob(entry, _blob_shape(data, entry), data, mapping)
                 _release(mapping, entry)
@@ -244,13 +247,14 @@ def read_blobs(files: Iterable[Path]) -> ArtifactFiles:
 
 
 def _release(mapping: mmap.mmap, entry: TensorEntry) -> None:
-    """Unmap a tensor's pages until they are looked at again: one byte can bring in 2 MB, which count as resident."""
+    """Release a tensor's pages until the next access; reading one byte can make 2 MB of the file resident."""
     if sys.platform != "win32":
         begin = entry.begin - entry.begin % mmap.PAGESIZE
         mapping.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
 
 
 def _blob_shape(blob: npt.NDArray[np.uint8], entry: TensorEntry) -> tuple[int, ...]:
+    """Shape of the decoded tensor; checks the blob's header."""
     try:
         if bytes(blob[:4]) == b"CIUX":
             stack = ExpertStack.from_buffer(blob, where=entry.name)

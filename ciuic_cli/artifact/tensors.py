@@ -1,4 +1,4 @@
-"""One tensor of an artifact as numbers, without a model around it."""
+"""Decodes single tensors of an artifact, without building the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ciuic_cli.errors import InputError
 
 
 def read_tensor(path: str | Path, name: str) -> torch.Tensor:
-    """A tensor of an artifact by its name: coded ones decoded, as (rows, cols) or (experts, rows, cols) float32.
+    """One tensor of an artifact, on the CPU.
 
-    Others come as they are stored. A multi-token-prediction layer's copy of the embedding or head is read where it
-    is stored.
+    Compressed tensors are decoded to float32 (rows, cols) or (experts, rows, cols); others keep their stored dtype and
+    shape. A multi-token-prediction layer's copy of the embedding or head is read where the shared tensor is stored.
 
     Args:
         path: the artifact's folder, or a hub id.
+        name: of the tensor, as in the model.
 
     Raises:
-        InputError: not an artifact, a damaged one, or one without such a tensor.
+        InputError: not an artifact, damaged, or no tensor of this name.
     """
     artifact = open_artifact(path)
     require_compressed(artifact, meta_model(artifact).state_dict())

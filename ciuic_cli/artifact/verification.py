@@ -1,31 +1,31 @@
-"""Whether every file of an artifact still has the bytes that were written: `ciuic inspect --verify`."""
+"""Compares the files of an artifact with their checksums: `ciuic inspect --verify`."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.artifact.writer import CHECKSUMS, encode_checksums
 from ciuic_cli.checkpoint.folder import checked_file, locate, read_json, require_unreplaced
 from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.file_faults import reading
 
 _BLOCK = 1 << 20
+"""Bytes read at a time (chosen)."""
 _REMEDY = "fetch the artifact again, or compress the original again"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class Verification:
-    """`files` and `nbytes` checked; `problems` as (file name, what is wrong), empty if all is intact.
+    """The result of `verify`.
 
-    `unlisted` files lie in the folder without a checksum (a README that someone added): no damage, but said.
+    files, nbytes: number and bytes of the files in the list. problems: (file name, what is wrong), empty if all are
+    intact. unlisted: files without a checksum that are no weights, such as a README that someone added; not an error.
     """
 
     files: int
@@ -44,9 +44,10 @@ class Verification:
 def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Verification:
     """Compare size and SHA-256 of every file with `ciuic_checksums.json`.
 
-    `progress(done, total)` counts bytes. The list itself is checked by its form: it must be exactly what
-    the writer would write of its content. Raises InputError if the folder has no such list or one in
-    another form, EnvironmentFault if the system does not let a file be read.
+    The list itself must have exactly the form in which the writer writes it, so that any flipped bit in it shows.
+
+    progress: called as progress(done, total), in bytes. Raises InputError if the folder has no list or a damaged one,
+    EnvironmentFault if a file cannot be read.
     """
     folder = locate(path)
     with require_unreplaced(folder):
@@ -76,26 +77,27 @@ def _verify(folder: Path, progress: Callable[[int, int], None]) -> Verification:
 
 
 def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
+    """SHA-256 (hexadecimal) and size of every listed file."""
     file = folder / CHECKSUMS
     if not file.exists():
         raise InputError(
             "the folder has no checksums",
             file=file,
-            remedy="`ciuic compress` writes them; other tools, save_pretrained too, do not",
+            remedy="only `ciuic compress` writes them; save_pretrained and other tools do not",
         )
     document = read_json(folder, CHECKSUMS, remedy=_REMEDY)
-    # A flipped bit in the list's own white space or numbers must show as well.
+    # A flipped bit in the white space or the numbers of the list must show as well.
     with reading(file):
         content = checked_file(folder, CHECKSUMS).read_bytes()
-    if content != encode_list(document):
-        raise _damaged_list(file, "it is not in the form in which it was written")
+    if content != encode_checksums(document):
+        raise _damaged_list(file, "it differs from the form in which ciuic writes it")
     files = document.get("files")
     if (
         document.get("algorithm") != "sha256"
         or set(document) != {"algorithm", "files"}
         or not isinstance(files, dict)
     ):
-        raise _damaged_list(file, "it does not have exactly the algorithm sha256 and the files")
+        raise _damaged_list(file, "it must have exactly the keys algorithm, which is sha256, and files")
     listed = {}
     for name, value in files.items():
         if (
@@ -111,30 +113,24 @@ def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
     return listed
 
 
-def encode_list(document: dict[str, Any]) -> bytes:
-    """The one form of the checksum list."""
-    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()
-
-
-def _damaged_list(file: Path, what: str) -> InputError:
-    return InputError(f"the list of checksums is damaged: {what}", file=file, remedy=_REMEDY)
+def _damaged_list(file: Path, problem: str) -> InputError:
+    return InputError(f"the list of checksums is damaged: {problem}", file=file, remedy=_REMEDY)
 
 
 def _check_file(folder: Path, name: str, digest: str, size: int) -> str | None:
-    if not os.path.exists(folder / name):  # unlike Path.exists, no error for a name that no file can have
+    """What is wrong with the file, or None."""
+    if not os.path.exists(folder / name):  # Path.exists would raise for a name that no file can have
         return "the file is missing"
     try:
         file = checked_file(folder, name)
     except CiuicError as error:
         return error.message
     with reading(folder / name):
-        found = file.stat().st_size
-        if found != size:
-            return f"the file has {found} bytes, not {size}"
-        running = hashlib.sha256()
+        actual = file.stat().st_size
+        if actual != size:
+            return f"the file has {actual} bytes, not {size}"
+        sha256 = hashlib.sha256()
         with file.open("rb") as stream:
             while block := stream.read(_BLOCK):
-                running.update(block)
-    return (
-        None if running.hexdigest() == digest else "its content does not have the checksum that was written"
-    )
+                sha256.update(block)
+    return None if sha256.hexdigest() == digest else "its content does not match its checksum"

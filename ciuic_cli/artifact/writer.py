@@ -1,4 +1,4 @@
-"""Writes an artifact: under a temporary name, synced, then renamed. A folder is either complete or absent."""
+"""Writes the files of an artifact into a folder; `publishing` then gives the folder its name."""
 
 from __future__ import annotations
 
@@ -15,18 +15,24 @@ from ciuic_cli.errors import InputError
 from ciuic_cli.process.digests import file_digest
 
 CHECKSUMS = "ciuic_checksums.json"
+"""The list of SHA-256 checksums, for `ciuic inspect --verify`."""
 REPORT = "memory_report.json"
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "tekken.json", "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
 )  # fmt: skip
+"""Files of a checkpoint that are copied into the artifact if they exist: data, never code."""
 
 
 def write_shards(
     shards: Iterable[Shard], folder: Path, payload: Callable[[str], bytes], progress: Callable[[int], None]
 ) -> None:
-    """Write the safetensors files; `payload(name)` gives one tensor's bytes at a time."""
+    """Write and sync the safetensors files, one tensor in memory at a time.
+
+    payload: returns the bytes of the named tensor. progress: called with the number of bytes just written. Raises
+    RuntimeError if a tensor has other bytes than the layout planned.
+    """
     for shard in shards:
         with (folder / shard.file).open("wb") as file:
             file.write(shard.header)
@@ -42,42 +48,51 @@ def write_shards(
 
 
 def companions(source: Path) -> dict[str, Path]:
-    """The tokenizer's and generation's files (never code) of a checkpoint: names and real paths.
+    """The files of a checkpoint that are copied into its artifact: names and real paths.
 
     Raises InputError if one leads outside the checkpoint or cannot be read.
     """
-    found = {name: checked_file(source, name) for name in _COPIED if (source / name).is_file()}
-    for name, path in found.items():
+    files = {name: checked_file(source, name) for name in _COPIED if (source / name).is_file()}
+    for name, path in files.items():
         try:
             path.open("rb").close()
         except OSError as error:
             raise InputError(
                 f"cannot read the file: {error.strerror}", file=source / name, remedy="check its permissions"
             ) from error
-    return found
+    return files
 
 
 def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and generation files of the checkpoint `source` into `folder`."""
     for name, path in companions(source).items():
         shutil.copyfile(path, folder / name)
 
 
 def write_index(shards: list[Shard], folder: Path) -> None:
+    """Write the index of a sharded artifact; a single file has none."""
     if len(shards) > 1:
         (folder / "model.safetensors.index.json").write_text(index_json(shards), encoding="utf-8")
 
 
 def write_config(folder: Path, source: dict[str, Any], quantization: dict[str, Any]) -> None:
-    """The source's config.json with this artifact's quantization_config; no key that names code survives."""
+    """Write the source's config.json with this artifact's `quantization_config`, and without `auto_map`.
+
+    `auto_map` names code in the source's folder, which is not copied.
+    """
     config = {key: value for key, value in source.items() if key not in ("auto_map", "quantization_config")}
     config["quantization_config"] = quantization
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def write_checksums(folder: Path) -> None:
-    """SHA-256 and size of every file in the folder, for `ciuic inspect --verify`."""
+    """Write the list with SHA-256 and size of every file in the folder."""
     files = {}
     for path in sorted(folder.iterdir()):
         files[path.name] = {"sha256": file_digest(path), "bytes": path.stat().st_size}
-    document = {"algorithm": "sha256", "files": files}
-    (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    (folder / CHECKSUMS).write_bytes(encode_checksums({"algorithm": "sha256", "files": files}))
+
+
+def encode_checksums(document: dict[str, Any]) -> bytes:
+    """The list of checksums as bytes, in the only form that verification accepts."""
+    return (json.dumps(document, indent=2, sort_keys=True) + "\n").encode()

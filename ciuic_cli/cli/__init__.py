@@ -1,1 +1,1 @@
-"""The command line: one file per command, the console, tables."""
+"""The command line: one file per command, the console, the tables, and the exit codes."""

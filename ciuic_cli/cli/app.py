@@ -1,7 +1,7 @@
-"""The `ciuic` command: options in, tables or one JSON object out.
+"""The `ciuic` command.
 
-Each command has a file of its own in this folder. Heavy modules are imported inside the commands, so that `--help`,
-wrong options and wrong paths answer at once.
+Each subcommand has its own file in this folder. Heavy modules are imported inside the commands, so that `--help`, wrong
+options and wrong paths are answered at once.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ciuic_cli.cli.inspect import inspect
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; "
-    "5 the machine refuses (disk, device, memory, lock); 130 interrupted."
+    "5 the machine cannot do it (disk, device, memory, lock); 130 interrupted."
 )
 
 app = typer.Typer(
     name="ciuic",
     epilog=EXIT_CODES,
-    help="Compress a causal language model into a byte budget, and look at what it cost.",
+    help="Compress a causal language model to a byte budget, and measure what was lost.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -50,11 +50,11 @@ def _root(
         typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Compress a causal language model into a byte budget, and look at what it cost."""
+    """Compress a causal language model to a byte budget, and measure what was lost."""
 
 
 def main() -> None:
-    """Run the command that the process was started with, and exit with its code."""
+    """Run the command of `sys.argv`, and exit with its code."""
     sys.exit(run(Console(), _dispatch))
 
 
@@ -62,7 +62,7 @@ def _dispatch() -> None:
     try:
         app()
     except SystemExit as end:
-        if isinstance(end.__context__, BrokenPipeError):  # Typer and Rich would exit with code 1
+        if isinstance(end.__context__, BrokenPipeError):  # Typer and Rich turn it into exit code 1
             raise end.__context__ from None
         raise
 

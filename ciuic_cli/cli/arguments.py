@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and how a command is run."""
+"""Arguments and options that several commands share, and the function that runs a command."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Model = Annotated[
 PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="Artifact or checkpoint: a folder, or a hub id.")
 ]
-Base = Annotated[str | None, typer.Option(metavar="MODEL", help="The original, to compare with.")]
+Base = Annotated[str | None, typer.Option(metavar="MODEL", help="The original model, for comparison.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
 
 
 def execute(console: Console, action: Callable[[], None]) -> NoReturn:
-    """Run a command and exit with its code. What libraries print to stdout goes to stderr."""
+    """Run a command and exit with its code. Prints of libraries to stdout go to stderr."""
 
     def guarded() -> None:
         _require_working_directory()
@@ -37,11 +37,11 @@ def execute(console: Console, action: Callable[[], None]) -> NoReturn:
 
 
 def announce_device(console: Console, device: str) -> None:
-    """Refuse a GPU that does not exist, before any work; say so if "auto" found none."""
+    """Raise EnvironmentFault for a GPU that does not exist, before any work; print a hint if "auto" finds no GPU."""
     from ciuic_cli.runtime.loading import choose_device
 
     if choose_device(device).type == "cpu" and device == "auto":
-        console.hint("torch sees no GPU here: the work is done on the CPU")
+        console.hint("torch finds no GPU: running on the CPU")
 
 
 def _require_working_directory() -> None:

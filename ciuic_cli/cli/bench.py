@@ -15,24 +15,28 @@ from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
 
 
 def _tokens(short: str, long: str, default: int, text: str) -> Any:
-    return typer.Option(short, long, min=1, max=1 << 30, show_default=f"{default}, or what fits", help=text)
+    return typer.Option(
+        short, long, min=1, max=1 << 30, show_default=f"{default}, or what fits the model", help=text
+    )
 
 
 def bench(
     path: PathArgument,
     base: Base = None,
     prompt_tokens: Annotated[
-        int | None, _tokens("-p", "--prompt-tokens", PROMPT_TOKENS, "Tokens to prefill.")
+        int | None, _tokens("-p", "--prompt-tokens", PROMPT_TOKENS, "Tokens of the prompt (prefill).")
     ] = None,
-    new_tokens: Annotated[int | None, _tokens("-n", "--new-tokens", NEW_TOKENS, "Tokens to decode.")] = None,
+    new_tokens: Annotated[
+        int | None, _tokens("-n", "--new-tokens", NEW_TOKENS, "Tokens to generate (decode).")
+    ] = None,
     repetitions: Annotated[
-        int, typer.Option("-r", "--repetitions", min=1, max=1 << 30, help="Measured runs.")
+        int, typer.Option("-r", "--repetitions", min=1, max=1 << 30, help="Number of measured runs.")
     ] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences at once.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, max=1 << 30, help="Number of sequences per batch.")] = 1,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Measure memory, prefill and decode speed of PATH, and of the original, each in a process of its own."""
+    """Measure memory, prefill and decode speed of PATH, and of the original with --base, each in its own process."""
     console = Console(json_mode=json)
 
     def action() -> None:
@@ -43,12 +47,12 @@ def bench(
 
         announce_device(console, device)
         with console.progress() as progress:
-            found = run_bench(
+            measured = run_bench(
                 folder, base=original, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
                 repetitions=repetitions, batch_size=batch_size, device=device,
                 progress=progress, hint=console.hint,
             )  # fmt: skip
-        console.json(found)
-        show_bench(console, found, str(folder))
+        console.json(measured)
+        show_bench(console, measured, str(folder))
 
     execute(console, action)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class EffortLevel(StrEnum):
-    """How much calibration text and code search a run spends."""
+    """Presets of the amount of calibration text, the trellis size, and recovery."""
 
     fast = "fast"
     default = "default"
@@ -52,26 +52,34 @@ def compress(
         Path,
         typer.Argument(
             metavar="OUT",
-            readable=False,  # Typer's own check would exit with code 2; unreadable paths are bad input (code 3)
-            help="Folder to write; must not exist, unless --force.",
+            readable=False,  # Typer would exit with code 2 for an unreadable path; here that is bad input (code 3)
+            help="Folder to write; it must not exist, except with --force.",
         ),
     ],
     ratio: Annotated[
         float | None,
-        typer.Option(show_default=f"{DEFAULT_RATIO:g}", help="Bytes at 2 per parameter over bytes of OUT."),
+        typer.Option(
+            show_default=f"{DEFAULT_RATIO:g}",
+            help="2 bytes per parameter over the bytes of OUT.",
+        ),
     ] = None,
-    target_bpw: Annotated[float | None, typer.Option(help="Instead: stored bits per weight.")] = None,
+    target_bpw: Annotated[
+        float | None, typer.Option(help="Instead of --ratio: stored bits per weight.")
+    ] = None,
     target_size: Annotated[
-        str | None, typer.Option(help="Instead: bytes, such as 8GiB, 500MB or 4365952.")
+        str | None, typer.Option(help="Instead of --ratio: bytes, such as 8GiB, 500MB or 4365952.")
     ] = None,
     calibration: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", readable=False, help="UTF-8 text to calibrate on (repeatable)."),
+        typer.Option(metavar="FILE", readable=False, help="UTF-8 text for calibration (repeatable)."),
     ] = None,
     nsamples: Annotated[
         int | None,
         typer.Option(
-            min=NSAMPLES[0], max=NSAMPLES[1], show_default="by effort", help="Calibration sequences."
+            min=NSAMPLES[0],
+            max=NSAMPLES[1],
+            show_default="by effort",
+            help="Number of calibration sequences.",
         ),
     ] = None,
     seqlen: Annotated[
@@ -79,31 +87,30 @@ def compress(
         typer.Option(
             min=SEQLEN[0],
             max=SEQLEN[1],
-            show_default=f"{DEFAULT_SEQLEN}, or the model's positions",
-            help="Tokens per sequence.",
+            show_default=f"{DEFAULT_SEQLEN}, or the model's positions if fewer",
+            help="Tokens per calibration sequence.",
         ),
     ] = None,
     seed: Annotated[
         int,
-        typer.Option(
-            min=SEED[0], max=SEED[1], help="Seed of what is drawn at random; another seed gives other bytes."
-        ),
+        typer.Option(min=SEED[0], max=SEED[1], help="Random seed; another seed gives other bytes."),
     ] = 0,
     effort: Annotated[
         EffortLevel,
         typer.Option(
-            help="Work spent on quality. fast: trellis of 2^12 states, 24 calibration sequences; default: 2^16, 64; "
-            "best: 2^16, 128, and then recovery: row scales and norms are tuned on more text."
+            help="Time spent on quality. fast: trellis with 2^12 states, 24 calibration sequences; default: 2^16, 64; "
+            "best: 2^16, 128, followed by recovery: row scales and norms are tuned on more text."
         ),
     ] = EffortLevel.default,
     prune: Annotated[
-        str, typer.Option(help="off, auto (as the budget decides), or the share of weights to leave out.")
+        str, typer.Option(help="Pruning: off, auto (the budget decides), or the share of weights to prune.")
     ] = "auto",
     rank: Annotated[
-        str, typer.Option(help="off, auto (as the budget decides), or the rank of every low-rank part.")
+        str, typer.Option(help="Low-rank parts: off, auto (the budget decides), or the rank of each.")
     ] = "auto",
     bits: Annotated[
-        str, typer.Option(help="Bits per weight that 16 rows of a matrix may have; 1 and 1.5 too.")
+        str,
+        typer.Option(help="Bits per weight to choose from for every 16 rows; 1 and 1.5 are possible too."),
     ] = bits_text(DEFAULT_BITS),
     mtp: Annotated[
         MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
@@ -111,23 +118,21 @@ def compress(
     device: Device = "auto",
     dry_run: Annotated[
         bool,
-        typer.Option(
-            "--dry-run", help="Forecast time, memory and disk, then stop at the plan; write nothing."
-        ),
+        typer.Option("--dry-run", help="Forecast time, memory and disk, show the plan, and write nothing."),
     ] = False,
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Replace an existing OUT; discard an unfinished run that had other options."
+            "--force", help="Replace an existing OUT; discard an unfinished run with other options."
         ),
     ] = False,
     json: Json = False,
 ) -> None:
-    """Compress MODEL into OUT, within a byte budget and with the least damage that it allows."""
+    """Compress MODEL into OUT, with the least loss that the byte budget allows."""
     console = Console(json_mode=json)
 
     def action() -> None:
-        options = CompressOptions(  # wrong values are refused before anything heavy is imported
+        options = CompressOptions(  # refuses wrong values before anything heavy is imported
             ratio=ratio,
             target_bpw=target_bpw,
             target_size=None if target_size is None else parse_size(target_size),
@@ -155,7 +160,7 @@ def compress(
 
 
 def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:
-    """The report of the run; None in the processes of torchrun that do not speak."""
+    """The report of the run; None in all processes of torchrun but the first."""
     sleep_between_work()
     from ciuic_cli.compression.pipeline import compress as run_compress
     from ciuic_cli.process.workers import is_leader
@@ -169,9 +174,9 @@ def _run(console: Console, folder: Path, out: Path, options: CompressOptions) ->
 
 def _show_next_steps(console: Console, model: str, out: Path, dry_run: bool) -> None:
     if dry_run:
-        console.hint("a dry run: nothing was written. Without --dry-run the same command does it.")
+        console.hint("dry run: nothing was written; run the same command without --dry-run")
         return
-    place, original = shlex.quote(str(out)), shlex.quote(model)
-    console.hint(f"the whole account: {out / 'memory_report.html'}")
-    console.hint(f"next: ciuic eval {place} --base {original}")
-    console.hint(f"      ciuic bench {place} --base {original}")
+    artifact, original = shlex.quote(str(out)), shlex.quote(model)
+    console.hint(f"full report: {out / 'memory_report.html'}")
+    console.hint(f"next: ciuic eval {artifact} --base {original}")
+    console.hint(f"      ciuic bench {artifact} --base {original}")

@@ -1,8 +1,7 @@
-"""The only way to the terminal: data goes to stdout, progress and hints to stderr, and no name can harm the terminal.
+"""All output of the program: results to stdout, progress and messages to stderr.
 
-Everything the program prints goes through `Console`. Tensor and file names come from other people's files,
-so control sequences and bidirectional marks are made visible, very long names are shortened, and Rich's markup
-is off.
+Tensor and file names come from untrusted files. Control sequences and bidirectional marks are therefore made visible,
+very long names are shortened, and Rich's markup is off.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from ciuic_cli.errors import CiuicError, printable
 from ciuic_cli.process.signals import raise_if_interrupted
 
 _PIPE_WIDTH = 4096
-"""Characters per line where stdout is not a terminal: wide enough that no table is folded (chosen)."""
+"""Characters per line if stdout is not a terminal (chosen): wide enough that no table is folded."""
 
 
 def to_json(value: object) -> str:
-    """ASCII JSON of the value; NaN and infinity, which JSON does not have, become null."""
+    """The value as ASCII JSON. NaN and infinity become null, because JSON has no such numbers."""
     return json.dumps(_finite(value), indent=2, allow_nan=False, default=str)
 
 
@@ -45,9 +44,10 @@ def _finite(value: object) -> object:
 
 
 class Console:
-    """Where output goes.
+    """The output streams of one command.
 
-    With `json_mode` stdout gets one JSON object and nothing else; `quiet` leaves out progress and hints.
+    json_mode: stdout gets one JSON object and nothing else. quiet: no progress and no hints. stdout, stderr: the
+    process's streams by default.
     """
 
     def __init__(
@@ -64,13 +64,13 @@ class Console:
         self._err = _rich(sys.stderr if stderr is None else stderr, pipe_width=None)
 
     def data(self, text: str) -> None:
-        """A result for people on stdout (nothing in JSON mode). Line breaks stay, other controls do not."""
+        """Print a text to stdout, except in JSON mode. Line breaks stay; other control characters are escaped."""
         if not self.json_mode:
             lines = (printable(line, limit=1 << 20) for line in text.split("\n"))
             self._out.print(Text("\n".join(lines)), soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """A table on stdout (nothing in JSON mode). Columns of numbers are aligned to the right."""
+        """Print a table to stdout, except in JSON mode. Columns of numbers are aligned to the right."""
         if self.json_mode:
             return
         cells = [list(row) for row in rows]
@@ -80,28 +80,28 @@ class Console:
             table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
         for row in cells:
             table.add_row(*(Text(_cell(value)) for value in row))
-        # Not the table's own title: Rich would wrap it to the table's width.
+        # Printed separately, because Rich wraps a table's title to the table's width.
         self._out.print(Text(printable(title)), soft_wrap=True)
         self._out.print(table)
 
     def json(self, value: object) -> None:
-        """The one JSON object on stdout (nothing outside JSON mode)."""
+        """Print the command's JSON object to stdout, in JSON mode only."""
         if self.json_mode:
             self._out.file.write(to_json(value) + "\n")
             self._out.file.flush()
 
     def hint(self, message: str) -> None:
-        """A remark on stderr, left out when quiet."""
+        """Print a remark to stderr, except when quiet."""
         if not self.quiet:
             self._err.print(Text(printable(message, limit=4096)), soft_wrap=True)
 
     def warning(self, message: str) -> None:
-        """Something the user should know, on stderr, even when quiet."""
+        """Print a warning to stderr, even when quiet."""
         text = Text.assemble(("warning: ", "yellow"), printable(message, limit=4096))
         self._err.print(text, soft_wrap=True)
 
     def error(self, error: CiuicError) -> None:
-        """The message, file, tensor and remedy of an expected error on stderr."""
+        """Print message, file, tensor and remedy of an expected error to stderr."""
         message, *rest = error.shown()
         text = Text.assemble(("error: ", "bold red"), message[1])
         for label, value in rest:
@@ -109,16 +109,16 @@ class Console:
         self._err.print(text, soft_wrap=True)
 
     def bug(self, error: BaseException) -> None:
-        """The traceback of an unexpected exception on stderr, and that it should be reported."""
+        """Print the traceback of an unexpected exception to stderr, and ask for a bug report."""
         for line in "".join(traceback.format_exception(error)).splitlines():
             self._err.print(Text(printable(line, limit=1024)), soft_wrap=True)
         self.error(CiuicError(f"a bug in ciuic: {type(error).__name__}: {error}", remedy="please report it"))
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """A `progress(what, done, total)` callable: a bar on a terminal, a line now and then elsewhere.
+        """Provide a `progress(what, done, total)` callable: bars on a terminal, a line every few seconds elsewhere.
 
-        All long work calls it at its steps, so it also raises a KeyboardInterrupt that a library swallowed in between.
+        All long work calls it at every step, so it also raises a KeyboardInterrupt that a library swallowed.
         """
         with self._shown() as show:
 
@@ -139,23 +139,23 @@ class Console:
             yield Lines(self._err)
 
     def close(self) -> None:
-        """Flush stdout, so that a full disk or a closed pipe is noticed here and not at interpreter exit."""
+        """Flush stdout, so that a full disk or a closed pipe raises here and not at interpreter exit."""
         self._out.file.flush()
 
 
 class _Sink(RichConsole):
-    """Rich's console, except that a closed pipe raises BrokenPipeError: Rich itself would exit with code 1."""
+    """A Rich console that raises BrokenPipeError for a closed pipe; Rich itself exits with code 1."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def _rich(stream: TextIO | None, pipe_width: int | None) -> _Sink:
-    if stream is None:  # the shell closed it: >&-
+    if stream is None:  # closed by the shell: >&-
         stream = io.StringIO()
     reconfigure = getattr(stream, "reconfigure", None)
     if reconfigure is not None:
-        reconfigure(errors="backslashreplace")  # a terminal without UTF-8 gets escapes, not a traceback
+        reconfigure(errors="backslashreplace")  # no traceback on a terminal without UTF-8
     width = None if stream.isatty() or "COLUMNS" in os.environ else pipe_width
     return _Sink(file=stream, markup=False, highlight=False, emoji=False, width=width)
 

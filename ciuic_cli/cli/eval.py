@@ -21,23 +21,28 @@ def evaluate(
     base: Base = None,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", readable=False, show_default="the package's own", help="UTF-8 text."),
+        typer.Option(
+            metavar="FILE", readable=False, show_default="held-out text of the package", help="UTF-8 text."
+        ),
     ] = None,
     seqlen: Annotated[int, typer.Option(min=64, max=1 << 20, help="Tokens per window.")] = 1024,
-    limit: Annotated[int | None, typer.Option(min=1, show_default="all", help="Windows at most.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, show_default="all", help="Largest number of windows.")
+    ] = None,
     prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Continue this text too, before and after.")
+        str | None,
+        typer.Option(metavar="TEXT", help="Continue this text, with the original and with PATH."),
     ] = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Measure the perplexity of PATH, and with --base how far its predictions are from the original's."""
+    """Measure the perplexity of PATH, and with --base its KL divergence from the original."""
     console = Console(json_mode=json)
 
     def action() -> None:
         check_device(device)
         if prompt is not None and not prompt.strip():
-            raise UsageError("--prompt is empty", remedy="give some words to continue")
+            raise UsageError("--prompt is empty", remedy="give a text to continue")
         folder = locate(path)
         original = None if base is None else locate(base)
         sleep_between_work()
@@ -46,22 +51,22 @@ def evaluate(
         from ciuic_cli.evaluation.perplexity import evaluate as run_evaluate
         from ciuic_cli.evaluation.perplexity import generate_text
 
-        disable_progress_bar()  # transformers' bar of loading; ours shows the windows
+        disable_progress_bar()  # of loading, in transformers; ours shows the windows
         announce_device(console, device)
         with console.progress() as progress:
-            found = run_evaluate(
+            evaluation = run_evaluate(
                 folder, base=original, text=text, seqlen=seqlen, limit=limit, device=device,
                 progress=progress, hint=console.hint,
             )  # fmt: skip
         if prompt is not None:
-            found["prompt"] = prompt
+            evaluation["prompt"] = prompt
             if original is not None:
                 try:
-                    found["text_before"] = generate_text(original, prompt, device=device)
-                except EnvironmentFault as fault:  # the measurements are still worth showing
+                    evaluation["text_before"] = generate_text(original, prompt, device=device)
+                except EnvironmentFault as fault:  # the measurements are shown all the same
                     console.hint(f"no text of the original: {fault}")
-            found["text_after"] = generate_text(folder, prompt, device=device)
-        console.json(found)
-        show_evaluation(console, found, str(folder))
+            evaluation["text_after"] = generate_text(folder, prompt, device=device)
+        console.json(evaluation)
+        show_evaluation(console, evaluation, str(folder))
 
     execute(console, action)

@@ -1,6 +1,6 @@
-"""From an error to a message and an exit code: the one place where errors are caught.
+"""Turns errors into messages and exit codes; the only place where errors are caught.
 
-The codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; 5 the machine refuses; 130
+Codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; 5 the machine cannot do it; 130
 interrupted. Codes 2 to 5 are attributes of the error classes in `ciuic_cli/errors.py`.
 """
 
@@ -19,11 +19,11 @@ _BUG = 1
 
 
 def run(console: Console, action: Callable[[], object]) -> int:
-    """Run a command and turn its errors into a message and an exit code (0, 1 to 5, 130).
+    """Run a command; print a message for any error, and return the exit code (0 to 5, 130).
 
-    A reader that closes stdout early (`| head`) is no error: the rest is not printed, and the code is 0. SIGTERM and
-    SIGHUP end the command as Ctrl-C does; the code is 130 even if a library swallowed the interrupt. An unexpected
-    exception is a bug of ours: its traceback is printed, and the code is 1.
+    If the reader closes stdout early (`| head`), the rest is not printed and the code is 0. SIGTERM and SIGHUP end the
+    command like Ctrl-C; the code is 130 even if a library swallowed the interrupt. An unexpected exception is a bug:
+    its traceback is printed, and the code is 1.
     """
     with interruptible() as interruption:
         try:
@@ -33,14 +33,14 @@ def run(console: Console, action: Callable[[], object]) -> int:
             return 0
         except SystemExit:
             raise
-        except BaseException as error:  # a panic of a Rust library is no Exception
+        except BaseException as error:  # a panic in a Rust library is not an Exception
             code = _report(console, error, interruption)
             _flush_or_silence_stdout()
             return code
 
 
 def _report(console: Console, error: BaseException, interruption: Interruption) -> int:
-    # An interrupt inside a library's C code can come out as any other error.
+    # An interrupt inside C code of a library can appear as any other error.
     if isinstance(error, KeyboardInterrupt) or interruption.signal is not None:
         console.hint("interrupted")
         return INTERRUPTED

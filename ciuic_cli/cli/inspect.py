@@ -19,7 +19,7 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Compare every file with its checksum.")] = False,
     json: Json = False,
 ) -> None:
-    """Say what a checkpoint or an artifact contains, from its headers alone."""
+    """Describe a checkpoint or an artifact from its headers."""
     console = Console(json_mode=json)
 
     def action() -> None:
@@ -27,18 +27,18 @@ def inspect(
         from ciuic_cli.artifact.verification import verify as run_verify
         from ciuic_cli.report.inspection import describe
 
-        checked: dict[str, Any] = {}
+        section: dict[str, Any] = {}
         if verify:
             with console.progress() as progress:
                 verification = run_verify(folder, lambda done, total: progress("verify", done, total))
-            checked = {"verification": asdict(verification)}
-            if verification.problems:  # the headers of damaged files are not worth a description
-                console.json({"path": str(folder), **checked})
+            section = {"verification": asdict(verification)}
+            if verification.problems:  # damaged files are not described
+                console.json({"path": str(folder), **section})
                 show_verification(console, verification)
                 verification.require_intact(folder)
-        found = describe(folder)
-        console.json({**found.as_dict(tensors), **checked})
-        show_description(console, found, tensors)
+        description = describe(folder)
+        console.json({**description.as_dict(tensors), **section})
+        show_description(console, description, tensors)
         if verify:
             show_verification(console, verification)
 

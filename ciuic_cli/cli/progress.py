@@ -1,4 +1,4 @@
-"""How progress is shown: bars on a terminal, a line now and then in a log."""
+"""Progress display: bars on a terminal, lines in a log."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.text import Text
 from ciuic_cli.errors import printable
 
 PLAIN_INTERVAL = 15.0
-"""Seconds between progress lines where stderr is not a terminal (chosen)."""
+"""Seconds between progress lines if stderr is not a terminal (chosen)."""
 
 Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`: the step's name, and how far it is, in any unit of work."""
+"""`progress(what, done, total)`: name of the phase, and work done and in total, in any unit."""
 
 
 class Bars:
-    """One bar per step on a terminal."""
+    """One bar per phase, on a terminal."""
 
     def __init__(self, console: RichConsole) -> None:
         self._display = rich_progress.Progress(
@@ -47,7 +47,7 @@ class Bars:
 
 
 class Lines:
-    """A line at the start, at the end, and every few seconds in between, for logs."""
+    """Lines for logs: one at the start and at the end of a phase, and one every PLAIN_INTERVAL seconds in between."""
 
     def __init__(self, console: RichConsole, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console

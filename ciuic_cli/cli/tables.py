@@ -1,4 +1,4 @@
-"""What each command shows on the terminal of its result; `--json` prints the result itself instead."""
+"""The results of the commands as tables and text on the terminal; with `--json` nothing of this is printed."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ if TYPE_CHECKING:
 _BENCH_BYTES = {
     "file_bytes": "files",
     "weight_bytes": "weights in memory",
-    "rss_growth_bytes": "resident, grown by loading",
+    "rss_growth_bytes": "resident, growth by loading",
     "rss_bytes": "resident after loading",
-    "peak_growth_bytes": "resident, grown at the peak",
+    "peak_growth_bytes": "resident, growth to the peak",
     "peak_rss_bytes": "resident at the peak",
     "gpu_allocated_bytes": "GPU memory of the weights",
     "gpu_peak_bytes": "GPU memory at the peak",
 }
-_OVERHEAD = "headers and what is no weight"
+_OVERHEAD = "headers and buffers"
+"""Table row of the bytes that belong to no parameter."""
 _EVALUATION = {
-    "perplexity_ratio": "perplexity, over the original's",
+    "perplexity_ratio": "perplexity over the original's",
     "kl_mean": "KL divergence, mean",
     "kl_median": "KL divergence, median",
     "kl_p99": "KL divergence, 99 % quantile",
@@ -42,7 +43,7 @@ _EVALUATION = {
 
 
 def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
-    """The memory report in short: bytes and ratio, loss, bits by role, what each pass did, warnings."""
+    """The memory report in short: warnings, bytes and ratio, loss, bytes by role, and what each pass did."""
     _show_notes(console, report)
     source = report.source_file_bytes
     after = _bytes(report.artifact_bytes)
@@ -52,7 +53,7 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
         ["", "before", "after", "ratio"],
         [
             ["at 2 bytes per weight", _bytes(report.original_bytes), after, f"{report.ratio:.3f}"],
-            ["the files", _bytes(source), after, f"{report.ratio_to_source_files:.3f}"],
+            ["files", _bytes(source), after, f"{report.ratio_to_source_files:.3f}"],
             ["bits per weight", f"{before_bits:8.3f}", f"{report.bits_per_weight:8.3f}", ""],
         ],
     )
@@ -69,7 +70,7 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
     for step in report.passes:
         console.data(f"{step.name}: {pass_sentence(step)}")
     console.data(f"padding: {padding_sentence(report.padding)}")
-    console.data(f"{report.seconds:.0f} s, {readable_bytes(report.peak_rss_bytes)} of memory at the peak")
+    console.data(f"{report.seconds:.0f} s, {readable_bytes(report.peak_rss_bytes)} of peak memory")
 
 
 def _show_notes(console: Console, report: MemoryReport) -> None:
@@ -82,8 +83,8 @@ def _show_notes(console: Console, report: MemoryReport) -> None:
     singular = report.statistics.singular_hessians
     if singular:
         console.hint(
-            f"{singular} matrices have a singular Hessian (fewer calibration tokens than inputs, or inputs that are "
-            "always 0); it was damped"
+            f"{singular} matrices have a singular Hessian, which was damped: fewer calibration tokens than inputs, or "
+            "inputs that are always 0"
         )
     if warning := large_loss_warning(report):
         console.warning(warning)
@@ -97,7 +98,7 @@ def _loss(predicted: float, measured: float | None, stderr: float | None, tokens
 
 
 def _bytes(count: float) -> str:
-    """Readable bytes, padded so that a column of them is aligned to the right."""
+    """Readable bytes, padded so that a column of them aligns to the right."""
     return f"{readable_bytes(count):>8}"
 
 
@@ -123,24 +124,27 @@ def _roles(components: Sequence[ComponentReport]) -> list[list[object]]:
     return rows
 
 
-def show_description(console: Console, found: Description, tensors: bool) -> None:
-    """What `describe` found: what it is, bytes by component, and the rows where `tensors`."""
-    for note in (*found.warnings, *(f"left out: {note}" for note in found.dropped)):
+def show_description(console: Console, description: Description, tensors: bool) -> None:
+    """What a checkpoint or artifact is, its bytes by component, and with `tensors` every tensor."""
+    for note in (*description.warnings, *(f"left out: {note}" for note in description.dropped)):
         console.warning(note)
-    for note in found.kept:
+    for note in description.kept:
         console.hint(note)
     formats = ", ".join(
-        f"{name} {100 * count / max(1, found.parameters):.3g} %" for name, count in found.formats.items()
+        f"{name} {100 * count / max(1, description.parameters):.3g} %"
+        for name, count in description.formats.items()
     )
+    architecture = printable(description.architecture or description.model_type)
+    size = f"{readable_bytes(description.file_bytes)} in {description.files} file(s)"
     console.data(
-        f"{found.path}: {found.kind}, {printable(found.architecture or found.model_type)}\n"
-        f"{found.parameters:,} parameters, {readable_bytes(found.file_bytes)} in {found.files} file(s)\n"
-        f"{found.bits_per_weight:.3f} bits per weight, ratio {found.ratio:.3f} to 2 bytes each\n"
+        f"{description.path}: {description.kind}, {architecture}\n"
+        f"{description.parameters:,} parameters, {size}\n"
+        f"{description.bits_per_weight:.3f} bits per weight, ratio {description.ratio:.3f} to 2 bytes per weight\n"
         f"weights stored as {formats}\n"
     )
-    lost = found.losses
-    if lost is not None:
-        console.data(_loss(lost.predicted, lost.measured, lost.stderr, lost.held_out_tokens) + "\n")
+    losses = description.losses
+    if losses is not None:
+        console.data(_loss(losses.predicted, losses.measured, losses.stderr, losses.held_out_tokens) + "\n")
     rows: list[Sequence[object]] = [
         [
             part.role,
@@ -150,12 +154,12 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
             f"{part.bits:6.3f}",
             _kl(part.predicted_kl),
         ]
-        for part in found.components
+        for part in description.components
     ]
-    rows.append([_OVERHEAD, None, None, _bytes(found.overhead_bytes), "", ""])
-    shown = 5 if lost is None else 6
+    rows.append([_OVERHEAD, None, None, _bytes(description.overhead_bytes), "", ""])
+    columns = 5 if losses is None else 6
     titles = ["", "tensors", "weights", "bytes", "bits", "predicted KL"]
-    console.table("by component", titles[:shown], [row[:shown] for row in rows])
+    console.table("by component", titles[:columns], [row[:columns] for row in rows])
     if tensors:
         console.data("")
         console.table(
@@ -163,12 +167,12 @@ def show_description(console: Console, found: Description, tensors: bool) -> Non
             ["name", "component", "shape", "stored", "bytes", "bits", "row groups", "rank", "pruned", "predicted KL"],
             [
                 [row.name, row.role, "x".join(map(str, row.shape)), row.stored, row.bytes, f"{row.bits:6.3f}",
-                 " ".join(f"{width:g}:{count}" for width, count in row.widths.items()), row.rank or None,
+                 " ".join(f"{bits:g}:{count}" for bits, count in row.widths.items()), row.rank or None,
                  f"{100 * row.pruned:.1f} %" if row.pruned else "", _kl(row.predicted_kl)]
-                for row in found.rows
+                for row in description.rows
             ],
         )  # fmt: skip
-        reasons = Counter(row.reason for row in found.rows if row.reason)
+        reasons = Counter(row.reason for row in description.rows if row.reason)
         for reason, count in reasons.items():
             console.data(f"kept dense ({count} tensors): {reason}")
 
@@ -177,36 +181,37 @@ def _kl(predicted: float | None) -> str:
     return "" if predicted is None else f"{predicted:.2e}"
 
 
-def show_verification(console: Console, checked: Verification) -> None:
-    """Every damaged file with what is wrong, or that all are intact."""
+def show_verification(console: Console, verification: Verification) -> None:
+    """The damaged files and what is wrong with them, or that all files are intact."""
     console.data("")
-    if checked.problems:
-        console.table("damaged files", ["file", "what is wrong"], checked.problems)
+    if verification.problems:
+        console.table("damaged files", ["file", "what is wrong"], verification.problems)
     else:
-        console.data(f"all {checked.files} files are intact ({readable_bytes(checked.nbytes)} compared)")
-    for name in checked.unlisted:
-        console.data(f"{name} has no checksum: it was added later")
-
-
-def show_evaluation(console: Console, found: Mapping[str, Any], title: str) -> None:
-    """Perplexity with its standard error; with a base, the distance from it; the texts, if any."""
-    rows = [["perplexity", f"{found['perplexity']:.4f} ± {found['stderr']:.4f}"]]
-    if "base_perplexity" in found:
-        rows.append(
-            ["perplexity of the original", f"{found['base_perplexity']:.4f} ± {found['base_stderr']:.4f}"]
+        console.data(
+            f"all {verification.files} files are intact ({readable_bytes(verification.nbytes)} compared)"
         )
+    for name in verification.unlisted:
+        console.data(f"{name} has no checksum: it was added after compression")
+
+
+def show_evaluation(console: Console, evaluation: Mapping[str, Any], title: str) -> None:
+    """Perplexity with its standard error; with a base, the distance from it; the generated texts, if any."""
+    rows = [["perplexity", f"{evaluation['perplexity']:.4f} ± {evaluation['stderr']:.4f}"]]
+    if "base_perplexity" in evaluation:
+        base = f"{evaluation['base_perplexity']:.4f} ± {evaluation['base_stderr']:.4f}"
+        rows.append(["perplexity of the original", base])
     rows += [
-        [label, _figure(key, found[key], found.get(f"{key.removesuffix('_mean')}_stderr"))]
+        [label, _evaluation_cell(key, evaluation[key], evaluation.get(f"{key.removesuffix('_mean')}_stderr"))]
         for key, label in _EVALUATION.items()
-        if key in found
+        if key in evaluation
     ]
-    console.table(f"{title}: {found['tokens']:,} tokens of {found['text']}", ["", "value"], rows)
+    console.table(f"{title}: {evaluation['tokens']:,} tokens of {evaluation['text']}", ["", "value"], rows)
     for key, label in (("text_before", "before"), ("text_after", "after")):
-        if key in found:
-            console.data(f"\n{label}: {found[key]}")
+        if key in evaluation:
+            console.data(f"\n{label}: {evaluation[key]}")
 
 
-def _figure(key: str, value: float, stderr: float | None) -> str:
+def _evaluation_cell(key: str, value: float, stderr: float | None) -> str:
     if key == "top1_agreement":
         return f"{100 * value:.2f} %"
     if key == "perplexity_ratio":
@@ -215,9 +220,9 @@ def _figure(key: str, value: float, stderr: float | None) -> str:
     return f"{value:.4g}{error} nats per token"
 
 
-def show_bench(console: Console, found: Mapping[str, Any], title: str) -> None:
-    """Memory and speed, the original's beside the model's when it was measured."""
-    model, base, ratios = found["model"], found.get("base"), found.get("ratios", {})
+def show_bench(console: Console, measured: Mapping[str, Any], title: str) -> None:
+    """Memory and speed of the model, beside those of the original if it was measured."""
+    model, base, ratios = measured["model"], measured.get("base"), measured.get("ratios", {})
 
     def row(key: str, label: str) -> list[str]:
         cells = [label, _bench_cell(key, model[key])]
@@ -232,7 +237,7 @@ def show_bench(console: Console, found: Mapping[str, Any], title: str) -> None:
         row("prefill", "prefill, tokens/s"),
         row("decode", "decode, tokens/s"),
     ]
-    columns = ["", "model"] if base is None else ["", "original", "model", "times better"]
+    columns = ["", "model"] if base is None else ["", "original", "model", "improvement"]
     console.table(title, columns, rows)
 
 

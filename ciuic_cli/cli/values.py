@@ -1,4 +1,4 @@
-"""Values of options as they are written on the command line. `CompressOptions` checks what they mean."""
+"""Parses option values of the command line. `CompressOptions` checks their meaning."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 
 def parse_size(text: str) -> int:
     """The bytes of "8GiB", "500MB", "1.5GB" or "4365952"; raises UsageError for anything else."""
-    found = _SIZE.fullmatch(text.strip())
-    unit = found[2].upper() if found else ""
-    if found is None or unit not in ("", "B", *_UNITS):
+    match = _SIZE.fullmatch(text.strip())
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in ("", "B", *_UNITS):
         raise UsageError(f"{text!r:.60} is not a size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
-    size = Decimal(found[1]) * _UNITS.get(unit, 1)
+    size = Decimal(match[1]) * _UNITS.get(unit, 1)
     if 0 < size < 1 or (unit in ("", "B") and size != int(size)):
         raise UsageError(
             f"{text!r} is not a whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB"
@@ -33,19 +33,19 @@ def parse_size(text: str) -> int:
 
 
 def parse_bits(text: str) -> tuple[Any, ...]:
-    """The bits per weight of "2,3,4"; a part that names none stays as it is, for the check to show it."""
+    """The bits per weight of "2,3,4". A part that is no such number stays a string, which CompressOptions refuses."""
     values = {f"{bits:g}": bits for bits in BITS}
     names = [part.strip() for part in text.split(",")]
     return tuple(values.get(name, name) for name in names)
 
 
 def parse_prune(text: str) -> str | float:
-    """ "off", "auto", or a share as a number; any other text stays as it is, for the check to show it."""
+    """A share as a number; "off", "auto" and any other text stay as they are."""
     with suppress(ValueError):
         return float(text)
     return text
 
 
 def parse_rank(text: str) -> str | int:
-    """ "off", "auto", or a rank as a number; any other text stays as it is, for the check to show it."""
+    """A rank as a number; "off", "auto" and any other text stay as they are."""
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else text

@@ -1,1 +1,1 @@
-"""The memory report: its schema, the HTML page, the model card, and the inspection of folders."""
+"""The memory report, its HTML page and the model card; descriptions of checkpoints and artifacts."""

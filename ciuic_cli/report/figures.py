@@ -93,7 +93,7 @@ class HeatMap:
 
 
 def bar_chart(title: str, series: Sequence[str], lines: Sequence[Bars]) -> BarChart:
-    """A chart with one bar per series in every line. Bars of values that are not finite have the least length."""
+    """A chart with one bar per series in every line. Bars of values that are not positive and finite are 1 px long."""
     left, longest_bar, step = 150, 500, 12 + 10 * len(series)
     finite = [value for line in lines for value in line.values if math.isfinite(value)]
     largest = max([value for value in finite if value > 0], default=1.0)
@@ -182,7 +182,7 @@ def _details(component: ComponentReport) -> str:
     if component.pruned:
         details += f", {100 * component.pruned:.1f} % pruned"
     pruned_experts = sum(expert.pruned for expert in component.experts or ())
-    return details + (f", {pruned_experts} experts left out" if pruned_experts else "")
+    return details + (f", {pruned_experts} experts pruned" if pruned_experts else "")
 
 
 def _wrapped(role: str) -> list[str]:

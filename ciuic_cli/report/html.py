@@ -42,11 +42,11 @@ def render_html(report: MemoryReport) -> str:
 
 def _headline(report: MemoryReport) -> list[tuple[str, str]]:
     return [
-        (f"{report.ratio:.3f} : 1", "smaller than 2 bytes per weight"),
+        (f"{report.ratio:.3f} : 1", "compression of 2 bytes per weight"),
         (readable_bytes(report.artifact_bytes), f"from {readable_bytes(report.original_bytes)}"),
-        (f"{report.bits_per_weight:.3f}", "bits per weight, everything counted"),
+        (f"{report.bits_per_weight:.3f}", "bits per weight, every stored byte counted"),
         (readable_kl(report.predicted_kl), "predicted KL, nats per token"),
-        (_measured_kl(report), "measured KL, held-out calibration text"),
+        (_measured_kl(report), "measured KL on held-out calibration text"),
     ]
 
 
@@ -123,7 +123,7 @@ def _probe_chart(report: MemoryReport) -> BarChart | None:
             role,
             (probe.predicted_kl, probe.measured_kl),
             f"{readable_kl(probe.predicted_kl)}, measured {readable_kl(probe.measured_kl)}; "
-            f"counted × {probe.correction:.2f}",
+            f"correction {probe.correction:.2f}",
         )
         for role, probe in report.statistics.roles.items()
     ]
@@ -134,12 +134,12 @@ def _probe_chart(report: MemoryReport) -> BarChart | None:
 
 def _probe_text(report: MemoryReport) -> str:
     text = (
-        "Each component alone and all together, before the budget was spent: what the curvature predicts, "
-        "and what noise like the code's really does."
+        "Probes: noise shaped like rounding error is added to one component at a time, and to all together. The "
+        "ratio of measured to predicted KL corrects the predictions of the plan."
     )
     if report.measured_kl is not None:
         text += (
-            f" The finished codes together: predicted {readable_kl(report.predicted_kl)}, "
+            f" The compressed model: predicted {readable_kl(report.predicted_kl)}, "
             f"measured {_measured_kl(report)} on held-out calibration text."
         )
     return text
@@ -160,12 +160,12 @@ def _facts(report: MemoryReport) -> list[tuple[str, str]]:
         ("source files", source),
         ("calibration tokens", f"{report.statistics.tokens:,}"),
         ("time", f"{report.seconds:.0f} s"),
-        ("memory at the peak", readable_bytes(report.peak_rss_bytes)),
+        ("peak memory", readable_bytes(report.peak_rss_bytes)),
         ("options", ", ".join(f"{key} {value}" for key, value in report.options.items())),
     ]
 
 
 def _layer(component: ComponentReport) -> int | None:
-    """Number of the decoder layer that a tensor's name names."""
+    """Number of the decoder layer that the tensor belongs to; None outside the layers."""
     match = _LAYER.search(component.name)
     return int(match[1]) if match else None

@@ -1,14 +1,14 @@
-"""What a checkpoint or an artifact contains, from its headers, and whether an artifact's bytes are intact.
+"""Description of a checkpoint or artifact, from its headers: the pure part of `ciuic inspect`.
 
-The pure part of `ciuic inspect`: folders in, dataclasses out; nothing is printed and no weight is decoded.
-Of an artifact the first bytes of each compressed matrix are read too: they say which rows have how many bits.
+Folders in, dataclasses out; nothing is printed and no weight is decoded. Of each compressed matrix the header is read
+as well: it holds the bits per weight of every row group.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ciuic_cli.artifact.writer import REPORT
 from ciuic_cli.checkpoint.expert_ids import expert_tables
 from ciuic_cli.checkpoint.folder import locate, read_config, require_unreplaced
 from ciuic_cli.checkpoint.formats import DTYPE_BITS, TORCH_DTYPES
-from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.model_map import ModelMap, Parameter, map_model
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
@@ -42,13 +42,15 @@ DENSE_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Row:
-    """One parameter: `stored` names its number format, `bits` are stored bits per weight, scales included.
+class TensorSummary:
+    """One parameter, in a checkpoint or an artifact.
 
-    Of a compressed one: `widths` counts its groups of 16 rows by bits per weight, `rank` is that of its
-    low-rank part (the largest of a stack), `pruned` the share of its row groups that have no bits; `predicted_kl` is
-    what it is predicted to lose, if the artifact's report says so. `reason` says why a parameter of an artifact is
-    stored dense.
+    stored: number format ("BF16", "FP4", "trellis"). bits: stored bits per weight, scales included. reason: why a
+    parameter of an artifact is stored dense.
+
+    For compressed parameters, widths: number of groups of 16 rows by bits per weight; rank: of the low-rank part (the
+    largest of a stack); pruned: share of the row groups that have no bits; predicted_kl: nats per token, from the
+    artifact's memory report if it has one.
     """
 
     name: str
@@ -58,7 +60,7 @@ class Row:
     parameters: int
     bytes: int
     bits: float
-    widths: dict[float, int]
+    widths: dict[float, int] = field(default_factory=dict)
     rank: int = 0
     pruned: float = 0.0
     predicted_kl: float | None = None
@@ -66,8 +68,8 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Component:
-    """All parameters of one role: how many tensors and weights, their bytes, and bits per weight; predicted loss."""
+class RoleSummary:
+    """All parameters of one role: their number, weights, bytes, bits per weight, and predicted KL if known."""
 
     role: str
     tensors: int
@@ -79,11 +81,13 @@ class Component:
 
 @dataclass(frozen=True)
 class Description:
-    """A checkpoint or an artifact. `bits_per_weight` and `ratio` count all bytes of the safetensors files.
+    """A checkpoint or an artifact.
 
-    `parameters` counts tied weights once and buffers not at all; `ratio` is `parameters` at 2 bytes each over
-    `file_bytes`. `overhead_bytes` are headers, buffers and tensors that are no part of the model. `losses` are those
-    of an artifact with a report.
+    parameters: tied weights once, buffers not at all. file_bytes: of all safetensors files. bits_per_weight, ratio:
+    8 `file_bytes` / `parameters`, and `parameters` at 2 bytes each over `file_bytes`. overhead_bytes: headers, buffers,
+    and tensors that do not belong to the model. formats: weights by number format. components: by role, the largest
+    first. rows: one per parameter. dropped, kept: sentences about multi-token-prediction layers. artifact: the
+    `quantization_config`. losses: from the memory report; both None for checkpoints.
     """
 
     kind: str
@@ -97,8 +101,8 @@ class Description:
     ratio: float
     overhead_bytes: int
     formats: dict[str, int]
-    components: tuple[Component, ...]
-    rows: tuple[Row, ...]
+    components: tuple[RoleSummary, ...]
+    rows: tuple[TensorSummary, ...]
     warnings: tuple[str, ...]
     dropped: tuple[str, ...]
     kept: tuple[str, ...]
@@ -106,7 +110,7 @@ class Description:
     losses: Losses | None = None
 
     def as_dict(self, tensors: bool = False) -> dict[str, Any]:
-        """For JSON; the rows only where `tensors`."""
+        """For JSON. tensors: whether to include `rows`."""
         result = asdict(self)
         if not tensors:
             del result["rows"]
@@ -116,9 +120,10 @@ class Description:
 
 
 def describe(path: str | Path) -> Description:
-    """Describe the checkpoint or artifact in a folder (or of a hub id) from its headers.
+    """Describe the checkpoint or artifact in a folder, or of a hub id, from its headers.
 
-    Raises InputError for whatever makes it unreadable (see `open_checkpoint`, `map_model`, `open_artifact`).
+    Raises InputError as `open_checkpoint`, `map_model` and `open_artifact` do, and if the tensors of an artifact do not
+    fit the model of its config.json.
     """
     folder = locate(path)
     with require_unreplaced(folder):
@@ -129,77 +134,59 @@ def describe(path: str | Path) -> Description:
 
 
 def _describe_checkpoint(checkpoint: Checkpoint, model_map: ModelMap) -> Description:
-    rows = []
-    for parameter in model_map.parameters.values():
-        if parameter.tied_to is not None or parameter.buffer:
-            continue
-        entries = [checkpoint.entry(name) for name in parameter.sources]
-        scales = [
-            checkpoint.entry(checkpoint.scales[name])
-            for name in parameter.sources
-            if name in checkpoint.scales
-        ]
-        nbytes = sum(entry.nbytes for entry in entries + scales)
-        fp4 = any(checkpoint.is_fp4(name) for name in parameter.sources)
-        stored = "FP4" if fp4 else "+".join(sorted({entry.dtype for entry in entries}))
-        rows.append(
-            Row(
-                parameter.name,
-                parameter.role,
-                parameter.shape,
-                stored,
-                parameter.numel,
-                nbytes,
-                8 * nbytes / max(1, parameter.numel),
-                {},
-            )
-        )
+    rows = [
+        _source_row(checkpoint, parameter)
+        for parameter in model_map.parameters.values()
+        if parameter.tied_to is None and not parameter.buffer
+    ]
     return _summarise(
         "checkpoint",
         checkpoint.folder,
         checkpoint.config,
         rows,
-        checkpoint.source_bytes,
-        len(checkpoint.files()),
-        model_map.warnings,
-        model_map.mtp,
+        file_bytes=checkpoint.source_bytes,
+        files=len(checkpoint.files()),
+        warnings=model_map.warnings,
+        mtp=model_map.mtp,
+    )
+
+
+def _source_row(checkpoint: Checkpoint, parameter: Parameter) -> TensorSummary:
+    entries = [checkpoint.entry(name) for name in parameter.sources]
+    scales = [
+        checkpoint.entry(checkpoint.scales[name]) for name in parameter.sources if name in checkpoint.scales
+    ]
+    nbytes = sum(entry.nbytes for entry in entries + scales)
+    is_fp4 = any(checkpoint.is_fp4(name) for name in parameter.sources)
+    return TensorSummary(
+        name=parameter.name,
+        role=parameter.role,
+        shape=parameter.shape,
+        stored="FP4" if is_fp4 else "+".join(sorted({entry.dtype for entry in entries})),
+        parameters=parameter.numel,
+        bytes=nbytes,
+        bits=8 * nbytes / max(1, parameter.numel),
     )
 
 
 def _describe_artifact(artifact: Artifact) -> Description:
     model = meta_model(artifact)
     classified = classify(model)
-    ties = {
-        target: source
-        for target, source in model.all_tied_weights_keys.items()
-        if target not in artifact.tensors
-    }
-    missing = [name for name in classified if name not in artifact.tensors and name not in ties]
-    if missing:
-        raise InputError(
-            f"{len(missing)} tensor(s) of the model are missing: {', '.join(missing[:3])}",
-            file=artifact.folder,
-            tensor=missing[0],
-            remedy="the artifact is damaged; fetch or compress it again",
-        )
-    predictors = _predictors(artifact, set(classified))
+    ties = model.all_tied_weights_keys.keys() - artifact.tensors.keys()
+    _require_complete(artifact, [name for name in classified if name not in ties])
+    mtp_tensors = _mtp_tensors(artifact, set(classified))
     expected = {name: tensor for name, (_, tensor) in classified.items()}
     require_dense(artifact, expected)
     require_compressed(artifact, expected)
     require_expert_ids(artifact, expert_tables(classified))
-    _require_places(artifact, model, set(classified))
-    rows = []
-    for name, (found, _) in classified.items():
-        if name in ties or found.buffer:
-            continue
-        blob = artifact.blobs.get(name)
-        rows.append(_dense_row(artifact, name, found) if blob is None else _packed_row(name, found, blob))
-    for name, found in predictors.items():
-        if found.buffer:
-            continue
-        blob = artifact.blobs.get(name)
-        rows.append(_dense_row(artifact, name, found) if blob is None else _packed_row(name, found, blob))
-    unknown = [name for name in artifact.tensors if name not in classified and name not in predictors]
+    _require_module_for_every_blob(artifact, model, set(classified))
+    classifications = {name: classification for name, (classification, _) in classified.items()} | mtp_tensors
+    rows = [
+        _artifact_row(artifact, name, classification)
+        for name, classification in classifications.items()
+        if name not in ties and not classification.buffer
+    ]
+    unknown = [name for name in artifact.tensors if name not in classifications]
     warnings = (
         [f"{len(unknown)} tensor(s) are not part of the model: {', '.join(unknown[:3])}"] if unknown else []
     )
@@ -207,28 +194,39 @@ def _describe_artifact(artifact: Artifact) -> Description:
     if (artifact.folder / REPORT).exists():
         try:
             losses = read_losses(artifact.folder)
-        except InputError as error:  # the report is for people, the weights can do without
+        except InputError as error:  # the weights can be used without the report
             warnings.append(f"no predicted loss is known: {REPORT}: {error.message}")
         else:
             rows = [replace(row, predicted_kl=losses.by_tensor.get(row.name)) for row in rows]
-    files = len({entry.file for entry in artifact.tensors.values()})
     return _summarise(
         "artifact",
         artifact.folder,
         artifact.config,
         rows,
-        artifact.file_bytes,
-        files,
-        warnings,
-        artifact.mtp,
-        artifact.quantization,
-        losses,
+        file_bytes=artifact.file_bytes,
+        files=len({entry.file for entry in artifact.tensors.values()}),
+        warnings=warnings,
+        mtp=artifact.mtp,
+        quantization=artifact.quantization,
+        losses=losses,
     )
 
 
-def _require_places(artifact: Artifact, model: Any, own: set[str]) -> None:
-    """Put the compressed modules into the meta model as loading does; raises InputError where they have no place."""
-    blobs = {name: blob for name, blob in artifact.blobs.items() if name in own}
+def _require_complete(artifact: Artifact, names: Iterable[str]) -> None:
+    """Raise InputError if the artifact lacks one of the model's parameters."""
+    missing = [name for name in names if name not in artifact.tensors]
+    if missing:
+        raise InputError(
+            f"{len(missing)} tensor(s) of the model are missing: {', '.join(missing[:3])}",
+            file=artifact.folder,
+            tensor=missing[0],
+            remedy="the artifact is damaged; fetch or compress it again",
+        )
+
+
+def _require_module_for_every_blob(artifact: Artifact, model: Any, parameters: set[str]) -> None:
+    """Swap the compressed modules into the meta model, as loading does; raises InputError if one does not fit."""
+    blobs = {name: blob for name, blob in artifact.blobs.items() if name in parameters}
     try:
         swap_modules(model, blob_slots(model, blobs), model.dtype)
     except InputError as error:
@@ -237,45 +235,56 @@ def _require_places(artifact: Artifact, model: Any, own: set[str]) -> None:
         ) from error
 
 
-def _predictors(artifact: Artifact, model: set[str]) -> dict[str, Classification]:
-    """The tensors of kept multi-token-prediction layers; `model` are the names of the model's own parameters."""
-    found = {}
+def _mtp_tensors(artifact: Artifact, parameters: set[str]) -> dict[str, Classification]:
+    """The tensors of kept multi-token-prediction layers. parameters: names of the model's own."""
+    tensors = {}
     for name, entry in artifact.tensors.items():
-        if name in model or not artifact.mtp.kept or not artifact.mtp.owns(name):
+        if name in parameters or not artifact.mtp.kept or not artifact.mtp.owns(name):
             continue
         blob, dtype = artifact.blobs.get(name), TORCH_DTYPES.get(entry.dtype)
         floating = blob is not None or dtype is None or dtype.is_floating_point
-        found[name] = classify_mtp(name, entry.shape if blob is None else blob.shape, floating=floating)
-    return found
+        shape = entry.shape if blob is None else blob.shape
+        tensors[name] = classify_mtp(name, shape, floating=floating)
+    return tensors
 
 
-def _dense_row(artifact: Artifact, name: str, found: Classification) -> Row:
+def _artifact_row(artifact: Artifact, name: str, classification: Classification) -> TensorSummary:
+    blob = artifact.blobs.get(name)
+    if blob is not None:
+        return _compressed_row(name, classification.role, blob)
     entry = artifact.tensors[name]
-    reason = found.reason or "not compressed"
-    bits = float(DTYPE_BITS[entry.dtype])
-    return Row(name, found.role, entry.shape, entry.dtype, entry.numel, entry.nbytes, bits, {}, reason=reason)
+    return TensorSummary(
+        name=name,
+        role=classification.role,
+        shape=entry.shape,
+        stored=entry.dtype,
+        parameters=entry.numel,
+        bytes=entry.nbytes,
+        bits=float(DTYPE_BITS[entry.dtype]),
+        reason=classification.reason or "not compressed",
+    )
 
 
-def _packed_row(name: str, found: Classification, blob: Blob) -> Row:
+def _compressed_row(name: str, role: str, blob: Blob) -> TensorSummary:
     counts: Counter[float] = Counter()
     with blob.matrices() as matrices:
         for matrix in matrices:
-            widths, groups = np.unique(bits_of(matrix.row_bits), return_counts=True)
-            for width, count in zip(widths.tolist(), groups.tolist(), strict=True):
-                counts[width if width % 1 else int(width)] += count
+            values, groups = np.unique(bits_of(matrix.row_bits), return_counts=True)
+            for bits, count in zip(values.tolist(), groups.tolist(), strict=True):
+                counts[bits if bits % 1 else int(bits)] += count
         rank = max(matrix.rank for matrix in matrices)
     parameters = int(np.prod(blob.shape))
-    return Row(
-        name,
-        found.role,
-        blob.shape,
-        "trellis",
-        parameters,
-        blob.entry.nbytes,
-        8 * blob.entry.nbytes / parameters,
-        dict(sorted(counts.items())),
-        rank,
-        counts[0] / counts.total(),
+    return TensorSummary(
+        name=name,
+        role=role,
+        shape=blob.shape,
+        stored="trellis",
+        parameters=parameters,
+        bytes=blob.entry.nbytes,
+        bits=8 * blob.entry.nbytes / parameters,
+        widths=dict(sorted(counts.items())),
+        rank=rank,
+        pruned=counts[0] / counts.total(),
     )
 
 
@@ -283,23 +292,24 @@ def _summarise(
     kind: str,
     folder: Path,
     config: dict[str, Any],
-    rows: list[Row],
+    rows: list[TensorSummary],
+    *,
     file_bytes: int,
     files: int,
     warnings: Iterable[str],
     mtp: PredictionLayers,
-    artifact: dict[str, Any] | None = None,
+    quantization: dict[str, Any] | None = None,
     losses: Losses | None = None,
 ) -> Description:
     parameters = sum(row.parameters for row in rows)
     formats: Counter[str] = Counter()
     for row in rows:
         formats[row.stored] += row.parameters
-    names = config.get("architectures")
+    architectures = config.get("architectures")
     return Description(
         kind=kind,
         path=str(folder),
-        architecture=str(names[0]) if isinstance(names, list) and names else "",
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "",
         model_type=str(config.get("model_type", "")),
         parameters=parameters,
         file_bytes=file_bytes,
@@ -308,24 +318,33 @@ def _summarise(
         ratio=DENSE_BYTES * parameters / max(1, file_bytes),
         overhead_bytes=file_bytes - sum(row.bytes for row in rows),
         formats=dict(formats.most_common()),
-        components=_components(rows),
+        components=_by_role(rows),
         rows=tuple(rows),
         warnings=tuple(warnings),
         dropped=() if mtp.kept else tuple(mtp.sentences()),
         kept=tuple(mtp.sentences()) if mtp.kept else (),
-        artifact=artifact,
+        artifact=quantization,
         losses=losses,
     )
 
 
-def _components(rows: list[Row]) -> tuple[Component, ...]:
-    by_role: dict[str, list[Row]] = {}
+def _by_role(rows: Iterable[TensorSummary]) -> tuple[RoleSummary, ...]:
+    """One summary per role, the largest first."""
+    by_role: dict[str, list[TensorSummary]] = {}
     for row in rows:
         by_role.setdefault(row.role, []).append(row)
-    components = []
+    summaries = []
     for role, members in by_role.items():
         parameters, nbytes = sum(row.parameters for row in members), sum(row.bytes for row in members)
-        known = [row.predicted_kl for row in members if row.predicted_kl is not None]
-        bits, loss = 8 * nbytes / max(1, parameters), sum(known) if known else None
-        components.append(Component(role, len(members), parameters, nbytes, bits, loss))
-    return tuple(sorted(components, key=lambda component: -component.bytes))
+        predicted = [row.predicted_kl for row in members if row.predicted_kl is not None]
+        summaries.append(
+            RoleSummary(
+                role=role,
+                tensors=len(members),
+                parameters=parameters,
+                bytes=nbytes,
+                bits=8 * nbytes / max(1, parameters),
+                predicted_kl=sum(predicted) if predicted else None,
+            )
+        )
+    return tuple(sorted(summaries, key=lambda summary: -summary.bytes))

@@ -15,25 +15,25 @@ from ciuic_cli.report.schema import (
 )
 
 LARGE_LOSS = 0.3
-"""KL divergence (nats per token) above which the user is warned (chosen): perplexity grows by a third."""
+"""KL divergence in nats per token from which on the user is warned (chosen): perplexity grows by about a third."""
 
 
 def pass_sentence(step: Pass) -> str:
     """What one pass did."""
     if isinstance(step, PrunePass):
-        return f"{step.weights:,} weights left out, {step.structures:,} whole structures among them"
+        return f"{step.weights:,} weights removed, among them {step.structures:,} whole structures"
     if isinstance(step, LowRankPass):
-        return f"{step.matrices:,} matrices have a low-rank part, {readable_bytes(step.bytes)} in all"
+        return f"{step.matrices:,} matrices have a low-rank part; {readable_bytes(step.bytes)} in total"
     if isinstance(step, BitsPass):
         return (
-            f"{readable_bytes(step.bytes)} of codes; {step.sorted_matrices:,} matrices are stored with rows that "
-            f"matter alike side by side, {step.scaled_matrices:,} with scales of their inputs"
+            f"{readable_bytes(step.bytes)} of codes; the rows of {step.sorted_matrices:,} matrices are sorted by "
+            f"their loss, {step.scaled_matrices:,} matrices have input scales"
         )
     if step.kl_after >= step.kl_before:
-        return f"{step.steps} steps lowered no KL on held-out text; nothing of them was kept"
+        return f"{step.steps} steps did not lower the KL on held-out text; their changes were discarded"
     return (
         f"{step.steps} steps tuned the row scales of {step.matrices:,} matrices and {step.norms:,} norms: "
-        f"KL on held-out text {step.kl_after:.3g} instead of {step.kl_before:.3g}"
+        f"KL on held-out text {step.kl_before:.3g} before, {step.kl_after:.3g} after"
     )
 
 
@@ -43,8 +43,8 @@ def large_loss_warning(report: MemoryReport) -> str | None:
     if loss < LARGE_LOSS:
         return None
     return (
-        f"much is lost: a KL divergence of {loss:.2g} nats per token is a perplexity of about "
-        f"{math.exp(min(loss, 20.0)):.2g} times the original's; ask for a smaller --ratio"
+        f"large loss: a KL divergence of {loss:.2g} nats per token means a perplexity of about "
+        f"{math.exp(min(loss, 20.0)):.2g} times the original's; use a smaller --ratio"
     )
 
 
@@ -53,14 +53,14 @@ def unrouted_experts_warning(report: MemoryReport) -> str | None:
     count = report.statistics.experts_without_tokens
     if not count:
         return None
-    return f"{count} expert matrices saw no calibration token; they count as their layer's average"
+    return f"{count} expert matrices saw no calibration token; their layer's average statistics are used"
 
 
 def padding_sentence(padding: PaddingReport) -> str:
     """What padding to whole tiles costs."""
     if not padding.matrices:
-        return "none is needed"
+        return "none"
     return (
-        f"{padding.matrices:,} matrices end inside a 16 x 16 tile; the rest of these tiles is "
+        f"{padding.matrices:,} matrices do not end at a 16 x 16 tile; padding takes "
         f"{readable_bytes(padding.bytes)} of the codes"
     )

@@ -90,8 +90,8 @@ def test_the_licence_is_copied_from_the_original_s_card(folder: Path) -> None:
         b"# no front matter", b"---\nlicense: [mit, x]\n---\n", b"---\nlicense: 3\n---\n", b"---\n- a\n---\n",
         b"---\nlicense: {a\n---\n", b"---\nlicense: !!python/object/apply:os.system [true]\n---\n", b"\xff\xfe\x00",
         b"---\nlicense: " + b"x" * 1000 + b"\n---\n", b"---\na: " + b"[" * 5000 + b"\n---\n",
-        b"---\nlicense: mit\n---\n" + b" " * (1 << 20), b"---\nlicense: !!int ''\n---\n", b"---\nlicense: !!bool x\n---\n",
-        b"---\nlicense: !!timestamp x\n---\n",
+        b"---\nlicense: mit\n---\n" + b" " * (1 << 20), b"---\nlicense: !!int ''\n---\n",
+        b"---\nlicense: !!bool x\n---\n", b"---\nlicense: !!timestamp x\n---\n",
     ],
 )  # fmt: skip
 def test_a_damaged_card_of_the_original_does_no_harm(folder: Path, content: bytes) -> None:
