@@ -1,4 +1,4 @@
-"""Opening an artifact from its headers: what is in it, and every way in which it can be wrong."""
+"""Opening an artifact from its headers: its content, and the damage that is refused."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor] = TENSORS, **fields: An
     return folder
 
 
-def test_what_is_in_it(tmp_path: Path) -> None:
+def test_tensors_blobs_and_config(tmp_path: Path) -> None:
     artifact = open_artifact(write(tmp_path, bits_per_weight=4.1))
     assert set(artifact.tensors) == set(TENSORS)
     assert {name: found.shape for name, found in artifact.blobs.items()} == {
@@ -54,7 +54,7 @@ def test_what_is_in_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
-def test_what_was_looked_at_does_not_stay_resident(tmp_path: Path) -> None:
+def test_reading_headers_leaves_few_pages_resident(tmp_path: Path) -> None:
     stack = ExpertStack(tuple(packed(512, 512) for _ in range(8)))
     artifact = open_artifact(write(tmp_path, {f"{layer}.down_proj": blob(stack) for layer in range(8)}))
     for found in artifact.blobs.values():
@@ -63,7 +63,7 @@ def test_what_was_looked_at_does_not_stay_resident(tmp_path: Path) -> None:
     mapped, resident = False, 0
     for line in Path("/proc/self/smaps").read_text().splitlines():
         key, *rest = line.split()
-        if not key.endswith(":"):  # the next mapping, and the file that it shows
+        if not key.endswith(":"):  # the first line of a mapping, with its file
             mapped = bool(rest) and rest[-1] == str(tmp_path / "model.safetensors")
         elif mapped and key == "Rss:":
             resident += int(rest[0]) << 10
@@ -85,12 +85,12 @@ def test_shards_of_two_artifacts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [0, -1, 1.5, True, None, "1"])
-def test_versions_that_are_none(version: Any) -> None:
+def test_invalid_format_versions(version: Any) -> None:
     with pytest.raises(InputError, match="not a version number"):
         check_format({"format_version": version})
 
 
-def test_newer_version_names_the_file_and_the_way_out(tmp_path: Path) -> None:
+def test_a_newer_version_names_file_and_remedy(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"version 7.*reads up to 3.*update ciuic") as caught:
         open_artifact(write(tmp_path, format_version=7))
     assert caught.value.exit_code == 3 and str(caught.value.file).endswith("config.json")
@@ -99,7 +99,7 @@ def test_newer_version_names_the_file_and_the_way_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "config", [{}, {"quantization_config": {"quant_method": "gptq"}}, {"quantization_config": []}]
 )
-def test_other_models(config: dict[str, Any], tmp_path: Path) -> None:
+def test_models_of_other_formats(config: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(InputError, match="not a ciuic artifact"):
@@ -152,9 +152,9 @@ def test_blobs_of_another_length(change: int, tmp_path: Path) -> None:
 
 
 def test_every_header_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
-    """A flip of one bit in a blob's header is refused, or what it says still fits the blob's bytes exactly.
+    """A bit flip in a blob's header is refused, or the header still describes exactly the blob's bytes.
 
-    (A shape that changes so is refused by the model that expects another.)
+    A changed shape is refused later, when it is compared with the model.
     """
     data = TENSORS["proj.weight"]
     refused = 0
@@ -168,7 +168,7 @@ def test_every_header_bit_is_noticed_or_harmless(tmp_path: Path) -> None:
             refused += 1
         else:
             assert PackedMatrix.from_buffer(damaged, where="").nbytes == data.numel(), bit
-    assert refused > 200  # the seed and most of the scale's base are any number
+    assert refused > 200  # any seed, and most scale bases, are valid
 
 
 def test_truncated_file(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""docs/FORMAT.md says what the code does: its reader is run, and its worked example is checked against its text."""
+"""docs/FORMAT.md agrees with the code: its reader is run, and its worked example is recomputed."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def test_the_documented_reader_reads_a_stack(reader: dict[str, Callable[..., Any
 
 
 def _block_after(marker: str) -> str:
-    """The indented block that follows the paragraph with `marker`, however that is wrapped."""
+    """The indented block after the paragraph that contains `marker`; line breaks in the marker do not matter."""
     found = re.search(r"\s+".join(map(re.escape, marker.split())) + r".*?\n\n(.*?)\n\n", TEXT, re.DOTALL)
     assert found is not None, marker
     return found[1]
 
 
 def _bytes_after(marker: str) -> bytes:
-    """The hexadecimal bytes at the beginning of the first indented lines behind `marker`."""
+    """The hexadecimal bytes at the beginning of the lines in the block after `marker`."""
     lines = _block_after(marker).splitlines()
     return b"".join(bytes.fromhex(re.match(r"(\s*[0-9a-f]{2}\b)+", line)[0]) for line in lines)  # type: ignore[index]
 

@@ -1,4 +1,4 @@
-"""The layout against the safetensors library: headers, order, shards, and bytes known before writing."""
+"""The layout is valid for the safetensors library: headers, order, shards, and exact bytes before writing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Single tensors of an artifact read back as numbers."""
+"""Decoding single tensors of an artifact."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECTION = {
 
 
 def _matrix(rows: int, cols: int, seed: int, rank: int = 0) -> PackedMatrix:
-    """A matrix with random codes: valid bytes, no meaning."""
+    """A valid matrix with random codes."""
     rng = np.random.default_rng(seed)
     bits = rng.choice(np.array([2, 3, 5], np.uint8), -(-rows // 16))
     codes = rng.integers(0, 256, int(bits.sum()) * 32 * -(-cols // 16), dtype=np.uint8)
@@ -82,20 +82,20 @@ def test_a_stack_of_experts(artifact: Path, stack: ExpertStack) -> None:
         assert torch.equal(found[index], decode(expert, original_basis=True))
 
 
-def test_a_dense_tensor_comes_as_it_is_stored(artifact: Path) -> None:
+def test_a_dense_tensor_keeps_its_dtype(artifact: Path) -> None:
     expected = torch.linspace(0, 1, 7).to(torch.bfloat16)
     found = ciuic_cli.read_tensor(artifact, "norm.weight")
     assert found.dtype == torch.bfloat16 and torch.equal(found, expected)
 
 
-def test_a_name_that_is_not_there(artifact: Path) -> None:
+def test_an_unknown_name(artifact: Path) -> None:
     with pytest.raises(InputError, match="no such tensor") as caught:
         ciuic_cli.read_tensor(artifact, "lm_head.weight")
     assert caught.value.tensor == "lm_head.weight"
 
 
 def _empty(rows: int, cols: int) -> PackedMatrix:
-    """A matrix without codes: a few bytes, whatever its number of columns."""
+    """A matrix without codes; its few bytes do not depend on the number of columns."""
     nothing = np.zeros(0, np.uint8)
     groups = -(-rows // 16)
     return PackedMatrix(
@@ -124,7 +124,7 @@ def test_a_name_that_the_library_cannot_read_is_an_input_error(artifact: Path, t
     assert caught.value.file == str(file)
 
 
-def test_a_file_that_is_replaced_meanwhile_changes_nothing(artifact: Path, tmp_path: Path) -> None:
+def test_a_replaced_file_does_not_change_an_open_blob(artifact: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(artifact, folder)
     expected = ciuic_cli.read_tensor(folder, "ranked.weight")

@@ -1,4 +1,4 @@
-"""Fault 39: any damage to any file of an artifact is found by its checksums."""
+"""Fault 39: the checksums reveal any damage to any file of an artifact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ciuic_cli.errors import EnvironmentFault, InputError
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files with checksums; `verify` does not look into them, so their contents need no meaning."""
+    """Files of random bytes with their checksums."""
     generator = random.Random(0)
     made = tmp_path / "artifact"
     made.mkdir()
@@ -62,7 +62,7 @@ def test_single_bit_flips_anywhere_are_found(folder: Path) -> None:
     assert not damaged(folder)
 
 
-def test_every_bit_of_the_list_itself_counts(folder: Path) -> None:
+def test_any_bit_flip_in_the_list_is_found(folder: Path) -> None:
     path = folder / CHECKSUMS
     good = path.read_bytes()
     for position in range(len(good)):
@@ -71,7 +71,7 @@ def test_every_bit_of_the_list_itself_counts(folder: Path) -> None:
             assert damaged(folder), (position, bit)
 
 
-def test_what_is_wrong_is_said(folder: Path) -> None:
+def test_problems_are_described(folder: Path) -> None:
     with (folder / "model.safetensors").open("ab") as file:
         file.write(b"x")
     (folder / "tokenizer.json").unlink()
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["[1]", "{", "null"])
-def test_a_list_that_is_no_object_asks_for_the_artifact(folder: Path, content: str) -> None:
+def test_a_list_that_is_not_an_object(folder: Path, content: str) -> None:
     (folder / "ciuic_checksums.json").write_text(content)
     with pytest.raises(InputError, match="JSON") as caught:
         verify(folder)
@@ -120,9 +120,7 @@ def test_names_that_no_file_can_have(folder: Path, name: str) -> None:
     assert dict(verify(folder).problems) == {name: "the file is missing"}
 
 
-def test_a_file_that_may_not_be_read_is_not_called_damaged(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_file_is_not_reported_as_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Path.open
 
     def refuse(path: Path, *rest: Any, **named: Any) -> Any:
@@ -138,10 +136,8 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_list_that_the_disk_refuses_is_named(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, after: int
-) -> None:
-    """It is read twice: as JSON, and byte for byte."""
+def test_a_disk_error_names_the_list(folder: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """The list is read twice, as JSON and byte by byte; each read may fail."""
     read, calls = Path.read_bytes, []
 
     def refuse(path: Path) -> bytes:
@@ -156,7 +152,9 @@ def test_a_list_that_the_disk_refuses_is_named(
     assert caught.value.file == str(folder / CHECKSUMS)
 
 
-def test_a_folder_that_is_replaced_meanwhile_is_not_called_damaged(folder: Path, tmp_path: Path) -> None:
+def test_a_folder_replaced_during_verification_is_not_reported_as_damaged(
+    folder: Path, tmp_path: Path
+) -> None:
     shutil.copytree(folder, tmp_path / "new")
     (tmp_path / "new" / "model.safetensors").write_bytes(b"other")
     (tmp_path / "new" / CHECKSUMS).unlink()
@@ -183,7 +181,7 @@ def test_a_folder_that_is_replaced_meanwhile_is_not_called_damaged(folder: Path,
         {"a": {"sha256": "0" * 64, "bytes": 10**400}},
     ],
 )
-def test_entries_that_are_no_checksums(folder: Path, files: object) -> None:
+def test_malformed_entries(folder: Path, files: object) -> None:
     document = {"algorithm": "sha256", "files": files}
     (folder / CHECKSUMS).write_text(json.dumps(document, indent=2, sort_keys=True) + "\n")
     with pytest.raises(InputError, match="damaged"):

@@ -1,4 +1,4 @@
-"""The writer: a file or folder is complete or absent, whatever fails on the way."""
+"""Files and folders of an artifact are complete or absent, even if writing or publishing fails."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_one_shard_needs_no_index(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_bytes_than_planned_are_our_bug(tmp_path: Path) -> None:
+def test_a_payload_of_another_size_is_a_bug(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"blob\.0: 3 bytes, 64 were planned"):
         writer.write_shards(lay_out(BLOBS), tmp_path, lambda name: b"abc", lambda nbytes: None)
 
@@ -107,7 +107,7 @@ OLD = {"weights": "old", writer.CHECKSUMS: "old"}
 
 @pytest.fixture(params=["renameat2", "two renames"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With renameat2 and, where the system or the file system lacks it, without."""
+    """Publishing with renameat2, and without it as on systems that lack it."""
     if request.param == "two renames":
         monkeypatch.setattr(publishing, "rename_with_flag", lambda first, second, flag: False)
     return str(request.param)
@@ -163,17 +163,17 @@ def test_37_an_old_folder_that_cannot_be_removed_is_named(
 
 
 def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
-    """Both names exist before, during and after: the inodes change places."""
+    """Both names exist all the time; the inodes change places."""
     first, second = _folder(tmp_path / "a", file="a"), _folder(tmp_path / "b", file="b")
     inodes = first.stat().st_ino, second.stat().st_ino
     if atomic_files.rename_with_flag(first, second, atomic_files.EXCHANGE):
         assert (second.stat().st_ino, first.stat().st_ino) == inodes
         assert _content(first) == {"file": "b"}
-    else:  # a system without renameat2: nothing may have changed
+    else:  # no renameat2 here: nothing may have changed
         assert (first.stat().st_ino, second.stat().st_ino) == inodes
 
 
-def test_an_exchange_of_what_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_an_exchange_with_an_absent_folder_is_refused(tmp_path: Path) -> None:
     first = _folder(tmp_path / "a", file="a")
     assert atomic_files.rename_with_flag(first, tmp_path / "absent", atomic_files.EXCHANGE) is False
     assert _content(first) == {"file": "a"}
@@ -201,7 +201,7 @@ def test_34_publishing_that_fails_leaves_the_old_folder(
 def test_37_a_sticky_folder_binds_all_but_the_owners(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owners: tuple[int, int], sticky: bool, may: bool
 ) -> None:
-    """The user and the owners of folder and parent, 0: ourselves."""
+    """owners: of the folder and its parent; 0 is the current user."""
     out = _folder(tmp_path / "out")
     tmp_path.chmod(0o1777 if sticky else 0o777)
     real = Path.stat
@@ -237,7 +237,7 @@ def test_16_a_companion_that_leads_outside_is_not_copied(tmp_path: Path) -> None
 
 def test_37_a_companion_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = _folder(tmp_path / "source", **{"generation_config.json": "{}"})
-    monkeypatch.setattr(Path, "open", _failing(errno.EACCES))  # modes do not bind the superuser
+    monkeypatch.setattr(Path, "open", _failing(errno.EACCES))  # file modes do not apply to root
     with pytest.raises(InputError, match="Permission denied") as caught:
         writer.companions(source)
     assert caught.value.file == str(source / "generation_config.json")
@@ -292,7 +292,7 @@ def test_34_an_interrupted_write_leaves_no_piece(tmp_path: Path, monkeypatch: py
     assert _content(tmp_path) == {"file": "old"}
 
 
-def test_34_the_system_error_behind_one_of_safetensors() -> None:
+def test_34_the_system_error_inside_a_safetensors_error() -> None:
     error = SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
     fault = environment_fault(error, Path("x"))
     assert "No space left" in fault.message and "free disk space" in (fault.remedy or "")

@@ -1,4 +1,4 @@
-"""The command line: exit codes and messages of wrong calls, what goes to stdout, and that nothing is touched."""
+"""The commands: exit codes and messages, stdout and stderr, and that refused calls write nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def invoke(*arguments: object) -> Any:
 def made(
     tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path, Any]:
-    """The original, its artifact, and what the command printed."""
+    """The original, its artifact, and the result of the command."""
     original = tiny_checkpoint("llama")
     out = tmp_path_factory.mktemp("made") / "out"
     result = invoke("compress", original, out, "--ratio", 3, "--calibration", text, *QUICK)
@@ -114,7 +114,7 @@ def test_missing_folder(tmp_path: Path, command: list[str], json_option: list[st
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_working_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_removed_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
@@ -175,7 +175,7 @@ def test_unreadable_calibration(tiny_checkpoint: Callable[..., Path], tmp_path: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_gpu_that_is_not_there(
+def test_a_missing_gpu(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -187,7 +187,7 @@ def test_a_gpu_that_is_not_there(
 # --- compress
 
 
-def test_compress_says_what_it_did(made: tuple[Path, Path, Any]) -> None:
+def test_compress_prints_the_report(made: tuple[Path, Path, Any]) -> None:
     original, out, result = made
     report = json.loads((out / "memory_report.json").read_text())
     assert report["artifact_bytes"] == sum(file.stat().st_size for file in out.glob("*.safetensors"))
@@ -237,7 +237,7 @@ def test_options_reach_the_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert seen["ratio"] is None and seen["target_bpw"] is None
 
 
-def test_an_unexpected_exception_is_our_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_unexpected_exception_is_a_bug(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fake(*arguments: Any, **options: Any) -> None:
         raise ZeroDivisionError("surprise")
 
@@ -321,7 +321,7 @@ def test_eval_against_the_original(made: tuple[Path, Path, Any], text: Path) -> 
 def test_eval_of_an_original_that_cannot_be_loaded(
     made: tuple[Path, Path, Any], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is measured all the same, and writes no text."""
+    """It is measured layer by layer, and no text is generated."""
     original, out, _ = made
     room = 2 * expected_bytes(out, None)
     for module in (opening, evaluating):

@@ -1,4 +1,4 @@
-"""Values of options, from what is written on the command line to what the pipeline gets."""
+"""Parsing of option values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_wrong_sizes(written: str) -> None:
 
 
 @pytest.mark.parametrize("written", ["0", "0MB", "0.0GiB"])
-def test_a_size_of_nothing(written: str) -> None:
+def test_size_zero(written: str) -> None:
     with pytest.raises(UsageError, match="not a positive number of bytes"):
         CompressOptions(target_size=parse_size(written))
 
@@ -88,6 +88,6 @@ def test_rank() -> None:
         CompressOptions(rank=parse_rank("17"))
 
 
-def test_the_names_are_those_that_can_be_asked_for() -> None:
+def test_choices_equal_those_of_compress_options() -> None:
     assert {level.value for level in command.EffortLevel} == set(options.EFFORTS)
     assert {choice.value for choice in command.MtpLayers} == set(options.MTP)

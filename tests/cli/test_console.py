@@ -1,4 +1,4 @@
-"""The sink: what goes where, fault 29 (hostile names) and fault 40 (stdout closed early)."""
+"""The console: stdout and stderr, fault 29 (hostile names) and fault 40 (stdout closed early)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ciuic_cli.report.readable import readable_bytes
 
 
 class Panic(BaseException):
-    """As Rust libraries raise it."""
+    """Like the exception that Rust libraries raise for a panic."""
 
 
 ROOT = Path(console_module.__file__).parents[1]
@@ -37,7 +37,7 @@ def pair(**options: bool) -> tuple[Console, io.StringIO, io.StringIO]:
 
 
 def python(code: str, *, shell_tail: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process of its own, its stdout into `shell_tail`; the last line is its exit status."""
+    """Run code in a new process with its stdout piped to `shell_tail`; the last line is its exit status."""
     script = textwrap.dedent(code)
     command = f'"{sys.executable}" -c "$CODE" {shell_tail or ">/dev/null"}; echo "${{PIPESTATUS[0]}}"'
     env = {**os.environ, "CODE": script, "PYTHONPATH": str(ROOT), **environment}
@@ -254,7 +254,7 @@ def test_progress_bars_on_a_terminal_reach_the_end() -> None:
 
 @pytest.mark.parametrize("quiet", [False, True])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_an_interruption_that_python_lost_ends_the_work(quiet: bool, steps: int) -> None:
+def test_a_swallowed_interrupt_ends_the_work(quiet: bool, steps: int) -> None:
     sink, _, err = pair(quiet=quiet)
     done: list[int] = []
 

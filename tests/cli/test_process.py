@@ -1,4 +1,4 @@
-"""The process of the command: what it imports, its streams, and its signals."""
+"""The process of a command: imports, streams and signals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def artifact(
         (["bench", "./nowhere"], 3, "no such folder"),
     ],
 )
-def test_what_needs_no_model_loads_nothing_heavy(arguments: list[str], code: int, said: str) -> None:
+def test_commands_without_a_model_import_nothing_heavy(arguments: list[str], code: int, said: str) -> None:
     script = (
         "import sys\nfrom ciuic_cli.cli import app as cli\n"
         "try:\n    cli.main()\nexcept SystemExit as end:\n    code = end.code or 0\n"
@@ -62,10 +62,10 @@ def test_what_needs_no_model_loads_nothing_heavy(arguments: list[str], code: int
         ("bench", {}, False),
     ],
 )
-def test_how_threads_wait(
+def test_idle_threads_sleep_except_in_bench(
     artifact: Path, text: Path, tmp_path: Path, command: str, chosen: dict[str, str], sleep: bool
 ) -> None:
-    """libgomp, which torch brings along, says how often a thread looks for work before it sleeps."""
+    """libgomp reports how often an idle thread looks for work before it sleeps: GOMP_SPINCOUNT."""
     arguments = {
         "compress": [str(artifact), str(tmp_path / "out"), "--calibration", str(text)],
         "eval": [str(artifact), "--text", str(text), "--seqlen", "64", "--limit", "1"],
@@ -81,7 +81,7 @@ def test_how_threads_wait(
     assert all((spins == "0") is sleep for spins in found), found
 
 
-def test_a_reader_that_leaves_early(artifact: Path) -> None:
+def test_stdout_closed_before_the_result(artifact: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(
@@ -118,7 +118,7 @@ def test_streams_that_are_full_or_closed(command: str, code: int, said: str) -> 
     assert "Traceback" not in done.stderr and "Exception ignored" not in done.stderr
 
 
-def test_stdout_is_ours_alone(artifact: Path) -> None:
+def test_prints_of_libraries_go_to_stderr(artifact: Path) -> None:
     script = (
         "import os, sys\nfrom ciuic_cli.report import inspection\nfrom ciuic_cli.__main__ import main\n"
         "describe = inspection.describe\n"
@@ -135,8 +135,8 @@ def test_stdout_is_ours_alone(artifact: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("module", ["typer", "rich.table", "torch"])
-def test_interrupted_while_it_is_imported(number: signal.Signals, module: str) -> None:
-    """By the console script that pyproject.toml names, and whatever it is that is being imported."""
+def test_interrupted_during_an_import(number: signal.Signals, module: str) -> None:
+    """The console script of pyproject.toml ends tidily if a signal arrives during any import."""
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
     home, function = project["project"]["scripts"]["ciuic"].split(":")
     script = (

@@ -1,4 +1,4 @@
-"""The report page: well-formed, self-contained, nothing unescaped, and the report's numbers on it."""
+"""The report page is well-formed, self-contained and escaped, and shows the numbers of the report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOSTILE = "<script>alert(1)</script>\"'&\x1b[31m\u202e</title></svg>"
 
 
 class Page(HTMLParser):
-    """Collects the elements and the text; every element but the void ones must be closed in order."""
+    """Collects elements and text; fails if an element is not closed in order."""
 
     def __init__(self, source: str) -> None:
         super().__init__()
@@ -83,17 +83,17 @@ def test_headline_figures(report: dict[str, Any]) -> None:
         assert figure in text
 
 
-def test_a_great_loss_is_warned_of(report: dict[str, Any]) -> None:
+def test_a_large_loss_is_warned_of(report: dict[str, Any]) -> None:
     assert warning_of(report) is None and "large loss" not in Page(render(report)).text
     for report["measured_kl"], report["predicted_kl"], times in ((1.5, 0.1, "4.5"), (None, 0.7, "2")):
         warning = warning_of(report)
         assert warning is not None and f"about {times} times" in warning and "--ratio" in warning
         assert warning in Page(render(report)).text
-    report["measured_kl"], report["predicted_kl"] = 0.1, 0.7  # what was measured counts
+    report["measured_kl"], report["predicted_kl"] = 0.1, 0.7  # the measured loss decides
     assert warning_of(report) is None
 
 
-def test_not_measured_is_said(report: dict[str, Any]) -> None:
+def test_no_measured_loss(report: dict[str, Any]) -> None:
     report["measured_kl"] = None
     assert "not measured" in Page(render(report)).text
 
@@ -185,7 +185,7 @@ def test_infinite_losses_do_not_break_the_figures(report: dict[str, Any]) -> Non
     assert not re.search(r'(?:width|x)="(?:inf|nan)"', source)
 
 
-def test_recovery_says_what_it_gained_or_that_it_gained_nothing() -> None:
+def test_the_sentence_about_recovery() -> None:
     step = RecoveryPass(bytes=0, steps=90, matrices=210, norms=61, kl_before=0.04, kl_after=0.03)
     gained = pass_sentence(step)
     assert "210 matrices and 61 norms" in gained and "0.04 before, 0.03 after" in gained

@@ -1,4 +1,4 @@
-"""Checkpoints and artifacts described from their headers, in numbers that are counted by hand here."""
+"""Descriptions of checkpoints and artifacts, compared with numbers counted here."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Make = Callable[..., Path]
 
 
 def random_matrix(rows: int, cols: int, widths: list[float], rank: int = 0) -> PackedMatrix:
-    """A matrix with random codes: valid bytes, no meaning."""
+    """A valid matrix with random codes."""
     groups = -(-rows // 16)
     row_bits = np.resize(stored_bits(widths), groups)
     size = int(tile_nbytes(row_bits).sum()) * -(-cols // 16)
@@ -144,7 +144,7 @@ def test_an_artifact(artifact: Path) -> None:
 
 
 def describe_source_parameters(artifact: Path) -> int:
-    """Weights of the model by the config's own sizes."""
+    """Number of weights of the transformers model of the config."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(artifact)
@@ -169,7 +169,7 @@ def edited(artifact: Path, target: Path, edit: Callable[[dict[str, torch.Tensor]
     return target
 
 
-def test_a_missing_tensor_an_extra_one_and_a_wrong_shape(artifact: Path, tmp_path: Path) -> None:
+def test_missing_extra_and_misshapen_tensors(artifact: Path, tmp_path: Path) -> None:
     def lose(tensors: dict[str, torch.Tensor]) -> None:
         del tensors["model.layers.2.self_attn.o_proj.weight"]
 
@@ -200,7 +200,7 @@ def test_a_damaged_blob_header_is_named(artifact: Path, tmp_path: Path) -> None:
 
 
 def test_only_headers_are_read(artifact: Path, tmp_path: Path) -> None:
-    """With every code and every dense weight overwritten, the description is the same."""
+    """The description is the same after all codes and dense weights are overwritten."""
     found = describe(artifact)
 
     def overwrite(tensors: dict[str, torch.Tensor]) -> None:
@@ -214,7 +214,7 @@ def test_only_headers_are_read(artifact: Path, tmp_path: Path) -> None:
     assert again.rows == found.rows and again.components == found.components
 
 
-def test_an_artifact_says_what_its_report_predicts(artifact: Path, tmp_path: Path) -> None:
+def test_losses_come_from_the_memory_report(artifact: Path, tmp_path: Path) -> None:
     folder = tmp_path / "artifact"
     shutil.copytree(artifact, folder)
     assert describe(folder).losses is None and not describe(folder).warnings
@@ -243,7 +243,7 @@ def test_an_artifact_says_what_its_report_predicts(artifact: Path, tmp_path: Pat
 @pytest.mark.parametrize(
     "damage", ["[]", "{}", '{"predicted_kl": 1e999, "components": []}', "\x00", "{" * 9999]
 )
-def test_a_damaged_report_takes_nothing_but_the_losses(artifact: Path, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_report_hides_only_the_losses(artifact: Path, tmp_path: Path, damage: str) -> None:
     folder = tmp_path / "artifact"
     shutil.copytree(artifact, folder)
     (folder / "memory_report.json").write_text(damage)

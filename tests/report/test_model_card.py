@@ -1,4 +1,4 @@
-"""The model card: metadata that the hub reads, taken only from sources that can be trusted to be what they seem."""
+"""The model card: its metadata and text, and how origin and licence of the original are found."""
 
 from __future__ import annotations
 
