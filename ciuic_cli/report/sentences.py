@@ -27,7 +27,7 @@ def pass_sentence(step: Pass) -> str:
     if isinstance(step, BitsPass):
         return (
             f"{readable_bytes(step.bytes)} of codes; the rows of {step.sorted_matrices:,} matrices are sorted by "
-            f"their loss, {step.scaled_matrices:,} matrices have input scales"
+            f"sensitivity, {step.scaled_matrices:,} matrices have input scales"
         )
     if step.kl_after >= step.kl_before:
         return f"{step.steps} steps did not lower the KL on held-out text; their changes were discarded"
