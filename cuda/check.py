@@ -1,11 +1,10 @@
-"""Assembles every CUDA kernel for every supported GPU, without a GPU, and fails where a kernel spills
-registers.
+"""Assembles every CUDA kernel for every supported architecture, without a GPU; fails if a kernel spills registers.
 
-    python cuda/check.py            NVRTC for all architectures; nvcc too, for one, where it is on the PATH
-    python cuda/check.py --full     also every architecture with nvcc, and the shortest window length
+    python cuda/check.py            NVRTC for all architectures; also nvcc for one, if it is on the PATH
+    python cuda/check.py --full     also nvcc for all architectures, and L = 12 (trellis state bits)
 
-A unit that has passed is remembered by the digest of its sources (in build/cuda-check), so only changes
-cost time.
+Compilation units that passed are cached by the digest of their sources in build/cuda-check, so that only changes
+are assembled again.
 """
 
 from __future__ import annotations
@@ -41,15 +40,17 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True)
 class Job:
+    """One compilation unit (a `.cu` file) for one architecture and L."""
+
     compiler: str
     unit: str
     architecture: int
-    window_bits: int
+    L: int
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas says of one kernel."""
+    """The resources of one kernel as ptxas reports them; registers per thread."""
 
     name: str
     architecture: int
@@ -59,7 +60,7 @@ class Kernel:
 
 
 def main() -> int:
-    """Prints one line per kernel, registers by architecture; 1 if a kernel spills or is missing."""
+    """Prints registers per kernel and architecture. Returns 1 if a kernel spills or is missing, else 0."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--full", action="store_true", help="every architecture with nvcc too, and L = 12")
     options.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
@@ -80,7 +81,7 @@ def main() -> int:
 
 
 def jobs_for(full: bool) -> list[Job]:
-    """What is to be compiled; the longest jobs first, so that two workers end together."""
+    """The jobs, the longest first, so that the workers finish at about the same time."""
     jobs = [Job("nvrtc", unit, arch, 16) for unit in sources.UNITS for arch in ARCHITECTURES]
     nvcc = shutil.which("nvcc") is not None
     if nvcc:
@@ -92,34 +93,34 @@ def jobs_for(full: bool) -> list[Job]:
 
 
 def run(jobs: list[Job], workers: int) -> dict[Job, list[Kernel]]:
-    """What ptxas says of every job's kernels, from the memory of earlier runs where nothing has changed."""
+    """The kernels of every job, from the cache where nothing has changed."""
     results = {}
     missing = []
     for job in jobs:
-        known = recall(job)
-        if known is None:
+        cached = read_cache(job)
+        if cached is None:
             missing.append(job)
         else:
-            results[job] = known
+            results[job] = cached
     with ProcessPoolExecutor(workers) as pool:
         for job, log in zip(missing, pool.map(assemble, missing), strict=True):
             results[job] = parse(log)
             if not problems_of(job, results[job]):
-                remember(job, results[job])
+                write_cache(job, results[job])
     return {job: results[job] for job in jobs}
 
 
 def assemble(job: Job) -> str:
-    """ptxas's report on one unit.
+    """The report of `ptxas -v` on one unit.
 
     Raises:
-        EnvironmentFault: it does not compile, or the compiler is missing.
+        EnvironmentFault: the unit does not compile, or the compiler is missing.
     """
     if job.compiler == "nvrtc":
-        return compiler.resource_report(job.unit, f"sm_{job.architecture}", job.window_bits)
+        return compiler.resource_report(job.unit, f"sm_{job.architecture}", job.L)
     with tempfile.TemporaryDirectory() as folder:
         command = ["nvcc", "-std=c++17", f"-arch=sm_{job.architecture}", "-cubin", "-Xptxas", "-v"]
-        command += [f"-DCIUIC_L={job.window_bits}", f"-I{sources.folder()}", f"-I{ROOT / 'ciuic_cli/native'}"]
+        command += [f"-DCIUIC_L={job.L}", f"-I{sources.folder()}", f"-I{ROOT / 'ciuic_cli/native'}"]
         command += ["-o", f"{folder}/out.cubin", str(sources.folder() / f"{job.unit}.cu")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -139,22 +140,22 @@ def parse(log: str) -> list[Kernel]:
 
 
 def problems_of(job: Job, kernels: Iterable[Kernel]) -> list[str]:
-    """Kernels that spill or use a stack, and kernels of the unit that the report does not have."""
-    where = f"({job.compiler}, sm_{job.architecture}, L = {job.window_bits})"
-    found = {kernel.name: kernel for kernel in kernels}
-    missing = [f"{name} is missing {where}" for name in sources.UNITS[job.unit] if name not in found]
+    """Messages for kernels that spill or use a stack, and for kernels of the unit that the report lacks."""
+    where = f"({job.compiler}, sm_{job.architecture}, L = {job.L})"
+    by_name = {kernel.name: kernel for kernel in kernels}
+    missing = [f"{name} is missing {where}" for name in sources.UNITS[job.unit] if name not in by_name]
     return missing + [
         f"{kernel.name} spills {kernel.spill_bytes} bytes, stack frame {kernel.stack_bytes} {where}"
-        for kernel in found.values()
+        for kernel in by_name.values()
         if kernel.spill_bytes or kernel.stack_bytes
     ]
 
 
 def print_table(results: dict[Job, list[Kernel]]) -> None:
-    """Registers per thread: a line per kernel, a column per architecture, for the default window."""
+    """Registers per thread at L = 16: a line per kernel, a column per architecture."""
     table: dict[str, dict[int, int]] = {}
     for job, kernels in results.items():
-        if job.compiler == "nvrtc" and job.window_bits == 16:
+        if job.compiler == "nvrtc" and job.L == 16:
             for kernel in kernels:
                 table.setdefault(kernel.name, {})[kernel.architecture] = kernel.registers
     print(f"{'registers':24}" + "".join(f"{f'sm_{arch}':>8}" for arch in ARCHITECTURES))
@@ -162,22 +163,22 @@ def print_table(results: dict[Job, list[Kernel]]) -> None:
         print(f"{name:24}" + "".join(f"{by_arch.get(arch, '-'):>8}" for arch in ARCHITECTURES))
 
 
-def recall(job: Job) -> list[Kernel] | None:
+def read_cache(job: Job) -> list[Kernel] | None:
     try:
-        return [Kernel(**kernel) for kernel in json.loads(memory_of(job).read_text())]
+        return [Kernel(**kernel) for kernel in json.loads(cache_file(job).read_text())]
     except (OSError, ValueError, TypeError):
         return None
 
 
-def remember(job: Job, kernels: list[Kernel]) -> None:
-    file = memory_of(job)
+def write_cache(job: Job, kernels: list[Kernel]) -> None:
+    file = cache_file(job)
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps([asdict(kernel) for kernel in kernels]))
     partial.replace(file)
 
 
-def memory_of(job: Job) -> Path:
+def cache_file(job: Job) -> Path:
     tool: object = compiler.nvrtc_version()
     if job.compiler == "nvcc":
         tool = shutil.which("nvcc")

@@ -1,8 +1,11 @@
-// How a lane decodes its share of four neighbouring tiles.
+// Decodes four neighbouring tiles of a row group with one warp.
 //
-// Lane l of a warp, g = l / 4, t = l % 4, takes rows 2g and 2g + 1 of tile t, all 16 columns: both rows of a unit are one
-// 32-bit word, and a tensor-core fragment needs exactly two rows per lane. Which column meets which k of a fragment is
-// free, as long as weights and activations agree.
+// Lane l takes all 16 columns of rows 2g and 2g + 1 of tile t, with g = l / 4 and t = l % 4. Both rows of a unit lie in
+// one 32-bit word, and a tensor-core fragment needs exactly two rows per lane. The order of columns along k of a
+// fragment does not matter as long as weights and activations use the same one. Tiles are 4-byte aligned.
+//
+// H is twice the bits per weight (trellis_decode.h) and a template argument, so that all shifts are constants. CIUIC_L
+// is L.
 #ifndef CIUIC_DECODE_LANE_H
 #define CIUIC_DECODE_LANE_H
 
@@ -13,12 +16,12 @@
 #define CIUIC_L 16
 #endif
 
-// The 16-bit words of rows 2g (low half) and 2g + 1 (high half), unit by unit, and what comes before them in the string.
+// The words of rows 2g (low 16 bits) and 2g + 1 (high 16 bits), unit by unit, and the bits before them in the string.
 template <int H>
 struct LaneWords {
   u32 unit[ciuic_units(H)];
-  u32 end;     // low half: the last 16 bits of row 2g
-  u32 before;  // high half: the last 16 bits of row 2g - 1
+  u32 end;     // low 16 bits: the last 16 bits of row 2g, which precede row 2g + 1
+  u32 before;  // high 16 bits: the last 16 bits of row 2g - 1 (row 15 if g is 0), which precede row 2g
 };
 
 template <int H>
@@ -31,24 +34,24 @@ CIUIC_DEVICE LaneWords<H> load_words(const u8* tile, u32 g) {
   words.end = words.unit[whole - 1];
   words.before = *(const u32*)(tile + CIUIC_UNIT_BYTES * (whole - 1) + 4 * above);
   if (H % 2) {
-    const u8* rest = tile + CIUIC_UNIT_BYTES * whole;
-    const u32 bytes = *(const u16*)(rest + 2 * g);
+    const u8* half_unit = tile + CIUIC_UNIT_BYTES * whole;
+    const u32 bytes = *(const u16*)(half_unit + 2 * g);
     words.unit[ciuic_units(H) - 1] = permute(bytes, 0u, 0x1404u);
     words.end = permute(words.end, bytes, 0x0004u);
-    words.before = permute(words.before, rest[2 * above + 1], 0x2400u);
+    words.before = permute(words.before, half_unit[2 * above + 1], 0x2400u);
   }
   return words;
 }
 
-// (previous unit << 16) | unit, of row 2g + row.
+// (unit u - 1) << 16 | unit u of row 2g + row; unit -1 is the end of the row before.
 template <int H>
 CIUIC_DEVICE u32 joined(const LaneWords<H>& words, int row, int u) {
   if (ciuic_units(H) > 1 && u > 0) return permute(words.unit[u], words.unit[u - 1], row ? 0x7632u : 0x5410u);
   return row ? permute(words.unit[0], words.end, 0x5432u) : permute(words.unit[0], words.before, 0x7610u);
 }
 
-// Hash of weight (2g + row, column). ciuic_window in its two-instruction form: shifts by less than a byte are shared by
-// the windows of a unit, and at L = 16 the byte shift and the mask are one permutation.
+// Hash of weight (2g + row, column). At L = 16 the window takes two instructions instead of ciuic_window's: a shift by
+// less than a byte, which windows of the same unit share, and a permutation that shifts by whole bytes and masks.
 template <int H>
 CIUIC_DEVICE u32 lane_hash(const LaneWords<H>& words, int row, int column) {
   const u32 both = joined<H>(words, row, ciuic_unit_of_column(column, H));
@@ -57,32 +60,33 @@ CIUIC_DEVICE u32 lane_hash(const LaneWords<H>& words, int row, int column) {
   return ciuic_hash(ciuic_window(both >> 16, both & 0xFFFFu, shift, CIUIC_L));
 }
 
-// byte sum + 1024 as a half: the sum is the mantissa of 1024 (0x6400), whose last place is 1.
+// byte sum + 1024 as fp16: the sum is added to the mantissa of 1024 (0x6400), whose last place is 1.
 CIUIC_DEVICE u32 half_of_byte_sum(u32 hash) { return dot4(hash, 0x01010101u, 0x6400u); }
 
-// The levels of two weights as halves, exact: (byte sum + 1024) - (1024 + 510).
+// The levels of two weights as fp16: (byte sum + 1024) - (1024 + 510), which is exact.
 CIUIC_DEVICE u32 half_levels(u32 hash_low, u32 hash_high) {
   const u32 pair = permute(half_of_byte_sum(hash_low), half_of_byte_sum(hash_high), 0x5410u);
   return half2_subtract(pair, 0x65FE65FEu);
 }
 
+// The factor from level to weight for a row, from its scale byte: base * 2^(byte / steps per octave) / SIGMA.
 CIUIC_DEVICE float row_factor(const u8* blob, u32 groups, u32 row) {
   const float base = *(const float*)(blob + CIUIC_BLOB_BASE);
   const float step = 1.0f / (float)(16 + blob[CIUIC_BLOB_STEPS]);
   return ciuic_row_factor(base * exp2f((float)blob[CIUIC_BLOB_ROW_BITS + groups + row] * step));
 }
 
-// H of a row group. What is no width counts as no bits: blobs are checked where they are read.
-CIUIC_DEVICE u32 group_halves(const u8* blob, u32 group) {
-  const int halves = ciuic_halves_of(blob[CIUIC_BLOB_ROW_BITS + group]);
-  return halves < 0 ? 0u : (u32)halves;
+// H of a row group. An invalid byte counts as 0 bits; the host checks blobs when it reads them.
+CIUIC_DEVICE u32 group_half_bits(const u8* blob, u32 group) {
+  const int half_bits = ciuic_half_bits_of(blob[CIUIC_BLOB_ROW_BITS + group]);
+  return half_bits < 0 ? 0u : (u32)half_bits;
 }
 
-// Calls call(H) for the run-time H; 0 and anything unknown call nothing. Two switches: with one over all widths the product
-// spills registers on sm_80.
-#define CIUIC_FOR_WIDTH(halves, call) \
-  if ((halves) % 2 == 0) {            \
-    switch ((halves) / 2) {           \
+// Expands to call(H) for the run-time H, or to nothing for 0 and invalid values. There are two switches because
+// linear.cu spills registers on sm_80 with one switch over all values.
+#define CIUIC_FOR_HALF_BITS(half_bits, call) \
+  if ((half_bits) % 2 == 0) {         \
+    switch ((half_bits) / 2) {        \
       case 1: call(2); break;         \
       case 2: call(4); break;         \
       case 3: call(6); break;         \
@@ -94,7 +98,7 @@ CIUIC_DEVICE u32 group_halves(const u8* blob, u32 group) {
       default: break;                 \
     }                                 \
   } else {                            \
-    switch ((halves) / 2) {           \
+    switch ((half_bits) / 2) {        \
       case 1: call(3); break;         \
       case 2: call(5); break;         \
       case 3: call(7); break;         \

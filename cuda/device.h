@@ -1,7 +1,7 @@
-// The machine that the kernels are written for: every intrinsic and every PTX instruction they use, by a plain name.
+// Every CUDA intrinsic and PTX instruction that the kernels use, under plain names.
 //
-// With CIUIC_EMULATE the same names come from emulate.h, where g++ compiles the kernels for a host loop over lanes and
-// blocks. No CUDA header is included, so NVRTC needs no include path and no toolkit.
+// With CIUIC_EMULATE the same names come from tests/cuda/emulator/emulate.h, and g++ compiles the kernels for the host.
+// No CUDA header is included, so NVRTC needs no include path and no toolkit.
 #ifndef CIUIC_DEVICE_H
 #define CIUIC_DEVICE_H
 
@@ -36,7 +36,7 @@ CIUIC_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0
 CIUIC_DEVICE s32 shuffle_xor(s32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 CIUIC_DEVICE u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 
-// Bytes of b:a picked by the four low nibbles of `selector`, lowest first.
+// Byte i of the result is byte n of the eight bytes b:a (a is the low half), where n is nibble i of `selector`.
 CIUIC_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 // accumulator + sum over four bytes of a_i * b_i, all unsigned.
@@ -55,7 +55,7 @@ CIUIC_DEVICE float half_to_float(u16 value) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(out) : "h"(value));
   return out;
 }
-// Two numbers rounded to nearest even, the first in the low half; sm_75 has no such instructions.
+// Two numbers rounded to nearest even, the first in the low 16 bits. sm_75 lacks these instructions.
 #if __CUDA_ARCH__ >= 800
 #define CIUIC_PAIR_CONVERSION
 CIUIC_DEVICE u32 floats_to_halves(float low, float high) {
@@ -70,16 +70,19 @@ CIUIC_DEVICE u32 floats_to_bfloats(float low, float high) {
 }
 #endif
 
-// Two halves at once: a - b.
+// a - b for two fp16 numbers at once, rounded to nearest even.
 CIUIC_DEVICE u32 half2_subtract(u32 a, u32 b) {
   u32 out;
   asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
 
-// D(16x8) += A(16x32, unsigned bytes) B(32x8, signed bytes). Lane l, g = l / 4, t = l % 4:
-// a0 = A[g][4t..4t+3], a1 = A[g+8][4t..], a2 = A[g][16+4t..], a3 = A[g+8][16+4t..], b0 = B[4t..][g], b1 = B[16+4t..][g],
-// d0, d1 = D[g][2t], D[g][2t+1], d2, d3 = D[g+8][2t], D[g+8][2t+1].
+// Tensor core: D (16x8, int32) += A (16x32, unsigned bytes) B (32x8, signed bytes). All 32 lanes call it. Lane l holds,
+// with g = l / 4 and t = l % 4:
+//   a0 = A[g][4t..4t+3], a1 = A[g+8][4t..], a2 = A[g][16+4t..], a3 = A[g+8][16+4t..],
+//   b0 = B[4t..][g], b1 = B[16+4t..][g],
+//   d0, d1 = D[g][2t], D[g][2t+1], d2, d3 = D[g+8][2t], D[g+8][2t+1].
+// sm_75 has only m8n8k16, four of which make up the product.
 CIUIC_DEVICE void mma_bytes(s32 d[4], const u32 a[4], u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -97,8 +100,9 @@ CIUIC_DEVICE void mma_bytes(s32 d[4], const u32 a[4], u32 b0, u32 b1) {
 #endif
 }
 
-// D(16x8) += A(16x16, halves) B(16x8, halves) in float. a0 = A[g][2t,2t+1], a1 = A[g+8][2t..], a2 = A[g][8+2t..],
-// a3 = A[g+8][8+2t..], b0 = B[2t,2t+1][g], b1 = B[8+2t..][g]; D as above.
+// Tensor core: D (16x8, float32) += A (16x16, fp16) B (16x8, fp16). Lanes as above:
+//   a0 = A[g][2t,2t+1], a1 = A[g+8][2t..], a2 = A[g][8+2t..], a3 = A[g+8][8+2t..], b0 = B[2t,2t+1][g], b1 = B[8+2t..][g],
+//   d0 to d3 as above.
 CIUIC_DEVICE void mma_halves(float d[4], const u32 a[4], u32 b0, u32 b1) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -114,7 +118,8 @@ CIUIC_DEVICE void mma_halves(float d[4], const u32 a[4], u32 b0, u32 b1) {
 #endif
 }
 
-// 16 bytes from global to shared memory. The data is there after copy_wait and a barrier among the readers.
+// Starts to copy 16 bytes from global to shared memory, both 16-byte aligned. The data is visible after copy_wait and a
+// barrier among the readers. sm_75 copies at once.
 CIUIC_DEVICE void copy16_async(u8* shared, const u8* global) {
 #if __CUDA_ARCH__ >= 800
   const u32 address = (u32)__cvta_generic_to_shared(shared);
@@ -123,12 +128,13 @@ CIUIC_DEVICE void copy16_async(u8* shared, const u8* global) {
   *(uint4*)shared = *(const uint4*)global;
 #endif
 }
+// Ends a group of copies.
 CIUIC_DEVICE void copy_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Waits until at most `pending` of this thread's committed groups are unfinished.
+// Waits until at most `pending` of the groups that this thread committed are unfinished.
 template <int pending>
 CIUIC_DEVICE void copy_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -139,18 +145,19 @@ CIUIC_DEVICE void copy_wait() {
 
 enum CiuicType { CIUIC_FLOAT = 0, CIUIC_HALF = 1, CIUIC_BFLOAT = 2 };
 
-// Round to nearest even, NaN kept quiet; sm_75 has no conversion instruction for bfloat16.
+// Rounds to nearest even; a NaN becomes quiet. In integer arithmetic, because sm_75 has no conversion to bfloat16.
 CIUIC_DEVICE u16 float_to_bfloat(float value) {
   const u32 bits = float_to_bits(value);
   if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return (u16)((bits >> 16) | 0x40u);
   return (u16)((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// `type` is CIUIC_HALF or CIUIC_BFLOAT.
 CIUIC_DEVICE u16 float_to_16(float value, u32 type) {
   return type == CIUIC_HALF ? float_to_half(value) : float_to_bfloat(value);
 }
 
-// Two neighbours in one word.
+// Two neighbouring elements in one word, the first in the low 16 bits.
 CIUIC_DEVICE u32 floats_to_16(float low, float high, u32 type) {
 #ifdef CIUIC_PAIR_CONVERSION
   return type == CIUIC_HALF ? floats_to_halves(low, high) : floats_to_bfloats(low, high);
@@ -159,6 +166,7 @@ CIUIC_DEVICE u32 floats_to_16(float low, float high, u32 type) {
 #endif
 }
 
+// Element `index` of an array of `type`.
 CIUIC_DEVICE void store_as(void* base, u64 index, float value, u32 type) {
   if (type == CIUIC_FLOAT)
     ((float*)base)[index] = value;

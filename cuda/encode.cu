@@ -1,14 +1,20 @@
-// The encoder: the best path through the trellis for every tile of 256 targets (Viterbi), one tile per block.
+// The encoder: a tail-biting Viterbi search for every tile of 256 targets. A block encodes one tile at a time and takes
+// tiles index = block, block + grid x, ...; up to 512 threads.
 //
-// A weight has `in` new bits and the next one `out`: K both, or K - 1/2 and K + 1/2 in turn where half a bit is over.
-// A window is w = (h << (L-out)) | p: h the bits that the next step drops, p the prefix that it keeps. The window before
-// ends in w >> in. So best[p] = min over h of best'[w >> in] + (level(w) - x)^2, and the predecessors of all prefixes that
-// share p >> in are the same 2^out: a thread takes up to eight neighbouring prefixes and reads each predecessor once.
-// Levels are computed, not looked up: hash, byte sum, subtract, square-and-add, minimum are five instructions.
+// A weight has `in` new bits and the next weight `out`. Both are K, or K - 1/2 and K + 1/2 alternate if K is not whole.
+// A window is w = (h << (L - out)) | p: the next step drops the bits h and keeps the prefix p. The path reaches w from
+// prefix w >> in. So
+//   best[p] = min over h of best'[w >> in] + (level(w) - x)^2.
+// Prefixes that share p >> in have the same 2^out predecessors, so a thread takes up to eight neighbouring prefixes and
+// reads each predecessor once. Levels are computed, not looked up: hash, byte sum, subtraction, multiply-add and
+// minimum are five instructions.
 //
-// Costs are relative to that of prefix 0, one step before (which keeps them small), and stored as halves for every step;
-// the trace-back recomputes each minimum from them instead of storing a decision for each.
-// Tail-biting: the search enters the tile through its own last weights (CIUIC_LEAD_IN of them), and see close().
+// Costs are relative to the cost of prefix 0 one step before, which keeps them small. They are stored as fp16 for every
+// step; the traceback recomputes each minimum from them, and no decisions are stored. The path of the traceback is thus
+// the best one up to the rounding of the costs to fp16. Tail-biting: the search enters the tile through its own last
+// CIUIC_LEAD_IN weights; see close_path().
+//
+// Dynamic shared memory: 2^(L - floor(H / 2)) floats.
 #include "parameters.h"
 #include "trellis_decode.h"
 
@@ -18,48 +24,50 @@
 
 #define WEIGHTS 256
 #define ENCODE_THREADS 512
-#define REPAIR 64  // weights searched again where no path closes
-#define UNREACHABLE 60000.0f  // below the largest half, above costs that matter (see clamp_target)
-#define RENORMALISE_BELOW 50000.0f
+#define REPAIR 64  // weights that are searched again if no closed path is found
+#define UNREACHABLE 60000.0f  // below the largest fp16 number, above costs that matter (see clamp_target)
+#define RENORMALISE_BELOW 50000.0f  // costs of prefix 0 up to which it serves as the reference
 
-// (8192 + byte sum / 16) as a float: the four bytes times 64 are added to the mantissa, whose last place is 2^-10.
+// 8192 + byte sum / 16 as a float: the four bytes times 64 are added to the mantissa of 8192 (0x46000000), whose last
+// place is 2^-10.
 CIUIC_DEVICE float level_plus_8192(u32 window) { return bits_to_float(dot4(ciuic_hash(window), 0x40404040u, 0x46000000u)); }
 
-// The same number for a target, so that their difference is (level - target) / 16. Beyond +-600 every path would take the
-// outermost level, so the target may as well stop there; that bounds a step's cost by 4820. Every prefix can be reached after
-// seven steps at 2 bits and ten at 1.5, for less than 49000. At 1 bit it takes fifteen, and a few prefixes may cost more
-// where all targets are outliers; they are the worst ones then, so that no path of least cost goes through them.
+// The same number for a target, so that their difference is (level - target) / 16. Targets are clamped to +-600:
+// beyond, every path takes the outermost level anyway. This bounds the cost of a step by 4820. Every prefix can be
+// reached within seven steps at 2 bits and ten at 1.5 bits, at a cost below 49000. At 1 bit it takes fifteen steps, and
+// if all targets are outliers, a few prefixes may cost more; these are the worst ones, so no path of least cost goes
+// through them.
 CIUIC_DEVICE float clamp_target(float target) {
   const float level = fminf(fmaxf(target * CIUIC_SIGMA, -600.0f), 600.0f);
   return 8192.0f + ((float)CIUIC_LEVEL_CENTRE + level) / 16.0f;
 }
 
-// New bits of a weight: even ones have the fewer, as a tile's rows begin with bit 0. (At whole widths this is a constant.)
+// New bits of a weight. If K is not whole, even weights have K - 1/2 bits, as the first weight of a row.
 template <int H>
 CIUIC_DEVICE u32 bits_of(u32 weight) {
   return H / 2 + H % 2 * (weight & 1);
 }
 
-// Prefixes before the weights that have more of them, the even ones.
+// Prefixes before an even weight; odd weights have as many or half as many.
 template <int H>
 CIUIC_DEVICE constexpr u32 most_prefixes() {
   return 1u << (CIUIC_L - H / 2);
 }
 
-// How a step's prefixes are shared out.
+// How a step's prefixes are distributed over the threads.
 template <int In, int Out>
 struct Trellis {
   static const u32 SHIFT = CIUIC_L - Out;
   static const u32 PREFIXES = 1u << SHIFT;  // after the step
-  static const u32 HIGHS = 1u << Out;
-  static const u32 SIBLINGS = 1u << (In < 3 ? In : 3);  // up to eight prefixes of the same predecessors
-  static const u32 THREADS = PREFIXES < ENCODE_THREADS ? PREFIXES : ENCODE_THREADS;  // that work on a step
+  static const u32 HIGHS = 1u << Out;       // values of h
+  static const u32 SIBLINGS = 1u << (In < 3 ? In : 3);  // prefixes with the same predecessors, at most eight
+  static const u32 THREADS = PREFIXES < ENCODE_THREADS ? PREFIXES : ENCODE_THREADS;  // threads that work on a step
   static const u32 PER_THREAD = PREFIXES / THREADS;
-  static const u32 NEIGHBOURS = PER_THREAD < SIBLINGS ? PER_THREAD : SIBLINGS;
+  static const u32 NEIGHBOURS = PER_THREAD < SIBLINGS ? PER_THREAD : SIBLINGS;  // prefixes of a set, which are neighbours
   static const u32 SETS = PER_THREAD / NEIGHBOURS;
 };
 
-// Neighbouring halves in one store; `to` is aligned to all of them.
+// Stores neighbouring fp16 numbers in one instruction; `to` is aligned to their total size.
 CIUIC_DEVICE u32 pair_of_halves(u16 low, u16 high) { return low | ((u32)high << 16); }
 CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[1]) { to[0] = v[0]; }
 CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[2]) { *(u32*)to = pair_of_halves(v[0], v[1]); }
@@ -71,17 +79,19 @@ CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[8]) {
                            pair_of_halves(v[6], v[7]));
 }
 
-// One step forward, from and to `best` in shared memory; the new costs also go to `history`.
+// One step forward, from and to `best` in shared memory; the new costs also go to `history`. All threads of the block
+// call it. The first barrier separates the reads of the old costs from the writes of the new ones, the second the
+// writes from the next reads.
 template <int In, int Out>
 CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
   typedef Trellis<In, Out> T;
-  // Targets are positive, but no compiler knows that. Otherwise the hashes of all the thread's windows, which no step changes,
-  // would be kept in registers and spill.
+  // Equal to thread_index(), because targets are positive; the compiler cannot know that. Otherwise it would keep the
+  // hashes of all the thread's windows, which are the same in every step, in registers and spill them.
   const u32 thread = thread_index() | float_to_bits(target) >> 31;
-  // No branch where all work: what the others hold of `result` would stay live from step to step, and spill.
-  const bool works = T::THREADS == ENCODE_THREADS || thread < T::THREADS;
+  // A compile-time true if all threads work. With a branch, `result` would stay live from step to step and spill.
+  const bool is_active = T::THREADS == ENCODE_THREADS || thread < T::THREADS;
   float result[T::PER_THREAD];
-  if (works) {
+  if (is_active) {
     const float reference = best[0] < RENORMALISE_BELOW ? best[0] : 0.0f;
 #pragma unroll
     for (u32 set = 0; set < T::SETS; ++set) {
@@ -104,8 +114,8 @@ CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
     }
   }
   block_sync();
-  if (works) {
-    u16* const to = history + thread * T::NEIGHBOURS;  // one address for all sets, or registers spill at 1 bit
+  if (is_active) {
+    u16* const to = history + thread * T::NEIGHBOURS;  // one address for all sets; otherwise registers spill at 1 bit
 #pragma unroll
     for (u32 set = 0; set < T::SETS; ++set) {
       const u32 first = (thread + T::THREADS * set) * T::NEIGHBOURS;
@@ -122,7 +132,7 @@ CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
   block_sync();
 }
 
-// The steps of weights begin .. end - 1, both even. The costs after weight s go to history + (s + 1) * stride.
+// The steps of weights begin .. end - 1; begin and end are even. The costs after weight s go to history + (s + 1) * stride.
 template <int H>
 CIUIC_DEVICE void forward(float* best, u16* history, u32 stride, const float* target, u32 begin, u32 end) {
   const int even = H / 2, odd = H - even;
@@ -136,8 +146,8 @@ CIUIC_DEVICE void forward(float* best, u16* history, u32 stride, const float* ta
   }
 }
 
-// (cost, index) of the smaller cost among the lanes; ties go to the smaller index, so the path is one and the same always.
-CIUIC_DEVICE void warp_least(float& cost, s32& index) {
+// The smallest cost among the lanes and its index. Ties go to the smaller index, so that the path is deterministic.
+CIUIC_DEVICE void warp_minimum(float& cost, s32& index) {
 #pragma unroll
   for (int mask = 16; mask; mask >>= 1) {
     const float other_cost = shuffle_xor(cost, mask);
@@ -149,8 +159,8 @@ CIUIC_DEVICE void warp_least(float& cost, s32& index) {
   }
 }
 
-// The window of a weight of `in` bits, the next one of `out`, that the best path to `prefix` ends in; `history` holds the
-// costs one step before. For one whole warp.
+// The last window of the best path to `prefix` after a weight of `in` bits; the next weight has `out` bits and
+// `history` holds the costs before the weight. All lanes of one warp call it; each tries every 32nd window.
 CIUIC_DEVICE u32 best_window(const u16* history, float target, u32 prefix, u32 in, u32 out, u32 lane) {
   const u32 shift = CIUIC_L - out;
   float cost = 8.0f * UNREACHABLE;
@@ -158,33 +168,34 @@ CIUIC_DEVICE u32 best_window(const u16* history, float target, u32 prefix, u32 i
   for (u32 h = lane; h < 1u << out; h += 32) {
     const u32 window = (h << shift) + prefix;
     const float error = level_plus_8192(window) - target;
-    const float here = fmaf(error, error, half_to_float(history[window >> in]));
-    if (here < cost) {
-      cost = here;
+    const float window_cost = fmaf(error, error, half_to_float(history[window >> in]));
+    if (window_cost < cost) {
+      cost = window_cost;
       high = (s32)h;
     }
   }
-  warp_least(cost, high);
+  warp_minimum(cost, high);
   return ((u32)high << shift) + prefix;
 }
 
-// What one block knows about its tile.
+// The tile that a block encodes, in shared memory.
 struct Tile {
   float target[WEIGHTS];
   u16 window[WEIGHTS];
-  u16 trail[WEIGHTS + 1];  // prefixes of the last path traced: trail[s] before weight s
-  u32 start;
-  u32 closed;
+  u16 trail[WEIGHTS + 1];  // trail[s]: prefix before weight s of the last path traced
+  u32 start;   // the prefix that the path starts from
+  u32 closed;  // whether it ends there too
 };
 
-// The cheapest path into `prefix` before weight `steps`, back to the beginning; returns the prefix that it starts from.
-// Where it meets the path traced before, the two are one from there on. For one whole warp.
+// Traces the cheapest path to `prefix` before weight `steps` back to its beginning and returns the prefix that it
+// starts from. With have_trail it stops where it meets the path traced before, because the two are the same from there
+// on. All lanes of one warp call it.
 template <int H>
 CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bool have_trail, u32 lane) {
   for (u32 s = steps; s > 0; --s) {
-    const bool met = have_trail && tile.trail[s] == prefix;
-    warp_sync();  // all lanes have read before any of them writes, here or in the next call
-    if (met) return tile.trail[0];
+    const bool meets = have_trail && tile.trail[s] == prefix;
+    warp_sync();  // all lanes have read the trail before lane 0 writes to it, here or in the next call
+    if (meets) return tile.trail[0];
     const u32 in = bits_of<H>(s - 1), out = bits_of<H>(s);
     const u16* before = history + (u64)(s - 1) * most_prefixes<H>();
     const u32 window = best_window(before, tile.target[s - 1], prefix, in, out, lane);
@@ -199,10 +210,12 @@ CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bo
   return prefix;
 }
 
-// A path is closed when it ends in the prefix that it starts from. Nearly all paths share their start, so the path that
-// ends in the start of the best one is mostly closed, or the path that ends in that one's start. For one whole warp.
+// Finds a closed path, one that ends in the prefix that it starts from. Nearly all paths have the same start, so the
+// path that ends in the start of the best path is usually closed; if not, the next attempt ends in that path's start.
+// After three failures, tile.closed is 0 and the path that ends in the best path's start is traced. All lanes of one
+// warp call it.
 template <int H>
-CIUIC_DEVICE void close(Tile& tile, const float* best, const u16* history, u32 lane) {
+CIUIC_DEVICE void close_path(Tile& tile, const float* best, const u16* history, u32 lane) {
   float cost = 8.0f * UNREACHABLE;
   s32 end = 0;
   for (u32 i = lane; i < most_prefixes<H>(); i += 32)
@@ -210,29 +223,29 @@ CIUIC_DEVICE void close(Tile& tile, const float* best, const u16* history, u32 l
       cost = best[i];
       end = (s32)i;
     }
-  warp_least(cost, end);
-  const u32 first = trace<H>(tile, history, WEIGHTS, (u32)end, false, lane);
-  u32 start = first;
+  warp_minimum(cost, end);
+  const u32 first_start = trace<H>(tile, history, WEIGHTS, (u32)end, false, lane);
+  u32 start = first_start;
   bool closed = false;
   for (int attempt = 0; attempt < 3 && !closed; ++attempt) {
-    const u32 found = trace<H>(tile, history, WEIGHTS, start, true, lane);
-    closed = found == start;
-    start = found;
+    const u32 new_start = trace<H>(tile, history, WEIGHTS, start, true, lane);
+    closed = new_start == start;
+    start = new_start;
   }
-  if (!closed) trace<H>(tile, history, WEIGHTS, first, true, lane);
+  if (!closed) trace<H>(tile, history, WEIGHTS, first_start, true, lane);
   if (lane == 0) {
-    tile.start = closed ? start : first;
+    tile.start = closed ? start : first_start;
     tile.closed = closed;
   }
 }
 
-// The bits first .. first + count - 1 of a row.
+// Bits first .. first + count - 1 of a row of the tile, for the layout in trellis_decode.h.
 template <int H>
 CIUIC_DEVICE u32 bits_of_row(const Tile& tile, u32 row, u32 first, u32 count) {
   u32 bits = 0;
   for (u32 bit = first; bit < first + count; ++bit) {
     const u32 column = (2 * bit + 1) / H;
-    const u32 after = (u32)ciuic_end_of_column((int)column, H) - 1 - bit;  // bits of this weight still to come
+    const u32 after = (u32)ciuic_end_of_column((int)column, H) - 1 - bit;  // later bits of this weight
     bits = bits << 1 | (tile.window[row * CIUIC_TILE + column] >> after & 1u);
   }
   return bits;
@@ -245,7 +258,8 @@ CIUIC_DEVICE void encode(const CiuicEncode& p) {
   float* best = (float*)memory;  // [PREFIXES]
   CIUIC_SHARED Tile tile;
   const u32 thread = thread_index(), lane = thread % 32, threads = thread_count();
-  // history[s] holds the costs before weight s, where half a bit is over and s is odd in half its room; each block has its own.
+  // history[s] holds the costs before weight s; it is half full if K is not whole and s is odd. Every block has its own
+  // history.
   u16* history = p.scratch + (u64)block_x() * (WEIGHTS + 1) * PREFIXES;
 
   for (u32 index = block_x(); index < p.tiles; index += grid_x()) {
@@ -254,11 +268,11 @@ CIUIC_DEVICE void encode(const CiuicEncode& p) {
     block_sync();
     forward<H>(best, history, 0, tile.target, WEIGHTS - CIUIC_LEAD_IN(CIUIC_L), WEIGHTS);
     forward<H>(best, history, PREFIXES, tile.target, 0, WEIGHTS);
-    if (thread < 32) close<H>(tile, best, history, lane);
+    if (thread < 32) close_path<H>(tile, best, history, lane);
     block_sync();
 
     if (!tile.closed) {
-      // The first weights again, from the right start to where the path is after them.
+      // Search the first weights again, from the required start to the path's prefix after them.
       for (u32 i = thread; i < PREFIXES; i += threads) {
         const float cost = i == tile.start ? 0.0f : UNREACHABLE;
         best[i] = cost;
@@ -281,8 +295,8 @@ CIUIC_DEVICE void encode(const CiuicEncode& p) {
   }
 }
 
-// Two blocks fit a multiprocessor, so that one computes while the other traces back; at 1 to 3.5 bits a thread's minima
-// need the registers of both.
+// Two blocks per multiprocessor let one compute while the other traces back. At 1 to 3.5 bits a thread's minima need
+// the registers of both, so only one block fits.
 #define ENCODE(H, blocks) \
   CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_h##H(CIUIC_PARAM(CiuicEncode) p) { encode<H>(p); }
 

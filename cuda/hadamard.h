@@ -1,16 +1,19 @@
-// The block Hadamard transform of 1024 values in one warp: ten butterfly levels, five of them in registers, the exchange of
-// the lanes' bits through shared memory, five more in registers.
+// The block Hadamard transform of a chunk of 1024 values by one warp: five butterfly levels in registers, an exchange
+// among the lanes through shared memory, five more levels in registers.
 //
-// Position j = 256 c + 8 lane + e; a lane holds v[8 c + e], so that it loads and stores eight neighbours at a time.
+// Layout: position j = 256 c + 8 lane + e of the chunk is v[8 c + e] of that lane, so that a lane loads and stores eight
+// neighbours at a time.
 #ifndef CIUIC_HADAMARD_H
 #define CIUIC_HADAMARD_H
 
 #include "parameters.h"
 
-#define EXCHANGE_FLOATS (CIUIC_CHUNK + 32)  // eight floats of padding per 256: no two lanes meet in a bank
+#define EXCHANGE_FLOATS (CIUIC_CHUNK + 32)  // eight floats of padding per 256 values prevent bank conflicts
 
+// The position of v[i].
 CIUIC_DEVICE u32 chunk_position(u32 lane, u32 i) { return 256 * (i / 8) + 8 * lane + i % 8; }
 
+// One butterfly level among a lane's values.
 template <int stride>
 CIUIC_DEVICE void butterflies(float (&v)[32]) {
 #pragma unroll
@@ -22,8 +25,8 @@ CIUIC_DEVICE void butterflies(float (&v)[32]) {
   }
 }
 
-// Orthonormal transform of every aligned block of 2^log2_block positions, 4 <= log2_block <= 10. All 32 lanes call it;
-// `exchange` is EXCHANGE_FLOATS floats of this warp's own, aligned to 16 bytes.
+// Orthonormal transform of every aligned block of 2^log2_block positions, 4 <= log2_block <= 10. All 32 lanes call it.
+// `exchange` is shared memory of EXCHANGE_FLOATS floats that only this warp uses, aligned to 16 bytes.
 CIUIC_DEVICE void hadamard(float (&v)[32], u32 lane, u32 log2_block, float* exchange) {
   butterflies<1>(v);
   butterflies<2>(v);
@@ -31,7 +34,7 @@ CIUIC_DEVICE void hadamard(float (&v)[32], u32 lane, u32 log2_block, float* exch
   if (log2_block > 8) butterflies<8>(v);
   if (log2_block > 9) butterflies<16>(v);
 
-  // No barrier before these stores: what a lane overwrites, only it read at the end of the call before.
+  // No barrier is needed before these stores: a lane overwrites only values that it alone read at the end of the last call.
 #pragma unroll
   for (int c = 0; c < 4; ++c)
 #pragma unroll
@@ -40,19 +43,19 @@ CIUIC_DEVICE void hadamard(float (&v)[32], u32 lane, u32 log2_block, float* exch
       *(float4*)(exchange + 264 * c + 8 * lane + 4 * half) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     }
   warp_sync();
-  // Now lane 8 c + e holds the 32 positions 256 c + 8 r + e.
-  float* own = exchange + 264 * (lane / 8) + lane % 8;
+  // Now lane 8 c + e takes the 32 positions 256 c + 8 r + e.
+  float* column = exchange + 264 * (lane / 8) + lane % 8;
 #pragma unroll
-  for (int r = 0; r < 32; ++r) v[r] = own[8 * r];
+  for (int r = 0; r < 32; ++r) v[r] = column[8 * r];
   butterflies<1>(v);
   if (log2_block > 4) butterflies<2>(v);
   if (log2_block > 5) butterflies<4>(v);
   if (log2_block > 6) butterflies<8>(v);
   if (log2_block > 7) butterflies<16>(v);
 #pragma unroll
-  for (int r = 0; r < 32; ++r) own[8 * r] = v[r];
+  for (int r = 0; r < 32; ++r) column[8 * r] = v[r];
   warp_sync();
-  // 2^(-log2_block / 2) from the exponent and, when it is odd, sqrt(1/2).
+  // 2^(-log2_block / 2): a power of two, times sqrt(1/2) if log2_block is odd.
   const float scale = bits_to_float((127 - log2_block / 2) << 23) * (log2_block & 1 ? 0.70710678118654752f : 1.0f);
 #pragma unroll
   for (int c = 0; c < 4; ++c)
@@ -64,6 +67,7 @@ CIUIC_DEVICE void hadamard(float (&v)[32], u32 lane, u32 log2_block, float* exch
     }
 }
 
+// `value` times the sign of input j.
 CIUIC_DEVICE float apply_sign(float value, u32 seed, u32 j) {
   return bits_to_float(float_to_bits(value) ^ (ciuic_sign_is_negative(seed, j) << 31));
 }

@@ -1,8 +1,14 @@
-// The input transform of activations, with their rounding, and its inverse; one block per row.
+// The input transform of activations and their quantization, and the inverse transform.
+//
+// A block transforms one row (grid x: rows, up to 16 warps). Its warps share the chunks of 1024 values; a lane holds
+// the 32 positions of hadamard.h. Dynamic shared memory: EXCHANGE_FLOATS floats per warp. cols_padded is a multiple of
+// 2^log2_block, 16 <= 2^log2_block <= 1024.
 #include "parameters.h"
 #include "trellis_decode.h"
 #include "hadamard.h"
 
+// Loads the chunk that begins at `base` and transforms it: v holds the values in the transformed basis (forward, with
+// signs and input factors applied first) or before the signs (inverse).
 CIUIC_DEVICE void load_chunk(float (&v)[32], const CiuicTransform& p, u32 row, u32 base, u32 lane, float* exchange) {
   const bool inverse = p.mode == CIUIC_INVERSE;
   const u32 limit = inverse ? p.cols_padded : p.cols;
@@ -19,16 +25,19 @@ CIUIC_DEVICE void load_chunk(float (&v)[32], const CiuicTransform& p, u32 row, u
 
 CIUIC_DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 
-// Nearest integer, at most 127 in size.
+// The nearest integer, clamped to -127 .. 127.
 CIUIC_DEVICE s32 round_to_byte(float value) { return (s32)rintf(fminf(fmaxf(value, -127.0f), 127.0f)); }
 
+// TO_BYTES and TO_HALF need the largest magnitude of the row before they can round. A first pass computes it and a
+// block-wide maximum combines the warps. If every warp has one chunk, v is still in registers for the second pass;
+// otherwise each chunk is loaded and transformed again.
 CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) {
   CIUIC_DYNAMIC_SHARED(memory);
   CIUIC_SHARED u32 shared_peak[16];
   CIUIC_SHARED s32 shared_sum[16][2];
   const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32, row = block_x();
   float* exchange = (float*)memory + warp * EXCHANGE_FLOATS;
-  // Beyond cols_padded, which the block size divides, zeros make zeros.
+  // The values beyond cols_padded are zeros in both bases, because the Hadamard block size divides cols_padded.
   const u32 width = p.mode == CIUIC_INVERSE ? p.cols_padded : (u32)p.out_stride;
   const u32 chunks = (width + CIUIC_CHUNK - 1) / CIUIC_CHUNK;
   const bool scaled = p.mode == CIUIC_TO_BYTES || p.mode == CIUIC_TO_HALF;
@@ -36,7 +45,7 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
   float v[32];
   float scale = 1.0f;
   if (scaled) {
-    u32 bits = 0;  // of the largest absolute value: NaN is larger than all others, and so stays visible
+    u32 bits = 0;  // bit pattern of the largest magnitude; a NaN exceeds all numbers and so reaches the result
     for (u32 chunk = warp; chunk < chunks; chunk += warps) {
       load_chunk(v, p, row, chunk * CIUIC_CHUNK, lane, exchange);
 #pragma unroll
@@ -52,7 +61,8 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
     else if (p.mode == CIUIC_TO_BYTES)
       scale = bits_to_float(bits) / 127.0f;
     else
-      // The power of two that brings the peak to [64, 128): exact to divide by, far from both ends of a half.
+      // The power of two that brings the largest magnitude to [64, 128). Dividing by it is exact, and fp16 has room on
+      // both sides.
       scale = bits_to_float(((bits >> 23) > 7 ? (bits >> 23) - 6 : 1) << 23);
   }
   const float inverse_scale = 1.0f / scale;
@@ -63,7 +73,7 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
     if (!scaled || chunks > warps) load_chunk(v, p, row, base, lane, exchange);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const u32 j = base + chunk_position(lane, 8 * c);  // eight neighbours; widths are multiples of 16
+      const u32 j = base + chunk_position(lane, 8 * c);  // eight neighbours; width is a multiple of 16
       if (j >= width) continue;
       if (p.mode == CIUIC_TO_BYTES) {
         u32 bytes[2] = {0, 0}, residuals[2] = {0, 0};

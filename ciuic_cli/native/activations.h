@@ -1,9 +1,11 @@
-// How a row of activations lies in memory once it is rounded.
+// Memory layout of a quantized row of activations.
 //
-// Per block of 256 columns, x = step * value. Two precisions: int8 values for row groups of up to 4 bits per weight, whose own
-// error is ten times larger, and 15-bit values (|value| <= 16383: the largest for which the sum of 256 products with levels
-// fits an int32) for the others. The kernels multiply with byte sums, level + 510; `offset` is -510 times the sum of the
-// block's values and is where their sums begin.
+// A row is quantized in blocks of 256 columns: x = step * value. There are two precisions. int8 serves row groups of up
+// to 4 bits per weight, whose own error is ten times larger. 15-bit values serve the others; 16383 is the largest
+// magnitude for which the sum of 256 products with levels fits an int32.
+//
+// The kernels multiply by the sum of the hash bytes, which is level + 510. `offset` corrects this: it is -510 times the
+// sum of the block's values, and the kernels' integer sums start from it.
 #ifndef CIUIC_ACTIVATIONS_H
 #define CIUIC_ACTIVATIONS_H
 
@@ -16,28 +18,31 @@ constexpr long kActivationBlock = 256;
 
 enum Precision { kInt8 = 0, kInt15 = 1 };
 static constexpr float largest_activation(Precision precision) { return precision == kInt8 ? 127.0f : 16383.0f; }
-static constexpr Precision precision_for(int halves, bool precise) { return precise || halves > 8 ? kInt15 : kInt8; }
+static constexpr Precision precision_for(int half_bits, bool precise) {
+  return precise || half_bits > 8 ? kInt15 : kInt8;
+}
 
-// A value is the sum of its planes, signed bytes: low + 256 high.
+// Signed bytes per value: value = low + 256 high, and int8 has no high byte.
 static constexpr int byte_planes(Precision precision) { return precision == kInt8 ? 1 : 2; }
 
 struct QuantizedRow {
-  float* step;
-  int32_t* offset;
-  int16_t* value;  // one per column
-  int8_t* bytes;   // per column, for dot products of four bytes: four times each of the value's byte_planes()
+  float* step;      // one per block
+  int32_t* offset;  // one per block
+  int16_t* value;   // one per column
+  int8_t* bytes;    // per column and byte plane: the byte four times, the operand of dot products over four hash bytes
 };
 
+// Rounded up to 16 blocks, so that every array begins on a 64-byte boundary.
 static inline size_t activation_blocks_padded(long cols) {
-  // 16: keeps every part on a 64-byte boundary
   return static_cast<size_t>(((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16);
 }
 
-// `cols` is a multiple of 16; the size is one of 32.
+// Bytes of one row. `cols` is a multiple of 16; the result is a multiple of 32.
 static inline size_t quantized_row_bytes(long cols, Precision precision) {
   return 8 * activation_blocks_padded(cols) + (2 + 4 * byte_planes(precision)) * static_cast<size_t>(cols);
 }
 
+// The arrays of a row that is stored at `memory`.
 static inline QuantizedRow quantized_row(uint8_t* memory, long cols) {
   const size_t blocks = activation_blocks_padded(cols);
   uint8_t* values = memory + 8 * blocks;

@@ -1,10 +1,12 @@
-// What a window costs, as the encoder's tables hold it.
+// The table from which the encoder reads the cost of each window.
 //
-// A path's cost is a sum of (level - x)^2 over its windows. Two forms, both in exact integer arithmetic on pairs of int16:
-// - up to 5 bits per weight, level^2 - 2 x level (the same up to x^2) in quarters: entry (square, level), step (16, -8 x).
-//   square = (level^2 - 130050) / 4 rounded down after adding a half fits an int16; the rounding is at most 1 in level^2,
-//   where the mean squared error is 18 or more.
-// - beyond that rounding would show: entry (16 level, 0), step (16 x, 0), and the squared difference.
+// The cost of a path is the sum of (level - x)^2 over its windows, for targets x. Both forms below are exact integer
+// arithmetic on pairs of int16. An entry belongs to a window, a term to a target (see target_term in
+// viterbi_kernel.cpp).
+// - Up to 5 bits per weight: entry = (square, level), term = (16, -8 x), cost = entry . term. This is 4 (level^2 - 2 x
+//   level) plus a constant, that is 4 (level - x)^2 up to a constant per target. square = floor(level^2 / 4) - 32512
+//   fits an int16. Rounding down loses at most 1 in level^2, where the mean squared error is 18 or more.
+// - From 5.5 bits on that loss would show: entry = (16 level, 0), term = (16 x, 0), cost = |entry - term|^2.
 #ifndef CIUIC_CODEBOOK_H
 #define CIUIC_CODEBOOK_H
 
@@ -14,13 +16,14 @@
 
 namespace ciuic {
 
-static constexpr bool squared_form(int halves) { return halves > 10; }
+static constexpr bool uses_squares(int half_bits) { return half_bits > 10; }
 
-// Whether enough predecessors lie side by side to fill vectors of that many lanes with them.
-static constexpr bool spreads(int in, int out, int window, int lanes) {
-  return in <= 4 && 1 << (window - in - out) >= lanes;
+// Whether the quad layout applies (see codebook.cpp): enough neighbouring predecessors to fill vectors of `lanes` lanes.
+static constexpr bool uses_quads(int in, int out, int L, int lanes) {
+  return in <= 4 && 1 << (L - in - out) >= lanes;
 }
 
+// Two int16 in one int32; `low` is the first of the pair.
 static inline int32_t pair_of(int low, int high) {
   return static_cast<int32_t>(static_cast<uint32_t>(low & 0xFFFF) | static_cast<uint32_t>(high) << 16);
 }
@@ -34,10 +37,10 @@ static inline int32_t codebook_entry(unsigned window, bool squared) {
   return squared ? pair_of(16 * level, 0) : pair_of(codebook_square(level), level);
 }
 
-// Entries of all 2^window windows, in the order in which a step of the forward pass with `quads` groups of four lanes reads
-// them (see viterbi_kernel.cpp), whose weight has `in` bits and the next one `out`. 64-byte aligned, made once per process; null
-// when memory runs out.
-const int32_t* codebook(int in, int out, bool squared, int window, int quads);
+// The entries of all 2^L windows, in the order in which one step of the forward pass reads them (forward_kernel.h).
+// `in`: bits of the step's weight. `out`: bits of the next weight. `quads`: vector length in groups of four lanes. The
+// table is 64-byte aligned and made once per process. Null if memory runs out.
+const int32_t* codebook(int in, int out, bool squared, int L, int quads);
 
 }  // namespace ciuic
 

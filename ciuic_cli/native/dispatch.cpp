@@ -1,4 +1,4 @@
-// Chooses the kernels for the machine at hand.
+// Chooses the kernels for the machine that the library runs on.
 #include <cstdlib>
 #include <cstring>
 

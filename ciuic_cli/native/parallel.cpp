@@ -23,52 +23,53 @@ namespace ciuic {
 namespace {
 
 constexpr int kMaxThreads = 256;
-// A decode step of a model calls the pool hundreds of times with microseconds between; a sleeping thread takes longer than
-// that to wake, so workers look for new work this many times before they sleep.
+// Polls for new work before a worker sleeps. A decoding step of a model calls the pool hundreds of times, microseconds
+// apart, and a sleeping thread takes longer than that to wake.
 constexpr int kSpins = 4000;
 
 struct Job {
   const std::function<void(long)>* work;
   long count;
   std::atomic<long> next{0};
-  std::atomic<int> seats{0};    // workers that may still join
-  std::atomic<int> working{0};  // workers that have joined and not left
+  std::atomic<int> open_slots{0};  // workers that may still join
+  std::atomic<int> active{0};      // workers that have joined and not yet left
 };
 
-void take(Job& job) {
+// Takes indices until none is left.
+void run_items(Job& job) {
   for (long i = job.next.fetch_add(1); i < job.count; i = job.next.fetch_add(1)) (*job.work)(i);
 }
 
-// For processes without OpenMP.
+// The thread pool of a process without OpenMP.
 class Pool {
  public:
   void run(long count, int threads, const std::function<void(long)>& work) {
-    grow(threads - 1);
+    start_workers(threads - 1);
     Job job;
     job.work = &work;
     job.count = count;
-    job.seats = threads - 1;
+    job.open_slots = threads - 1;
     {
       std::lock_guard<std::mutex> guard(mutex_);
       current_ = &job;
       generation_.fetch_add(1, std::memory_order_release);
     }
     if (sleeping_.load() > 0) wake_.notify_all();
-    take(job);
+    run_items(job);
     {
       std::lock_guard<std::mutex> guard(mutex_);
-      current_ = nullptr;  // nobody joins from here on
+      current_ = nullptr;  // no worker joins after this, so `job` may leave scope once active is 0
     }
-    while (job.working.load(std::memory_order_acquire) > 0) CIUIC_PAUSE();
+    while (job.active.load(std::memory_order_acquire) > 0) CIUIC_PAUSE();
   }
 
-  std::mutex busy;
+  std::mutex busy;  // held by the caller whose job runs
 
  private:
-  void grow(int workers) {
+  void start_workers(int workers) {
     while (static_cast<int>(workers_.size()) < workers) {
       try {
-        workers_.emplace_back([this] { serve(); });
+        workers_.emplace_back([this] { worker_loop(); });
         workers_.back().detach();
       } catch (const std::system_error&) {
         return;  // fewer threads than asked for: slower, same result
@@ -76,7 +77,7 @@ class Pool {
     }
   }
 
-  void serve() {
+  void worker_loop() {
     unsigned long seen = 0;
     for (;;) {
       for (int spin = 0; spin < kSpins && generation_.load(std::memory_order_acquire) == seen; ++spin) CIUIC_PAUSE();
@@ -89,28 +90,28 @@ class Pool {
           sleeping_.fetch_sub(1);
         }
         seen = generation_.load();
-        if (current_ != nullptr && current_->seats > 0) {
+        if (current_ != nullptr && current_->open_slots > 0) {
           job = current_;
-          job->seats.fetch_sub(1);
-          job->working.fetch_add(1);
+          job->open_slots.fetch_sub(1);
+          job->active.fetch_add(1);
         }
       }
       if (job == nullptr) continue;
-      take(*job);
-      job->working.fetch_sub(1, std::memory_order_release);
+      run_items(*job);
+      job->active.fetch_sub(1, std::memory_order_release);
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<unsigned long> generation_{0};
+  std::atomic<unsigned long> generation_{0};  // counts jobs
   std::atomic<int> sleeping_{0};
   Job* current_ = nullptr;
   std::vector<std::thread> workers_;
 };
 
-// Threads do not survive fork(), so a child process gets a pool of its own. Pools are never destroyed: their detached
-// threads may outlive the statics of this library.
+// The pool of this process. Threads do not survive fork(), so a child process makes a new pool. Pools are never destroyed,
+// because their detached threads may outlive the static objects of this library.
 Pool& pool() {
   static std::mutex mutex;
   static Pool* instance = nullptr;
@@ -123,23 +124,25 @@ Pool& pool() {
   return *instance;
 }
 
-// Torch's threads spin for milliseconds after each of its operations. Threads of our own would share the cores with them (tokens of
-// a small model on two cores took a third longer), so work goes to the same threads where the process has an OpenMP runtime:
-// found by name, since torch brings its own and this library is linked to none.
+// Torch's OpenMP threads spin for milliseconds after each torch operation. A second set of threads would compete with
+// them for the cores: decoding a small model on two cores took a third longer. Work therefore goes to the OpenMP
+// threads if the process has that runtime. It is looked up by name, because torch brings its own copy and this library
+// is linked to none.
 using OpenMpParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
-const pid_t loaded_in = getpid();
+const pid_t loading_process = getpid();
 
 OpenMpParallel openmp() {
-  static const auto found = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  return getpid() == loaded_in ? found : nullptr;  // its threads do not survive fork() either, and it waits for them
+  static const auto parallel = reinterpret_cast<OpenMpParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  // Not after fork(): the runtime's threads do not survive it, and the runtime would wait for them forever.
+  return getpid() == loading_process ? parallel : nullptr;
 }
 
-void run_on(OpenMpParallel parallel, long count, int threads, const std::function<void(long)>& work) {
+void run_on_openmp(OpenMpParallel parallel, long count, int threads, const std::function<void(long)>& work) {
   Job job;
   job.work = &work;
   job.count = count;
-  parallel([](void* shared) { take(*static_cast<Job*>(shared)); }, &job, static_cast<unsigned>(threads), 0);
+  parallel([](void* shared) { run_items(*static_cast<Job*>(shared)); }, &job, static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace
@@ -149,16 +152,16 @@ void parallel_for(long count, int threads, const std::function<void(long)>& work
   if (count > 1 && threads > 1) {
     if (const OpenMpParallel parallel = openmp()) {
       static std::mutex busy;
-      std::unique_lock<std::mutex> mine(busy, std::try_to_lock);
-      if (mine.owns_lock()) {
-        // Not fewer threads for little work: a team that changes its size ends threads and starts others.
-        run_on(parallel, count, threads, work);
+      std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
+      if (lock.owns_lock()) {
+        // All `threads` even for few items: the runtime ends and starts threads whenever a team changes its size.
+        run_on_openmp(parallel, count, threads, work);
         return;
       }
     } else {
       Pool& shared = pool();
-      std::unique_lock<std::mutex> mine(shared.busy, std::try_to_lock);
-      if (mine.owns_lock()) {
+      std::unique_lock<std::mutex> lock(shared.busy, std::try_to_lock);
+      if (lock.owns_lock()) {
         shared.run(count, static_cast<int>(std::min<long>(count, threads)), work);
         return;
       }

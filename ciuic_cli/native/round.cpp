@@ -1,4 +1,5 @@
-// Rounding of a matrix: tile after tile with error feedback, scheduled over threads.
+// Rounds a matrix tile by tile with error feedback, on several threads. ciuic_round in ciuic_native.h states the
+// formulas; E, P, d, I and J below are the symbols used there.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -11,6 +12,7 @@
 #include <queue>
 #include <vector>
 
+#include "check_matrix.h"
 #include "ciuic_native.h"
 #include "kernels.h"
 #include "parallel.h"
@@ -19,28 +21,28 @@
 namespace ciuic {
 namespace {
 
-// Replaces the windows of a path by those that a decoder reads from its stored bits. They are the same for a closed path;
-// for any other, the error feedback must see what the decoder will see.
-void close_windows(uint16_t* windows, int halves, int window) {
+// Replaces the windows of a path by those that a decoder reads from the stored bits. The two are the same for a closed
+// path. For any other path the error feedback must use what the decoder will see.
+void recompute_windows(uint16_t* windows, int half_bits, int L) {
   uint32_t state = 0;
-  const auto add = [&](int i) {
-    const int bits = ciuic_bits_of_column(i % kTile, halves);
+  const auto shift_in = [&](int i) {
+    const int bits = ciuic_bits_of_column(i % kTile, half_bits);
     state = (state << bits) | (windows[i] & ((1u << bits) - 1u));
   };
-  for (int i = kTileWeights - kTile; i < kTileWeights; ++i) add(i);  // a row has no fewer bits than a window
+  for (int i = kTileWeights - kTile; i < kTileWeights; ++i) shift_in(i);  // one row: at least L bits
   for (int i = 0; i < kTileWeights; ++i) {
-    add(i);
-    windows[i] = static_cast<uint16_t>(state & ((1u << window) - 1u));
+    shift_in(i);
+    windows[i] = static_cast<uint16_t>(state & ((1u << L) - 1u));
   }
 }
 
-// Gathers the new bits of 256 windows into the storage order of a tile.
-void store_tile(const uint16_t* windows, int halves, uint8_t* tile) {
+// Writes the new bits of 256 windows in the layout of a tile (trellis_decode.h).
+void store_tile(const uint16_t* windows, int half_bits, uint8_t* tile) {
   for (int row = 0; row < kTile; ++row) {
     uint64_t pending = 0;
     int available = 0, unit = 0;
     for (int column = 0; column < kTile; ++column) {
-      const int bits = ciuic_bits_of_column(column, halves);
+      const int bits = ciuic_bits_of_column(column, half_bits);
       pending = (pending << bits) | (windows[kTile * row + column] & ((1u << bits) - 1u));
       available += bits;
       if (available >= 16) {
@@ -51,13 +53,13 @@ void store_tile(const uint16_t* windows, int halves, uint8_t* tile) {
         ++unit;
       }
     }
-    if (available != 0) tile[CIUIC_UNIT_BYTES * unit + row] = static_cast<uint8_t>(pending);  // 8 bits: half a unit
+    if (available != 0) tile[CIUIC_UNIT_BYTES * unit + row] = static_cast<uint8_t>(pending);  // the half unit's 8 bits
   }
 }
 
-// The parts of a feedback matrix that lie below the diagonal, one panel per block of 16 columns, each copied to contiguous
-// memory while it is in use: read in place, a column of a wide matrix touches another page and the same few cache sets in
-// every row.
+// A feedback matrix (size x size, or null) as panels: the part below the diagonal of each block of 16 columns. A panel
+// is copied to contiguous memory while it is in use. Read in place, its rows would lie on different pages and compete
+// for the same few cache sets.
 class Panels {
  public:
   Panels(const float* matrix, long size)
@@ -65,6 +67,7 @@ class Panels {
         copies_(blocks_), users_(blocks_) {}
 
   bool present() const { return matrix_ != nullptr; }
+  // How many tiles use each panel; the last release() frees the copy.
   void expect_users(long users_per_block) {
     for (auto& count : users_) count = users_per_block;
   }
@@ -75,7 +78,8 @@ class Panels {
     long rows;
   };
 
-  View of(long block) {
+  // The panel of a block; the first user copies it. Reads in place if memory runs out.
+  View panel(long block) {
     const long below = kTile * (block + 1);
     const float* from = matrix_ + below * size_ + kTile * block;
     const long rows = size_ - below;
@@ -89,7 +93,7 @@ class Panels {
     return {copies_[block].get(), kTile, rows};
   }
 
-  // To be called once by every user of a block.
+  // Every user of a block calls this once, when it is done with the panel.
   void release(long block) {
     if (present() && users_[block].fetch_sub(1) == 1) copies_[block].reset();
   }
@@ -112,58 +116,58 @@ struct Matrix {
   const float* pull;
   const float* scale;
   const uint8_t* row_bits;
-  int window;
+  int L;
   uint8_t* codes;
   const int64_t* group_offset;
-  // Panels that the feedback reads. E of row group I: errors[16 * cols * I + 16 * column + row in group];
-  // P of column block J: mixed[16 * rows * J + 16 * row + column in block].
-  float* errors;
-  float* mixed;
-  float* drift;  // of each row: the sum so far of P times direction
+  // Stored so that the feedback products read contiguous rows of 16 values. E lies in What until the matrix is decoded.
+  float* E;  // row group I: E[16 * cols * I + 16 * column + row in group]
+  float* P;  // column block J: P[16 * rows * J + 16 * row + column in block]; null without Bf
+  float* d;  // per row: the sum so far of P times direction
 
-  int halves_of(long group) const { return ciuic_halves_of(row_bits[group]); }
+  int half_bits_of(long group) const { return ciuic_half_bits_of(row_bits[group]); }
 };
 
 struct Tile {
   int32_t I, J;
 };
 
-// Whether `a` is to be encoded after `b`: it lies on a later front of the sweep from the last row and column to the first.
-struct Later {
+// Whether `a` is encoded after `b`. The order runs by anti-diagonal fronts of constant I + J, from the last row and
+// column to the first.
+struct EncodedLater {
   bool operator()(Tile a, Tile b) const { return a.I + a.J != b.I + b.J ? a.I + a.J < b.I + b.J : a.I > b.I; }
 };
 
-// What a thread needs to encode a batch.
+// Memory of one thread for one batch.
 struct Scratch {
   std::unique_ptr<uint8_t[]> workspace;
-  float target[kMaxEncodeBatch][kTileWeights];    // T, in weight units
-  float feedback[kMaxEncodeBatch][kTileWeights];  // U = sum E A
-  float normalised[kMaxEncodeBatch][kTileWeights];
+  float target[kMaxEncodeBatch][kTileWeights];      // T, in units of the weights
+  float feedback[kMaxEncodeBatch][kTileWeights];    // sum of E_IJ' A_J'J
+  float normalised[kMaxEncodeBatch][kTileWeights];  // T in units of the code's level; NaN for padding rows
   uint16_t windows[kMaxEncodeBatch][kTileWeights];
 };
 
-// The tile's target; false where feedback has made it NaN or infinite.
-bool prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* normalised) {
+// Computes a tile's target, the input-side feedback and the normalised target. False if a target is NaN or infinite.
+bool compute_target(const Matrix& m, Tile tile, float* target, float* feedback, float* normalised) {
   const Kernels& k = kernels();
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
   std::memset(feedback, 0, sizeof(float) * kTileWeights);
   const long right = col0 + kTile, below = row0 + kTile;
   if (m.A.present() && right < m.cols) {
-    const Panels::View A = m.A.of(tile.J);
-    k.panel_product(m.errors + row0 * m.cols + kTile * right, kTile, A.first, A.stride, A.rows, feedback);
+    const Panels::View A = m.A.panel(tile.J);
+    k.panel_product(m.E + row0 * m.cols + kTile * right, kTile, A.first, A.stride, A.rows, feedback);
   }
   std::memcpy(target, feedback, sizeof(float) * kTileWeights);
   if (m.Bf.present() && below < m.rows) {
-    const Panels::View Bf = m.Bf.of(tile.I);
-    k.panel_product(Bf.first, Bf.stride, m.mixed + col0 * m.rows + kTile * below, kTile, Bf.rows, target);
+    const Panels::View Bf = m.Bf.panel(tile.I);
+    k.panel_product(Bf.first, Bf.stride, m.P + col0 * m.rows + kTile * below, kTile, Bf.rows, target);
   }
   m.A.release(tile.J);
   m.Bf.release(tile.I);
   if (m.pull != nullptr)
     for (int r = 0; r < kTile; ++r)
       for (int c = 0; c < kTile; ++c)
-        target[kTile * r + c] += m.drift[row0 + r] * m.pull[(row0 + r) * m.cols + col0 + c];
-  float sum = 0.0f;  // 0 unless a target is NaN or infinite
+        target[kTile * r + c] += m.d[row0 + r] * m.pull[(row0 + r) * m.cols + col0 + c];
+  float sum = 0.0f;  // stays 0 unless a target is NaN or infinite
   for (int r = 0; r < kTile; ++r) {
     const float scale = m.scale[row0 + r];
     const float to_levels = CIUIC_SIGMA / scale;
@@ -177,25 +181,29 @@ bool prepare(const Matrix& m, Tile tile, float* target, float* feedback, float* 
   return sum == 0.0f;
 }
 
-void finish(const Matrix& m, Tile tile, const float* feedback, const uint16_t* windows) {
+// Stores a tile's codes and its parts of E, P and d.
+void store_result(const Matrix& m, Tile tile, const float* feedback, const uint16_t* windows) {
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
-  const int halves = m.halves_of(tile.I);
-  if (halves != 0)
-    store_tile(windows, halves, m.codes + m.group_offset[tile.I] + static_cast<int64_t>(tile.J) * CIUIC_TILE_BYTES(halves));
+  const int half_bits = m.half_bits_of(tile.I);
+  if (half_bits != 0)
+    store_tile(windows, half_bits,
+               m.codes + m.group_offset[tile.I] + static_cast<int64_t>(tile.J) * CIUIC_TILE_BYTES(half_bits));
   for (int r = 0; r < kTile; ++r) {
     const float factor = ciuic_row_factor(m.scale[row0 + r]);
     for (int c = 0; c < kTile; ++c) {
       const int i = kTile * r + c;
-      const float decoded = halves == 0 ? 0.0f : factor * static_cast<float>(ciuic_level(windows[i]));
-      const float error = m.scale[row0 + r] > 0.0f || halves == 0 ? m.W[(row0 + r) * m.cols + col0 + c] - decoded : 0.0f;
-      m.errors[row0 * m.cols + kTile * (col0 + c) + r] = error;
-      if (m.mixed != nullptr) m.mixed[col0 * m.rows + kTile * (row0 + r) + c] = error + feedback[i];
-      if (m.pull != nullptr) m.drift[row0 + r] += (error + feedback[i]) * m.direction[(row0 + r) * m.cols + col0 + c];
+      const float decoded = half_bits == 0 ? 0.0f : factor * static_cast<float>(ciuic_level(windows[i]));
+      const bool counts = m.scale[row0 + r] > 0.0f || half_bits == 0;
+      const float error = counts ? m.W[(row0 + r) * m.cols + col0 + c] - decoded : 0.0f;
+      m.E[row0 * m.cols + kTile * (col0 + c) + r] = error;
+      if (m.P != nullptr) m.P[col0 * m.rows + kTile * (row0 + r) + c] = error + feedback[i];
+      if (m.pull != nullptr) m.d[row0 + r] += (error + feedback[i]) * m.direction[(row0 + r) * m.cols + col0 + c];
     }
   }
 }
 
-// Hands out tiles whose feedback is complete. Which thread takes a tile, and with which others in a batch, changes no result.
+// Hands out tiles whose feedback is complete: with A, a tile waits for its right neighbour, and with Bf for the one
+// below. The result does not depend on the thread that takes a tile or on the other tiles of its batch.
 class Schedule {
  public:
   Schedule(const Matrix& m, long* progress)
@@ -209,10 +217,11 @@ class Schedule {
       }
   }
 
-  // Takes up to the batch size of ready tiles of one bit width; 0 when everything is done. Whole batches come first, because
-  // tiles by themselves take a third longer each; then the earliest front, because its tiles are those that others wait for:
-  // where it lagged, few tiles would be ready at a time, and hardly ever two of a width.
-  int take(Tile* tiles) {
+  // Takes ready tiles of one number of bits, up to the batch size, and returns their number; waits for some to become
+  // ready. 0 means that all tiles are done or the call is cancelled. Full batches come first, because single tiles take
+  // a third longer each. Then comes the earliest front, because other tiles wait for its tiles; if it lagged, few tiles
+  // would be ready at a time and rarely two with the same number of bits (docs/experiments/runtime/cpu-encoder.md).
+  int take_batch(Tile* tiles) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       if (progress_ != nullptr && __atomic_load_n(progress_, __ATOMIC_RELAXED) < 0) cancelled_ = true;
@@ -221,8 +230,8 @@ class Schedule {
         return 0;
       }
       int chosen = -1;
-      for (int halves = 0; halves <= kMostHalves; ++halves)
-        if (!ready_[halves].empty() && (chosen < 0 || comes_before(halves, chosen))) chosen = halves;
+      for (int half_bits = 0; half_bits <= kMaxHalfBits; ++half_bits)
+        if (!ready_[half_bits].empty() && (chosen < 0 || comes_before(half_bits, chosen))) chosen = half_bits;
       if (chosen >= 0) {
         int count = 0;
         while (count < batch_of(chosen) && !ready_[chosen].empty()) {
@@ -235,17 +244,18 @@ class Schedule {
     }
   }
 
-  bool cancelled() const { return cancelled_; }  // asked after all threads have left
-  void fail() { failed_ = true; }
-  bool failed() const { return failed_; }
-  void overflow() { overflown_ = true; }
-  bool overflown() const { return overflown_; }
+  bool cancelled() const { return cancelled_; }  // call it only after all threads have left take_batch()
+  void mark_out_of_memory() { out_of_memory_ = true; }
+  bool out_of_memory() const { return out_of_memory_; }
+  void mark_not_finite() { not_finite_ = true; }
+  bool not_finite() const { return not_finite_; }
 
+  // Reports tiles as finished, which makes their neighbours ready.
   void done(const Tile* tiles, int count) {
     std::lock_guard<std::mutex> guard(mutex_);
     for (int i = 0; i < count; ++i) {
-      if (m_.A.present() && tiles[i].J > 0) release({tiles[i].I, tiles[i].J - 1});
-      if (m_.Bf.present() && tiles[i].I > 0) release({tiles[i].I - 1, tiles[i].J});
+      if (m_.A.present() && tiles[i].J > 0) satisfy_one({tiles[i].I, tiles[i].J - 1});
+      if (m_.Bf.present() && tiles[i].I > 0) satisfy_one({tiles[i].I - 1, tiles[i].J});
     }
     remaining_ -= count;
     if (progress_ != nullptr) __atomic_fetch_add(progress_, static_cast<long>(count), __ATOMIC_RELAXED);
@@ -253,31 +263,34 @@ class Schedule {
   }
 
  private:
-  void release(Tile tile) {
+  // One of the tiles that `tile` waits for is done.
+  void satisfy_one(Tile tile) {
     if (--waiting_[tile.I * blocks_ + tile.J] == 0) push(tile);
   }
-  void push(Tile tile) { ready_[m_.halves_of(tile.I)].push(tile); }
+  void push(Tile tile) { ready_[m_.half_bits_of(tile.I)].push(tile); }
 
-  int batch_of(int halves) const { return halves == 0 ? 1 : kernels().encode_batch(halves, m_.window); }
+  int batch_of(int half_bits) const { return half_bits == 0 ? 1 : kernels().encode_batch(); }
+  // Whether the ready tiles of `a` half bits are taken before those of `b`.
   bool comes_before(int a, int b) const {
     const bool whole_a = ready_[a].size() >= static_cast<size_t>(batch_of(a));
     const bool whole_b = ready_[b].size() >= static_cast<size_t>(batch_of(b));
-    return whole_a != whole_b ? whole_a : Later{}(ready_[b].top(), ready_[a].top());
+    return whole_a != whole_b ? whole_a : EncodedLater{}(ready_[b].top(), ready_[a].top());
   }
 
   const Matrix& m_;
   const long groups_, blocks_;
-  std::vector<uint8_t> waiting_;
-  std::priority_queue<Tile, std::vector<Tile>, Later> ready_[kMostHalves + 1];  // by width, the earliest front first
+  std::vector<uint8_t> waiting_;  // per tile: neighbours that are not done yet
+  std::priority_queue<Tile, std::vector<Tile>, EncodedLater> ready_[kMaxHalfBits + 1];  // by H, the earliest front first
   long remaining_ = 0;
-  std::atomic<bool> failed_{false}, overflown_{false};
+  std::atomic<bool> out_of_memory_{false}, not_finite_{false};
   bool cancelled_ = false;
   long* progress_;
   std::mutex mutex_;
   std::condition_variable changed_;
 };
 
-void work(const Matrix& m, Schedule& schedule, Scratch& s) {
+// The loop of one thread.
+void encode_tiles(const Matrix& m, Schedule& schedule, Scratch& s) {
   const Kernels& k = kernels();
   Tile tiles[kMaxEncodeBatch];
   const float* targets[kMaxEncodeBatch];
@@ -286,14 +299,15 @@ void work(const Matrix& m, Schedule& schedule, Scratch& s) {
     targets[i] = s.normalised[i];
     windows[i] = s.windows[i];
   }
-  for (int count = schedule.take(tiles); count > 0; count = schedule.take(tiles)) {
+  for (int count = schedule.take_batch(tiles); count > 0; count = schedule.take_batch(tiles)) {
     for (int i = 0; i < count; ++i)
-      if (!prepare(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i])) schedule.overflow();
-    const int halves = m.halves_of(tiles[0].I);
-    if (halves != 0 && k.encode_tiles(targets, count, halves, m.window, s.workspace.get(), windows) != 0) schedule.fail();
+      if (!compute_target(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i])) schedule.mark_not_finite();
+    const int half_bits = m.half_bits_of(tiles[0].I);
+    if (half_bits != 0 && k.encode_tiles(targets, count, half_bits, m.L, s.workspace.get(), windows) != 0)
+      schedule.mark_out_of_memory();
     for (int i = 0; i < count; ++i) {
-      if (halves != 0) close_windows(s.windows[i], halves, m.window);
-      finish(m, tiles[i], s.feedback[i], s.windows[i]);
+      if (half_bits != 0) recompute_windows(s.windows[i], half_bits, m.L);
+      store_result(m, tiles[i], s.feedback[i], s.windows[i]);
     }
     schedule.done(tiles, count);
   }
@@ -302,24 +316,24 @@ void work(const Matrix& m, Schedule& schedule, Scratch& s) {
 }  // namespace
 
 int round_matrix(const float* W, long rows, long cols, const float* A, const float* Bf, const float* direction,
-                 const float* pull, const float* scale, const uint8_t* row_bits, int window, int threads, uint8_t* codes,
+                 const float* pull, const float* scale, const uint8_t* row_bits, int L, int threads, uint8_t* codes,
                  const int64_t* group_offset, float* What, long* progress) {
   for (long i = 0; i < rows; ++i) {
-    float sum = 0.0f;  // 0 unless a value is NaN or infinite
+    float sum = 0.0f;  // stays 0 unless a value is NaN or infinite
     for (long j = 0; j < cols; ++j) sum += W[i * cols + j] * 0.0f;
     if (!(sum == 0.0f) || !(scale[i] >= 0.0f) || std::isinf(scale[i])) return CIUIC_NOT_FINITE;
   }
-  std::unique_ptr<float[]> mixed;
-  std::vector<float> drift(pull == nullptr ? 0 : rows, 0.0f);
-  if (Bf != nullptr) mixed.reset(new float[static_cast<size_t>(rows) * cols]);
+  std::unique_ptr<float[]> P;
+  std::vector<float> d(pull == nullptr ? 0 : rows, 0.0f);
+  if (Bf != nullptr) P.reset(new float[static_cast<size_t>(rows) * cols]);
   Panels inputs(A, cols), outputs(Bf, rows);
   inputs.expect_users(rows / kTile);
   outputs.expect_users(cols / kTile);
   const Matrix m = {W,        rows,   cols,  inputs,       outputs, direction,   pull,        scale,
-                    row_bits, window, codes, group_offset, What,    mixed.get(), drift.data()};
+                    row_bits, L, codes, group_offset, What,    P.get(), d.data()};
   size_t workspace = 0;
   for (long g = 0; g < rows / kTile; ++g)
-    if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(m.halves_of(g), window));
+    if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(m.half_bits_of(g), L));
   threads = static_cast<int>(std::min<long>(threads, (rows / kTile) * (cols / kTile)));
   std::vector<std::unique_ptr<Scratch>> scratch(threads);
   for (auto& s : scratch) {
@@ -327,11 +341,11 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
     s->workspace.reset(new uint8_t[workspace]);
   }
   Schedule schedule(m, progress);
-  parallel_for(threads, threads, [&](long i) { work(m, schedule, *scratch[i]); });
+  parallel_for(threads, threads, [&](long i) { encode_tiles(m, schedule, *scratch[i]); });
   if (schedule.cancelled()) return CIUIC_CANCELLED;
-  if (schedule.failed()) return CIUIC_NO_MEMORY;
-  if (schedule.overflown()) return CIUIC_NOT_FINITE;
-  return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, window, 0, rows, What, 0, threads);
+  if (schedule.out_of_memory()) return CIUIC_NO_MEMORY;
+  if (schedule.not_finite()) return CIUIC_NOT_FINITE;
+  return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, L, 0, rows, What, 0, threads);
 }
 
 }  // namespace ciuic
@@ -340,16 +354,10 @@ int ciuic_round(const float* W, long rows, long cols, const float* A, const floa
                 const float* pull, const float* scale, const uint8_t* row_bits, int L, int threads, uint8_t* codes,
                 const int64_t* group_offset, float* What, long* progress) {
   using namespace ciuic;
-  if (W == nullptr || scale == nullptr || row_bits == nullptr || group_offset == nullptr ||
-      What == nullptr || rows <= 0 || cols <= 0 || rows % kTile != 0 || cols % kTile != 0 || threads < 1)
-    return CIUIC_BAD_ARGUMENT;
+  if (W == nullptr || What == nullptr || threads < 1) return CIUIC_BAD_ARGUMENT;
   if ((direction == nullptr) != (pull == nullptr) || (pull != nullptr && A == nullptr)) return CIUIC_BAD_ARGUMENT;
-  if (!valid_window(L)) return CIUIC_BAD_BITS;
-  for (long g = 0; g < rows / kTile; ++g)
-    if (row_bits[g] != 0) {
-      if (ciuic_halves_of(row_bits[g]) < 0) return CIUIC_BAD_BITS;
-      if (codes == nullptr) return CIUIC_BAD_ARGUMENT;
-    }
+  const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
+  if (status != CIUIC_OK) return status;
   try {
     return round_matrix(W, rows, cols, A, Bf, direction, pull, scale, row_bits, L, threads, codes, group_offset, What,
                         progress);

@@ -52,7 +52,7 @@ def test_every_supported_gpu_and_unit_is_compiled(check: ModuleType) -> None:
         assert {job.architecture for job in jobs if job.unit == unit and job.compiler == "nvrtc"} == set(
             check.ARCHITECTURES
         )
-    assert {job.window_bits for job in check.jobs_for(full=True)} == {12, 16}
+    assert {job.L for job in check.jobs_for(full=True)} == {12, 16}
 
 
 def test_one_unit_assembles_and_is_remembered(

@@ -1,7 +1,7 @@
-// The input transform: random signs and a block Hadamard matrix in Sylvester order, orthonormal.
+// The input transform: random signs, then an orthonormal block Hadamard matrix in Sylvester order.
 //
-// Sums are formed level by level, from neighbours to halves of the block, whatever the vector length: every instruction set
-// rounds alike.
+// Butterflies run level by level, from a stride of 1 to half the block, whatever the vector length. Every instruction set
+// therefore adds the same numbers in the same order and rounds alike.
 #include <cmath>
 
 #include "kernels_of_isa.h"
@@ -20,52 +20,55 @@ constexpr int kWidth = 4;
 typedef float Floats __attribute__((vector_size(4 * kWidth), aligned(4)));
 typedef int32_t Integers __attribute__((vector_size(4 * kWidth)));
 
-static inline Floats& at(float* values) { return *reinterpret_cast<Floats*>(values); }
+static inline Floats& vector_at(float* values) { return *reinterpret_cast<Floats*>(values); }
 
-// Butterflies between lanes i and i ^ Half.
-template <int Half>
-static inline __attribute__((always_inline)) Floats within(Floats v) {
-  if constexpr (Half < kWidth) {
+// Butterflies between lanes i and i ^ Stride of one vector; no operation where the vector is shorter.
+template <int Stride>
+static inline __attribute__((always_inline)) Floats butterfly_lanes(Floats v) {
+  if constexpr (Stride < kWidth) {
     Integers partner;
     Floats sign;
     for (int i = 0; i < kWidth; ++i) {
-      partner[i] = i ^ Half;
-      sign[i] = (i & Half) != 0 ? -1.0f : 1.0f;
+      partner[i] = i ^ Stride;
+      sign[i] = (i & Stride) != 0 ? -1.0f : 1.0f;
     }
     return __builtin_shuffle(v, partner) + v * sign;
   }
   return v;
 }
 
+// The Hadamard transform of `size` values in place, without the normalisation.
 static void butterflies(float* block, long size) {
   if (size < kWidth) {
-    for (long half = 1; half < size; half *= 2)
-      for (long start = 0; start < size; start += 2 * half)
-        for (long i = start; i < start + half; ++i) {
-          const float a = block[i], b = block[i + half];
+    for (long stride = 1; stride < size; stride *= 2)
+      for (long start = 0; start < size; start += 2 * stride)
+        for (long i = start; i < start + stride; ++i) {
+          const float a = block[i], b = block[i + stride];
           block[i] = a + b;
-          block[i + half] = a - b;
+          block[i + stride] = a - b;
         }
     return;
   }
   for (long i = 0; i < size; i += kWidth)
-    at(block + i) = within<8>(within<4>(within<2>(within<1>(at(block + i)))));
-  long half = kWidth;
-  for (; 4 * half <= size; half *= 4)  // two levels at once
-    for (long start = 0; start < size; start += 4 * half)
-      for (long i = start; i < start + half; i += kWidth) {
-        const Floats a = at(block + i), b = at(block + i + half), c = at(block + i + 2 * half), d = at(block + i + 3 * half);
-        const Floats ab = a + b, cd = c + d, a_b = a - b, c_d = c - d;
-        at(block + i) = ab + cd;
-        at(block + i + half) = a_b + c_d;
-        at(block + i + 2 * half) = ab - cd;
-        at(block + i + 3 * half) = a_b - c_d;
+    vector_at(block + i) =
+        butterfly_lanes<8>(butterfly_lanes<4>(butterfly_lanes<2>(butterfly_lanes<1>(vector_at(block + i)))));
+  long stride = kWidth;
+  for (; 4 * stride <= size; stride *= 4)  // two levels per pass over memory
+    for (long start = 0; start < size; start += 4 * stride)
+      for (long i = start; i < start + stride; i += kWidth) {
+        const Floats a = vector_at(block + i), b = vector_at(block + i + stride);
+        const Floats c = vector_at(block + i + 2 * stride), d = vector_at(block + i + 3 * stride);
+        const Floats a_plus_b = a + b, c_plus_d = c + d, a_minus_b = a - b, c_minus_d = c - d;
+        vector_at(block + i) = a_plus_b + c_plus_d;
+        vector_at(block + i + stride) = a_minus_b + c_minus_d;
+        vector_at(block + i + 2 * stride) = a_plus_b - c_plus_d;
+        vector_at(block + i + 3 * stride) = a_minus_b - c_minus_d;
       }
-  if (half < size)
-    for (long i = 0; i < half; i += kWidth) {
-      const Floats a = at(block + i), b = at(block + i + half);
-      at(block + i) = a + b;
-      at(block + i + half) = a - b;
+  if (stride < size)
+    for (long i = 0; i < stride; i += kWidth) {
+      const Floats a = vector_at(block + i), b = vector_at(block + i + stride);
+      vector_at(block + i) = a + b;
+      vector_at(block + i + stride) = a - b;
     }
 }
 

@@ -1,4 +1,4 @@
-// Gathers the kernels of one instruction set into its table.
+// The table of one instruction set's kernels.
 #include "kernels_of_isa.h"
 
 #define CIUIC_STRING_(x) #x

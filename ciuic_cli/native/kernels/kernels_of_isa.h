@@ -1,4 +1,4 @@
-// Declarations of the kernels inside the namespace of the instruction set that is being compiled.
+// Declares the kernels inside the namespace of the instruction set that is being compiled; kernels.h says what they do.
 #ifndef CIUIC_KERNELS_OF_ISA_H
 #define CIUIC_KERNELS_OF_ISA_H
 
@@ -7,17 +7,17 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-size_t encode_workspace_bytes(int halves, int window);
-int encode_batch(int halves, int window);
-int encode_tiles(const float* const* targets, int tiles, int halves, int window, void* workspace,
+size_t encode_workspace_bytes(int half_bits, int L);
+int encode_batch();
+int encode_tiles(const float* const* targets, int tiles, int half_bits, int L, void* workspace,
                   uint16_t* const* windows);
 void panel_product(const float* left, size_t left_stride, const float* right, size_t right_stride, long count,
                    float out[kTileWeights]);
-void decode_tiles(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, int row_begin,
-                  int row_end, void* out, size_t out_stride, bool half);
+void decode_tiles(const uint8_t* codes, long tiles, int half_bits, int L, const float* row_factor, int row_begin,
+                  int row_end, void* out, size_t out_stride, bool bf16);
 void fill_signs(float* signs, long cols, uint32_t seed);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
-void matmul_group(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, Precision precision,
+void matmul_group(const uint8_t* codes, long tiles, int half_bits, int L, const float* row_factor, Precision precision,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows);
 void quantize_row(const float* x, long cols, Precision precision, uint8_t* activations);
 

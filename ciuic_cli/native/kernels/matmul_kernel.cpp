@@ -1,5 +1,11 @@
-// Multiplies straight from the codes with rounded activations: exact int32 sums per block of 256 columns, scaled and added in
-// float32 block after block. Every instruction set and batch size gives the same result.
+// Multiplies quantized activations straight from the codes. Within a block of 256 columns the sums are exact int32;
+// they are scaled and added in float32 block after block, in ascending order. Every instruction set and batch size
+// therefore gives the same result.
+//
+// There are two loops. multiply_levels decodes pairs of columns to 16-bit level sums and multiplies these by int16
+// activations. multiply_bytes multiplies the hash bytes by activation bytes, which fuses the byte sum with the product;
+// it takes fewer instructions per weight but more per product, so it serves 1 or 2 rows
+// (docs/experiments/runtime/cpu-product.md).
 #include <cmath>
 
 #include "activations.h"
@@ -9,18 +15,19 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// One byte in all four places.
-static int32_t fourfold(int32_t value) { return static_cast<int32_t>((value & 0xFFu) * 0x01010101u); }
+// The low byte of `value` in all four bytes.
+static int32_t repeat_byte(int32_t value) { return static_cast<int32_t>((value & 0xFFu) * 0x01010101u); }
 
+// Fills row.bytes for columns begin .. end - 1 from row.value.
 static void fill_bytes(const QuantizedRow& row, long begin, long end, Precision precision) {
-  int32_t* four = reinterpret_cast<int32_t*>(row.bytes);
+  int32_t* repeated = reinterpret_cast<int32_t*>(row.bytes);
   for (long j = begin; j < end; ++j) {
     const int32_t low = static_cast<int8_t>(row.value[j]), high = (row.value[j] - low) >> 8;
     if (precision == kInt8) {
-      four[j] = fourfold(low);
+      repeated[j] = repeat_byte(low);
     } else {
-      four[2 * j] = fourfold(low);
-      four[2 * j + 1] = fourfold(high);
+      repeated[2 * j] = repeat_byte(low);
+      repeated[2 * j + 1] = repeat_byte(high);
     }
   }
 }
@@ -30,7 +37,7 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
   const QuantizedRow row = quantized_row(activations, cols);
   for (long block = 0, begin = 0; begin < cols; ++block, begin += kActivationBlock) {
     const long end = begin + kActivationBlock < cols ? begin + kActivationBlock : cols;
-    // Magnitudes order like their bits, and a NaN exceeds them all.
+    // The largest magnitude by bit pattern: magnitudes order like their bits, and a NaN exceeds all numbers.
     int32_t largest_bits = 0;
     for (long j = begin; j < end; ++j) {
       int32_t bits;
@@ -40,11 +47,11 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
     }
     float largest;
     __builtin_memcpy(&largest, &largest_bits, sizeof largest);
-    const float step = largest / bound;  // an infinity or NaN spreads to all of the row's products
+    const float step = largest / bound;  // an infinity or NaN makes all products of this row infinite or NaN
     const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
     int32_t sum = 0;
     for (long j = begin; j < end; ++j) {
-      // The reciprocal may be off by a rounding, and infinite for a subnormal step.
+      // Clamped because the reciprocal carries a rounding error, and is infinite if the step is subnormal.
       const float position = x[j] * inverse;
       const float bounded = position < bound ? position : bound;
       const int32_t value = static_cast<int32_t>(std::rint(bounded > -bound ? bounded : -bound));
@@ -59,59 +66,60 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
 
 constexpr long kTilesPerBlock = kActivationBlock / kTile;
 
-template <int Halves>
-using Mask = decltype(Tile<Halves>::mask_of(0));
+template <int H>
+using Mask = decltype(Tile<H>::mask_of(0));
 
-// Adds the products of pair P and those after it.
-template <int Halves, bool Masked, int Batch, int P>
-static inline __attribute__((always_inline)) void add_pairs(Sums* sums, const Tile<Halves>& tile, const QuantizedRow* x,
-                                                            Mask<Halves> mask, long column) {
+// Adds the products of pairs P .. 7 of a tile that begins at `column`.
+template <int H, bool Masked, int Batch, int P>
+static inline __attribute__((always_inline)) void add_pairs(Sums* sums, const Tile<H>& tile, const QuantizedRow* x,
+                                                            Mask<H> mask, long column) {
   if constexpr (P < kTile / 2) {
     const Pair levels = byte_sums(hash_of(tile.template windows<P, Masked>(mask)));
     for (int b = 0; b < Batch; ++b) add_products(sums[b], levels, x[b].value + column + 2 * P);
-    add_pairs<Halves, Masked, Batch, P + 1>(sums, tile, x, mask, column);
+    add_pairs<H, Masked, Batch, P + 1>(sums, tile, x, mask, column);
   }
 }
 
-// total[b][row], b < Batch, from the levels of pairs of columns.
-template <int Halves, bool Masked, int Batch>
-static void multiply_levels(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
-  const auto mask = Tile<Halves>::mask_of(window);
+// Adds the products of `tiles` tiles to total[b][row], b < Batch, from the levels of pairs of columns.
+template <int H, bool Masked, int Batch>
+static void multiply_levels(const uint8_t* codes, long tiles, int L, const QuantizedRow* x, float (*total)[kTile]) {
+  const auto mask = Tile<H>::mask_of(L);
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
     Sums sums[Batch];
     for (int b = 0; b < Batch; ++b) sums[b] = sums_of(x[b].offset[block]);
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t)
-      add_pairs<Halves, Masked, Batch, 0>(sums, Tile<Halves>(codes + t * CIUIC_TILE_BYTES(Halves)), x, mask, t * kTile);
+      add_pairs<H, Masked, Batch, 0>(sums, Tile<H>(codes + t * CIUIC_TILE_BYTES(H)), x, mask, t * kTile);
     for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], x[b].step[block]);
   }
 }
 
-// Neighbouring columns have sums of their own, so that no product waits for the one before.
+// Independent sums per row, taken by columns in turn, so that no product waits for the result of the one before.
 constexpr int kChains = 4;
 
-// Adds the products of column C and those after it.
-template <int Halves, bool Masked, int Batch, int Planes, int C>
-static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][kChains], const Tile<Halves>& tile,
-                                                              const QuantizedRow* x, Mask<Halves> mask, long column) {
+// Adds the products of columns C .. 15 of a tile that begins at `column`.
+template <int H, bool Masked, int Batch, int Planes, int C>
+static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][kChains], const Tile<H>& tile,
+                                                              const QuantizedRow* x, Mask<H> mask, long column) {
   if constexpr (C < kTile) {
     const auto hash = hash_of_column(tile.template column<C, Masked>(mask));
     for (int b = 0; b < Batch; ++b)
       for (int plane = 0; plane < Planes; ++plane)
         add_byte_products(sums[b][plane][C % kChains], hash, x[b].bytes + 4 * (Planes * (column + C) + plane));
-    add_columns<Halves, Masked, Batch, Planes, C + 1>(sums, tile, x, mask, column);
+    add_columns<H, Masked, Batch, Planes, C + 1>(sums, tile, x, mask, column);
   }
 }
 
-// How far ahead codes are asked for, in bytes. The processor's own prefetching stops at the end of a page; what is asked for
-// beyond the row group is mostly the next one, and beyond the matrix it does no harm.
-constexpr long kAhead = 8192;
+// Prefetch distance in bytes. Measured: docs/experiments/runtime/cpu-product.md. The processor's own prefetcher stops
+// at the end of a page. Addresses beyond the row group are usually the next group's, and a prefetch beyond the matrix
+// is harmless.
+constexpr long kPrefetchBytes = 8192;
 
-// The same from the bytes of the hashes: fewer instructions per weight, more per product.
-template <int Halves, bool Masked, int Batch, int Planes>
-static void multiply_bytes(const uint8_t* codes, long tiles, int window, const QuantizedRow* x, float (*total)[kTile]) {
-  constexpr long kTileBytes = CIUIC_TILE_BYTES(Halves);
-  const auto mask = Tile<Halves>::mask_of(window);
+// As multiply_levels, from the bytes of the hashes.
+template <int H, bool Masked, int Batch, int Planes>
+static void multiply_bytes(const uint8_t* codes, long tiles, int L, const QuantizedRow* x, float (*total)[kTile]) {
+  constexpr long kTileBytes = CIUIC_TILE_BYTES(H);
+  const auto mask = Tile<H>::mask_of(L);
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
     Sums sums[Batch][Planes][kChains];
     for (int b = 0; b < Batch; ++b)
@@ -120,8 +128,8 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int window, const Q
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t) {
       const uint8_t* tile = codes + t * kTileBytes;
-      for (long i = 0; i < kTileBytes; i += 64) __builtin_prefetch(tile + kAhead + i);
-      add_columns<Halves, Masked, Batch, Planes, 0>(sums, Tile<Halves>(tile), x, mask, t * kTile);
+      for (long i = 0; i < kTileBytes; i += 64) __builtin_prefetch(tile + kPrefetchBytes + i);
+      add_columns<H, Masked, Batch, Planes, 0>(sums, Tile<H>(tile), x, mask, t * kTile);
     }
     for (int b = 0; b < Batch; ++b) {
       Sums sum = sums_of(x[b].offset[block]);
@@ -132,43 +140,43 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int window, const Q
   }
 }
 
-// With the code for the smallest number of rows that holds `batch`. Byte products pay while they are no more than the 16-bit
-// products and sums of bytes that they replace.
-template <int Halves, bool Masked, int Choice>
-static void multiply_some(const uint8_t* codes, long tiles, int window, QuantizedRow* x, float (*total)[kTile], int batch,
+// Runs the loop for the smallest compiled batch size, kBatches[Choice] or a later one, that holds `batch` rows. Byte
+// products are used where they are no more numerous than the 16-bit products and byte sums that they replace.
+template <int H, bool Masked, int Choice>
+static void multiply_batch(const uint8_t* codes, long tiles, int L, QuantizedRow* x, float (*total)[kTile], int batch,
                           Precision precision) {
   constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]), kBatch = kBatches[Choice];
   if constexpr (Choice + 1 < kChoices) {
-    if (batch > kBatch) return multiply_some<Halves, Masked, Choice + 1>(codes, tiles, window, x, total, batch, precision);
+    if (batch > kBatch) return multiply_batch<H, Masked, Choice + 1>(codes, tiles, L, x, total, batch, precision);
   }
-  for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // a batch size without code of its own repeats the last row
+  for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // unused rows repeat the last one; their totals are dropped
   for (int b = 0; b < kBatch; ++b)
     for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
   if constexpr (kByteProducts && kBatch <= 2) {
-    if (precision == kInt8) return multiply_bytes<Halves, Masked, kBatch, 1>(codes, tiles, window, x, total);
+    if (precision == kInt8) return multiply_bytes<H, Masked, kBatch, 1>(codes, tiles, L, x, total);
   }
-  if constexpr (kByteProducts && kBatch == 1) return multiply_bytes<Halves, Masked, 1, 2>(codes, tiles, window, x, total);
-  multiply_levels<Halves, Masked, kBatch>(codes, tiles, window, x, total);
+  if constexpr (kByteProducts && kBatch == 1) return multiply_bytes<H, Masked, 1, 2>(codes, tiles, L, x, total);
+  multiply_levels<H, Masked, kBatch>(codes, tiles, L, x, total);
 }
 
-void matmul_group(const uint8_t* codes, long tiles, int halves, int window, const float* row_factor, Precision precision,
+void matmul_group(const uint8_t* codes, long tiles, int half_bits, int L, const float* row_factor, Precision precision,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows) {
   constexpr int kLargestBatch = kBatches[sizeof(kBatches) / sizeof(kBatches[0]) - 1];
   const size_t row_bytes = quantized_row_bytes(tiles * kTile, precision);
   for (long done = 0; done < batch; done += kLargestBatch) {
-    const int now = static_cast<int>(batch - done < kLargestBatch ? batch - done : kLargestBatch);
+    const int count = static_cast<int>(batch - done < kLargestBatch ? batch - done : kLargestBatch);
     QuantizedRow x[kLargestBatch];
-    for (int b = 0; b < now; ++b)
+    for (int b = 0; b < count; ++b)
       x[b] = quantized_row(const_cast<uint8_t*>(activations) + (done + b) * row_bytes, tiles * kTile);
     float total[kLargestBatch][kTile];
-    with_halves(halves, [&](auto constant) {
-      constexpr int kHalves = decltype(constant)::value;
-      if (window == 16)
-        multiply_some<kHalves, false, 0>(codes, tiles, window, x, total, now, precision);
+    with_half_bits(half_bits, [&](auto constant) {
+      constexpr int H = decltype(constant)::value;
+      if (L == 16)
+        multiply_batch<H, false, 0>(codes, tiles, L, x, total, count, precision);
       else
-        multiply_some<kHalves, true, 0>(codes, tiles, window, x, total, now, precision);
+        multiply_batch<H, true, 0>(codes, tiles, L, x, total, count, precision);
     });
-    for (int b = 0; b < now; ++b)
+    for (int b = 0; b < count; ++b)
       for (int r = 0; r < rows; ++r) y[(done + b) * y_stride + r] = row_factor[r] * total[b][r];
   }
 }

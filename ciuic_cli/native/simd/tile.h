@@ -1,4 +1,11 @@
-// Reading a tile with the instruction set at hand.
+// Reads a tile with the instruction set that is being compiled. Each tile_*.h defines:
+//   Tile<H>          the windows of a tile, from its codes
+//   Pair             values of two neighbouring columns for all 16 rows; P counts the 8 pairs of a tile
+//   hash_of, byte_sums  windows of a pair -> level + 510
+//   Sums             one int32 per row; add_products and add_scaled accumulate products of levels and activations
+//   store_rows       8 pairs -> 16 rows of 16 values
+//   kBatches         numbers of activation rows with code of their own, as many as the registers hold
+//   kByteProducts    whether add_byte_products exists: products straight from the hash bytes
 #ifndef CIUIC_TILE_H
 #define CIUIC_TILE_H
 
@@ -13,15 +20,15 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// Calls action(constant of H), the width in halves, as a compile-time constant.
 template <int Value>
 struct Constant {
   static constexpr int value = Value;
 };
 
+// Calls action(Constant<H>()) for the run-time H. 13 and 15 are not in the format.
 template <typename Action>
-static inline void with_halves(int halves, Action action) {
-  switch (halves) {
+static inline void with_half_bits(int half_bits, Action action) {
+  switch (half_bits) {
     case 2: return action(Constant<2>());
     case 3: return action(Constant<3>());
     case 4: return action(Constant<4>());

@@ -1,5 +1,5 @@
-// Reading a tile with AVX2: a lane is a row, a step is a pair of neighbouring columns. Unpacking works within 128-bit halves,
-// so the two vectors of a pair hold rows 0-3, 8-11 and rows 4-7, 12-15.
+// Reads a tile with AVX2. A 32-bit lane is a row, and its two 16-bit words are two neighbouring columns. Unpacking
+// works within 128-bit halves, so the two vectors of a pair hold rows 0-3, 8-11 and rows 4-7, 12-15.
 #ifndef CIUIC_TILE_AVX2_H
 #define CIUIC_TILE_AVX2_H
 
@@ -16,6 +16,7 @@ struct Pair {
   __m256i part[2];
 };
 
+// The low and the high 16 bits of window * MULTIPLIER.
 struct Hash {
   __m256i low[2], high[2];
 };
@@ -40,7 +41,7 @@ static inline Pair byte_sums(const Hash& hash) {
   return sums;
 }
 
-constexpr bool kByteProducts = false;  // products of two bytes saturate here
+constexpr bool kByteProducts = false;  // AVX2's sums of two byte products saturate at 16 bits
 
 typedef Pair Sums;
 
@@ -57,7 +58,8 @@ static inline void add_products(Sums& sums, const Pair& levels, const int16_t* p
 // The 8 pairs of a tile as 16 rows of 16 values.
 static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
   for (int part = 0; part < 2; ++part) {
-    // Four rows (a 128-bit half) by four pairs at a time; half[h][i] holds pairs 4h .. 4h + 3 of rows 4 part + i and 8 more.
+    // A transpose of four rows by four pairs per 128-bit half. half[h][i] holds pairs 4 h .. 4 h + 3 of rows 4 part + i and
+    // 4 part + i + 8.
     __m256i half[2][4];
     for (int h = 0; h < 2; ++h) {
       const Pair* p = pairs + 4 * h;
@@ -89,18 +91,19 @@ static inline void add_scaled(float* total, const Sums& sums, float step) {
 
 constexpr int kBatches[] = {1, 2, 3, 4};
 
-template <int Halves>
+template <int H>
 struct Tile {
-  static constexpr int kWhole = Halves / 2, kUnits = ciuic_units(Halves);
+  static constexpr int kWhole = H / 2, kUnits = ciuic_units(H);
+  // Per row, unit u in the low and unit u - 1 in the high 16 bits: the 32 bits of the string that end with unit u.
   __m256i unit[kUnits][2];
 
   explicit Tile(const uint8_t* codes) {
     __m256i words[kUnits];
     for (int u = 0; u < kWhole; ++u)
       words[u] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * u));
-    // The last 16 bits of the rows, one row further down the circle.
+    // The last 16 bits of each row; `above` holds those of the row before.
     __m256i last = words[kWhole - 1];
-    if constexpr (Halves % 2 == 1) {
+    if constexpr (H % 2 == 1) {
       const __m256i bytes = _mm256_cvtepu8_epi16(
           _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + CIUIC_UNIT_BYTES * kWhole)));
       words[kWhole] = _mm256_slli_epi16(bytes, 8);
@@ -114,10 +117,11 @@ struct Tile {
     }
   }
 
+  // Windows of pair P. `mask` comes from mask_of(L); without Masked, L must be 16.
   template <int P, bool Masked>
   Pair windows(__m256i mask) const {
-    constexpr int u = ciuic_unit_of_column(2 * P, Halves), v = ciuic_unit_of_column(2 * P + 1, Halves);
-    constexpr int first = ciuic_shift_of_column(2 * P, Halves), second = ciuic_shift_of_column(2 * P + 1, Halves);
+    constexpr int u = ciuic_unit_of_column(2 * P, H), v = ciuic_unit_of_column(2 * P + 1, H);
+    constexpr int first = ciuic_shift_of_column(2 * P, H), second = ciuic_shift_of_column(2 * P + 1, H);
     Pair both;
     for (int i = 0; i < 2; ++i) {
       both.part[i] = _mm256_blend_epi16(_mm256_srli_epi32(unit[u][i], first),
@@ -127,7 +131,7 @@ struct Tile {
     return both;
   }
 
-  static __m256i mask_of(int window) { return _mm256_set1_epi16(static_cast<short>((1u << window) - 1u)); }
+  static __m256i mask_of(int L) { return _mm256_set1_epi16(static_cast<short>((1u << L) - 1u)); }
 };
 
 }  // namespace CIUIC_ISA

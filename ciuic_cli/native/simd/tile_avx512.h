@@ -1,4 +1,4 @@
-// Reading a tile with AVX-512 (BW, VNNI): a lane is a row, a step is a pair of neighbouring columns.
+// Reads a tile with AVX-512 (BW, VNNI). A 32-bit lane is a row, and its two 16-bit words are two neighbouring columns.
 #ifndef CIUIC_TILE_AVX512_H
 #define CIUIC_TILE_AVX512_H
 
@@ -11,12 +11,12 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// Column 2p (low 16 bits of a lane) and column 2p + 1 (high) of all 16 rows.
+// Column 2 P (low 16 bits of a lane) and column 2 P + 1 (high) of all 16 rows.
 struct Pair {
   __m512i words;
 };
 
-// The four bytes of window * MULTIPLIER modulo 2^32, as its two 16-bit halves.
+// The low and the high 16 bits of window * MULTIPLIER.
 struct Hash {
   __m512i low, high;
 };
@@ -28,25 +28,26 @@ static inline Hash hash_of(__m512i windows) {
           _mm512_add_epi16(_mm512_mulhi_epu16(windows, low_factor), _mm512_mullo_epi16(windows, high_factor))};
 }
 
-// Levels plus 510.
+// Level + 510.
 static inline Pair byte_sums(const Hash& hash) {
   const __m512i ones = _mm512_set1_epi8(1);
   return {_mm512_add_epi16(_mm512_maddubs_epi16(hash.low, ones), _mm512_maddubs_epi16(hash.high, ones))};
 }
 
-// int32 per row.
+// One int32 per row.
 struct Sums {
   __m512i part;
 };
 
 static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value)}; }
 
-// Decoding and multiplying in one instruction: the four bytes of a window's hash times four times the same byte.
+// Decoding and multiplying in one instruction: a dot product of the four hash bytes with the activation byte, four times.
 constexpr bool kByteProducts = true;
 static inline __m512i hash_of_column(__m512i windows) {
   __m512i hash = _mm512_mullo_epi32(windows, _mm512_set1_epi32(static_cast<int>(CIUIC_MULTIPLIER)));
-  // Keeps multiplications and dot products in turn: Zen 4 gives instructions to pipes in their order, and the compiler's own
-  // order left one of the two pipes that have both idle for a quarter of the time.
+  // The empty asm statements make multiplications and dot products alternate. Both run on two pipes of Zen 4, which assigns
+  // instructions to pipes in program order; the compiler's order left one pipe idle for a quarter of the time
+  // (docs/experiments/runtime/cpu-product.md).
   asm volatile("" : "+v"(hash));
   return hash;
 }
@@ -76,7 +77,8 @@ static inline void add_scaled(float* total, const Sums& sums, float step) {
 
 // The 8 pairs of a tile as 16 rows of 16 values.
 static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
-  // Four rows (a quad of lanes) by four pairs at a time; half[h][i] holds pairs 4h .. 4h + 3 of rows i, 4 + i, 8 + i, 12 + i.
+  // A transpose of four rows by four pairs per quad of lanes. half[h][i] holds pairs 4 h .. 4 h + 3 of rows i, 4 + i, 8 + i
+  // and 12 + i.
   __m512i half[2][4];
   for (int h = 0; h < 2; ++h) {
     const Pair* p = pairs + 4 * h;
@@ -98,12 +100,12 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
   }
 }
 
-constexpr int kBatches[] = {1, 2, 3, 4, 6, 8};  // rows of activations that fit the registers at once
+constexpr int kBatches[] = {1, 2, 3, 4, 6, 8};
 
-template <int Halves>
+template <int H>
 struct Tile {
-  static constexpr int kWhole = Halves / 2, kUnits = ciuic_units(Halves);
-  // Per row, unit u with unit u - 1 of the string above it: the 32 bits that end with unit u.
+  static constexpr int kWhole = H / 2, kUnits = ciuic_units(H);
+  // Per row, unit u in the low and unit u - 1 in the high 16 bits: the 32 bits of the string that end with unit u.
   __m512i unit[kUnits];
 
   explicit Tile(const uint8_t* codes) {
@@ -112,10 +114,10 @@ struct Tile {
     if (kWhole % 2 == 1)
       words[kWhole / 2] = _mm512_zextsi256_si512(
           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + CIUIC_UNIT_BYTES * (kWhole - 1))));
-    // The last 16 bits of the rows, and from which word on.
+    // `last` holds the last 16 bits of each row, from word kLastWord on.
     __m512i last = words[(kWhole - 1) / 2];
-    constexpr int kLastWord = Halves % 2 == 0 ? 16 * ((kWhole - 1) % 2) : 0;
-    if constexpr (Halves % 2 == 1) {
+    constexpr int kLastWord = H % 2 == 0 ? 16 * ((kWhole - 1) % 2) : 0;
+    if constexpr (H % 2 == 1) {
       const __m256i bytes = _mm256_cvtepu8_epi16(
           _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + CIUIC_UNIT_BYTES * kWhole)));
       const __m256i whole = (kWhole - 1) % 2 == 0 ? _mm512_castsi512_si256(last) : _mm512_extracti64x4_epi64(last, 1);
@@ -123,7 +125,8 @@ struct Tile {
       const __m256i upper = _mm256_slli_epi16(bytes, 8);
       words[kWhole / 2] = kWhole % 2 == 0 ? _mm512_zextsi256_si512(upper) : _mm512_inserti64x4(words[kWhole / 2], upper, 1);
     }
-    // Indices of 16-bit words: row r in both halves of lane r; and row r low, row r - 1 (circular) high.
+    // Indices of 16-bit words for lane r. `rows`: word r in both halves. `row_above`: word r low, word r - 1 (circular)
+    // high.
     const __m512i rows = _mm512_set_epi32(0x000F000F, 0x000E000E, 0x000D000D, 0x000C000C, 0x000B000B, 0x000A000A,
                                           0x00090009, 0x00080008, 0x00070007, 0x00060006, 0x00050005, 0x00040004,
                                           0x00030003, 0x00020002, 0x00010001, 0x00000000);
@@ -132,7 +135,7 @@ struct Tile {
                                                0x00020003, 0x00010002, 0x00000001, 0x000F0000);
     for (int u = 0; u < kUnits; ++u) {
       const __m512i current = words[u / 2];
-      if (u == 0)  // above it: the end of the row before
+      if (u == 0)  // unit -1 is the end of the row before
         unit[0] = _mm512_permutex2var_epi16(
             current, _mm512_add_epi32(row_above, _mm512_set1_epi32((32 + kLastWord) << 16)), last);
       else if (u % 2 == 0)
@@ -143,25 +146,27 @@ struct Tile {
     }
   }
 
-  // Windows of columns 2P and 2P + 1 as 16-bit words. `mask` holds the window length in every word; not needed for 16 bits.
+  // Windows of pair P as 16-bit words. `mask` comes from mask_of(L); without Masked, L must be 16.
   template <int P, bool Masked>
   __m512i windows(__m512i mask) const {
-    constexpr int u = ciuic_unit_of_column(2 * P, Halves), v = ciuic_unit_of_column(2 * P + 1, Halves);
-    constexpr int first = ciuic_shift_of_column(2 * P, Halves), second = ciuic_shift_of_column(2 * P + 1, Halves);
-    // Two shifts and a blend: vpmultishiftqb does it in one instruction but runs on fewer ports of Zen 4 (14 % slower).
+    constexpr int u = ciuic_unit_of_column(2 * P, H), v = ciuic_unit_of_column(2 * P + 1, H);
+    constexpr int first = ciuic_shift_of_column(2 * P, H), second = ciuic_shift_of_column(2 * P + 1, H);
+    // vpmultishiftqb would replace two shifts and a blend, but it runs on fewer ports of Zen 4 (14 % slower).
     const __m512i both = _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(unit[u], first),
                                                  _mm512_slli_epi32(unit[v], 16 - second));
     return Masked ? _mm512_and_si512(both, mask) : both;
   }
 
-  static __m512i mask_of(int window) { return _mm512_set1_epi16(static_cast<short>((1u << window) - 1u)); }
+  static __m512i mask_of(int L) { return _mm512_set1_epi16(static_cast<short>((1u << L) - 1u)); }
 
-  // Windows of one column in 32-bit lanes. The multiplications and dot products that follow keep two of the four vector pipes of
-  // Zen 4 busy; shifts, masks and byte shuffles run on the other two, at most two of them per column.
+  // Windows of one column in 32-bit lanes. The multiplication and the dot product that follow occupy two of Zen 4's
+  // four vector pipes. Shifts, masks and byte shuffles run on the other two, and a column needs at most two of these
+  // instructions.
   template <int Column, bool Masked>
   __m512i column(__m512i mask) const {
-    constexpr int u = ciuic_unit_of_column(Column, Halves), shift = ciuic_shift_of_column(Column, Halves);
-    if constexpr (shift >= 8 && 32 % Halves == 0 && !Masked) {  // the compiler shares the shift with the column of shift - 8
+    constexpr int u = ciuic_unit_of_column(Column, H), shift = ciuic_shift_of_column(Column, H);
+    if constexpr (shift >= 8 && 32 % H == 0 && !Masked) {
+      // Shuffling bytes instead of shifting by `shift`: the compiler reuses the shift by shift - 8 of another column.
       const int zeros = static_cast<int>(0x80800000u);
       const __m512i middle = _mm512_set4_epi32(zeros | 0x0E0D, zeros | 0x0A09, zeros | 0x0605, zeros | 0x0201);
       return _mm512_shuffle_epi8(_mm512_srli_epi32(unit[u], shift - 8), middle);

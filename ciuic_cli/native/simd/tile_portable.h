@@ -1,5 +1,5 @@
-// Reading a tile in plain C++ with 128-bit vectors of 16-bit words, which every 64-bit processor has: a word is a row, a step is
-// a pair of neighbouring columns.
+// Reads a tile in plain C++ with 128-bit vectors of 16-bit words, which every 64-bit processor has. A word is a row; a
+// column takes two vectors, rows 0-7 and rows 8-15.
 #ifndef CIUIC_TILE_PORTABLE_H
 #define CIUIC_TILE_PORTABLE_H
 
@@ -19,11 +19,12 @@ namespace CIUIC_ISA {
 typedef uint16_t Words __attribute__((vector_size(16)));
 typedef int32_t Quad __attribute__((vector_size(16)));
 
-// [column of the pair][upper or lower 8 rows]
+// part[column of the pair][0: rows 0-7, 1: rows 8-15].
 struct Pair {
   Words part[2][2];
 };
 
+// The high 16 bits of the unsigned 32-bit products.
 static inline Words high_product(Words a, Words b) {
 #if defined(__SSE2__)
   return reinterpret_cast<Words>(_mm_mulhi_epu16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
@@ -39,11 +40,11 @@ static inline Words all_words(unsigned value) {
   return Words{v, v, v, v, v, v, v, v};
 }
 
-// Hashing and summing are one step here, column by column: there are few registers.
+// Hashing happens inside byte_sums, column by column, because there are few registers.
 typedef Pair Hash;
 static inline const Hash& hash_of(const Pair& windows) { return windows; }
 
-// Per word, the sum of the two bytes of `a` and the two of `b`.
+// Per word, the sum of both bytes of `a` and both bytes of `b`.
 static inline Words byte_sum(Words a, Words b) {
 #if defined(__SSSE3__)
   const __m128i ones = _mm_set1_epi8(1);
@@ -78,7 +79,7 @@ static inline Sums sums_of(int32_t value) {
   return {{v, v, v, v}};
 }
 
-// Words of both columns side by side: rows 8 half + 4 quarter .. + 3.
+// The words of both columns of a pair, interleaved, for the four rows from 8 half + 4 quarter on.
 static inline Words interleaved(const Pair& pair, int half, int quarter) {
   const Words a = pair.part[0][half], b = pair.part[1][half];
   return quarter == 0 ? __builtin_shuffle(a, b, Words{0, 8, 1, 9, 2, 10, 3, 11})
@@ -117,17 +118,17 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
 
 constexpr int kBatches[] = {1, 2, 4};
 
-template <int Halves>
+template <int H>
 struct Tile {
-  static constexpr int kWhole = Halves / 2;
-  Words unit[ciuic_units(Halves)][2];
-  Words above[2];  // the last 16 bits of the row before: what comes before unit 0
+  static constexpr int kWhole = H / 2;
+  Words unit[ciuic_units(H)][2];
+  Words above[2];  // unit -1: the last 16 bits of the row before
 
   explicit Tile(const uint8_t* codes) {
     for (int u = 0; u < kWhole; ++u)
       for (int i = 0; i < 2; ++i) unit[u][i] = words_at(codes + CIUIC_UNIT_BYTES * u + 16 * i);
     Words last[2] = {unit[kWhole - 1][0], unit[kWhole - 1][1]};
-    if constexpr (Halves % 2 == 1)
+    if constexpr (H % 2 == 1)
       for (int i = 0; i < 2; ++i) {
         unit[kWhole][i] = upper_bytes_at(codes + CIUIC_UNIT_BYTES * kWhole + 8 * i);
         last[i] = last[i] << 8 | unit[kWhole][i] >> 8;
@@ -145,7 +146,7 @@ struct Tile {
     return words;
   }
 
-  // Eight bytes, each above a byte of zeros.
+  // Eight bytes, each in the upper half of a word.
   static Words upper_bytes_at(const uint8_t* from) {
     typedef uint8_t Bytes __attribute__((vector_size(8)));
     Bytes bytes;
@@ -153,13 +154,15 @@ struct Tile {
     return __builtin_convertvector(bytes, Words) << 8;
   }
 
+  // Windows of one column for eight rows, before the mask.
   template <int Column>
   Words window(int half) const {
-    constexpr int u = ciuic_unit_of_column(Column, Halves), shift = ciuic_shift_of_column(Column, Halves);
+    constexpr int u = ciuic_unit_of_column(Column, H), shift = ciuic_shift_of_column(Column, H);
     const Words before = u == 0 ? above[half] : unit[u == 0 ? 0 : u - 1][half];
     return shift == 0 ? unit[u][half] : before << (16 - shift) | unit[u][half] >> shift;
   }
 
+  // Windows of pair P. `mask` comes from mask_of(L); without Masked, L must be 16.
   template <int P, bool Masked>
   Pair windows(Words mask) const {
     Pair both = {{{window<2 * P>(0), window<2 * P>(1)}, {window<2 * P + 1>(0), window<2 * P + 1>(1)}}};
@@ -169,7 +172,7 @@ struct Tile {
     return both;
   }
 
-  static Words mask_of(int window) { return all_words((1u << window) - 1u); }
+  static Words mask_of(int L) { return all_words((1u << L) - 1u); }
 };
 
 }  // namespace CIUIC_ISA

@@ -1,5 +1,5 @@
-// What cuda/device.h names, for g++: lanes are fibers that one OS thread runs in turn, so the kernels' own source runs
-// unchanged, collectives included. See emulator.cpp.
+// Defines the names of cuda/device.h for g++. Lanes are fibers that one OS thread runs in turn, so the kernels' source runs
+// unchanged, warp and block collectives included. emulator.cpp has the scheduler.
 #ifndef CIUIC_EMULATE_H
 #define CIUIC_EMULATE_H
 
@@ -30,8 +30,8 @@ u32 blocks();
 u8* dynamic_shared();
 void block_barrier();
 void warp_barrier();
-// Hands `words` words of every lane of the warp to all of them: the result is [32][8].
-const u32 (*exchange(const u32* mine, int words))[8];
+// All-gather among the lanes of a warp: every lane passes `words` words (at most 8) and gets those of all lanes, [32][8].
+const u32 (*exchange(const u32* own_words, int words))[8];
 void copy_issue(u8* shared, const u8* global);
 void copy_commit();
 void copy_wait(int pending);
@@ -49,8 +49,8 @@ inline float bits_to_float(u32 bits) { float out; std::memcpy(&out, &bits, 4); r
 inline u32 float_to_bits(float value) { u32 out; std::memcpy(&out, &value, 4); return out; }
 
 inline s32 shuffle_xor(s32 value, int mask) {
-  const u32 mine = (u32)value;
-  return (s32)emu::exchange(&mine, 1)[(emu::thread() % 32) ^ mask][0];
+  const u32 word = (u32)value;
+  return (s32)emu::exchange(&word, 1)[(emu::thread() % 32) ^ mask][0];
 }
 inline u32 shuffle_xor(u32 value, int mask) { return (u32)shuffle_xor((s32)value, mask); }
 inline float shuffle_xor(float value, int mask) { return bits_to_float((u32)shuffle_xor((s32)float_to_bits(value), mask)); }
@@ -74,10 +74,10 @@ inline u32 half2_subtract(u32 a, u32 b) {
   return low | ((u32)high << 16);
 }
 
-// Fragments as device.h states them (PTX ISA, "Matrix fragments for mma.m16n8k32" and "m16n8k16").
+// The fragment layouts are those in device.h (PTX ISA, "Matrix fragments for mma.m16n8k32" and "m16n8k16").
 inline void mma_bytes(s32 d[4], const u32 a[4], u32 b0, u32 b1) {
-  const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const u32(*all)[8] = emu::exchange(mine, 6);
+  const u32 operands[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const u32(*all)[8] = emu::exchange(operands, 6);
   const u32 lane = emu::thread() % 32, g = lane / 4, t = lane % 4;
   for (int i = 0; i < 4; ++i) {
     const u32 row = g + (i >= 2 ? 8 : 0), column = 2 * t + (i & 1);
@@ -89,8 +89,8 @@ inline void mma_bytes(s32 d[4], const u32 a[4], u32 b0, u32 b1) {
   }
 }
 inline void mma_halves(float d[4], const u32 a[4], u32 b0, u32 b1) {
-  const u32 mine[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  const u32(*all)[8] = emu::exchange(mine, 6);
+  const u32 operands[6] = {a[0], a[1], a[2], a[3], b0, b1};
+  const u32(*all)[8] = emu::exchange(operands, 6);
   const u32 lane = emu::thread() % 32, g = lane / 4, t = lane % 4;
   for (int i = 0; i < 4; ++i) {
     const u32 row = g + (i >= 2 ? 8 : 0), column = 2 * t + (i & 1);

@@ -1,8 +1,8 @@
-// Runs the kernels of cuda/ on the host: every lane a fiber, every block in turn, the kernels' own source.
+// Runs the kernels of cuda/ on the host. Every lane is a fiber, and blocks run one after the other.
 //
-// Made to expose what a GPU would expose, and more reliably: the order of the lanes is shuffled with the launch's seed;
-// shared memory starts as poison; the target of an asynchronous copy is poison from its issue until its wait; a barrier
-// that not all lanes reach is an error; global buffers end (and begin) at pages that may not be touched.
+// The emulator finds errors that a GPU may hide: the order of the lanes is shuffled with the launch's seed; shared
+// memory starts as poison; the destination of an asynchronous copy is poison until its wait; a barrier that not all
+// lanes reach is an error; global buffers lie between inaccessible pages.
 #include <csetjmp>
 #include <csignal>
 #include <cstdio>
@@ -30,9 +30,9 @@ struct Copy { u8* to; const u8* from; };
 struct Fiber {
   jmp_buf resume;
   bool started, finished;
-  u32 parity;
+  u32 parity;  // which of the warp's two exchange buffers comes next
   std::vector<std::vector<Copy>> groups;  // committed and unfinished, oldest first
-  std::vector<Copy> open;
+  std::vector<Copy> open;  // issued, not yet committed
 };
 struct Barrier { u32 arrived, generation; };
 struct Warp { Barrier barrier; u32 words[2][32][8]; };
@@ -46,13 +46,14 @@ struct Launch {
 std::vector<Fiber> fibers;
 std::vector<Warp> warps;
 Barrier block_wide;
-u32 alive, current, progress;
+u32 alive, current, progress;  // lanes not finished, the running lane, a counter of barrier events
 u8* stacks = nullptr;
 alignas(16) u8 shared_memory[MAX_SHARED];
 jmp_buf scheduler;
-sigjmp_buf outside;
+sigjmp_buf fault_exit;
 ucontext_t fiber_context;
 
+// Returns to the scheduler; the lane goes on at its next turn.
 __attribute__((noinline)) void yield() {
   if (_setjmp(fibers[current].resume) == 0) _longjmp(scheduler, 1);
 }
@@ -69,6 +70,7 @@ void wait_at(Barrier& barrier, u32 expected) {
   ++progress;
 }
 
+// The body of a fiber: the kernel for one lane.
 void run_fiber() {
   launch.kernel(launch.parameters);
   Fiber& self = fibers[current];
@@ -78,6 +80,7 @@ void run_fiber() {
   _longjmp(scheduler, 1);
 }
 
+// Switches to a lane's own stack for the first time. Later switches use _longjmp, which makes no system call.
 void start(u32 index) {
   getcontext(&fiber_context);
   fiber_context.uc_stack.ss_sp = stacks + index * STACK;
@@ -87,7 +90,7 @@ void start(u32 index) {
   setcontext(&fiber_context);
 }
 
-// 0, or 2 when the lanes of a block can no longer move.
+// Runs one block. 0, or 2 if no lane can advance: some lanes wait at a barrier that the others never reach.
 int run_block(std::mt19937& random) {
   std::memset(shared_memory, POISON, sizeof shared_memory);
   fibers.assign(launch.threads, Fiber{});
@@ -114,7 +117,7 @@ int run_block(std::mt19937& random) {
   return 0;
 }
 
-void on_fault(int) { siglongjmp(outside, 1); }
+void on_fault(int) { siglongjmp(fault_exit, 1); }
 
 }  // namespace
 
@@ -126,12 +129,12 @@ u8* dynamic_shared() { return shared_memory; }
 void block_barrier() { wait_at(block_wide, launch.threads); }
 void warp_barrier() { wait_at(warps[current / 32].barrier, 32); }
 
-const u32 (*exchange(const u32* mine, int words))[8] {
+const u32 (*exchange(const u32* own_words, int words))[8] {
   Warp& warp = warps[current / 32];
   Fiber& self = fibers[current];
   u32(*buffer)[8] = warp.words[self.parity];
-  self.parity ^= 1;  // a lane can be one exchange ahead of the slowest reader, not two
-  std::memcpy(buffer[current % 32], mine, 4 * words);
+  self.parity ^= 1;  // two buffers, because a lane can be one exchange ahead of the slowest reader, but not two
+  std::memcpy(buffer[current % 32], own_words, 4 * words);
   warp_barrier();
   return buffer;
 }
@@ -176,8 +179,8 @@ const Entry entries[] = {
 
 extern "C" {
 
-// Launches a kernel. 0; 1: no such kernel, or a parameter block of another size; 2: some lanes never reached a barrier;
-// 3: memory outside every buffer was touched; 4: an impossible launch.
+// Launches a kernel. Returns 0; 1 for an unknown kernel or a parameter block of another size; 2 if some lanes never
+// reached a barrier; 3 if memory outside every buffer was touched; 4 for an impossible launch.
 int emu_launch(const char* name, u32 grid_x, u32 grid_y, u32 threads, u32 shared_bytes, const void* parameters,
                size_t parameter_bytes, u32 seed) {
   if (threads == 0 || threads % 32 || threads > emu::MAX_THREADS || shared_bytes > emu::MAX_SHARED || !grid_x || !grid_y)
@@ -200,10 +203,10 @@ int emu_launch(const char* name, u32 grid_x, u32 grid_y, u32 threads, u32 shared
 
   std::mt19937 random(seed);
   volatile int status = 0;
-  if (sigsetjmp(emu::outside, 1) == 0) {
+  if (sigsetjmp(emu::fault_exit, 1) == 0) {
     emu::launch = {{grid_x, grid_y}, threads, {0, 0}, parameters, entry->call};
     for (u32 i = 0; i < grid_x * grid_y && !status; ++i) {
-      // Blocks in a scattered order too: nothing may depend on it.
+      // Blocks run in a scattered order, because no result may depend on their order.
       const u32 index = (u32)(((u64)i * 7919 + seed) % (grid_x * grid_y));
       const u32 at = (grid_x * grid_y) % 7919 ? index : i;
       emu::launch.at[0] = at % grid_x;
@@ -219,7 +222,8 @@ int emu_launch(const char* name, u32 grid_x, u32 grid_y, u32 threads, u32 shared
   return status;
 }
 
-// `bytes` of memory whose end (rounded up to 16) lies against a page that may not be touched, as does the page before.
+// `bytes` of memory that ends (rounded up to 16 bytes) at an inaccessible page; the page before the mapping is
+// inaccessible too.
 void* emu_alloc(size_t bytes) {
   const size_t page = (size_t)sysconf(_SC_PAGESIZE), rounded = (bytes + 15) / 16 * 16;
   const size_t body = (rounded + page - 1) / page * page;
@@ -241,7 +245,7 @@ size_t emu_parameter_bytes(const char* name) {
   return 0;
 }
 
-// Offsets of members, by "Struct.member", for the comparison with the Python mirrors.
+// The offset of a member, by "Struct.member", for the comparison with the Python mirrors; -1 if there is none.
 long emu_offset(const char* name) {
 #define MEMBER(S, m) if (!std::strcmp(name, #S "." #m)) return (long)__builtin_offsetof(S, m)
   MEMBER(CiuicPart, blob); MEMBER(CiuicPart, group_offset); MEMBER(CiuicPart, y); MEMBER(CiuicPart, addend);
@@ -271,7 +275,7 @@ long emu_offset(const char* name) {
   return -1;
 }
 
-// The device's way to a level against the header's, over every window: the number that disagree.
+// Compares the kernels' ways to compute a level with the header's, over all windows. Returns the number of differences.
 int emu_wrong_levels() {
   int wrong = 0;
   for (u32 window = 0; window < 65536; ++window) {

@@ -1,5 +1,6 @@
-// A libcuda.so.1 without a GPU: what the launcher asks of the driver, and launches that go to the emulated kernels. It puts
-// the real cuda-bindings between the launcher and the kernels, as on a machine with a GPU.
+// A stand-in for libcuda.so.1 on a machine without a GPU. It answers the driver calls that the launcher makes and
+// passes launches to the emulated kernels. The real cuda-bindings thus run between launcher and kernels, as on a
+// machine with a GPU.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
