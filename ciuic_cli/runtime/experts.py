@@ -1,9 +1,9 @@
-"""Routed experts whose fused weights stay packed.
+"""Routed experts whose fused weights stay compressed.
 
-transformers 5 keeps a layer's experts as two 3-D parameters, `gate_up_proj` (E, 2 I, H), the gate's rows
-first, and `down_proj` (E, H, I), and calls `experts(hidden_states (T, H), top_k_index (T, k),
-top_k_weights (T, k)) -> (T, H)`. What happens between the two products (activation function, clamps) is
-the class's `_apply_gate`; it is kept.
+transformers 5 stores a layer's experts as two 3-D parameters: `gate_up_proj` (E, 2 I, H), with the gate's rows first,
+and `down_proj` (E, H, I). The model calls `experts(hidden_states (T, H), top_k_index (T, k), top_k_weights (T, k))`
+and gets (T, H). The class's `_apply_gate` computes the step between the two products (activation function, clamps);
+the compressed module calls the same function.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from ciuic_cli.runtime.modules import BlobModule
 
 
 class CompressedExperts(BlobModule):
-    """One layer's experts; both stacks are blobs of an ExpertStack, and only routed experts are decoded.
+    """One layer's experts as two expert stacks. Only experts that a token is routed to are decoded.
 
     Args:
-        dense: the module to stand in for. Its configuration, activation and `_apply_gate` are taken over, its
-            weights are not.
-        gate_up_proj: blob of the stack (E, 2 I, H), (nbytes,) uint8.
-        down_proj: blob of the stack (E, H, I), (nbytes,) uint8.
+        dense: the module to replace. Its configuration, activation and `_apply_gate` are copied, its weights are not.
+        gate_up_proj: blob of the ExpertStack (E, 2 I, H), (nbytes,) uint8.
+        down_proj: blob of the ExpertStack (E, H, I), (nbytes,) uint8.
 
-    Raises InputError if the module's experts are laid out in a way that packed stacks cannot express.
+    Raises:
+        InputError: expert stacks cannot express the layout of the module's experts.
     """
 
     def __init__(self, dense: nn.Module, gate_up_proj: nn.Parameter, down_proj: nn.Parameter) -> None:
@@ -36,15 +36,15 @@ class CompressedExperts(BlobModule):
         if reason is not None:
             raise InputError(f"{type(dense).__name__} cannot hold compressed experts: {reason}")
         super().__init__()
-        own = set(self.__dict__)
-        self.__dict__.update({name: value for name, value in dense.__dict__.items() if name not in own})
+        module_state = set(self.__dict__)
+        self.__dict__.update({k: value for k, value in dense.__dict__.items() if k not in module_state})
         for name, child in dense.named_children():
             self.add_module(name, child)
         shape = dense.get_parameter("gate_up_proj").shape
         self.num_experts, self.intermediate_dim, self.hidden_dim = shape[0], shape[1] // 2, shape[2]
         self.gate_up_proj = gate_up_proj
         self.down_proj = down_proj
-        # The plain function, so that copies of this module apply it to themselves.
+        # A plain function, not a bound method: copies of this module must pass themselves.
         self.gate_function: Callable[..., torch.Tensor] = getattr(type(dense), "_apply_gate")  # noqa: B009
 
     def forward(
@@ -52,7 +52,7 @@ class CompressedExperts(BlobModule):
     ) -> torch.Tensor:
         """hidden_states (T, H), top_k_index (T, k), top_k_weights (T, k) -> (T, H), hidden_states' dtype.
 
-        An index of num_experts or more (padding of expert parallelism) contributes nothing.
+        An index of num_experts or more (padding in expert parallelism) contributes nothing.
         """
         tokens, k = top_k_index.shape
         gate_up = ops.routed_linear(hidden_states, self.gate_up_proj, top_k_index, 2 * self.intermediate_dim)

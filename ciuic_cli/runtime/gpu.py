@@ -44,7 +44,7 @@ class GpuWeight(PlainWeight):
         self.kernels = matrix
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        return products.in_own_order(self.kernels, self.kernels.product(x))
+        return products.to_original_order(self.kernels, self.kernels.product(x))
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `Weight.lookup`; an id that the table has no row for makes zeros, so that nothing waits for

@@ -1,4 +1,4 @@
-"""`ciuic_cli.load`: an artifact as a transformers model; and compressed weights put into a loaded model."""
+"""Loads an artifact as a transformers model (`ciuic_cli.load`), or puts compressed weights into a loaded model."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ def load(
     *,
     verify: bool = False,
 ) -> Any:
-    """Load an artifact of `ciuic compress`; its weights stay compressed in memory.
+    """Load an artifact of `ciuic compress`. Its weights stay compressed in memory.
 
     Args:
         path: the artifact's folder, or a hub id.
         device: "auto" (a GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
-        dtype: of activations and uncompressed tensors; default: as the artifact's config says.
-        verify: compare every file with its checksum first, as `ciuic inspect --verify` does.
+        dtype: dtype of activations and uncompressed tensors; default: the one in the artifact's config.
+        verify: first compare every file with its checksum, as `ciuic inspect --verify` does.
 
     Returns:
         The transformers model (a PreTrainedModel with a language-model head), in evaluation mode.
 
     Raises:
-        InputError: not an artifact, of a newer format, incomplete or damaged.
-        EnvironmentFault: the device is not there, or its memory or the machine's is exhausted.
-        UsageError: the device's name is none.
+        InputError: `path` is no artifact, or the artifact is incomplete, damaged or of a newer format.
+        EnvironmentFault: the device does not exist, or its memory or the machine's memory is exhausted.
+        UsageError: `device` is not the name of a device.
     """
-    place = choose_device(device)
+    target = choose_device(device)
     if verify:
-        from ciuic_cli.artifact.verification import verify as compare
+        from ciuic_cli.artifact.verification import verify as verify_files
 
-        compare(path).require_intact(locate(path))
+        verify_files(path).require_intact(locate(path))
     artifact = open_artifact(path)
     from transformers import AutoModelForCausalLM
 
@@ -71,7 +71,7 @@ def load(
         ) from error
     except CiuicError:
         raise
-    except Exception as error:  # whatever a damaged config or generation_config leads transformers to
+    except Exception as error:  # a damaged config or generation_config makes transformers raise anything
         fault = exhaustion(error)
         if fault is not None:
             raise fault from error
@@ -81,29 +81,28 @@ def load(
             file=artifact.folder,
             remedy="check it with `ciuic inspect --verify`; fetch or compress it again",
         ) from error
-    return model if place.type == "cpu" else model.to(place)  # type: ignore[arg-type]
+    return model if target.type == "cpu" else model.to(target)  # type: ignore[arg-type]
 
 
 def pack_module_inplace(
     model: nn.Module, blobs: Mapping[str, Blob], *, notes: Mapping[str, Any] | None = None
 ) -> nn.Module:
-    """Exchange modules of a loaded model, in place, for compressed ones.
+    """Replace modules of a loaded model by compressed ones, in place.
+
+    Every new module is put on the device of the parameter that it replaces.
 
     Args:
         model: any nn.Module; a transformers model can be saved as an artifact afterwards.
-        blobs: parameter name -> blob (bytes, or uint8 [nbytes] tensor or array) of a PackedMatrix for 2-D
-        parameters and
-            of an ExpertStack for 3-D ones. A tied head needs no blob of its own. Every module goes to the
-            device of the parameter that it replaces.
+        blobs: parameter name -> blob (bytes, or a uint8 tensor or array (nbytes,)): a PackedMatrix for a 2-D
+            parameter, an ExpertStack for a 3-D one. Of two tied parameters one needs a blob.
         notes: fields for the `quantization_config` of a transformers model, such as `bits_per_weight`.
 
     Returns:
         The same model.
 
     Raises:
-        InputError: a damaged blob, a parameter that the model lacks, a shape that differs, or a module
-        that cannot
-            hold codes. The model is then unchanged or partly exchanged.
+        InputError: a blob is damaged, the model lacks the parameter, the shapes differ, or the module cannot hold
+            codes. The model may then be partly changed.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     dtype = next((p.dtype for p in parameters.values() if p.is_floating_point()), torch.get_default_dtype())
@@ -116,15 +115,15 @@ def pack_module_inplace(
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         if parameters.get(target) is not parameters.get(source):
             continue
-        given = [name for name in (target, source) if name in slots]
-        if len(given) == 1:
-            absent = source if given[0] == target else target
-            slots[absent] = slots[given[0]]
-            ties[absent] = given[0]
+        with_blob = [name for name in (target, source) if name in slots]
+        if len(with_blob) == 1:
+            without_blob = source if with_blob[0] == target else target
+            slots[without_blob] = slots[with_blob[0]]
+            ties[without_blob] = with_blob[0]
     swap_modules(model, slots, dtype)
-    for absent, given_name in ties.items():
-        module_name, _, parameter = absent.rpartition(".")
-        setattr(model.get_submodule(module_name), parameter, model.get_parameter(given_name))
+    for name, tied_to in ties.items():
+        module_name, _, parameter = name.rpartition(".")
+        setattr(model.get_submodule(module_name), parameter, model.get_parameter(tied_to))
     if hasattr(model, "save_pretrained"):
         from ciuic_cli.runtime.plugin import finish_modules, mark_compressed
 
@@ -134,22 +133,29 @@ def pack_module_inplace(
 
 
 def choose_device(device: str | torch.device) -> torch.device:
-    """The device of a `--device` option; "auto" is a GPU if there is one."""
+    """The device that a `--device` option names; "auto" is a GPU if there is one, else the CPU.
+
+    Raises:
+        UsageError: not the name of a device.
+        EnvironmentFault: torch does not see the device.
+    """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        place = torch.device(device)
+        chosen = torch.device(device)
     except RuntimeError as error:
-        raise UsageError(f"{device!r} is no device", remedy="use auto, cpu, cuda or cuda:N") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"{device!r} is not a device", remedy="use auto, cpu, cuda or cuda:N") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
         raise EnvironmentFault(
             "torch sees no CUDA device here", remedy="use --device cpu, or install a CUDA build of torch"
         )
-    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+    count = torch.cuda.device_count() if chosen.type == "cuda" else 0
+    if chosen.type == "cuda" and (chosen.index or 0) >= count:
         raise EnvironmentFault(
-            f"there is no device {place}; torch sees {torch.cuda.device_count()}", remedy="use one of those"
+            f"there is no device {chosen}; torch sees {count} CUDA device(s)",
+            remedy=f"use cuda:0 to cuda:{count - 1}",
         )
-    return place
+    return chosen
 
 
 def _as_tensor(blob: Blob) -> torch.Tensor:
@@ -161,6 +167,7 @@ def _as_tensor(blob: Blob) -> torch.Tensor:
 
 
 def _shape(blob: torch.Tensor, name: str) -> tuple[int, ...]:
+    """Shape of the dense weight that a blob decodes to. Raises InputError if the blob is damaged."""
     if bytes(blob[:4].tolist()) == b"CIUX":
         stack = ExpertStack.from_buffer(blob, where=name)
         return len(stack.experts), stack.rows, stack.cols

@@ -1,12 +1,12 @@
-"""Classes made while a model is loaded: a class of transformers with a mixin of ours before it.
+"""Classes built while a model is loaded: a mixin of this package in front of a transformers class.
 
-No module holds such a class by name. Copies and pickles therefore store the two classes it was made of and make it
+No module contains such a class under its name, so copies and pickles store the two base classes and build the class
 again.
 
-One mixin is here: the dtype that a model computes in. transformers takes the dtype of a model's first floating-point
-parameter as the model's dtype, and `save_pretrained` writes it into config.json. That parameter is the embedding,
-unless it is compressed; then the next parameter answers, and in DeepSeek-V4 that one belongs to a hyper-connection,
-which is float32 in every model.
+This module also has one such mixin, which fixes `model.dtype`. transformers takes the dtype of a model's first
+floating-point parameter as the model's dtype, and `save_pretrained` writes it into config.json. That parameter is
+normally the embedding. If the embedding is compressed, the next parameter decides, and in DeepSeek-V4 that one
+belongs to a hyper-connection, which is float32 in every model.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ from ciuic_cli.runtime.modules import CompressedEmbedding
 
 
 class Mixin:
-    """Base class of our mixins."""
+    """Base class of the mixins."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        how: Any = super().__reduce_ex__(max(2, protocol))
-        return _new, type(self).__bases__, *how[2:]
+        # Protocol 2 and later start with a constructor call, which is replaced by one that finds the mixed class.
+        reduced: Any = super().__reduce_ex__(max(2, protocol))
+        return _new_instance, type(self).__bases__, *reduced[2:]
 
 
 @functools.cache
-def made(mixin: Any, own: Any) -> Any:
-    """The class (mixin, own); the same object for the same two classes."""
-    # The name stays: transformers looks up a model's output class by it and writes it into config.json.
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (mixin, own), names)
+def mixed_class(mixin: Any, original: Any) -> Any:
+    """The class with the bases (mixin, original); the same object for the same two classes."""
+    # transformers finds a model's output class by the class name and writes the name into config.json.
+    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    return type(original.__name__, (mixin, original), names)
 
 
-def own_class(thing: Mixin) -> Any:
-    """The class that the object had before the mixin."""
-    return type(thing).__bases__[1]
+def original_class(instance: Mixin) -> Any:
+    """The class that the object had before it got the mixin."""
+    return type(instance).__bases__[1]
 
 
-def _new(mixin: Any, own: Any) -> Any:
-    kind = made(mixin, own)
-    return kind.__new__(kind)
+def _new_instance(mixin: Any, original: Any) -> Any:
+    cls = mixed_class(mixin, original)
+    return cls.__new__(cls)
 
 
-def settle_dtype(model: Any) -> None:
-    """Make `model.dtype` the dtype of the compressed embedding's rows."""
+def fix_model_dtype(model: Any) -> None:
+    """Make `model.dtype` the dtype of the compressed embedding's rows, in place."""
     embedding = model.get_input_embeddings()
     if isinstance(embedding, CompressedEmbedding) and model.dtype != embedding.dtype_of_rows.dtype:
-        own: Any = type(model)
-        model.__class__ = made(_DtypeOfRows, own)
+        original: Any = type(model)
+        model.__class__ = mixed_class(_EmbeddingDtype, original)
 
 
-class _DtypeOfRows(Mixin):
-    """Mixin for model classes."""
+class _EmbeddingDtype(Mixin):
+    """Mixin for model classes whose dtype is that of the embedding's rows."""
 
     @property
     def dtype(self: Any) -> torch.dtype:
         """The dtype of the rows that the embedding returns, and so of the activations."""
-        found: torch.dtype = self.get_input_embeddings().dtype_of_rows.dtype
-        return found
+        dtype: torch.dtype = self.get_input_embeddings().dtype_of_rows.dtype
+        return dtype

@@ -1,7 +1,7 @@
-"""Modules whose weight is a blob of codes: what stands where the original had nn.Linear and nn.Embedding.
+"""Modules with compressed weights that replace nn.Linear and nn.Embedding.
 
-The blob is a parameter (uint8, one dimension) under the name that the dense weight had, so that state dicts,
-devices, saving and tying work as they do for any module. Outputs have the dtype of the activations.
+The compressed weight is a blob, a parameter of dtype uint8 and one dimension. It has the name of the dense weight, so
+that state dicts, device moves, saving and tying work as for any module. Outputs have the dtype of the activations.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def blob_parameter(nbytes: int, device: torch.device | str | None = None) -> nn.
 
 
 class BlobModule(nn.Module):
-    """A module with blobs among its parameters."""
+    """Base class of modules with blobs among their parameters."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BlobModule:
-        """As every module's (`to`, `cpu`, `cuda` call it); the device that is left keeps no copy."""
+        """As nn.Module._apply, which `to`, `cpu` and `cuda` call; then frees what was parsed on the old device."""
         super()._apply(fn, recurse)
         for parameter in self._parameters.values():
             if parameter is not None:
@@ -33,10 +33,9 @@ class BlobModule(nn.Module):
 
 
 class CompressedLinear(BlobModule):
-    """y = x W^T + bias with W (out_features, in_features) decoded inside the product.
+    """y = x W^T + bias, where W (out_features, in_features) is decoded inside the product.
 
-    `weight` is the blob of a PackedMatrix, (nbytes,) uint8; `bias` is None or (out_features,) in a
-    floating dtype.
+    `weight` is the blob of a PackedMatrix, (nbytes,) uint8. `bias` is None or floating (out_features,).
     """
 
     def __init__(
@@ -51,22 +50,22 @@ class CompressedLinear(BlobModule):
 
     @property
     def blob(self) -> torch.Tensor:
-        """The parameter `weight`, whatever `present_dtype` shows in its place."""
+        """The parameter `weight`, also after `present_dtype`."""
         return self._parameters["weight"]  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., in_features) floating -> (..., out_features) in the dtype of x."""
-        # nn.Module's own lookup by name would take a tenth of the time of a small product.
+        # Attribute lookup through nn.Module would take a tenth of the time of a small product.
         bias = self._parameters["bias"]
         y = ops.linear(x, self.blob, self.out_features)
         return y if bias is None else y + bias.to(y.dtype)
 
     def present_dtype(self, dtype: torch.dtype) -> None:
-        """Let `self.weight` be seen as a meta tensor of the dense shape and of `dtype`.
+        """Make the attribute `weight` a meta tensor of the dense shape and of `dtype`.
 
-        For callers that read `module.weight.dtype` to cast the input before they call the module (the
-        indexer of DeepSeek V3.2): the blob's uint8 would turn the activations into bytes. The state dict,
-        devices and saving see the blob all the same. It lasts until the parameter is assigned again.
+        Some callers cast the input to `module.weight.dtype` before they call the module (the indexer of DeepSeek
+        V3.2); the blob's uint8 would turn their activations into bytes. State dict, device moves and saving still
+        use the blob. The effect ends when the parameter is assigned again.
         """
         self.__dict__["weight"] = torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
 
@@ -78,10 +77,10 @@ class CompressedLinear(BlobModule):
 
 
 class CompressedGroupedLinear(CompressedLinear):
-    """Block-diagonal projection (DeepSeek V4's `o_a_proj`): group g of the input meets rows g of the weight.
+    """Block-diagonal projection (DeepSeek V4's `o_a_proj`): group g of the input is multiplied by group g of the rows.
 
-    The weight is (out_features, in_features) with out_features = n_groups * rows per group and
-    in_features the width of one group.
+    The weight is (out_features, in_features), where out_features = n_groups * rows per group and in_features is the
+    number of columns of one group.
     """
 
     def __init__(
@@ -97,15 +96,15 @@ class CompressedGroupedLinear(CompressedLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., n_groups, in_features) -> (..., n_groups, out_features / n_groups)."""
-        # The model's own module ignores a bias as well; it has none.
+        # No bias: the dense module has none and ignores one, too.
         return ops.grouped_linear(x, self.blob, self.n_groups, self.out_features // self.n_groups)
 
 
 class CompressedEmbedding(BlobModule):
-    """Rows of a compressed table (num_embeddings, embedding_dim); only the rows asked for are decoded.
+    """Rows of a compressed table (num_embeddings, embedding_dim). Only the requested rows are decoded.
 
-    `scale` multiplies the rows (Gemma's scaled embeddings), rounded to the dtype of the output as the dense
-    module rounds it.
+    `scale` multiplies the rows (Gemma's scaled embeddings). It is rounded to the dtype of the output, as in the dense
+    module.
     """
 
     def __init__(
@@ -123,8 +122,7 @@ class CompressedEmbedding(BlobModule):
         self.padding_idx = padding_idx
         self.scale = scale
         self.weight = weight
-        # Empty: it only remembers the model's floating dtype, which `model.to(dtype)` changes with all
-        # other floats.
+        # An empty buffer that holds the model's floating dtype: `model.to(dtype)` changes it with all other floats.
         self.register_buffer(
             "dtype_of_rows", torch.empty(0, dtype=dtype, device=weight.device), persistent=False
         )

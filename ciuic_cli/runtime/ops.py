@@ -1,14 +1,16 @@
 """The operators that compressed modules call, registered with torch.library so that torch.compile works.
 
-    ciuic::linear(x, blob, rows)            x (..., cols)           -> (..., rows)
-    ciuic::grouped_linear(x, blob, groups, rows)   x (..., g, cols) -> (..., g, rows); group g uses its
-    own rows of W ciuic::embedding(ids, blob, cols, dtype)       ids (...)        -> (..., cols)
-    ciuic::routed_linear(x, blob, ids, rows)       x (T, cols), ids (T, k) -> (T, k, rows) with W of
-    expert ids[t, j]
+    ciuic::linear(x, blob, rows)                  x (..., cols) -> (..., rows)
+    ciuic::grouped_linear(x, blob, groups, rows)  x (..., groups, cols) -> (..., groups, rows)
+    ciuic::embedding(ids, blob, cols, dtype)      ids (...) -> (..., cols)
+    ciuic::routed_linear(x, blob, ids, rows)      x (T, cols), ids (T, k) -> (T, k, rows)
 
-Blobs are uint8 (nbytes,). Outputs have the dtype of x; sums are in float32. Gradients reach x, never the
-codes. In plain eager inference the functions below skip the dispatcher: its cost per call is what a small
-matrix takes.
+grouped_linear multiplies group g by rows g * rows to (g + 1) * rows - 1 of W. routed_linear multiplies x[t] by the
+matrix of expert ids[t, j].
+
+Blobs are uint8 (nbytes,). Outputs have the dtype of x; sums are float32. Gradients flow to x, not to the codes. In
+eager inference the functions below skip torch's dispatcher, which costs as much per call as the product of a small
+matrix.
 """
 
 from __future__ import annotations
@@ -23,33 +25,36 @@ from ciuic_cli.runtime.blobs import stack_of, weight_of
 
 def linear(x: torch.Tensor, blob: torch.Tensor, rows: int) -> torch.Tensor:
     """x (..., cols) times W^T: (..., rows) in the dtype of x. Raises InputError if the blob is damaged."""
-    if _plain(x):
+    if _skips_dispatcher(x):
         return _linear(x, blob, rows)
     return torch.ops.ciuic.linear(x, blob, rows)
 
 
 def grouped_linear(x: torch.Tensor, blob: torch.Tensor, groups: int, rows: int) -> torch.Tensor:
-    """x (..., groups, cols), W (groups * rows, cols): (..., groups, rows) in the dtype of x."""
-    if _plain(x):
+    """x (..., groups, cols), W (groups * rows, cols): (..., groups, rows) in the dtype of x. Raises as `linear`."""
+    if _skips_dispatcher(x):
         return _grouped_linear(x, blob, groups, rows)
     return torch.ops.ciuic.grouped_linear(x, blob, groups, rows)
 
 
 def embedding(ids: torch.Tensor, blob: torch.Tensor, cols: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of W: ids (...) to (..., cols) in `dtype`. Raises IndexError for an id that W has no row for."""
-    if _plain(ids):
+    """Rows of W: ids (...) to (..., cols) in `dtype`.
+
+    An id out of range raises IndexError, but gives zeros where the CUDA kernels run, which do not wait for the host.
+    """
+    if _skips_dispatcher(ids):
         return _embedding(ids, blob, cols, dtype)
     return torch.ops.ciuic.embedding(ids, blob, cols, dtype)
 
 
 def routed_linear(x: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, rows: int) -> torch.Tensor:
-    """x (T, cols), expert ids (T, k): (T, k, rows) in the dtype of x; zeros where an id is no expert."""
-    if _plain(x):
+    """x (T, cols), expert ids (T, k): (T, k, rows) in the dtype of x; zeros where an id names no expert."""
+    if _skips_dispatcher(x):
         return _routed_linear(x, blob, ids, rows)
     return torch.ops.ciuic.routed_linear(x, blob, ids, rows)
 
 
-def _plain(x: torch.Tensor) -> bool:
+def _skips_dispatcher(x: torch.Tensor) -> bool:
     needs_graph = torch.is_grad_enabled() and x.requires_grad
     return type(x) is torch.Tensor and not needs_graph and not torch.compiler.is_compiling()
 
@@ -116,15 +121,15 @@ for _schema, _kernel in _SCHEMAS.items():
     _library.impl(_schema.partition("(")[0], _kernel, "CompositeExplicitAutograd")
 
 
-def _like_first(x: torch.Tensor, last: int) -> torch.Tensor:
+def _empty_like_x(x: torch.Tensor, last: int) -> torch.Tensor:
     return x.new_empty((*x.shape[:-1], last))
 
 
-torch.library.register_fake("ciuic::linear", lambda x, blob, rows: _like_first(x, rows))
-torch.library.register_fake("ciuic::linear_backward", lambda grad, blob, cols: _like_first(grad, cols))
-torch.library.register_fake("ciuic::grouped_linear", lambda x, blob, groups, rows: _like_first(x, rows))
+torch.library.register_fake("ciuic::linear", lambda x, blob, rows: _empty_like_x(x, rows))
+torch.library.register_fake("ciuic::linear_backward", lambda grad, blob, cols: _empty_like_x(grad, cols))
+torch.library.register_fake("ciuic::grouped_linear", lambda x, blob, groups, rows: _empty_like_x(x, rows))
 torch.library.register_fake(
-    "ciuic::grouped_linear_backward", lambda grad, blob, cols: _like_first(grad, cols)
+    "ciuic::grouped_linear_backward", lambda grad, blob, cols: _empty_like_x(grad, cols)
 )
 torch.library.register_fake(
     "ciuic::embedding", lambda ids, blob, cols, dtype: ids.new_empty((*ids.shape, cols), dtype=dtype)
@@ -137,7 +142,7 @@ torch.library.register_fake(
 )
 
 
-def _remember(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
     ctx.cols = inputs[0].shape[-1]
     ctx.save_for_backward(*(value for value in inputs[1:] if isinstance(value, torch.Tensor)))
 
@@ -154,6 +159,6 @@ def _backward_routed(ctx: Any, grad: torch.Tensor) -> tuple:
     return torch.ops.ciuic.routed_linear_backward(grad, *ctx.saved_tensors, ctx.cols), None, None, None
 
 
-torch.library.register_autograd("ciuic::linear", _backward_linear, setup_context=_remember)
-torch.library.register_autograd("ciuic::grouped_linear", _backward_grouped, setup_context=_remember)
-torch.library.register_autograd("ciuic::routed_linear", _backward_routed, setup_context=_remember)
+torch.library.register_autograd("ciuic::linear", _backward_linear, setup_context=_save_for_backward)
+torch.library.register_autograd("ciuic::grouped_linear", _backward_grouped, setup_context=_save_for_backward)
+torch.library.register_autograd("ciuic::routed_linear", _backward_routed, setup_context=_save_for_backward)

@@ -1,10 +1,9 @@
-"""The transformers side: how `from_pretrained` builds a model around an artifact's blobs.
+"""The transformers quantizer: how `from_pretrained` builds a model around an artifact's blobs.
 
-transformers builds the dense model on the meta device, lets the quantizer exchange modules, then fills
-parameters by name. The quantizer therefore reads the blobs' headers first, checks them, and puts in place
-modules whose parameters have exactly the names and sizes that the files hold; no conversion is left to
-do, in either direction. Import this module only where transformers is imported anyway; `registration`
-decides when.
+transformers builds the dense model on the meta device, lets the quantizer replace modules, and then fills parameters
+by name. The quantizer reads and checks the blobs' headers and puts in modules whose parameters have the names and
+sizes in the files, so neither loading nor saving converts anything. This module imports transformers;
+`registration` decides when it is imported.
 """
 
 from __future__ import annotations
@@ -29,19 +28,20 @@ from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
-from ciuic_cli.runtime.mixed_classes import settle_dtype
+from ciuic_cli.runtime.mixed_classes import fix_model_dtype
 from ciuic_cli.runtime.modules import CompressedLinear
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
 
 _FOLDER_FIELDS = ("checksums", "mtp")
-"""Fields of the config that speak about the folder's files, not about the model; a saved copy has its own."""
+"""Fields of the config that describe the folder's files, not the model. A saved copy does not inherit them."""
 
 
 class CiuicConfig(QuantizationConfigMixin):
-    """The `quantization_config` of an artifact: method, format version, and what `compress` noted.
+    """The `quantization_config` of an artifact: method, format version, and the fields that `compress` wrote.
 
-    Raises InputError if the format is newer than this version of ciuic.
+    Raises:
+        InputError: the format is newer than this version of ciuic.
     """
 
     def __init__(
@@ -54,20 +54,20 @@ class CiuicConfig(QuantizationConfigMixin):
             setattr(self, name, value)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field, as from the dictionary in config.json: transformers asks so when it is handed a loaded config."""
+        """A field or the default: transformers treats a loaded config like the dictionary in config.json."""
         return getattr(self, name, default)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields but those that describe the files of the folder the artifact was loaded from."""
+        """All fields except those that describe the files of the artifact's folder."""
         return {k: copy.deepcopy(v) for k, v in self.__dict__.items() if k not in _FOLDER_FIELDS}
 
 
 class CiuicQuantizer(HfQuantizer):
-    """Loads artifacts of `ciuic compress` with their weights left compressed; see the module's docstring."""
+    """Loads artifacts of `ciuic compress` and leaves their weights compressed; see the module's docstring."""
 
     requires_calibration = True
     pruned: Mapping[str, torch.Tensor] | None = None
-    """Mask (E,) of the pruned experts by name of the experts module; None: not read from files."""
+    """Name of the experts module -> mask (E,) of its pruned experts, as read from the files; None before loading."""
 
     def _process_model_before_weight_loading(
         self,
@@ -86,15 +86,18 @@ class CiuicQuantizer(HfQuantizer):
         prefix = getattr(model, "base_model_prefix", "")
         in_model = {name: _name_in_model(name, expected, prefix) for name in artifact.tensors}
         _refuse_missing(model, expected, in_model.values(), Path(checkpoint_files[0]).parent)
-        present = {name: expected[mine] for name, mine in in_model.items() if mine in expected}
+        present = {
+            name: expected[model_name] for name, model_name in in_model.items() if model_name in expected
+        }
         require_dense(artifact, present)
         tables = expert_tables(classify(model))
         require_expert_ids(
-            artifact, {name: tables[mine] for name, mine in in_model.items() if mine in tables}
+            artifact,
+            {name: tables[model_name] for name, model_name in in_model.items() if model_name in tables},
         )
         blobs = {in_model[name]: blob for name, blob in artifact.blobs.items() if in_model[name] in expected}
         swap_modules(model, blob_slots(model, blobs), dtype or torch.get_default_dtype())
-        # From the files: where layers are offloaded, their parameters will be on the meta device.
+        # Read from the files now, because parameters of offloaded layers will stay on the meta device.
         self.pruned = {}
         for name, blob in blobs.items():
             if len(blob.shape) == 3 and name.endswith(".down_proj"):
@@ -108,17 +111,19 @@ class CiuicQuantizer(HfQuantizer):
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
-        """None: artifacts hold tensors under the names and in the shapes that the model has in memory.
+        """No conversions: an artifact's tensors have the names and shapes that the model has in memory.
 
-        transformers notes that none was used, and so `save_pretrained` converts nothing either.
+        transformers remembers the list, so `save_pretrained` converts nothing either.
         """
         return []
 
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
-        """What `save_pretrained` asks before it writes the config: a model in memory has no prediction layers to save,
-        so the copy promises none, and a warning says so where the artifact had kept them.
+        """Called by `save_pretrained` before it writes the config.
+
+        A model in memory has no multi-token-prediction layers, so the copy's config declares none. Warns if the
+        artifact had kept them.
         """
         if getattr(model.config, COUNT_KEY, None):
             setattr(model.config, COUNT_KEY, 0)
@@ -136,7 +141,7 @@ class CiuicQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Codes cannot be trained (gradients do pass through to the activations)."""
+        """Codes cannot be trained; gradients do flow to the activations."""
         return False
 
     @property
@@ -146,9 +151,11 @@ class CiuicQuantizer(HfQuantizer):
 
 
 def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Settle what needs the parameters in place (after loading, or after an exchange in place).
+    """Last steps that need the parameters: weight dtypes, biases, router masks, the model's dtype.
 
-    pruned: mask (E,) of the pruned experts by name of the experts module; default: from the blobs in the modules.
+    Args:
+        model: after loading, or after its modules were replaced in place.
+        pruned: name of the experts module -> mask (E,) of its pruned experts; default: from the blobs in the modules.
     """
     if pruned is None:
         pruned = {
@@ -160,21 +167,23 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
         if not isinstance(module, CompressedLinear):
             continue
         if name.endswith("indexer.weights_proj"):
-            # transformers casts this projection's input to `weight.dtype`, and keeps the weight in float32.
+            # transformers keeps this weight in float32 and casts the input to `weight.dtype`.
             module.present_dtype(torch.float32)
         if module.bias is not None and module.bias.numel() > module.out_features:
-            # Tying pads a head's bias to the length of the weight's first dimension, which is bytes here.
+            # Tying pads a head's bias to the length of the weight's first dimension, which here counts bytes.
             module.bias.data = module.bias.data[: module.out_features].clone()
     for router, mask in routers(model, pruned):
         mask_router(router, mask)
-    settle_dtype(model)
+    fix_model_dtype(model)
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:
-    """Make a model whose modules were exchanged in place look as if `from_pretrained` had loaded it.
+    """Give a model whose modules were replaced in place the state of one that `from_pretrained` loaded.
 
-    Then `save_pretrained` writes an artifact. `notes` are fields of its `quantization_config`, for example
-    `bits_per_weight`. Models that are no transformers models are left as they are.
+    `save_pretrained` then writes an artifact. Other models than those of transformers are not changed.
+
+    Args:
+        notes: fields of the artifact's `quantization_config`, for example `bits_per_weight`.
     """
     if not hasattr(model, "save_pretrained"):
         return
@@ -188,7 +197,7 @@ def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:
 
 
 def register_with_transformers() -> None:
-    """Enter the method into transformers' mappings, once."""
+    """Add the quantization method to transformers' mappings. Idempotent."""
     if QUANT_METHOD not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
         auto.register_quantization_config(QUANT_METHOD)(CiuicConfig)
     if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
@@ -196,7 +205,7 @@ def register_with_transformers() -> None:
 
 
 def _name_in_model(name: str, expected: dict[str, torch.Tensor], prefix: str) -> str:
-    """A stored name as the model has it: a bare `LlamaModel` lacks the `model.` of `LlamaForCausalLM`."""
+    """The model's name for a stored tensor: a bare `LlamaModel` lacks the `model.` of `LlamaForCausalLM`."""
     if name in expected or not prefix:
         return name
     shorter = name.removeprefix(f"{prefix}.")
@@ -207,12 +216,15 @@ def _name_in_model(name: str, expected: dict[str, torch.Tensor], prefix: str) ->
 
 
 def _predictors(config: QuantizationConfigMixin) -> PredictionLayers:
-    """The multi-token-prediction layers of the original, kept in the artifact's files or not."""
+    """The multi-token-prediction layers of the original model, whether or not the artifact's files keep them."""
     return PredictionLayers.from_dict(getattr(config, "mtp", None))
 
 
 def _ignore_predictors(model: Any, mtp: PredictionLayers) -> None:
-    """Kept multi-token-prediction layers are no surprise: transformers knows them for released sizes only."""
+    """Stop transformers from reporting kept multi-token-prediction layers as unexpected tensors.
+
+    transformers itself ignores them only at the layer numbers of the released models.
+    """
     if mtp.kept:
         patterns = {rf"^{re.escape(layer.name)}\." for layer in mtp.layers}
         model._keys_to_ignore_on_load_unexpected = {
@@ -224,7 +236,7 @@ def _ignore_predictors(model: Any, mtp: PredictionLayers) -> None:
 def _refuse_missing(
     model: Any, expected: dict[str, torch.Tensor], stored: Iterable[str], folder: Path
 ) -> None:
-    """transformers would initialise what is missing at random, with no more than a warning."""
+    """Raise InputError if a tensor is missing: transformers would warn and initialise it at random."""
     present = set(stored)
     for target, source in model.all_tied_weights_keys.items():
         if target in present or source in present:

@@ -1,8 +1,8 @@
-"""Products with a compressed matrix in bounded memory: W x, its gradient, rows of W.
+"""Products with a compressed matrix in bounded memory: W x, its gradient, and rows of W.
 
-Everything happens in the transformed basis, W x = (T W)(T x), so that decoded weights need no transform
-of their own. Few rows of x are multiplied straight from the codes; many are multiplied panel by panel,
-decoding a bounded number of weights at a time.
+Products are computed in the transformed basis, W x = (T W)(T x), so that decoded weights need no inverse transform.
+Small batches are multiplied straight from the codes. Large batches are multiplied panel by panel: a panel is a range
+of rows whose decoded weights fit PANEL_BYTES.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from ciuic_cli.codecs.transform import TILE, inverse_transform, transform
 from ciuic_cli.runtime.matrices import Matrix
 
 SMALL_BATCH = 8
-"""Up to this many rows of x are multiplied straight from the codes, unless the caller has measured better."""
+"""Default of `small_batch`. Measured values for the CPU kernels: `blobs.CPU_SMALL_BATCH`."""
 
 PANEL_BYTES = 4 << 20
-"""Scratch for decoded weights. Measured: 1 MB panels cost 10 % more, 64 MB ones twice as much
-(page faults)."""
+"""Scratch memory for decoded weights. Measured: 1 MB panels take 10 % longer, 64 MB panels twice as long (page
+faults)."""
 
 
 def product(
@@ -35,10 +35,10 @@ def product(
     Args:
         matrix: W, (rows, cols).
         x: floating [..., cols] on the matrix's device.
-        small_batch: up to how many rows of x the kernel that multiplies from the codes is the faster way.
+        small_batch: rows of x up to which multiplying straight from the codes is faster than decoding panels.
 
     Returns:
-        [..., row_end - row_begin], float32 or x's dtype: no more exact than it was computed.
+        [..., row_end - row_begin]: float32, or x's dtype if the product was computed in it.
     """
     row_end = matrix.rows if row_end is None else row_end
     batch = x.shape[:-1].numel()
@@ -53,33 +53,33 @@ def product(
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
         inner = product(right, x, small_batch=small_batch).to(torch.float32)
-        # x (L R)^T = (x R^T) L^T, and a row of L^T is T^-1 of a stored row: one inverse transform of the
-        # sum serves all.
+        # x (L R)^T = (x R^T) L^T. The rows of L^T are stored in the transformed basis, so one inverse transform of
+        # the sum suffices.
         added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
-        y = y.to(torch.float32) + in_own_order(matrix, added)[..., row_begin:row_end]
+        y = y.to(torch.float32) + to_original_order(matrix, added)[..., row_begin:row_end]
     return y
 
 
-def in_own_order(matrix: Matrix, y: torch.Tensor) -> torch.Tensor:
-    """Columns of y [..., rows] from the order in which W's rows are stored to W's own."""
+def to_original_order(matrix: Matrix, y: torch.Tensor) -> torch.Tensor:
+    """Columns of y [..., rows], which are in the order of the stored rows, in the order of W's rows."""
     return y if matrix.position is None else y.index_select(-1, matrix.position)
 
 
 def gradient(
     matrix: Matrix, grad: torch.Tensor, row_begin: int = 0, row_end: int | None = None
 ) -> torch.Tensor:
-    """x's gradient of `product`: grad W, floating [batch, row_end - row_begin] to float32 [batch, cols]."""
+    """The gradient of `product` for x: grad W, floating [batch, row_end - row_begin] to float32 [batch, cols]."""
     row_end = matrix.rows if row_end is None else row_end
     grad = grad.to(torch.float32)
     if matrix.position is not None:
         whole = torch.zeros((grad.shape[0], matrix.rows), dtype=torch.float32, device=grad.device)
-        # What belongs to a row of W goes to where that row is stored.
+        # Scatter to the order in which the rows are stored.
         grad = whole.index_copy_(1, matrix.position[row_begin:row_end].to(torch.int64), grad)
         row_begin, row_end = 0, matrix.rows
-    in_basis = torch.zeros((grad.shape[0], matrix.cols_padded), dtype=torch.float32, device=grad.device)
+    transformed = torch.zeros((grad.shape[0], matrix.cols_padded), dtype=torch.float32, device=grad.device)
     for begin, end in _panels(matrix, row_begin, row_end):
-        in_basis += grad[:, begin - row_begin : end - row_begin] @ matrix.decode(begin, end)
-    result = inverse_transform(in_basis, matrix.cols, matrix.seed)
+        transformed += grad[:, begin - row_begin : end - row_begin] @ matrix.decode(begin, end)
+    result = inverse_transform(transformed, matrix.cols, matrix.seed)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
         whole = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
@@ -88,7 +88,7 @@ def gradient(
 
 
 def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
-    """The rows of W named by `rows` (int64 [n]): float32 [n, cols] in the original basis."""
+    """The rows of W listed in `rows` (int64 [n]): float32 [n, cols] in the original basis."""
     if matrix.position is not None:
         rows = matrix.position.index_select(0, rows).to(torch.int64)
     out = inverse_transform(matrix.decode_rows(rows), matrix.cols, matrix.seed)
@@ -100,14 +100,14 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
-    """Values [..., cols], each times its input's scale, in place."""
+    """Values [..., cols] times the input factors, in place."""
     return values if matrix.input_factors is None else values.mul_(matrix.input_factors)
 
 
 def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
-    """x [..., cols], scaled already, times these rows of the codes: [..., row_end - row_begin]."""
+    """x [..., cols], already times the input factors, times rows of W without the low-rank part."""
     dtype = _multiply_dtype(x)
-    in_basis = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
+    transformed = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
     shape = (*x.shape[:-1], row_end - row_begin)
     whole = row_end - row_begin == matrix.rows
     chosen = None if whole or matrix.position is None else matrix.position.to(torch.int64)
@@ -120,18 +120,19 @@ def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) ->
     panels = _panels(matrix, row_begin, row_end, dtype)
     if len(panels) == 1:
         weights = decoded(row_begin, row_end)
-        if whole and matrix.position is not None:  # rows of a small W cost less to move than columns of y
+        if (
+            whole and matrix.position is not None
+        ):  # reordering the rows of one panel costs less than the columns of y
             weights = weights.index_select(0, matrix.position)
-        return (in_basis @ weights.T).reshape(shape)
-    y = torch.empty((in_basis.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
+        return (transformed @ weights.T).reshape(shape)
+    y = torch.empty((transformed.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
     for begin, end in panels:
-        y[:, begin - row_begin : end - row_begin] = in_basis @ decoded(begin, end).T
-    return (in_own_order(matrix, y) if whole else y).reshape(shape)
+        y[:, begin - row_begin : end - row_begin] = transformed @ decoded(begin, end).T
+    return (to_original_order(matrix, y) if whole else y).reshape(shape)
 
 
 def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
-    """What the factors are rounded to: the activations' dtype where the device multiplies it fast (sums are
-    float32)."""
+    """The dtype of both factors: x's dtype if the device has fast products of it (with float32 sums), else float32."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return torch.float32
     if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and _cpu_multiplies_bfloat16()):
@@ -141,15 +142,15 @@ def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
 
 @functools.lru_cache(maxsize=1)
 def _cpu_multiplies_bfloat16() -> bool:
-    # torch has no public question for it; where it lacks these, float32 is right and only slower.
-    asked = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in asked)
+    # torch has no public function for this. Without these private ones, float32 is correct and only slower.
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
 def _panels(
     matrix: Matrix, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32
 ) -> list[tuple[int, int]]:
-    """Row ranges whose decoded weights fit the scratch memory; they begin at row groups where they can."""
+    """Row ranges whose decoded weights fit PANEL_BYTES. All ranges but the first begin at a row group."""
     step = max(TILE, PANEL_BYTES // (dtype.itemsize * matrix.cols_padded) // TILE * TILE)
     inner = range((row_begin // TILE + 1) * TILE, row_end, TILE)
     starts = [row_begin, *inner[step // TILE - 1 :: step // TILE]]

@@ -1,9 +1,8 @@
-"""Teach transformers the "ciuic" quantization method, without importing transformers.
+"""Registers the "ciuic" quantization method with transformers, without importing transformers.
 
-`import ciuic_cli` has to stay light, and transformers takes seconds to import. So the plug-in is
-registered at the moment at which transformers' own registry comes into being: at once if it is there
-already, else by a finder on `sys.meta_path` that runs the registration right after that one module has
-been executed.
+transformers takes seconds to import, and `import ciuic_cli` must stay fast. If transformers' registry of quantizers is
+already imported, the plug-in registers at once. Otherwise a finder on `sys.meta_path` runs the registration right
+after that module has been executed.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from collections.abc import Sequence
 REGISTRY_MODULE = "transformers.quantizers.auto"
 """The module that holds transformers' mapping from `quant_method` to quantizer classes."""
 PLUGIN_MODULE = "ciuic_cli.runtime.plugin"
-"""The module that holds ours: it imports the registry, and registers when it has run itself."""
+"""The module with this package's quantizer. It imports the registry and registers at its end."""
 
 
 def register() -> None:
-    """Register the quantizer and its config class with transformers now (imports it; idempotent)."""
-    # The registry first: imported from within our plug-in, it would be registered with a half-loaded one.
+    """Register the quantizer and its config class now. Imports transformers. Idempotent."""
+    # The registry first: if the plug-in imported it, registration would run while the plug-in is half loaded.
     importlib.import_module(REGISTRY_MODULE)
     from ciuic_cli.runtime.plugin import register_with_transformers
 
@@ -31,16 +30,16 @@ def register() -> None:
 
 
 def install() -> None:
-    """Register as soon as transformers' registry exists: now, or when something imports it. Idempotent."""
+    """Register now if transformers' registry is imported, else as soon as it is. Idempotent."""
     if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
-        # It stays installed: a registry that is imported afresh (tests do that) needs the method again.
+        # The finder stays: if the registry is imported again (tests do that), it must be filled again.
         sys.meta_path.insert(0, _RegistryFinder())
     if REGISTRY_MODULE in sys.modules:
         register()
 
 
 class _RegistryFinder(importlib.abc.MetaPathFinder):
-    """Finds only the registry module, as the other finders would, and registers once it has run."""
+    """Finds only the registry module, through the other finders, and registers after it has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -62,10 +61,12 @@ class _RegistryFinder(importlib.abc.MetaPathFinder):
 
         def execute_then_register(module: types.ModuleType) -> None:
             execute(module)
-            if not _plugin_is_half_loaded():  # unpickling imports it first; it registers at its end
+            if (
+                not _plugin_is_half_loaded()
+            ):  # if unpickling imported the plug-in first, it registers at its end
                 register()
 
-        # On the instance, so that the loader keeps its type (tracebacks and `inspect` rely on it).
+        # Patched on the instance, so that the loader keeps its type, on which tracebacks and `inspect` rely.
         loader.exec_module = execute_then_register  # type: ignore[method-assign]
         return spec
 

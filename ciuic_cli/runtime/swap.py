@@ -1,4 +1,4 @@
-"""Put compressed modules where a model has dense ones."""
+"""Replaces dense modules of a model by compressed ones."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ _REMEDY = "the artifact belongs to another model or version; compress the model 
 
 @dataclass(frozen=True)
 class BlobSlot:
-    """A blob that is to become a parameter: what it decodes to, (rows, cols) or (E, rows, cols); bytes.
+    """A blob that becomes a parameter.
 
-    `tensor` is (nbytes,) uint8: the blob itself, or an empty one on the meta device before loading.
+    `shape` is the shape of the dense weight, (rows, cols) or (E, rows, cols). `tensor` is uint8 (nbytes,): the blob
+    itself or, before loading, an empty tensor on the meta device.
     """
 
     shape: tuple[int, ...]
@@ -43,10 +44,9 @@ class BlobSlot:
 
 
 def blob_slots(model: Any, blobs: Mapping[str, Blob]) -> dict[str, BlobSlot]:
-    """The places of an artifact's blobs, by name in a transformers model that is still on the meta device.
+    """Parameter name -> slot, for the blobs of an artifact and a transformers model that is still on the meta device.
 
-    Both of two tied parameters get the slot where only one is stored: whichever it is, transformers assigns its
-    parameter to the other one later.
+    If only one of two tied parameters is stored, both get its slot; transformers ties the two parameters later.
     """
     slots = {
         name: BlobSlot(blob.shape, torch.empty(blob.entry.nbytes, dtype=torch.uint8, device="meta"))
@@ -63,27 +63,28 @@ def swap_modules(model: nn.Module, slots: Mapping[str, BlobSlot], dtype: torch.d
     """Replace, in place, every module that owns a parameter named in `slots`.
 
     Args:
-        model: any nn.Module; the named parameters may be on the meta device.
-        slots: by parameter name (`model.layers.0.mlp.up_proj.weight`, `...experts.gate_up_proj`).
-        dtype: the dtype of embedding rows.
+        model: any nn.Module; its parameters may be on the meta device.
+        slots: parameter name (`model.layers.0.mlp.up_proj.weight`, `...experts.gate_up_proj`) -> slot.
+        dtype: dtype of embedding rows.
 
-    Raises InputError, naming the tensor, if the model has no such parameter, its shape differs, or its
-    module is of a kind that cannot hold codes.
+    Raises:
+        InputError: the model has no such parameter, its shape differs, or its module cannot hold codes. The error
+            names the tensor.
     """
     by_module: dict[str, dict[str, BlobSlot]] = {}
     for name, slot in slots.items():
         module_name, _, parameter_name = name.rpartition(".")
         by_module.setdefault(module_name, {})[parameter_name] = slot
-    for module_name, of_module in by_module.items():
+    for module_name, module_slots in by_module.items():
         try:
             dense = model.get_submodule(module_name)
         except AttributeError as error:
             raise InputError(
                 "the model has no module of this name", tensor=module_name, remedy=_REMEDY
             ) from error
-        for parameter_name, slot in of_module.items():
+        for parameter_name, slot in module_slots.items():
             _check_shape(dense, f"{module_name}.{parameter_name}", parameter_name, slot)
-        model.set_submodule(module_name, _compressed(dense, module_name, of_module, dtype))
+        model.set_submodule(module_name, _compressed(dense, module_name, module_slots, dtype))
 
 
 def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlot) -> None:
@@ -99,6 +100,7 @@ def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlo
 
 
 def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: torch.dtype) -> nn.Module:
+    """The compressed module that replaces `dense`."""
     if any(stack in slots for stack in EXPERT_STACKS):
         reason = experts_fault(dense)
         missing = [stack for stack in EXPERT_STACKS if stack not in slots]

@@ -51,7 +51,7 @@ def test_rows_that_are_stored_sorted(emulator: Emulator, random: np.random.Gener
     x = emulator.tensor(torch.randn(3, 144, generator=torch.Generator().manual_seed(0)))
     assert relative_error(products.product(made, x), x.double() @ exact.T) < 6e-5
     assert relative_error(products.product(made, x, 21, 70), x.double() @ exact[21:70].T) < 6e-5
-    assert relative_error(products.in_own_order(made, made.product(x)), x.double() @ exact.T) < 6e-5
+    assert relative_error(products.to_original_order(made, made.product(x)), x.double() @ exact.T) < 6e-5
     rows = emulator.tensor(torch.tensor([114, 0, 40]))
     assert relative_error(products.rows_of(made, rows), exact[rows]) < 1e-5
     grad = torch.randn(3, 115, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Artifacts made by hand from tiny checkpoints, each with the dense model that its blobs stand for."""
+"""Fixtures: artifacts built from tiny checkpoints without `compress`, and the dense models that they decode to."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from packed_weights import BITS, as_tensor, dense, pack
 
 
 @dataclass(frozen=True)
-class Made:
-    """An artifact's folder, its tensors as stored, and the dense values of the compressed ones."""
+class BuiltArtifact:
+    """An artifact's folder, the checkpoint's folder, the stored tensors, and the decoded values of compressed ones."""
 
     folder: Path
     source: Path
@@ -39,7 +39,7 @@ class Made:
         return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
 
     def dense_model(self, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-        """The original's architecture with the decoded weights, pruned experts masked."""
+        """The original architecture with the decoded weights; routers mask pruned experts."""
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(self.source, dtype=dtype, **options)
@@ -57,10 +57,15 @@ class Made:
         return model.eval()
 
 
-def build_artifact(source: Path, folder: Path, *, rank: int = 0, prune: bool = True, **config: Any) -> Made:
-    """Compress every matrix of a checkpoint to mixed bits; `config` overrides fields of quantization_config.
+def build_artifact(
+    source: Path, folder: Path, *, rank: int = 0, prune: bool = True, **config: Any
+) -> BuiltArtifact:
+    """Compress every matrix of a checkpoint with mixed bits per weight.
 
-    Expert 1 of every stack is pruned if `prune`; every third matrix gets a low-rank part if `rank`.
+    Args:
+        rank: if not 0, every third matrix gets a low-rank part of this rank.
+        prune: prune expert 1 of every stack.
+        config: replaces fields of quantization_config.
     """
     model_map = map_model(open_checkpoint(source))
     stored: dict[str, torch.Tensor] = {}
@@ -93,33 +98,33 @@ def build_artifact(source: Path, folder: Path, *, rank: int = 0, prune: bool = T
     }
     (folder / "config.json").write_text(json.dumps(document))
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-    return Made(folder, source, stored, decoded)
+    return BuiltArtifact(folder, source, stored, decoded)
 
 
 @pytest.fixture(scope="session")
 def artifact(
     tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[..., Made]:
-    """`artifact(family, **options of build_artifact)`, made once per session: read it, never write into it."""
-    made: dict[str, Made] = {}
+) -> Callable[..., BuiltArtifact]:
+    """`artifact(family, **options of build_artifact)`, built once per session. Tests must not write into it."""
+    built: dict[str, BuiltArtifact] = {}
 
-    def make(family: str, **options: Any) -> Made:
+    def make(family: str, **options: Any) -> BuiltArtifact:
         key = repr((family, sorted(options.items())))
-        if key not in made:
+        if key not in built:
             folder = tmp_path_factory.mktemp(f"{family}-artifact")
-            made[key] = build_artifact(tiny_checkpoint(family), folder, **options)
-        return made[key]
+            built[key] = build_artifact(tiny_checkpoint(family), folder, **options)
+        return built[key]
 
     return make
 
 
 @pytest.fixture
-def make_artifact() -> Callable[..., Made]:
-    """`make_artifact(checkpoint folder, out, **options)`."""
+def make_artifact() -> Callable[..., BuiltArtifact]:
+    """`make_artifact(checkpoint folder, output folder, **options of build_artifact)`."""
     return build_artifact
 
 
 @pytest.fixture
 def prompt() -> torch.Tensor:
-    """Token ids (2, 21): more rows than the small-batch kernels take."""
+    """Token ids (2, 21): with 42 rows, more than one batch of the CPU kernels."""
     return torch.randint(0, 260, (2, 21), generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Packed matrices of random weights, and what they stand for."""
+"""Packed matrices with random weights or random codes, and their decoded values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ def pack(
     L: int = 12,
     is_sorted: bool = False,
 ) -> PackedMatrix:
-    """A matrix (rows, cols) in the trellis code; `bits` per row group, cycled. is_sorted: rows in random classes."""
+    """Encode a matrix (rows, cols).
+
+    Args:
+        bits: bits per weight of the row groups, repeated cyclically.
+        rank: rank of a low-rank part, or 0.
+        is_sorted: assign the rows to random classes and store them sorted by class.
+    """
     rows, cols = weight.shape
     if is_sorted:
         row_class = random_classes(rows)
@@ -61,7 +67,7 @@ def random_codes(
     is_sorted: bool = False,
     is_scaled: bool = False,
 ) -> PackedMatrix:
-    """A matrix of random codes: Gaussian weights of standard deviation about cols^-1/2, without a search."""
+    """A matrix of random codes, which decode to Gaussian weights of standard deviation about cols^-1/2; no encoding."""
     draw = np.random.default_rng([rows, cols, seed, L])
     row_bits = np.resize(stored_bits(bits), -(-rows // 16))
     codes = draw.integers(0, 256, int(tile_nbytes(row_bits).sum()) * -(-cols // 16), dtype=np.uint8)
@@ -79,7 +85,7 @@ def random_classes(rows: int) -> npt.NDArray[np.uint8]:
 
 
 def dense(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix that a packed one stands for, float32 (rows, cols)."""
+    """The decoded matrix, float32 (rows, cols): low-rank part, input scales and the original row order included."""
     result = trellis.decode(packed, original_basis=True)
     if packed.lowrank is not None:
         right, left = packed.lowrank
@@ -102,6 +108,6 @@ def as_tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
 
 
 def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Of the whole tensor, in the Euclidean norm."""
+    """Euclidean norm of the difference over that of the reference."""
     value, reference = value.detach().double(), reference.detach().double()
     return float((value - reference).norm() / reference.norm())

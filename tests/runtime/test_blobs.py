@@ -1,4 +1,4 @@
-"""What stands for a blob: parsed once per tensor, by the kind of device."""
+"""Blobs are parsed once per tensor and device, and freed with the tensor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     blob = as_tensor(MATRIX)
     assert blobs.weight_of(blob) is blobs.weight_of(blob)
     with torch.inference_mode():
-        made_there = as_tensor(MATRIX)
-        assert blobs.weight_of(made_there) is blobs.weight_of(made_there)
+        inference_blob = as_tensor(MATRIX)
+        assert blobs.weight_of(inference_blob) is blobs.weight_of(inference_blob)
     assert len(calls) == 2
 
 
@@ -55,7 +55,7 @@ def test_damaged_blobs_are_refused() -> None:
 
 
 def test_devices_without_kernels_say_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The CPU stands in for a device that is not in the tables."""
+    """The CPU plays a device without an entry in the tables."""
     monkeypatch.delitem(blobs.WEIGHTS, "cpu")
     monkeypatch.delitem(blobs.STACKS, "cpu")
     blobs._notice.cache_clear()

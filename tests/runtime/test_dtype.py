@@ -1,4 +1,4 @@
-"""`model.dtype` is what the model computes in, also where its first floating parameter is another."""
+"""`model.dtype` is the dtype of the activations, even if the first floating-point parameter has another one."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ciuic_cli.runtime.loading import pack_module_inplace
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_it_is_the_dtype_that_was_asked_for(
+def test_model_dtype_is_the_requested_dtype(
     family: str, dtype: torch.dtype, artifact: Callable[..., Any], prompt: torch.Tensor
 ) -> None:
     model = load(artifact(family).folder, device="cpu", dtype=dtype)
     assert model.dtype == dtype == model.get_input_embeddings()(prompt).dtype
 
 
-def test_a_saved_copy_computes_in_the_same(
+def test_a_saved_copy_has_the_same_dtype(
     artifact: Callable[..., Any], prompt: torch.Tensor, tmp_path: Path
 ) -> None:
     """DeepSeek-V4 keeps its hyper-connections in float32, the first parameters after the embedding."""
@@ -46,7 +46,7 @@ def test_copies_and_pickles_are_models_of_the_same_class(
     model = load(artifact("deepseek_v4").folder, device="cpu")
     twins = [copy.deepcopy(model)]
     twins += [pickle.loads(pickle.dumps(model, protocol)) for protocol in (0, pickle.HIGHEST_PROTOCOL)]
-    expected = model(prompt, output_hidden_states=True)  # transformers finds by the class what it can give
+    expected = model(prompt, output_hidden_states=True)  # transformers looks up recorded outputs by class
     assert len(expected.hidden_states) == 5
     for twin in twins:
         assert type(twin) is type(model) and twin.dtype == torch.bfloat16
@@ -54,7 +54,7 @@ def test_copies_and_pickles_are_models_of_the_same_class(
 
 
 def test_a_model_that_is_packed_in_place(artifact: Callable[..., Any]) -> None:
-    made = artifact("deepseek_v4")
-    model = made.dense_model(torch.bfloat16)
-    pack_module_inplace(model, {name: blob for name, blob in made.stored.items() if name in made.decoded})
+    built = artifact("deepseek_v4")
+    model = built.dense_model(torch.bfloat16)
+    pack_module_inplace(model, {name: blob for name, blob in built.stored.items() if name in built.decoded})
     assert model.dtype == torch.bfloat16 and model.to(torch.float16).dtype == torch.float16

@@ -1,4 +1,4 @@
-"""Packed experts against transformers' own modules."""
+"""CompressedExperts against transformers' dense modules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def v4() -> nn.Module:
 
 
 def compressed(module: Any, rank: int = 0, prune: int | None = None) -> CompressedExperts:
-    """Packed experts of random codes; the dense module gets the weights that they decode to."""
+    """CompressedExperts with random codes; sets the dense module's weights to the decoded values."""
     blobs = []
     for name in ("gate_up_proj", "down_proj"):
         parameter = getattr(module, name)
@@ -69,7 +69,7 @@ def test_same_results_as_the_dense_module(make: Any, tokens: int) -> None:
 
 
 @torch.no_grad()
-def test_the_clamp_matters_here() -> None:
+def test_the_clamp_changes_the_result() -> None:
     module = v4()
     packed = compressed(module)
     x, ids, weights = routing(5)
@@ -95,7 +95,7 @@ def test_only_routed_experts_are_decoded(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @torch.no_grad()
-def test_indices_that_are_no_expert() -> None:
+def test_indices_beyond_the_last_expert_add_nothing() -> None:
     module = v3()
     packed = compressed(module)
     x, ids, weights = routing(6)

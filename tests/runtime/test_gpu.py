@@ -1,4 +1,4 @@
-"""The wiring of the GPU kernels to the operators. The kernels themselves have their tests; here they are stand-ins."""
+"""The operators call the GPU kernels correctly. The kernels are replaced by stand-ins; tests/cuda tests the kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IDS = torch.tensor([[0, 1], [1, 5], [1, 0]])
 
 
 def decoded(packed: PackedMatrix, blob: torch.Tensor) -> torch.Tensor:
-    """From the device's bytes: what was parsed has no codes any more. Kernels see the rows as they are stored."""
+    """Decodes the device's blob, because `packed` keeps no codes. Rows are in stored order, as for the kernels."""
     assert packed.codes.strides == (0,) and packed.row_bits.base is None
     return as_stored(PackedMatrix.from_buffer(blob, where="device"))
 
@@ -30,7 +30,7 @@ def as_stored(packed: PackedMatrix) -> torch.Tensor:
 
 
 class Kernels:
-    """Takes the place of `ciuic_cli.kernels`, with the same calls."""
+    """Stand-in for `ciuic_cli.kernels` that records the calls."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -80,13 +80,13 @@ class Kernels:
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    made = Kernels()
-    made.install(monkeypatch)
-    return made
+    built = Kernels()
+    built.install(monkeypatch)
+    return built
 
 
 def aligned(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
-    """As on a GPU: at a multiple of 64 bytes."""
+    """The blob at a multiple of 64 bytes, as on a GPU."""
     stored = as_tensor(packed)
     room = torch.empty(stored.numel() + 64, dtype=torch.uint8)
     begin = -room.data_ptr() % 64
@@ -105,16 +105,14 @@ def test_linear(stand_in: Kernels, rank: int, is_sorted: bool) -> None:
 @pytest.mark.parametrize("is_sorted", [False, True])
 def test_embedding(stand_in: Kernels, is_sorted: bool) -> None:
     packed = random_codes(48, 40, [4, 2, 6], is_sorted=is_sorted, is_scaled=is_sorted)
-    ids = torch.tensor(
-        [[3, 47, 60]], dtype=torch.int32
-    )  # the table has 48 rows: nothing is looked at on the host
+    ids = torch.tensor([[3, 47, 60]], dtype=torch.int32)  # row 60 does not exist; the host does not check
     rows = ops.embedding(ids, aligned(packed), 40, torch.float32)
     assert torch.equal(rows[:, :2], dense(packed)[ids[:, :2]]) and not rows[:, 2].any()
     assert stand_in.calls == ["embedding"]
 
 
 @pytest.mark.parametrize("is_sorted", [False, True])
-def test_experts_of_one_kind_in_one_launch(stand_in: Kernels, is_sorted: bool) -> None:
+def test_experts_with_equal_settings_take_one_launch(stand_in: Kernels, is_sorted: bool) -> None:
     stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3, is_sorted=is_sorted)))
     y = ops.routed_linear(X, aligned(stack), IDS, 24)
     assert stand_in.calls == ["experts"]
@@ -124,12 +122,16 @@ def test_experts_of_one_kind_in_one_launch(stand_in: Kernels, is_sorted: bool) -
 
 
 @pytest.mark.parametrize("options", [{"rank": 3}, {"seed": 8}, {"L": 14}])
-def test_other_experts_one_by_one(stand_in: Kernels, options: dict[str, int]) -> None:
+def test_experts_with_different_settings_are_multiplied_one_by_one(
+    stand_in: Kernels, options: dict[str, int]
+) -> None:
     stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3, **options)))
     assert isinstance(gpu.stack(stack, aligned(stack)), PlainStack)
 
 
-def test_without_usable_kernels_the_portable_way(stand_in: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_operations_replace_unusable_kernels(
+    stand_in: Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "available", lambda device: (False, "no compiler"))
     packed = random_codes(48, 40, [4, 2, 6], rank=4)
     stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3)))

@@ -1,4 +1,4 @@
-"""`load` and `pack_module_inplace`."""
+"""`load`, `choose_device` and `pack_module_inplace`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 
 @torch.inference_mode()
 def test_load(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
-    made = artifact("llama")
-    model = load(made.folder, device="cpu")
+    built = artifact("llama")
+    model = load(built.folder, device="cpu")
     assert model.dtype == torch.bfloat16 and not model.training
-    single = load(str(made.folder), device=torch.device("cpu"), dtype=torch.float32)
-    assert relative_error(single(prompt).logits, made.dense_model()(prompt).logits) < 1e-3
+    single = load(str(built.folder), device=torch.device("cpu"), dtype=torch.float32)
+    assert relative_error(single(prompt).logits, built.dense_model()(prompt).logits) < 1e-3
 
 
-def test_what_is_no_artifact(
+def test_folders_that_are_not_artifacts(
     artifact: Callable[..., Any], tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     with pytest.raises(InputError, match=r"not a ciuic artifact.*ciuic compress"):
@@ -42,7 +42,7 @@ def test_what_is_no_artifact(
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UsageError, match="no device"):
+    with pytest.raises(UsageError, match="not a device"):
         choose_device("gpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto") == torch.device("cpu")
@@ -58,7 +58,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "error", [MemoryError(), RuntimeError("unable to mmap 9 bytes: Cannot allocate memory (12)")]
 )
-def test_a_machine_without_memory_is_no_damaged_artifact(
+def test_exhausted_memory_is_not_reported_as_a_damaged_artifact(
     artifact: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def exhausted(*arguments: object, **options: object) -> None:
@@ -74,12 +74,12 @@ def test_a_machine_without_memory_is_no_damaged_artifact(
 def test_packing_a_loaded_model(
     family: str, artifact: Callable[..., Any], prompt: torch.Tensor, tmp_path: Path
 ) -> None:
-    """The same model as one loaded from the artifact, and `save_pretrained` writes that artifact."""
-    made = artifact(family)
-    model = made.dense_model()
-    blobs = {name: tensor for name, tensor in made.stored.items() if name in made.decoded}
+    """The result equals a model loaded from the artifact, and `save_pretrained` writes the same artifact."""
+    built = artifact(family)
+    model = built.dense_model()
+    blobs = {name: tensor for name, tensor in built.stored.items() if name in built.decoded}
     assert pack_module_inplace(model, blobs, notes={"bits_per_weight": 4.5}) is model
-    reference = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    reference = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
     assert torch.equal(model(prompt).logits, reference(prompt).logits)
     if family == "llama_tied":
         assert model.lm_head.weight is model.model.embed_tokens.weight
@@ -113,7 +113,7 @@ def test_packing_a_plain_module() -> None:
         ("4.weight", (16, 16), "something else from the table"),
     ],
 )
-def test_blobs_that_have_no_place(name: str, shape: tuple[int, int], message: str) -> None:
+def test_blobs_that_do_not_fit_the_model(name: str, shape: tuple[int, int], message: str) -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()

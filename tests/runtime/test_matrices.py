@@ -1,4 +1,4 @@
-"""Decoding on the CPU and by torch operations gives the same matrix, and the one that the reference defines."""
+"""CpuMatrix and TorchMatrix decode to the same values as the reference decoder."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_ranges_and_single_rows(kind: str, rank: int) -> None:
 
 
 def test_single_rows_by_torch_operations_in_bounded_memory() -> None:
-    """More row groups than one step takes."""
+    """The rows lie in more row groups than one step decodes."""
     packed = random_codes(16 * 40, 2048, [2, 3])
     matrix = TorchMatrix.on_device(packed, as_tensor(packed))
     rows = torch.randperm(640, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""Compressed modules behave as modules: state dicts, copies, dtypes, representation."""
+"""Compressed modules support what nn.Module supports: state dicts, copies, dtypes, representation."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_linear_with_bias_keeps_the_dtype() -> None:
         assert y.dtype == dtype and relative_error(y, expected) < 1e-2
 
 
-def test_activations_that_are_no_row_major_block() -> None:
+def test_activations_that_are_not_contiguous() -> None:
     module = CompressedLinear(40, 48, parameter())
     wide = torch.randn(40, 7).T
     assert not wide.is_contiguous()
     assert relative_error(module(wide), wide @ dense(MATRIX).T) < 1e-3
 
 
-def test_copies_work_on_their_own_bytes() -> None:
+def test_copies_have_their_own_blobs() -> None:
     module = CompressedLinear(40, 48, parameter())
     before = module(X)
     clone = copy.deepcopy(module)
@@ -72,14 +72,14 @@ def test_a_blob_that_is_replaced_is_read_again() -> None:
     assert relative_error(module(X), X @ dense(MATRIX).T) < 1e-3
 
 
-def test_memory_that_a_module_has_left_is_not_kept() -> None:
+def test_moving_a_module_frees_what_was_parsed() -> None:
     module = CompressedLinear(40, 48, parameter())
     module(X)
     assert id(module.weight) in blobs._parsed
-    module._apply(torch.clone)  # as a move to another device
+    module._apply(torch.clone)  # like a move to another device
     assert id(module.weight) not in blobs._parsed
     assert relative_error(module(X), X @ dense(MATRIX).T) < 1e-3
-    module.to(torch.bfloat16)  # bytes stay where they are
+    module.to(torch.bfloat16)  # the blob does not move
     assert id(module.weight) in blobs._parsed
 
 
@@ -118,7 +118,7 @@ def test_presented_dtype() -> None:
     assert module.weight.dtype == torch.uint8
 
 
-def test_parameters_cannot_be_trained_and_say_their_size() -> None:
+def test_blob_parameters_have_no_gradient_and_repr_shows_their_size() -> None:
     module = CompressedLinear(40, 48, blob_parameter(1000, "meta"))
     assert not module.weight.requires_grad
     assert "bytes=1000" in repr(module) and "in_features=40" in repr(module)

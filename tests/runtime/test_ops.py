@@ -1,4 +1,4 @@
-"""The operators: torch's own checks of their registration, torch.compile, gradients."""
+"""The operators: torch's checks of their registration, torch.compile, gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 MATRIX = random_codes(48, 40, [4, 2, 6], rank=4, is_sorted=True, is_scaled=True)
 STACK = ExpertStack(tuple(random_codes(24, 40, [4, 3], seed=e, is_sorted=e == 1) for e in range(3)))
 X = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
-IDS = torch.tensor([[0, 2], [1, 1], [2, 3], [0, 1], [3, 3]])  # 3 is no expert
+IDS = torch.tensor([[0, 2], [1, 1], [2, 3], [0, 1], [3, 3]])  # expert 3 does not exist
 
 CALLS: dict[str, tuple[Any, ...]] = {
     "linear": (X, as_tensor(MATRIX), 48),
@@ -73,7 +73,7 @@ class Small(torch.nn.Module):
         return torch.relu(self.head(self.table(ids)))
 
 
-def test_compiled_without_a_break() -> None:
+def test_compiles_without_a_graph_break() -> None:
     model = Small().eval()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=False)
     ids = torch.tensor([[1, 5, 40]])

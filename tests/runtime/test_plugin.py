@@ -1,4 +1,4 @@
-"""Loading artifacts through transformers: every family, saving, and what is refused."""
+"""Loading artifacts through transformers: every model family, saving, and the errors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ciuic_cli.report.inspection import describe
 from ciuic_cli.runtime import blobs
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
-from ciuic_cli.runtime.routing import NEVER
+from ciuic_cli.runtime.routing import MASKED_SCORE
 
 
 def resident_bytes(model: nn.Module) -> int:
@@ -38,73 +38,73 @@ def test_logits_are_those_of_the_decoded_model(
     family: str, artifact: Callable[..., Any], prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the dense model with the decoded weights, in float32."""
-    made = artifact(family, rank=5)
-    dense = made.dense_model()
+    built = artifact(family, rank=5)
+    dense = built.dense_model()
     expected = dense(prompt).logits
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
     ours = model(prompt).logits
-    # Products from codes have activations in int8 with a residual. Here and there that flips a router's or an
-    # indexer's choice, which moves single tokens by any amount: the median tells whether the products are right.
+    # Products straight from the codes quantize the activations. This flips some choices of routers and indexers, which
+    # changes single tokens by any amount, so the median decides.
     by_token = (ours - expected).norm(dim=-1) / expected.norm(dim=-1)
     assert by_token.median() < 1e-3
     monkeypatch.setitem(blobs.CPU_SMALL_BATCH, native.cpu_kernels(), 0)
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    assert relative_error(model(prompt).logits, expected) < 5e-5  # only sums in another order
+    model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
+    assert relative_error(model(prompt).logits, expected) < 5e-5  # only the order of sums differs
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_stays_compressed(family: str, artifact: Callable[..., Any]) -> None:
-    made = artifact(family, rank=5)
-    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    built = artifact(family, rank=5)
+    model = AutoModelForCausalLM.from_pretrained(built.folder)
     names = {name for name, parameter in model.named_parameters() if parameter.dtype == torch.uint8}
-    assert names == {name for name, tensor in made.stored.items() if tensor.dtype == torch.uint8}
-    assert names == set(made.decoded)
+    assert names == {name for name, tensor in built.stored.items() if tensor.dtype == torch.uint8}
+    assert names == set(built.decoded)
     left = [m.weight.numel() for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
-    assert all(numel < 150 for numel in left)  # a handful of rows, which would grow
+    assert all(numel < 150 for numel in left)  # matrices of a few rows, which would grow if compressed
     assert isinstance(model.get_input_embeddings(), CompressedEmbedding)
     assert isinstance(model.get_output_embeddings(), CompressedLinear)
-    if family != "deepseek_v4":  # of which transformers keeps norms and connections in float32
-        assert resident_bytes(model) <= 1.02 * made.stored_bytes
+    if family != "deepseek_v4":  # transformers keeps its norms and hyper-connections in float32
+        assert resident_bytes(model) <= 1.02 * built.stored_bytes
 
 
 @torch.inference_mode()
 def test_bfloat16_activations(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
-    made = artifact("llama")
-    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    built = artifact("llama")
+    model = AutoModelForCausalLM.from_pretrained(built.folder)
     assert model.dtype == torch.bfloat16 and model.model.embed_tokens(prompt).dtype == torch.bfloat16
-    exact = made.dense_model(torch.float64)(prompt).logits
+    exact = built.dense_model(torch.float64)(prompt).logits
     ours = relative_error(model(prompt).logits, exact)
-    rounded = relative_error(made.dense_model(torch.bfloat16)(prompt).logits, exact)
+    rounded = relative_error(built.dense_model(torch.bfloat16)(prompt).logits, exact)
     assert ours < 1.5 * rounded
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3", "deepseek_v4"])
 def test_generate_with_the_cache(family: str, artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
-    made = artifact(family)
+    built = artifact(family)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 2, "eos_token_id": None}
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
     tokens = model.generate(prompt, **options)
     assert tokens.shape == (2, 26)
-    assert torch.equal(tokens, made.dense_model().generate(prompt, **options))
-    if family != "deepseek_v4":  # whose cache is part of how it compresses its context
+    assert torch.equal(tokens, built.dense_model().generate(prompt, **options))
+    if family != "deepseek_v4":  # its context compression depends on the cache
         assert torch.equal(tokens, model.generate(prompt, use_cache=False, **options))
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3", "deepseek_v4"])
 def test_save_pretrained_round_trip(family: str, artifact: Callable[..., Any], tmp_path: Path) -> None:
-    made = artifact(family, checksums="ciuic_checksums.json")
-    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    built = artifact(family, checksums="ciuic_checksums.json")
+    model = AutoModelForCausalLM.from_pretrained(built.folder)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
-    assert set(saved) == set(made.stored)
-    for name, tensor in made.stored.items():
+    assert set(saved) == set(built.stored)
+    for name, tensor in built.stored.items():
         kept = saved[name].to(tensor.dtype) == tensor
         if name.endswith("e_score_correction_bias"):
-            kept[1] = saved[name][1] == NEVER  # the pruned expert's, masked at load
+            kept[1] = saved[name][1] == MASKED_SCORE  # the pruned expert, masked at load
         assert kept.all(), name
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "ciuic" and config["bits_per_weight"] == 4.0
-    assert "checksums" not in config  # they speak about the other folder's files
+    assert "checksums" not in config  # they describe the files of the original folder
     again = AutoModelForCausalLM.from_pretrained(tmp_path)
     state = again.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
@@ -125,9 +125,9 @@ def test_tied_head_shares_the_blob(artifact: Callable[..., Any]) -> None:
 
 @torch.inference_mode()
 def test_model_without_a_head(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
-    made = artifact("llama")
-    base = AutoModel.from_pretrained(made.folder, dtype=torch.float32)
-    whole = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    built = artifact("llama")
+    base = AutoModel.from_pretrained(built.folder, dtype=torch.float32)
+    whole = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
     assert torch.equal(base(prompt).last_hidden_state, whole.model(prompt).last_hidden_state)
 
 
@@ -141,10 +141,10 @@ def test_device_map(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_layers_that_wait_on_the_disk(
+def test_layers_offloaded_to_disk(
     family: str, artifact: Callable[..., Any], prompt: torch.Tensor, tmp_path: Path
 ) -> None:
-    """What a model larger than its devices comes to: experts pruned in it stay masked."""
+    """Pruned experts stay masked in a model that is larger than its devices."""
     folder = artifact(family).folder
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     parts = [name for name, _ in plain.named_children() if name != "model"]
@@ -158,9 +158,9 @@ def test_layers_that_wait_on_the_disk(
 
 
 def test_gradients_reach_the_embeddings_output(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
-    made = artifact("deepseek_v3", rank=5)
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    dense = made.dense_model()
+    built = artifact("deepseek_v3", rank=5)
+    model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
+    dense = built.dense_model()
     gradients = []
     for candidate in (model, dense):
         rows = dense.get_input_embeddings()(prompt).detach().requires_grad_()
@@ -183,21 +183,19 @@ def edited(folder: Path, copy: Path, **changes: torch.Tensor | None) -> Path:
     ("name", "message"),
     [("model.norm.weight", "missing"), ("model.layers.1.mlp.experts.down_proj", "missing")],
 )
-def test_missing_tensors_are_never_made_up(
-    name: str, message: str, artifact: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_missing_tensors_raise(name: str, message: str, artifact: Callable[..., Any], tmp_path: Path) -> None:
     folder = edited(artifact("deepseek_v3").folder, tmp_path / "copy", **{name: None})
     with pytest.raises(InputError, match=f"{message}.*{name}"):
         AutoModelForCausalLM.from_pretrained(folder)
 
 
 def test_blob_of_another_shape(artifact: Callable[..., Any], tmp_path: Path) -> None:
-    made = artifact("llama")
+    built = artifact("llama")
     prefix = "model.layers.0.mlp"
     folder = edited(
-        made.folder,
+        built.folder,
         tmp_path / "copy",
-        **{f"{prefix}.up_proj.weight": made.stored[f"{prefix}.down_proj.weight"]},
+        **{f"{prefix}.up_proj.weight": built.stored[f"{prefix}.down_proj.weight"]},
     )
     with pytest.raises(InputError, match=r"shape \[48, 88\].*expects \[88, 48\]") as caught:
         AutoModelForCausalLM.from_pretrained(folder)
@@ -208,30 +206,30 @@ def test_blob_of_another_shape(artifact: Callable[..., Any], tmp_path: Path) -> 
 def test_impossible_headers_are_refused_before_loading(
     offset: int, value: int, artifact: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """Window length, rows, rank and bits per weight of one blob."""
+    """L, rows, rank and bits per weight of one blob."""
     name = "model.layers.2.self_attn.q_proj.weight"
-    made = artifact("llama")
-    damaged = made.stored[name].clone()
+    built = artifact("llama")
+    damaged = built.stored[name].clone()
     damaged[offset] = value
-    folder = edited(made.folder, tmp_path / "copy", **{name: damaged})
+    folder = edited(built.folder, tmp_path / "copy", **{name: damaged})
     with pytest.raises(InputError) as caught:
         AutoModelForCausalLM.from_pretrained(folder)
     assert caught.value.tensor == name and str(folder) in str(caught.value.file)
 
 
 @pytest.mark.parametrize("form", ["a coded router", "one dense stack"])
-def test_what_loading_cannot_place_is_refused_by_inspect_too(
+def test_loading_and_inspect_refuse_the_same_tensors(
     form: str, artifact: Callable[..., Any], tmp_path: Path
 ) -> None:
-    made = artifact("deepseek_v3")
+    built = artifact("deepseek_v3")
     block = "model.layers.1.mlp"
     if form == "a coded router":
         name = f"{block}.gate.weight"
-        value = as_tensor(random_codes(*made.stored[name].shape))
+        value = as_tensor(random_codes(*built.stored[name].shape))
     else:
         name = f"{block}.experts.gate_up_proj"
-        value = made.decoded[name].to(torch.bfloat16)
-    folder = edited(made.folder, tmp_path / "copy", **{name: value})
+        value = built.decoded[name].to(torch.bfloat16)
+    folder = edited(built.folder, tmp_path / "copy", **{name: value})
     for opened in (describe, load):
         with pytest.raises(InputError, match="cannot hold a compressed weight") as caught:
             opened(folder)
@@ -250,37 +248,37 @@ def test_indexer_whose_input_is_cast_to_its_weights_dtype(
     prompt: torch.Tensor,
     make_artifact: Callable[..., Any],
 ) -> None:
-    """DeepSeek V3.2 reads `weights_proj.weight.dtype`: uint8 there would turn the activations into bytes."""
-    made = make_artifact(tiny_checkpoint("deepseek_v32", index_n_heads=16), tmp_path)
+    """DeepSeek V3.2 casts the input to `weights_proj.weight.dtype`, which must not be uint8."""
+    built = make_artifact(tiny_checkpoint("deepseek_v32", index_n_heads=16), tmp_path)
     name = "model.layers.1.self_attn.indexer.weights_proj"
-    assert f"{name}.weight" in made.decoded
-    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    assert f"{name}.weight" in built.decoded
+    model = AutoModelForCausalLM.from_pretrained(built.folder)
     projection = model.get_submodule(name)
     assert isinstance(projection, CompressedLinear)
     assert projection.weight.dtype == torch.float32 and projection.weight.shape == (16, 56)
     assert model.state_dict()[f"{name}.weight"].dtype == torch.uint8
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
-    outputs = [m(prompt[:, :8]).logits for m in (model, made.dense_model())]  # 8 tokens: all are selected
+    model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
+    outputs = [m(prompt[:, :8]).logits for m in (model, built.dense_model())]  # 8 tokens: all are selected
     assert relative_error(*outputs) < 1e-3
 
 
 def test_config_object_instead_of_a_file(artifact: Callable[..., Any]) -> None:
-    made = artifact("llama")
-    config = AutoModelForCausalLM.from_pretrained(made.folder).config
-    model = AutoModelForCausalLM.from_pretrained(made.folder, config=config)
+    built = artifact("llama")
+    config = AutoModelForCausalLM.from_pretrained(built.folder).config
+    model = AutoModelForCausalLM.from_pretrained(built.folder, config=config)
     assert isinstance(model.lm_head, CompressedLinear)
 
 
 def test_state_dict_instead_of_files(artifact: Callable[..., Any]) -> None:
-    made = artifact("llama")
-    model = AutoModelForCausalLM.from_pretrained(made.folder)
+    built = artifact("llama")
+    model = AutoModelForCausalLM.from_pretrained(built.folder)
     with pytest.raises(UsageError, match="from its files"):
         type(model).from_pretrained(None, config=model.config, state_dict=model.state_dict())
 
 
 def test_pruned_experts_add_nothing(artifact: Callable[..., Any]) -> None:
-    made = artifact("deepseek_v3", rank=5)
-    model = AutoModelForCausalLM.from_pretrained(made.folder, dtype=torch.float32)
+    built = artifact("deepseek_v3", rank=5)
+    model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
     experts = next(module for module in model.modules() if isinstance(module, CompressedExperts))
     x = torch.randn(3, 56)
     pruned = torch.full((3, 2), 1)

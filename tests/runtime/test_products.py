@@ -1,4 +1,4 @@
-"""Products against those of the decoded matrix, for both kinds of matrices and every way through the code."""
+"""Products against those of the decoded matrix, for both matrix classes and every code path."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ciuic_cli.runtime.matrices import CpuMatrix, Matrix, TorchMatrix
 SHAPES = [(100, 70), (16, 16), (1, 3), (263, 576), (640, 1100)]
 
 
-def both(rows: int, cols: int, rank: int = 0) -> list[tuple[Matrix, torch.Tensor]]:
-    found: list[tuple[Matrix, torch.Tensor]] = []
-    for both_so in (False, True):
+def both_classes(rows: int, cols: int, rank: int = 0) -> list[tuple[Matrix, torch.Tensor]]:
+    pairs: list[tuple[Matrix, torch.Tensor]] = []
+    for is_special in (False, True):
         bits, rank_here = [4, 2, 0, 8, 5, 3, 6], min(rank, rows, cols)
-        packed = random_codes(rows, cols, bits, rank=rank_here, is_sorted=both_so, is_scaled=both_so)
+        packed = random_codes(rows, cols, bits, rank=rank_here, is_sorted=is_special, is_scaled=is_special)
         exact = dense(packed)
-        found += [(CpuMatrix(packed), exact), (TorchMatrix.on_device(packed, as_tensor(packed)), exact)]
-    return found
+        pairs += [(CpuMatrix(packed), exact), (TorchMatrix.on_device(packed, as_tensor(packed)), exact)]
+    return pairs
 
 
 def activations(batch: int, cols: int) -> torch.Tensor:
@@ -29,9 +29,9 @@ def activations(batch: int, cols: int) -> torch.Tensor:
 @pytest.mark.parametrize("rank", [0, 7])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_by_panels(shape: tuple[int, int], rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PANEL_BYTES", 4 * 16 * 80)  # several panels even for these
+    monkeypatch.setattr(products, "PANEL_BYTES", 4 * 16 * 80)  # several panels even for these small matrices
     x = activations(9, shape[1])
-    for matrix, exact in both(*shape, rank):
+    for matrix, exact in both_classes(*shape, rank):
         assert relative_error(products.product(matrix, x), x @ exact.T) < 2e-6
 
 
@@ -40,16 +40,16 @@ def test_products_by_panels(shape: tuple[int, int], rank: int, monkeypatch: pyte
 @pytest.mark.parametrize("kind", [0, 2])
 def test_products_from_codes(batch: int, rank: int, kind: int) -> None:
     x = activations(batch, 576)
-    matrix, exact = both(263, 576, rank)[kind]
+    matrix, exact = both_classes(263, 576, rank)[kind]
     y = products.product(matrix, x, small_batch=40)
     assert y.dtype == torch.float32 and relative_error(y, x @ exact.T) < 5e-4
-    assert not torch.equal(y, products.product(matrix, x, small_batch=0))  # it was the other way
+    assert not torch.equal(y, products.product(matrix, x, small_batch=0))  # the panels were not used
 
 
 def test_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "PANEL_BYTES", 4 * 16 * 80)
     x = activations(3, 70)
-    for matrix, exact in both(100, 70, 5):
+    for matrix, exact in both_classes(100, 70, 5):
         for begin, end in ((0, 20), (20, 40), (33, 100), (48, 64)):
             y = products.product(matrix, x, begin, end, small_batch=0)
             assert relative_error(y, x @ exact[begin:end].T) < 2e-6
@@ -58,10 +58,10 @@ def test_part_of_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_exact_as_a_dense_product(dtype: torch.dtype) -> None:
     x = activations(64, 576).to(dtype)
-    matrix, exact = both(263, 576, 7)[0]
+    matrix, exact = both_classes(263, 576, 7)[0]
     reference = x.double() @ exact.double().T
     rounded = relative_error(x @ exact.to(dtype).T, reference)
-    # The transformed activations are rounded too, on top of the ones given.
+    # The transformed activations are rounded in addition to the given ones.
     assert relative_error(products.product(matrix, x), reference) < 1.5 * rounded
 
 
@@ -69,7 +69,7 @@ def test_half_precision_is_as_exact_as_a_dense_product(dtype: torch.dtype) -> No
 def test_gradient(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "PANEL_BYTES", 4 * 16 * 80)
     grad = activations(5, 100)
-    for matrix, exact in both(100, 70, rank):
+    for matrix, exact in both_classes(100, 70, rank):
         assert relative_error(products.gradient(matrix, grad), grad @ exact) < 2e-6
         part = products.gradient(matrix, grad[:, 20:61], 20, 61)
         assert relative_error(part, grad[:, 20:61] @ exact[20:61]) < 2e-6
@@ -78,7 +78,7 @@ def test_gradient(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("rank", [0, 7])
 def test_rows(rank: int) -> None:
     rows = torch.tensor([0, 99, 32, 5, 32])
-    for matrix, exact in both(100, 70, rank):
+    for matrix, exact in both_classes(100, 70, rank):
         assert torch.allclose(products.rows_of(matrix, rows), exact[rows], atol=1e-6)
 
 
@@ -86,7 +86,7 @@ def test_rows(rank: int) -> None:
 @pytest.mark.parametrize("small_batch", [0, 40])
 def test_activations_of_any_shape(rank: int, small_batch: int) -> None:
     x = activations(6, 576)
-    for matrix, _ in both(263, 576, rank):
+    for matrix, _ in both_classes(263, 576, rank):
         flat = products.product(matrix, x, small_batch=small_batch)
         for shape in ((2, 3), (1, 6), (6, 1), (3, 1, 2)):
             y = products.product(matrix, x.reshape(*shape, 576), small_batch=small_batch)
@@ -94,7 +94,7 @@ def test_activations_of_any_shape(rank: int, small_batch: int) -> None:
 
 
 def test_nothing_to_multiply() -> None:
-    for matrix, _ in both(100, 70):
+    for matrix, _ in both_classes(100, 70):
         assert products.product(matrix, torch.empty(2, 0, 70)).shape == (2, 0, 100)
         assert products.product(matrix, torch.empty(0, 70)).shape == (0, 100)
     empty = CpuMatrix(random_codes(20, 40, 0))

@@ -1,4 +1,4 @@
-"""Registration with transformers: early, late, and what happens without it. Each case needs a process of its own."""
+"""Registration with transformers, before and after its import. Each case runs in its own process."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_registered_when_transformers_is_there_already() -> None:
 
 
 def test_registered_when_the_plugin_comes_first(artifact: Callable[..., Any], tmp_path: Path) -> None:
-    """A loaded model's config comes back in a process that knows nothing of the package yet (spawn, Ray, dask)."""
+    """Unpickling a loaded model's config imports the plug-in first (spawn, Ray, dask)."""
     config = AutoModelForCausalLM.from_pretrained(artifact("llama").folder).config
     (tmp_path / "config.pickle").write_bytes(pickle.dumps(config))
     done = run(
@@ -62,7 +62,7 @@ def test_registered_when_the_plugin_comes_first(artifact: Callable[..., Any], tm
 
 
 def test_loading_without_the_import_raises(artifact: Callable[..., Any]) -> None:
-    """The blobs' shapes clash with the dense parameters': no model with random weights comes out."""
+    """The blobs' shapes differ from those of the dense parameters, so transformers does not return random weights."""
     folders = [artifact(family).folder for family in ("llama_tied", "deepseek_v3")]
     done = run(
         "import sys\n"

@@ -30,16 +30,16 @@ def _model(folder: Path) -> Any:
 
 def _chosen(model: Any, ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Experts chosen in each layer, by the name of its experts module."""
-    found: dict[str, torch.Tensor] = {}
+    chosen: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(
-                lambda _m, args, kwargs, name=name: found.update({name: [*args, *kwargs.values()][1]}),
+                lambda _m, args, kwargs, name=name: chosen.update({name: [*args, *kwargs.values()][1]}),
                 with_kwargs=True,
             )
     with torch.no_grad():
         model(ids)
-    return found
+    return chosen
 
 
 def _ids() -> torch.Tensor:
@@ -83,21 +83,21 @@ def test_a_softmax_runs_over_the_experts_that_are_left(
     weights = logits.softmax(-1).topk(router.top_k).values
     if family == "mixtral":
         weights = weights / weights.sum(-1, keepdim=True)
-    own = type(router)
+    original = type(router)
     routing.mask_router(router, mask)
     routing.mask_router(router, mask)
-    _, found, chosen = router(x)
+    _, scores, chosen = router(x)
     scale = getattr(router, "routed_scaling_factor", 1.0)
-    order = found.sort(descending=True).values
+    order = scores.sort(descending=True).values
     torch.testing.assert_close(order, weights * scale)
     assert not (chosen == PRUNED).any()
     routing.unmask_router(router)
-    assert type(router) is own and "masked_logits" not in dict(router.named_buffers())
+    assert type(router) is original and "masked_logits" not in dict(router.named_buffers())
     assert (router(x)[2] == PRUNED).any()
 
 
 def test_a_router_behind_hooks_is_masked(tiny_checkpoint: Callable[..., Path]) -> None:
-    """accelerate, which spreads a model over devices, keeps each module's forward and calls it from its own."""
+    """accelerate, which distributes a model over devices, stores each module's forward and calls it from a wrapper."""
     model = _model(tiny_checkpoint("mixtral"))
     router = next(m for n, m in model.named_modules() if n.endswith("mlp.gate"))
     x = torch.randn(50, router.hidden_dim, generator=torch.Generator().manual_seed(1))
@@ -113,7 +113,7 @@ def test_a_router_behind_hooks_is_masked(tiny_checkpoint: Callable[..., Path]) -
 def test_a_model_with_masked_routers_is_pickled_saved_and_copied(
     family: str, artifact: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """One without biases, whose masked routers are of a class that no module has by name."""
+    """Routers without biases get a mixed class, which no module contains by name."""
     model = _model(artifact(family).folder)
     torch.save(model, tmp_path / "model.pt")
     again = (
@@ -134,7 +134,7 @@ def test_a_model_with_masked_routers_is_pickled_saved_and_copied(
         assert not isinstance(routers[0], routing._MaskedLogits)
 
 
-def test_as_many_stay_as_must_be_chosen() -> None:
+def test_enough_experts_stay_unmasked() -> None:
     pruned = torch.tensor([1, 1, 0, 0, 1, 1, 1, 0], dtype=torch.bool)
     assert routing.mask_for(pruned, top_k=3).tolist() == pruned.tolist()
     assert not routing.mask_for(pruned, top_k=4).any()
@@ -142,7 +142,7 @@ def test_as_many_stay_as_must_be_chosen() -> None:
     assert grouped.tolist() == [True, True, False, False, False, False, False, False]
 
 
-def test_a_mask_for_the_time_of_a_layer(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_mask_for_one_layer(tiny_checkpoint: Callable[..., Path]) -> None:
     model = _model(tiny_checkpoint("mixtral"))
     layer = model.model.layers[1]
     context = routing.masking({"model.layers.1.mlp.experts": torch.tensor([False, True, False])})
