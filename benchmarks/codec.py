@@ -1,12 +1,13 @@
 """Quality and speed of the trellis code on Gaussian weights.
 
-    python benchmarks/codec.py quality    # best scale and error per K and L: the tables in codecs/figures.py
-    python benchmarks/codec.py uneven     # rows that are louder in some blocks of the input transform
-    python benchmarks/codec.py encode     # weights per second, against the plain loop of plain_viterbi.cpp
-    python benchmarks/codec.py matmul     # decode-matmul and decoding, against torch's bf16 product of the same shape
+    python benchmarks/codec.py quality    # best scale and error per K and L: the tables in codecs/rate_distortion.py
+    python benchmarks/codec.py uneven     # rows with a larger variance in some blocks of the input transform
+    python benchmarks/codec.py encode     # weights per second, against the straightforward loop in plain_viterbi.cpp
+    python benchmarks/codec.py matmul     # products from codes, against torch's bf16 product of the same shape; decoding
 
-Errors are mean squared errors on unit Gaussians times 4^K: 1.0 is Shannon's limit for a Gaussian source. Times are the
-best of several, of the process's own time on processors for one thread and of the clock for more.
+K is bits per weight, L trellis state bits. Errors are mean squared errors on unit Gaussians times 4^K; 1.0 is
+Shannon's limit for a Gaussian source. Times are the best of several runs: CPU time of the process for one thread, wall
+time for more.
 """
 
 from __future__ import annotations
@@ -32,27 +33,29 @@ from ciuic_cli.codecs.widths import BITS as ALL_BITS
 from ciuic_cli.passes.effective_variance import effective_variance
 
 BITS = ALL_BITS[1:]
-WHOLE = [int(bits) for bits in BITS if bits == int(bits) and bits >= 2]  # all that the plain loop knows
+WHOLE = [
+    int(bits) for bits in BITS if bits == int(bits) and bits >= 2
+]  # plain_viterbi.cpp supports only these
 
 
 def row_error(weight: torch.Tensor, scale: torch.Tensor, bits: float, L: int) -> float:
-    """Normalised error of a matrix (m, n) with the codes of its rows scaled by scale (m,)."""
+    """Mean squared error times 4^K of a matrix (m, n) with row scales (m,)."""
     groups = [stored_bits(bits)] * (len(weight) // TILE)
     _, decoded = trellis.round_matrix(weight, scale, groups, L=L)
     return float((weight - decoded).double().square().mean()) * 4.0**bits
 
 
 def gaussian_error(bits: float, L: int, scale: float, tiles: int, seed: int = 0) -> float:
-    """Normalised error over `tiles` tiles, encoded as the product encodes them (closing of the circle included)."""
+    """Mean squared error times 4^K over `tiles` tiles of unit Gaussians, tail-biting included."""
     weight = torch.randn(TILE * tiles // 4, 4 * TILE, generator=torch.Generator().manual_seed(seed))
     return row_error(weight, torch.full((len(weight),), scale), bits, L)
 
 
-def quality(windows: list[int], tiles: int) -> None:
+def quality(lengths: list[int], tiles: int) -> None:
     print("| L | K | best scale | error x 4^K |\n|---|---|---|---|")
-    for L in windows:
+    for L in lengths:
         for bits in BITS:
-            # The more bits, the rarer a weight beyond the largest level has to be.
+            # More bits need larger scales, because weights beyond the largest level must be rarer.
             shift = {1: -0.14, 1.5: -0.07, 5.5: 0.06, 6: 0.12, 7: 0.2, 8: 0.4}.get(bits, 0.0)
             scales = np.linspace(0.94, 1.26, 9) + shift
             coarse = [gaussian_error(bits, L, float(s), tiles // 2) for s in scales]
@@ -63,20 +66,21 @@ def quality(windows: list[int], tiles: int) -> None:
             print(f"| {L} | {bits} | {best} | {error:.4f} |", flush=True)
 
 
-def uneven(windows: list[int]) -> None:
-    """Rows of 576 columns, nine blocks of 64: the error with the scale for their mean square, with the best of some,
-    and with the one that is taken, and the error that is predicted then."""
+def uneven(lengths: list[int]) -> None:
+    """Rows of 576 columns, nine blocks of 64, some with a larger variance. Prints errors for three scales (the one for
+    the mean square, the best of nine, the one that the encoder uses) and the predicted error for the last."""
     blocks, width, rows = 9, 64, 64
     print(
-        "| L | K | louder blocks | of the mean | best scale | as taken | predicted |\n|---|---|---|---|---|---|---|"
+        "| L | K | blocks of larger variance | mean square | best scale | used scale | predicted |\n"
+        "|---|---|---|---|---|---|---|"
     )
     draw = torch.randn(rows, blocks, width, generator=torch.Generator().manual_seed(0))
     patterns = ((1, 4), (1, 16), (3, 4), (5, 4))
-    for L, bits, (loud, times) in itertools.product(windows, (2, 3, 4, 5), patterns):
+    for L, bits, (loud_blocks, times) in itertools.product(lengths, (2, 3, 4, 5), patterns):
         variance = torch.ones(blocks)
-        variance[:loud] = times
+        variance[:loud_blocks] = times
         weight = (draw * (variance / variance.mean()).sqrt()[:, None]).flatten(1)
-        best = SCALE_BY_L[L][bits]  # of even rows, over their deviation
+        best = SCALE_BY_L[L][bits]  # best scale over rms for rows of even variance
         squares = effective_variance(weight.square().unflatten(1, (blocks, width)).mean(2), width)
         mean = weight.square().mean(1).sqrt()
         others = [
@@ -85,11 +89,12 @@ def uneven(windows: list[int]) -> None:
         ]
         taken, predicted = row_error(weight, best * squares.sqrt(), bits, L), float(squares.mean())
         values = (others[0], min(others), taken, MSE_BY_L[L][bits] * predicted)
-        print(f"| {L} | {bits} | {loud} of 9, {times} times the variance | ", end="")
+        print(f"| {L} | {bits} | {loud_blocks} of 9, {times} times the variance | ", end="")
         print(" | ".join(f"{value:.2f}" for value in values), "|", flush=True)
 
 
 def seconds(action: Callable[[], object], threads: int, repeats: int) -> float:
+    """The best time of `repeats` runs: CPU time for one thread, wall time for more."""
     clock = time.process_time if threads == 1 else time.perf_counter
     best = float("inf")
     for _ in range(repeats):
@@ -115,13 +120,13 @@ def plain_loop(folder: Path) -> ctypes.CDLL:
     return loaded
 
 
-def encode(windows: list[int], threads: int) -> None:
+def encode(lengths: list[int], threads: int) -> None:
     torch.set_num_threads(threads)
     print(f"kernels {native.cpu_kernels()}, {threads} threads; the plain loop runs on one thread")
     print("| L | K | M weights/s | error | plain loop | error | ratio |\n|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         plain = plain_loop(Path(folder))
-        for L in windows:
+        for L in lengths:
             for bits in WHOLE:
                 tiles = 12 * threads * (1 << (16 - L))
                 weight = torch.randn(TILE * tiles // 4, 4 * TILE)
@@ -137,13 +142,13 @@ def encode(windows: list[int], threads: int) -> None:
                 few = max(2, tiles // 8)
                 factor = float(CODE_SIGMA) / SCALE_BY_L[L][bits]
                 x = (torch.randn(few, TILE_WEIGHTS) * factor).numpy()
-                found = np.zeros((few, TILE_WEIGHTS), np.int32)
+                windows = np.zeros((few, TILE_WEIGHTS), np.int32)
                 slow = seconds(
-                    lambda: plain.plain_encode(x.ctypes.data, few, bits, L, found.ctypes.data),  # noqa: B023
+                    lambda: plain.plain_encode(x.ctypes.data, few, bits, L, windows.ctypes.data),  # noqa: B023
                     1,
                     1,
                 )
-                plain_error = float(np.square((x - levels(found)) / factor).mean()) * 4.0**bits
+                plain_error = float(np.square((x - levels(windows)) / factor).mean()) * 4.0**bits
                 rates = (weight.numel() / fast / 1e6, x.size / slow / 1e6)
                 print(
                     f"| {L} | {bits} | {rates[0]:.3f} | {error:.3f} | {rates[1]:.3f} | {plain_error:.3f} "
@@ -153,6 +158,7 @@ def encode(windows: list[int], threads: int) -> None:
 
 
 def random_matrix(rows: int, cols: int, bits: float) -> PackedMatrix:
+    """Random codes at L = 16. They decode to Gaussian weights, which is as good as any weights for timing."""
     row_bits = np.full(rows // TILE, stored_bits(bits), np.uint8)
     size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
     codes = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
@@ -190,17 +196,17 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=["quality", "uneven", "encode", "matmul"])
-    parser.add_argument("--windows", type=int, nargs="+", default=[16, 14, 12])
+    parser.add_argument("--L", type=int, nargs="+", default=[16, 14, 12], help="trellis state bits")
     parser.add_argument("--tiles", type=int, default=2000)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.what == "quality":
-        quality(arguments.windows, arguments.tiles)
+        quality(arguments.L, arguments.tiles)
     elif arguments.what == "uneven":
-        uneven(arguments.windows)
+        uneven(arguments.L)
     elif arguments.what == "encode":
-        encode(arguments.windows, arguments.threads)
+        encode(arguments.L, arguments.threads)
     else:
         matmul(arguments.threads)
 

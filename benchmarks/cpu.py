@@ -1,15 +1,15 @@
-"""Speed of the CPU kernels against torch's bfloat16 linear and against the machine's limits, in one run.
+"""Speed of the CPU kernels against torch's bfloat16 linear and against the processor's limits, in one run.
 
     python benchmarks/cpu.py [--threads 1] [--repetitions 30]
 
-Products at batch 1 with the kernels at hand and with the portable ones (in a process of their own), a prompt of
-512 tokens, decoding of whole matrices, and the encoder. Activations are bfloat16 on both sides. Each row
-alternates the two contestants, so that a drift of the machine hits both. Times are lower quartiles, with one
-thread of the processor time, which other work on the machine disturbs least; their ratio is what counts.
+It times products at batch 1 with the default and with the portable kernels (in a second process), a prompt of 512
+tokens, decoding of whole matrices, and the encoder. Activations are bfloat16 on both sides. Each row alternates
+between the two, so that a drift of the machine affects both. Times are lower quartiles; with one thread they are CPU
+times, which other processes disturb least. Compare ratios rather than times.
 
-A limit is the smaller of two rates: the clock times the weights per cycle that the vector pipes of the kernel's
-instructions allow (derived in docs/experiments/runtime/cpu-product.md), and the speed of reading codes from memory.
-Clock and speed of reading are measured at the start; both limits hold per thread.
+The limit is the smaller of two rates: the clock times the weights per cycle that the vector pipes allow for the
+kernel's instructions (docs/experiments/runtime/cpu-product.md), and the bandwidth of reading codes from memory. Clock
+and bandwidth are measured at the start; both limits are per thread.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from codec import random_matrix
 
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import CODE_SCALE, decode, matmul, round_matrix
 from ciuic_cli.runtime.matrices import CpuMatrix
 from ciuic_cli.runtime.products import product
 
-WINDOW = 16
+L = 16
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 PROMPT = 512
 WEIGHTS_PER_CYCLE = {
@@ -43,31 +43,21 @@ WEIGHTS_PER_CYCLE = {
     "avx2": {"int8": 16 / 3, "int15": 16 / 3},
     "portable": {"int8": 8 / 3.06, "int15": 8 / 3.06},
 }
-"""By kernels and precision of the activations, for one thread of a processor with the pipes of Zen 4."""
-
-
-def random_matrix(rows: int, cols: int, bits: int) -> PackedMatrix:
-    """Random codes decode to Gaussian weights: as good as any for timing."""
-    rng = np.random.default_rng(0)
-    row_bits = np.full(rows // 16, bits, np.uint8)
-    codes = rng.integers(0, 256, rows * cols * bits // 8, dtype=np.uint8)
-    return PackedMatrix(
-        rows, cols, WINDOW, 0, 0.01, row_bits, np.full(rows, 64, np.uint8), codes, None
-    )  # fmt: skip
+"""Limit by kernels and precision of the activations, for one thread with the vector pipes of Zen 4."""
 
 
 def alternate(
     ours: Callable[[], object], theirs: Callable[[], object], repetitions: int
 ) -> tuple[float, float]:
-    """Lower quartile of the seconds of each, measured in turn after a warm-up."""
+    """Lower quartiles of the seconds of both actions, which alternate after a warm-up of three runs."""
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times: tuple[list[float], list[float]] = ([], [])
     for repetition in range(repetitions + 3):
-        for action, kept in zip((ours, theirs), times, strict=True):
+        for action, measured in zip((ours, theirs), times, strict=True):
             started = clock()
             action()
             if repetition >= 3:
-                kept.append(clock() - started)
+                measured.append(clock() - started)
     return statistics.quantiles(times[0], n=4)[0], statistics.quantiles(times[1], n=4)[0]
 
 
@@ -85,9 +75,9 @@ def measured_limits() -> tuple[float, float]:
 
 
 def print_products(threads: int, repetitions: int, all_bits: tuple[int, ...]) -> None:
-    clock, reading = measured_limits()
+    clock, bandwidth = measured_limits()
     kernels = native.cpu_kernels()
-    print(f"\nkernels {kernels}; clock {clock / 1e9:.2f} GHz, reading {reading / 1e9:.0f} GB/s per thread\n")
+    print(f"\nkernels {kernels}; clock {clock / 1e9:.2f} GHz, memory {bandwidth / 1e9:.0f} GB/s per thread\n")
     print(
         "| product, batch 1 | activations | ours ms | torch bf16 ms | speed-up | G weights/s | of its limit |"
     )
@@ -103,7 +93,7 @@ def print_products(threads: int, repetitions: int, all_bits: tuple[int, ...]) ->
                 repetitions,
             )
             precision = "int8" if bits <= 4 else "int15"
-            limit = threads * min(clock * WEIGHTS_PER_CYCLE[kernels][precision], reading * 8 / bits)
+            limit = threads * min(clock * WEIGHTS_PER_CYCLE[kernels][precision], bandwidth * 8 / bits)
             rate = rows * cols / ours
             print(
                 f"| {rows} x {cols}, {bits} bits | {precision} | {ours * 1e3:.2f} | {theirs * 1e3:.2f} "
@@ -131,16 +121,19 @@ def print_encoder(threads: int) -> None:
         row_bits = np.full(32, bits, np.uint8)
         scale = np.full(512, CODE_SCALE[bits], np.float32)
         started = time.perf_counter()
-        round_matrix(w, scale, row_bits, L=WINDOW, threads=threads)
+        round_matrix(w, scale, row_bits, L=L, threads=threads)
         print(f"| {bits} bits | {w.numel() / (time.perf_counter() - started) / 1e6:.3f} |")
 
 
 def print_decoding(threads: int, repetitions: int) -> None:
     packed = random_matrix(1024, 1024, 4)  # one panel
-    to = [
+    actions = [
         partial(decode, packed, out_dtype=dtype, threads=threads) for dtype in (torch.float32, torch.bfloat16)
     ]
-    rates = [packed.rows * packed.cols / seconds / 1e9 for seconds in alternate(to[0], to[1], repetitions)]
+    rates = [
+        packed.rows * packed.cols / seconds / 1e9
+        for seconds in alternate(actions[0], actions[1], repetitions)
+    ]
     print(f"\ndecoding, G weights/s: {rates[0]:.2f} to float32, {rates[1]:.2f} to bfloat16")
 
 

@@ -1,4 +1,4 @@
-// What this processor can do at most, for benchmarks/cpu.py: its clock and how fast one thread reads memory.
+// Measures limits of the processor for benchmarks/cpu.py: its clock and the memory bandwidth of one thread.
 #include <cstddef>
 #include <cstdint>
 #include <ctime>
@@ -7,7 +7,7 @@ namespace {
 
 double now() {
   timespec t;
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);  // other work on the machine does not count
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);  // CPU time of this thread, so that other processes do not count
   return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
 }
 
@@ -15,7 +15,7 @@ constexpr int kTrials = 8;
 
 }  // namespace
 
-// Cycles per second, from a chain of dependent additions at one cycle each.
+// Cycles per second, from a chain of dependent additions that take one cycle each.
 extern "C" double clock_hz() {
   constexpr long kSteps = 1 << 22;
   double best = 0.0;
@@ -25,7 +25,7 @@ extern "C" double clock_hz() {
     for (long i = 0; i < kSteps; i += 8) {
       for (int step = 0; step < 8; ++step) {
         x += 3;
-        asm volatile("" : "+r"(x));  // the next addition has to wait for this one
+        asm volatile("" : "+r"(x));  // keeps the additions, each of which depends on the one before
       }
     }
     const double rate = kSteps / (now() - started);
@@ -34,7 +34,7 @@ extern "C" double clock_hz() {
   return best;
 }
 
-// Bytes per second of one thread that reads `bytes` of memory in order.
+// Bytes per second at which one thread reads `bytes` bytes of memory in order.
 extern "C" double read_bytes_per_second(const uint64_t* memory, size_t bytes) {
   typedef uint64_t Vector __attribute__((vector_size(64), aligned(8)));
   double best = 0.0;

@@ -1,10 +1,10 @@
-"""Everything that needs a GPU, in one command of at most eight minutes: `make gpu`.
+"""All checks and measurements that need a GPU, in one command of at most eight minutes: `make gpu`.
 
-    python benchmarks/gpu.py [--out build/gpu.json]           build, check, time kernels and models
+    python benchmarks/gpu.py [--out build/gpu.json]           build, check, and time kernels and models
     python benchmarks/gpu.py --checks-only [--small]          only the checks of every kernel
 
-Exits with 1 if a check fails, 5 if there is no GPU that the kernels run on. Steps that would pass the time
-limit are left out and named.
+Exits with 1 if a check fails, with 5 if there is no GPU on which the kernels run. Steps that would exceed the time
+limit are skipped and listed.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from ciuic_cli.kernels import compiler, sources
 from ciuic_cli.kernels.launcher import CudaLauncher, launcher_for
 
 LIMIT_SECONDS = 460
+"""Time limit of the whole run: eight minutes with a margin."""
 _SANITIZER_SECONDS = 90
 
 
@@ -43,7 +44,7 @@ def main() -> int:
     chosen = options.parse_args()
     works, reason = kernels.available("cuda")
     if not works:
-        print(f"no GPU to measure: {reason}", file=sys.stderr)
+        print(f"no GPU on which the kernels run: {reason}", file=sys.stderr)
         return 5
     device = torch.device("cuda", torch.cuda.current_device())
     if chosen.checks_only:
@@ -53,18 +54,18 @@ def main() -> int:
     result: dict[str, Any] = {"environment": environment(device), "left_out": []}
 
     def step(name: str, work: Callable[[], Any], needs: float) -> Any:
-        """Does one step if `needs` seconds are left, writes what there is so far, and survives its
-        failure."""
+        """Run one step if `needs` seconds are left, and write the results so far. A failure of the step is recorded,
+        not raised. Returns the step's result or None."""
         if time.monotonic() - begin + needs > LIMIT_SECONDS:
             result["left_out"].append(f"{name}: no time left")
             return None
         started = time.monotonic()
         try:
             result[name] = work()
-        except Exception as error:  # whatever it is: the other steps are still worth their time
+        except Exception as error:  # any failure: the other steps still run
             result["left_out"].append(f"{name}: {error}")
             print(f"{name} failed: {error}", file=sys.stderr)
-            with suppress(Exception):  # a device in an error state refuses this, too
+            with suppress(Exception):  # fails if the device is in an error state
                 torch.cuda.empty_cache()
         result.setdefault("step_seconds", {})[name] = time.monotonic() - started
         chosen.out.parent.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def build(device: torch.device) -> dict[str, float]:
-    """Seconds to compile each unit for this GPU, past the cache, and to load all of them."""
+    """Seconds to compile each unit for this GPU without the cache. Also loads all kernels."""
     launcher = launcher_for(device)
     assert isinstance(launcher, CudaLauncher)
     seconds = {}
@@ -130,7 +131,7 @@ def build(device: torch.device) -> dict[str, float]:
 
 
 def sanitizer() -> dict[str, Any]:
-    """The small checks under compute-sanitizer's memcheck, where there is one."""
+    """The small checks under compute-sanitizer's memcheck, if it is installed."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return {"found": False}
@@ -145,7 +146,7 @@ def sanitizer() -> dict[str, Any]:
 
 
 def report_checks(checks: list[gpu_checks.Check]) -> int:
-    """Prints what failed; 1 if anything did."""
+    """Print the failed checks; 1 if there are any, else 0."""
     failures = [check for check in checks if not check.passed]
     for check in failures:
         print(f"FAILED {check.name}: error {check.error:.3g}, bound {check.bound:.3g}", file=sys.stderr)
@@ -154,7 +155,7 @@ def report_checks(checks: list[gpu_checks.Check]) -> int:
 
 
 def summary(result: dict[str, Any]) -> None:
-    """A short table, last, so that the end of a log has it."""
+    """Print a short table. It comes last, so that the end of a log shows it."""
     print(f"{result['environment']['gpu']}: copy {result.get('copy_bandwidth', 0) / 1e12:.2f} TB/s")
     print(f"{'kernel':44}{'us':>9}{'of copy':>9}{'x bf16':>8}{'x NF4':>8}{'G w/s':>9}")
     for value in result.values():

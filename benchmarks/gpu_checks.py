@@ -1,5 +1,4 @@
-"""Every CUDA kernel against a float64 product, on fresh random inputs, poisoned outputs and guarded
-buffers."""
+"""Checks every CUDA kernel against float64 on random inputs, with poisoned outputs between guard bytes."""
 
 from __future__ import annotations
 
@@ -23,14 +22,15 @@ from ciuic_cli.kernels import sources
 from ciuic_cli.kernels.launcher import LAUNCHERS, Launcher, Limits, launcher_for
 
 BOUND = 1e-2
+"""Default bound for relative errors: several times the rounding of bfloat16. Chosen, not tuned."""
 _MIXED = (2, 0, 8, 3, 5.5, 6, 1, 2.5, 7, 1.5, 5, 3.5, 4.5)
-_GUARD = 4096
-_PATTERN = 0xFF  # not a number in every floating type
+_GUARD = 4096  # guard bytes on each side of a buffer
+_PATTERN = 0xFF  # a NaN in every floating type
 
 
 @dataclass(frozen=True)
 class Check:
-    """What a kernel was checked on, its relative error and the bound for it."""
+    """One check of a kernel: what it ran on, its relative error, and the bound."""
 
     name: str
     error: float
@@ -42,7 +42,7 @@ class Check:
 
 
 class GuardedLauncher:
-    """A launcher whose buffers start as poison and lie between guards that `verify` looks at."""
+    """A launcher whose buffers start as NaN and lie between guard bytes, which `verify` checks."""
 
     def __init__(self, inner: Launcher, device: torch.device) -> None:
         self.inner = inner
@@ -64,13 +64,13 @@ class GuardedLauncher:
         threads: int,
         shared_bytes: int,
         parameters: ctypes.Structure,
-        window_bits: int,
+        L: int,
     ) -> None:
         self.launched.add(kernel)
-        self.inner.launch(kernel, grid, threads, shared_bytes, parameters, window_bits)
+        self.inner.launch(kernel, grid, threads, shared_bytes, parameters, L)
 
     def verify(self) -> bool:
-        """Whether every guard is as it was; forgets the buffers."""
+        """Whether all guard bytes are intact. Forgets the buffers."""
         intact = all(
             bool((whole[:_GUARD] == _PATTERN).all() and (whole[-_GUARD:] == _PATTERN).all())
             for whole in self.buffers
@@ -81,13 +81,13 @@ class GuardedLauncher:
 
 @contextmanager
 def guarded(device: torch.device) -> Iterator[GuardedLauncher]:
-    """Puts a GuardedLauncher in the place of the device's own."""
-    own = launcher_for(device)
-    LAUNCHERS[device] = made = GuardedLauncher(own, device)
+    """Replaces the device's launcher by a GuardedLauncher."""
+    original = launcher_for(device)
+    LAUNCHERS[device] = guarding = GuardedLauncher(original, device)
     try:
-        yield made
+        yield guarding
     finally:
-        LAUNCHERS[device] = own
+        LAUNCHERS[device] = original
 
 
 def random_matrix(
@@ -100,7 +100,7 @@ def random_matrix(
     *,
     is_scaled: bool = False,
 ) -> PackedMatrix:
-    """Random codes (any bits are valid) with row groups of `row_bits` in turn."""
+    """Random codes (any bits are valid); the row groups take `row_bits` cyclically."""
     bits = np.resize(stored_bits(row_bits), -(-rows // 16))
     size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
@@ -129,7 +129,7 @@ def blob_of(packed: PackedMatrix | ExpertStack, device: torch.device) -> torch.T
 
 
 def dense(packed: PackedMatrix) -> torch.Tensor:
-    """float64 [rows, cols] by the reference decoder."""
+    """The matrix in the original basis by the reference decoder, float64 [rows, cols], low-rank part included."""
     out = inverse_transform(torch.from_numpy(reference.decode(packed)), packed.cols, packed.seed).double()
     if packed.lowrank is not None:
         right, left = packed.lowrank
@@ -144,7 +144,7 @@ def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def run(device: torch.device, *, small: bool = False, seed: int = 0) -> list[Check]:
-    """All checks. `small` keeps the sizes down for a run under compute-sanitizer or on an emulated device."""
+    """All checks. `small` limits the sizes, for compute-sanitizer or an emulated device."""
     random = np.random.default_rng(seed)
     torch.manual_seed(seed)
     checks: list[Check] = []
@@ -208,7 +208,7 @@ def _products(device, random, record, small: bool) -> None:
     x = torch.randn(3, 208)
     for packed, y in zip(packed_parts, kernels.linear(parts, x.to(device)), strict=True):
         record(f"linear, part of {packed.rows} rows", relative_error(y, x.double() @ dense(packed).T), 1e-3)
-    if not small:  # a matrix large enough for two groups per block, whatever the GPU
+    if not small:  # large enough for two row groups per block on any GPU
         packed = random_matrix(random, 16384, 208, (4, 2))
         matrix, exact = kernels.DeviceMatrix(packed, blob_of(packed, device)), dense(packed)
         for batch in batches:
@@ -235,7 +235,7 @@ def _encoder(device, record, small: bool) -> None:
     for bits in BITS[1:]:
         L = 13 if small else 16
         tiles = 2 if small else 64
-        # Outliers beyond the code's range would drown what there is to see in few tiles.
+        # Clamped, because in few tiles outliers beyond the code's range would dominate the error.
         targets = torch.randn(tiles, 256).clamp(-3.0, 3.0) / SCALE_BY_L[L][bits]
         codes, decoded = kernels.encode(targets.to(device), bits, L)
         packed = PackedMatrix(
@@ -251,6 +251,6 @@ def _encoder(device, record, small: bool) -> None:
         stored = torch.from_numpy(reference.decode(packed)).reshape(16, tiles, 16)
         stored = stored.transpose(0, 1).reshape(tiles, 256).double()
         record(f"encode {bits:g} bits: codes are what was decoded", relative_error(decoded, stored), 1e-6)
-        # Relative to the native encoder's on Gaussian weights.
+        # Root mean squared error over the native encoder's on Gaussian weights.
         error = relative_error(decoded, targets.double()) * 2.0**bits / MSE_BY_L[L][bits] ** 0.5
         record(f"encode {bits:g} bits: error over the native encoder's", error, 1.1)

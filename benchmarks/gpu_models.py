@@ -1,5 +1,4 @@
-"""Whole models with random weights on a GPU: seconds per generated token, dense bfloat16 against
-compressed."""
+"""Whole models with random weights on a GPU: seconds per generated token, dense bfloat16 and compressed."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
 BITS = (4,)
 _CONTEXT = 256
-_KEPT = ("gate.weight", "norm", "bias")
-"""Parts of names of parameters that stay dense: routers, norms."""
+_DENSE = ("gate.weight", "norm", "bias")
+"""Parameters whose name contains one of these stay dense: routers, norms, biases."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -54,10 +53,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def run(family: str, layers: int | None = None, device: str = "cuda") -> dict[str, Any]:
-    """Times both forms of one model, one after the other.
+    """Time one model dense and then compressed.
 
     Args:
-        layers: fewer layers than the configuration has, for a GPU of little memory.
+        family: key of CONFIGS.
+        layers: number of layers instead of the configuration's, for a GPU with little memory.
     """
     values = dict(CONFIGS[family])
     if layers is not None:
@@ -88,7 +88,7 @@ def _model(family: str, values: dict[str, Any], device: str) -> nn.Module:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device=device)
-    # Buffers (rotary frequencies) come from the configuration; to_empty left them undefined.
+    # to_empty left buffers undefined; the rotary frequencies are computed again from the configuration.
     for name, module in model.named_modules():
         if hasattr(module, "rope_init_fn"):
             parent, _, child = name.rpartition(".")
@@ -99,11 +99,11 @@ def _model(family: str, values: dict[str, Any], device: str) -> nn.Module:
 
 
 def compress(model: nn.Module, device: str) -> None:
-    """Every matrix to random codes of BITS, in place; the dense ones are let go."""
+    """Replace every matrix by random codes of BITS bits per weight, in place."""
     random = np.random.default_rng(0)
     slots = {}
     for name, parameter in list(model.named_parameters()):
-        if parameter.dim() < 2 or any(part in name for part in _KEPT):
+        if parameter.dim() < 2 or any(part in name for part in _DENSE):
             continue
         *experts, rows, cols = parameter.shape
         packed = random_matrix(random, rows, cols, BITS)
@@ -114,7 +114,11 @@ def compress(model: nn.Module, device: str) -> None:
 
 @torch.inference_mode()
 def seconds_per_token(model: nn.Module, device: str, tokens: int = 32) -> dict[str, Any]:
-    """Decoding one sequence with a static cache, as a CUDA graph where the model can be captured."""
+    """Decode one sequence with a static cache, as a CUDA graph if the model can be captured.
+
+    Returns:
+        {"seconds": median per token, "how": "graph", or "eager" with the reason}.
+    """
     from transformers import StaticCache
 
     cache = StaticCache(config=model.config, max_cache_len=_CONTEXT + tokens + 8)
@@ -142,7 +146,7 @@ def seconds_per_token(model: nn.Module, device: str, tokens: int = 32) -> dict[s
             with torch.cuda.graph(graph):
                 step()
             replay, how = graph.replay, "graph"
-        except RuntimeError as error:  # something in the model waits for the host: timed as it is, and said
+        except RuntimeError as error:  # the model waits for the host somewhere: time it without a graph
             torch.cuda.synchronize()
             how = f"eager ({str(error).splitlines()[0]})"
     seconds = []

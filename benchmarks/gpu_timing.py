@@ -1,5 +1,4 @@
-"""Times of the kernels on a GPU, beside torch in bfloat16, bitsandbytes' NF4 and the measured copy
-bandwidth."""
+"""Times of the kernels on a GPU, with torch in bfloat16, bitsandbytes' NF4 and the measured copy bandwidth."""
 
 from __future__ import annotations
 
@@ -23,12 +22,11 @@ from ciuic_cli.kernels.rows import decode
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 512)
 ROTATION_BYTES = 2 << 30
-"""Compressed bytes that a timed sequence walks through: many times any level-2 cache."""
+"""Compressed bytes that a timed sequence reads: many times the size of any level-2 cache."""
 
 
 def time_of(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> tuple[float, float]:
-    """Median and spread (largest - smallest) of seconds per call, the calls captured in one CUDA graph in
-    turn."""
+    """Median and range (largest - smallest) of the seconds per call. One CUDA graph captures all calls in order."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -65,7 +63,7 @@ def random_blob_matrix(rows: int, cols: int, bits: tuple[float, ...]) -> kernels
 
 
 def products(shape: tuple[int, int], bits: tuple[float, ...], bandwidth: float) -> list[dict[str, Any]]:
-    """A line per batch size: seconds, share of the copy bandwidth, and the peers in the same run."""
+    """One line per batch size: seconds, share of the copy bandwidth, and the peers' seconds in the same run."""
     rows, cols = shape
     one = random_blob_matrix(rows, cols, bits)
     copies = max(2, min(256, ROTATION_BYTES // one.blob.numel()))
@@ -98,7 +96,7 @@ def products(shape: tuple[int, int], bits: tuple[float, ...], bandwidth: float) 
 
 
 def _nf4(rows: int, cols: int) -> list[Callable[[torch.Tensor], torch.Tensor]] | None:
-    """bitsandbytes' NF4 linears, several to rotate through; None where it is not installed for CUDA."""
+    """Several NF4 linears of bitsandbytes to rotate through; None if it is not installed for CUDA."""
     try:
         from bitsandbytes.nn import Linear4bit
     except (ImportError, RuntimeError, OSError):
@@ -113,7 +111,7 @@ def _nf4(rows: int, cols: int) -> list[Callable[[torch.Tensor], torch.Tensor]] |
 
 
 def pieces(bandwidth: float) -> list[dict[str, Any]]:
-    """The kernels that are not a whole product: transform, decode, embedding."""
+    """Times of the other kernels: transform, decode, embedding."""
     lines = []
     launcher = launcher_for(torch.device("cuda", torch.cuda.current_device()))
     matrices = [random_blob_matrix(4096, 4096, (4,)) for _ in range(16)]
@@ -138,8 +136,7 @@ def _line(name: str, seconds: float, spread: float, moved: int, bandwidth: float
 
 
 def routed(bandwidth: float) -> list[dict[str, Any]]:
-    """A decode step of a V3-shaped layer: 8 of 256 experts, gate and up in one stack (4096 x 7168), then
-    down."""
+    """The experts of one DeepSeek-V3-shaped layer: 8 of 256, gate and up in one stack (4096 x 7168), then down."""
     count, k, random = 256, 8, np.random.default_rng()
     lines = []
     for rows, cols in ((4096, 7168), (7168, 2048)):
@@ -151,17 +148,17 @@ def routed(bandwidth: float) -> list[dict[str, Any]]:
             x = torch.randn(tokens, cols, device="cuda", dtype=torch.bfloat16)
             steps = [torch.rand(tokens, count, device="cuda").topk(k).indices for _ in range(8)]
             seconds, spread = time_of([partial(kernels.experts, stack, x, ids) for ids in steps])
-            # One batched product per pair, with the gathered weights already in place: what bf16 cannot beat.
+            # A lower bound for bf16: one batched product over all pairs, whose weights are gathered before.
             pairs = [torch.randperm(count, device="cuda")[: min(count, tokens * k)] for _ in range(4)]
-            some = [dense[chosen].contiguous() for chosen in pairs]
-            row = x[:1].T.expand(len(some[0]), -1, -1).contiguous()
-            bf16, _ = time_of([partial(torch.bmm, w, row) for w in some])
-            hit = float(np.mean([len(set(ids.flatten().tolist())) for ids in steps]))
+            gathered = [dense[chosen].contiguous() for chosen in pairs]
+            row = x[:1].T.expand(len(gathered[0]), -1, -1).contiguous()
+            bf16, _ = time_of([partial(torch.bmm, w, row) for w in gathered])
+            experts_read = float(np.mean([len(set(ids.flatten().tolist())) for ids in steps]))
             line = _line(
                 f"experts {rows}x{cols}, {tokens} tokens",
                 seconds,
                 spread,
-                int(hit * expert.nbytes),
+                int(experts_read * expert.nbytes),
                 bandwidth,
             )
             lines.append({**line, "bf16_seconds": bf16, "times_bf16": bf16 / seconds})
@@ -184,7 +181,7 @@ def encoder() -> list[dict[str, Any]]:
             end.record()
             end.synchronize()
             seconds.append(begin.elapsed_time(end) / 1e3)
-        best = statistics.median(seconds)
-        rate = targets.numel() / best
-        lines.append({"kernel": f"encode {bits:g} bits", "seconds": best, "weights_per_second": rate})
+        median = statistics.median(seconds)
+        rate = targets.numel() / median
+        lines.append({"kernel": f"encode {bits:g} bits", "seconds": median, "weights_per_second": rate})
     return lines

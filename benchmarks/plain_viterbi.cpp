@@ -1,5 +1,6 @@
-// The encoder as one would write it first, left to the compiler to vectorise: one tile at a time, float costs, all 2^L windows
-// of every step, two full passes to close the circle. The yardstick of benchmarks/codec.py.
+// A straightforward encoder, the baseline of benchmarks/codec.py: one tile at a time, float costs, all 2^L windows at
+// every step, two full passes to close the circular path. Only the compiler vectorises it. It supports whole K from 2
+// on.
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -13,7 +14,7 @@ float level(uint32_t window) {
   return static_cast<float>((h & 255) + (h >> 8 & 255) + (h >> 16 & 255) + (h >> 24)) - 510.0f;
 }
 
-// after[p] = min over windows with low bits p; `Run` neighbouring prefixes have the same predecessor.
+// One step: after[p] = min over windows with low bits p. `Run` neighbouring prefixes have the same predecessor.
 template <int Run>
 void step(const float* level_of, const float* before, float* after, float target, int bits, int prefixes) {
   for (int start = 0; start < prefixes; start += Run) {
@@ -32,15 +33,17 @@ void step(const float* level_of, const float* before, float* after, float target
 }
 
 struct Plain {
-  int bits, window, prefixes;
-  std::vector<float> level_of, cost;  // cost: best cost per prefix before every step and after the last
+  int bits, L, prefixes;
+  std::vector<float> level_of;  // by window
+  std::vector<float> cost;      // [257][prefixes]: minimal cost per prefix before every step and after the last
 
-  Plain(int bits, int window)
-      : bits(bits), window(window), prefixes(1 << (window - bits)), level_of(size_t{1} << window),
+  Plain(int bits, int L)
+      : bits(bits), L(L), prefixes(1 << (L - bits)), level_of(size_t{1} << L),
         cost(size_t{257} * prefixes) {
     for (size_t s = 0; s < level_of.size(); ++s) level_of[s] = level(static_cast<uint32_t>(s));
   }
 
+  // The forward pass over all 256 targets, from target `first` on (modulo 256).
   void pass(const float* x, int first) {
     for (int t = 0; t < 256; ++t) {
       const float* before = &cost[static_cast<size_t>(t) * prefixes];
@@ -52,6 +55,7 @@ struct Plain {
     }
   }
 
+  // Traces the best path to `prefix` back over `steps` steps and returns the prefix before them. `windows` may be null.
   int back(const float* x, int first, int prefix, int steps, int32_t* windows) const {
     for (int t = 255; t >= 256 - steps; --t) {
       int best = 0;
@@ -87,8 +91,8 @@ struct Plain {
 
 }  // namespace
 
-// x: tiles x 256, in units of the level; windows: tiles x 256.
-extern "C" void plain_encode(const float* x, long tiles, int bits, int window, int32_t* windows) {
-  Plain plain(bits, window);
+// x: targets, tiles x 256, in units of the level. windows: tiles x 256.
+extern "C" void plain_encode(const float* x, long tiles, int bits, int L, int32_t* windows) {
+  Plain plain(bits, L);
   for (long i = 0; i < tiles; ++i) plain.encode(x + 256 * i, windows + 256 * i);
 }

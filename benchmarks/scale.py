@@ -3,9 +3,9 @@
     python benchmarks/scale.py --layers 3 12            # about 0.3 and 1.2 GB
     python benchmarks/scale.py --layers 20 80           # about 2 and 8 GB
 
-Each checkpoint has DeepSeek-V3's shape and on-disk names, random weights, and 100 MB a layer. Every compression runs
-in a process of its own; the table gives its peak resident bytes, the most bytes its output folder and journal took
-on disk, and seconds. Exits with 1 where peaks differ by 10 % or more, or one reaches 4 GB.
+Each checkpoint has DeepSeek-V3's architecture and tensor names, random weights, and 100 MB per layer. Every compression
+runs in its own process. The table shows its peak resident bytes, the peak bytes of its output folder and journal on
+disk, and its seconds. Exits with 1 if the peaks differ by 10 % or more, or if one reaches 4 GB.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from safetensors.torch import save_file
 HIDDEN, EXPERT, EXPERTS, HEADS, VOCABULARY = 1024, 512, 32, 8, 4096
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 384, 256, 64, 32, 64
 SPREAD = 0.10
+"""Largest accepted difference of the peaks, relative to the smallest."""
 LIMIT = 4 * 10**9
+"""Largest accepted peak, in bytes."""
 TOKENIZER = Path(__file__).parent.parent / "samples" / "deepseek-v3-tiny"
 
 
 def config(layers: int) -> dict[str, Any]:
-    """DeepSeek-V3's config at the sizes above."""
+    """DeepSeek-V3's config with the sizes above."""
     return {
         "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": HIDDEN,
         "intermediate_size": 4 * EXPERT, "moe_intermediate_size": EXPERT, "num_hidden_layers": layers,
@@ -67,11 +69,16 @@ def layer_shapes(layer: int) -> dict[str, tuple[int, ...]]:
 
 
 def make(folder: Path, layers: int) -> int:
-    """Write the checkpoint, one shard per layer; returns its bytes."""
+    """Write the checkpoint with one shard per layer. Returns its size in bytes."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(layers)
-    ends = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN), "lm_head.weight": (VOCABULARY, HIDDEN)}
-    shards = [layer_shapes(layer) for layer in range(layers)] + [{**ends, "model.norm.weight": (HIDDEN,)}]
+    embedding_and_head = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    shards = [layer_shapes(layer) for layer in range(layers)] + [
+        {**embedding_and_head, "model.norm.weight": (HIDDEN,)}
+    ]
     weight_map, total = {}, 0
     for number, shapes in enumerate(shards):
         tensors = {}
@@ -95,15 +102,15 @@ def make(folder: Path, layers: int) -> int:
 
 
 class DiskWatch(threading.Thread):
-    """The most bytes that a folder took, looked at twice a second, or so rarely that looking takes a hundredth."""
+    """Records the peak size of a folder in bytes. Looks twice a second, or less often to use at most 1 % of the time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)
-        self.folder, self.peak, self.over = folder, 0, threading.Event()
+        self.folder, self.peak, self.stop = folder, 0, threading.Event()
 
     def run(self) -> None:
         pause = 0.5
-        while not self.over.wait(pause):
+        while not self.stop.wait(pause):
             started = time.monotonic()
             self.peak = max(self.peak, _bytes_in(self.folder))
             pause = max(0.5, 100 * (time.monotonic() - started))
@@ -114,13 +121,13 @@ def _bytes_in(folder: Path) -> int:
     for path in folder.rglob("*"):
         try:
             total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:  # renamed or dropped meanwhile
+        except FileNotFoundError:  # renamed or deleted meanwhile
             continue
     return total
 
 
 def compress(source: Path, out: Path, arguments: list[str]) -> dict[str, float]:
-    """One run in its own process: its peak resident bytes, the most bytes on disk and the seconds, from outside."""
+    """Compress in a new process. Returns its peak resident bytes, peak bytes on disk, and wall seconds."""
     out.mkdir(parents=True)
     watch = DiskWatch(out)
     watch.start()
@@ -140,10 +147,10 @@ def compress(source: Path, out: Path, arguments: list[str]) -> dict[str, float]:
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
-    watch.over.set()
+    watch.stop.set()
     watch.join()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"peak": unit * usage.ru_maxrss, "disk": watch.peak, "wall": seconds}
+    rss_unit = 1 if sys.platform == "darwin" else 1024  # bytes per unit of ru_maxrss
+    return {"peak": rss_unit * usage.ru_maxrss, "disk": watch.peak, "wall": seconds}
 
 
 def main() -> int:
@@ -159,11 +166,11 @@ def main() -> int:
         source, out = options.folder / f"layers{layers}", options.folder / f"out{layers}"
         size = make(source, layers) if not source.exists() else _bytes_in(source)
         shutil.rmtree(out, ignore_errors=True)
-        found = compress(source, out, ["--effort", "fast", "--nsamples", options.nsamples])
-        peaks.append(found["peak"])
+        measured = compress(source, out, ["--effort", "fast", "--nsamples", options.nsamples])
+        peaks.append(measured["peak"])
         print(
-            f"{layers:6d} {size / 1e9:8.2f} GB {peaks[-1] / 1e9:6.2f} GB {found['disk'] / 1e9:6.2f} GB "
-            f"{found['wall']:8.0f}",
+            f"{layers:6d} {size / 1e9:8.2f} GB {peaks[-1] / 1e9:6.2f} GB {measured['disk'] / 1e9:6.2f} GB "
+            f"{measured['wall']:8.0f}",
             flush=True,
         )
         shutil.rmtree(out)
@@ -171,7 +178,7 @@ def main() -> int:
             shutil.rmtree(source)
     spread = max(peaks) / min(peaks) - 1
     print(
-        f"peaks differ by {100 * spread:.1f} % (bar: {100 * SPREAD:.0f} %), the highest is {max(peaks) / 1e9:.2f} GB"
+        f"peaks differ by {100 * spread:.1f} % (limit: {100 * SPREAD:.0f} %), the highest is {max(peaks) / 1e9:.2f} GB"
     )
     return int(spread >= SPREAD or max(peaks) >= LIMIT)
 
