@@ -3,7 +3,7 @@
     python benchmarks/codec.py quality    # best scale and error per K and L: the tables in codecs/rate_distortion.py
     python benchmarks/codec.py uneven     # rows with a larger variance in some blocks of the input transform
     python benchmarks/codec.py encode     # weights per second, against the straightforward loop in plain_viterbi.cpp
-    python benchmarks/codec.py matmul     # products from codes, against torch's bf16 product of the same shape; decoding
+    python benchmarks/codec.py matmul     # products from codes, against torch's bf16 products; decoding
 
 K is bits per weight, L trellis state bits. Errors are mean squared errors on unit Gaussians times 4^K; 1.0 is
 Shannon's limit for a Gaussian source. Times are the best of several runs: CPU time of the process for one thread, wall

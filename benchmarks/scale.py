@@ -102,7 +102,7 @@ def make(folder: Path, layers: int) -> int:
 
 
 class DiskWatch(threading.Thread):
-    """Records the peak size of a folder in bytes. Looks twice a second, or less often to use at most 1 % of the time."""
+    """Records a folder's peak size in bytes. Looks twice a second, or less often to take at most 1 % of the time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(daemon=True)

@@ -107,7 +107,8 @@ class Panels {
   std::vector<std::atomic<long>> users_;
 };
 
-struct Matrix {
+// The arguments of ciuic_round and the intermediate results that tiles share.
+struct Rounding {
   const float* W;
   long rows, cols;
   Panels& A;
@@ -147,7 +148,7 @@ struct Scratch {
 };
 
 // Computes a tile's target, the input-side feedback and the normalised target. False if a target is NaN or infinite.
-bool compute_target(const Matrix& m, Tile tile, float* target, float* feedback, float* normalised) {
+bool compute_target(const Rounding& m, Tile tile, float* target, float* feedback, float* normalised) {
   const Kernels& k = kernels();
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
   std::memset(feedback, 0, sizeof(float) * kTileWeights);
@@ -182,7 +183,7 @@ bool compute_target(const Matrix& m, Tile tile, float* target, float* feedback, 
 }
 
 // Stores a tile's codes and its parts of E, P and d.
-void store_result(const Matrix& m, Tile tile, const float* feedback, const uint16_t* windows) {
+void store_result(const Rounding& m, Tile tile, const float* feedback, const uint16_t* windows) {
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
   const int half_bits = m.half_bits_of(tile.I);
   if (half_bits != 0)
@@ -206,7 +207,7 @@ void store_result(const Matrix& m, Tile tile, const float* feedback, const uint1
 // below. The result does not depend on the thread that takes a tile or on the other tiles of its batch.
 class Schedule {
  public:
-  Schedule(const Matrix& m, long* progress)
+  Schedule(const Rounding& m, long* progress)
       : m_(m), groups_(m.rows / kTile), blocks_(m.cols / kTile), waiting_(groups_ * blocks_), progress_(progress) {
     remaining_ = groups_ * blocks_;
     for (long J = blocks_ - 1; J >= 0; --J)
@@ -277,7 +278,7 @@ class Schedule {
     return whole_a != whole_b ? whole_a : EncodedLater{}(ready_[b].top(), ready_[a].top());
   }
 
-  const Matrix& m_;
+  const Rounding& m_;
   const long groups_, blocks_;
   std::vector<uint8_t> waiting_;  // per tile: neighbours that are not done yet
   std::priority_queue<Tile, std::vector<Tile>, EncodedLater> ready_[kMaxHalfBits + 1];  // by H, the earliest front first
@@ -290,7 +291,7 @@ class Schedule {
 };
 
 // The loop of one thread.
-void encode_tiles(const Matrix& m, Schedule& schedule, Scratch& s) {
+void encode_tiles(const Rounding& m, Schedule& schedule, Scratch& s) {
   const Kernels& k = kernels();
   Tile tiles[kMaxEncodeBatch];
   const float* targets[kMaxEncodeBatch];
@@ -329,7 +330,7 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   Panels inputs(A, cols), outputs(Bf, rows);
   inputs.expect_users(rows / kTile);
   outputs.expect_users(cols / kTile);
-  const Matrix m = {W,        rows,   cols,  inputs,       outputs, direction,   pull,        scale,
+  const Rounding m = {W,        rows,   cols,  inputs,       outputs, direction,   pull,        scale,
                     row_bits, L, codes, group_offset, What,    P.get(), d.data()};
   size_t workspace = 0;
   for (long g = 0; g < rows / kTile; ++g)

@@ -4,9 +4,9 @@
 // K is the number of bits per weight, a multiple of 1/2. Code counts it in half bits: H = 2 K, `half_bits` at run time.
 // L is the number of trellis state bits, 12 to 16.
 //
-// A tile is 16 rows x 16 columns. Its codes are a circular string of 256 K bits. Weight (r, c) is decoded from a
-// window: the L bits of the string that end at bit 16 K r + floor((c + 1) K). A window is one state of the bit-shift
-// trellis.
+// A tile is 16 rows x 16 columns. Its codes are a circular string of 256 K bits. Weight (r, c) is decoded from a window:
+// the L bits of the string that end at bit 16 K r + floor((c + 1) K). A window is one state of a bit-shift trellis (QTIP,
+// arXiv 2406.11235), and its level is computed, not looked up:
 //
 //   hash   = window * MULTIPLIER mod 2^32
 //   level  = sum of the four bytes of hash - 510     close to Gaussian over all windows, standard deviation SIGMA

@@ -110,8 +110,8 @@ struct Candidates {
   int32_t cost[kMaxCandidates], prefix[kMaxCandidates];
 };
 
-// Extends every candidate by one weight backwards in all 2^out ways: candidate i by `high` becomes candidate high *
-// count + i.
+// Extends every candidate by one weight backwards in all 2^out ways. Candidate i extended by `high` becomes candidate
+// high * count + i.
 template <bool Squared>
 static inline void expand(const Candidates& from, int count, int32_t term, int in, int out, int L, Candidates& to) {
   const int32_t first = static_cast<int16_t>(term), second = term >> 16;
