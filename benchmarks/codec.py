@@ -33,9 +33,8 @@ from ciuic_cli.codecs.widths import BITS as ALL_BITS
 from ciuic_cli.passes.effective_variance import effective_variance
 
 BITS = ALL_BITS[1:]
-WHOLE = [
-    int(bits) for bits in BITS if bits == int(bits) and bits >= 2
-]  # plain_viterbi.cpp supports only these
+WHOLE = [int(bits) for bits in BITS if bits == int(bits) and bits >= 2]
+"""Bits per weight that plain_viterbi.cpp supports."""
 
 
 def row_error(weight: torch.Tensor, scale: torch.Tensor, bits: float, L: int) -> float:
@@ -76,9 +75,9 @@ def uneven(lengths: list[int]) -> None:
     )
     draw = torch.randn(rows, blocks, width, generator=torch.Generator().manual_seed(0))
     patterns = ((1, 4), (1, 16), (3, 4), (5, 4))
-    for L, bits, (loud_blocks, times) in itertools.product(lengths, (2, 3, 4, 5), patterns):
+    for L, bits, (boosted, times) in itertools.product(lengths, (2, 3, 4, 5), patterns):
         variance = torch.ones(blocks)
-        variance[:loud_blocks] = times
+        variance[:boosted] = times
         weight = (draw * (variance / variance.mean()).sqrt()[:, None]).flatten(1)
         best = SCALE_BY_L[L][bits]  # best scale over rms for rows of even variance
         squares = effective_variance(weight.square().unflatten(1, (blocks, width)).mean(2), width)
@@ -87,9 +86,9 @@ def uneven(lengths: list[int]) -> None:
             row_error(weight, best * factor * mean, bits, L)
             for factor in (1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.3)
         ]
-        taken, predicted = row_error(weight, best * squares.sqrt(), bits, L), float(squares.mean())
-        values = (others[0], min(others), taken, MSE_BY_L[L][bits] * predicted)
-        print(f"| {L} | {bits} | {loud_blocks} of 9, {times} times the variance | ", end="")
+        used, predicted = row_error(weight, best * squares.sqrt(), bits, L), float(squares.mean())
+        values = (others[0], min(others), used, MSE_BY_L[L][bits] * predicted)
+        print(f"| {L} | {bits} | {boosted} of 9, {times} times the variance | ", end="")
         print(" | ".join(f"{value:.2f}" for value in values), "|", flush=True)
 
 

@@ -30,8 +30,8 @@ CIUIC_EXPORT int ciuic_abi_version();
 CIUIC_EXPORT const char* ciuic_cpu_kernels();
 
 // Rounds W (rows x cols, in the transformed basis) to the trellis code with two-sided error feedback (YAQA, arXiv
-// 2505.22988; LDLQ if Bf is null). A (cols x cols, or null) feeds errors back along inputs, Bf (rows x rows, or null) along outputs. Let
-// E = W - What. Tile (I, J) is encoded from the target
+// 2505.22988; LDLQ if Bf is null). A (cols x cols, or null) feeds errors back along inputs, Bf (rows x rows, or null)
+// along outputs. Let E = W - What. Tile (I, J) is encoded from the target
 //   T = W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} Bf_I'I^T P_I'J,   P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J.
 // `direction` and `pull` (each rows x cols, or both null; they require A) add feedback of each row along one direction:
 // row r of tile J also moves by pull_rJ d_r, where d_r = sum_{J'>J} P_rJ' . direction_rJ'.
