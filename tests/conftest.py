@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Spinning threads make the suite take half as long again beside other work.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-
 import pytest
-from tiny_checkpoints import make_checkpoint
+
+from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# As the commands do. Besides, spinning threads make the suite take half as long again beside other work.
+configure_numeric_libraries()
+
+from tiny_checkpoints import make_checkpoint  # noqa: E402 (imports torch)
 
 SLOW_PLACES = (
     *(

@@ -25,7 +25,7 @@ from ciuic_cli.compression.options import (
     CompressOptions,
     bits_text,
 )
-from ciuic_cli.process.openmp import sleep_between_work
+from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 if TYPE_CHECKING:
     from ciuic_cli.report.schema import MemoryReport
@@ -161,7 +161,7 @@ def compress(
 
 def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:
     """The report of the run; None in all processes of torchrun but the first."""
-    sleep_between_work()
+    configure_numeric_libraries()
     from ciuic_cli.compression.pipeline import compress as run_compress
     from ciuic_cli.process.workers import is_leader
 

@@ -13,7 +13,7 @@ from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.tables import show_evaluation
 from ciuic_cli.compression.options import check_device
 from ciuic_cli.errors import EnvironmentFault, UsageError
-from ciuic_cli.process.openmp import sleep_between_work
+from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 
 def evaluate(
@@ -45,7 +45,7 @@ def evaluate(
             raise UsageError("--prompt is empty", remedy="give a text to continue")
         folder = locate(path)
         original = None if base is None else locate(base)
-        sleep_between_work()
+        configure_numeric_libraries()
         from transformers.utils.logging import disable_progress_bar
 
         from ciuic_cli.evaluation.perplexity import evaluate as run_evaluate

@@ -29,6 +29,7 @@ from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetErr
 from ciuic_cli.process import atomic_files
 from ciuic_cli.process.file_faults import environment_fault
 from ciuic_cli.process.memory import configure_allocators
+from ciuic_cli.process.numeric_libraries import make_products_reproducible
 from ciuic_cli.process.workers import Workers, join_workers
 from ciuic_cli.report.schema import ForecastReport, MemoryReport
 from ciuic_cli.runtime.loading import choose_device
@@ -61,6 +62,7 @@ def compress(
         TypeError: an option that does not exist.
         CiuicError: see errors.py; the output is as it was before.
     """
+    make_products_reproducible()
     check_path("model", model)
     request = _Request(
         model=model,
