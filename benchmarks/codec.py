@@ -25,11 +25,12 @@ import numpy as np
 import torch
 
 from ciuic_cli.codecs import native, trellis
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.bits import BITS as ALL_BITS
+from ciuic_cli.codecs.bits import stored_bits
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
 from ciuic_cli.codecs.reference import CODE_SIGMA, TILE_WEIGHTS, levels
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.codecs.transform import TILE
-from ciuic_cli.codecs.widths import BITS as ALL_BITS
 from ciuic_cli.passes.effective_variance import effective_variance
 
 BITS = ALL_BITS[1:]
@@ -154,14 +155,6 @@ def encode(lengths: list[int], threads: int) -> None:
                     f"| {rates[0] / rates[1]:.1f} |",
                     flush=True,
                 )
-
-
-def random_matrix(rows: int, cols: int, bits: float) -> PackedMatrix:
-    """Random codes at L = 16. They decode to Gaussian weights, which is as good as any weights for timing."""
-    row_bits = np.full(rows // TILE, stored_bits(bits), np.uint8)
-    size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
-    codes = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    return PackedMatrix(rows, cols, 16, 0, 1.0, row_bits, np.zeros(rows, np.uint8), codes)
 
 
 def matmul(threads: int) -> None:

@@ -28,10 +28,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from codec import random_matrix
 
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.trellis import CODE_SCALE, decode, matmul, round_matrix
+from ciuic_cli.codecs.rate_distortion import SCALE_BY_L
+from ciuic_cli.codecs.testing import random_matrix
+from ciuic_cli.codecs.trellis import decode, matmul, round_matrix
 from ciuic_cli.runtime.matrices import CpuMatrix
 from ciuic_cli.runtime.products import product
 
@@ -119,7 +120,7 @@ def print_encoder(threads: int) -> None:
     for bits in (2, 3, 4, 5, 6):
         w = torch.randn(512, 256)
         row_bits = np.full(32, bits, np.uint8)
-        scale = np.full(512, CODE_SCALE[bits], np.float32)
+        scale = np.full(512, SCALE_BY_L[L][bits], np.float32)
         started = time.perf_counter()
         round_matrix(w, scale, row_bits, L=L, threads=threads)
         print(f"| {bits} bits | {w.numel() / (time.perf_counter() - started) / 1e6:.3f} |")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,18 +11,23 @@ import torch
 
 from ciuic_cli import kernels
 from ciuic_cli.codecs import reference
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.bits import BITS
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L, SCALE_BY_L
-from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.stack import ExpertStack
-from ciuic_cli.codecs.transform import inverse_transform
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.testing import (
+    MIXED_BITS,
+    blob_of,
+    exact_stored,
+    random_matrix,
+    relative_error,
+    tiles_as_matrix,
+)
 from ciuic_cli.kernels import sources
-from ciuic_cli.kernels.launcher import LAUNCHERS, Launcher, Limits, launcher_for
+from ciuic_cli.kernels.launcher import LAUNCHERS, Launch, Launcher, Limits, launcher_for
 
 BOUND = 1e-2
 """Default bound for relative errors: several times the rounding of bfloat16. Chosen, not tuned."""
-_MIXED = (2, 0, 8, 3, 5.5, 6, 1, 2.5, 7, 1.5, 5, 3.5, 4.5)
 _GUARD = 4096  # guard bytes on each side of a buffer
 _PATTERN = 0xFF  # a NaN in every floating type
 
@@ -57,17 +61,9 @@ class GuardedLauncher:
         self.buffers.append(whole)
         return whole[_GUARD : _GUARD + nbytes].view(dtype).reshape(shape)
 
-    def launch(
-        self,
-        kernel: str,
-        grid: tuple[int, int],
-        threads: int,
-        shared_bytes: int,
-        parameters: ctypes.Structure,
-        L: int,
-    ) -> None:
-        self.launched.add(kernel)
-        self.inner.launch(kernel, grid, threads, shared_bytes, parameters, L)
+    def launch(self, launch: Launch) -> None:
+        self.launched.add(launch.kernel)
+        self.inner.launch(launch)
 
     def verify(self) -> bool:
         """Whether all guard bytes are intact. Forgets the buffers."""
@@ -90,62 +86,18 @@ def guarded(device: torch.device) -> Iterator[GuardedLauncher]:
         LAUNCHERS[device] = original
 
 
-def random_matrix(
-    random: np.random.Generator,
-    rows: int,
-    cols: int,
-    row_bits: tuple[float, ...],
-    rank: int = 0,
-    L: int = 16,
-    *,
-    is_scaled: bool = False,
-) -> PackedMatrix:
-    """Random codes (any bits are valid); the row groups take `row_bits` cyclically."""
-    bits = np.resize(stored_bits(row_bits), -(-rows // 16))
-    size = packed_nbytes(rows, cols, bits) - packed_nbytes(rows, cols, 0)
-    lowrank = None
-    if rank:
-        lowrank = (
-            random_matrix(random, rank, cols, (5.5,), L=L),
-            random_matrix(random, rank, rows, (6, 3.5), L=L),
-        )
-    return PackedMatrix(
-        rows=rows,
-        cols=cols,
-        L=L,
-        seed=0,
-        base=0.01,
-        row_bits=bits,
-        row_scale=random.integers(0, 33, rows, dtype=np.uint8),
-        scale_steps=int(random.integers(16, 272)),
-        codes=random.integers(0, 256, size, dtype=np.uint8),
-        lowrank=lowrank,
-        input_scale=random.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None,
-    )
+def on_device(packed: PackedMatrix, device: torch.device) -> kernels.DeviceMatrix:
+    return kernels.DeviceMatrix.on_device(packed.header, blob_on(packed, device))
 
 
-def blob_of(packed: PackedMatrix | ExpertStack, device: torch.device) -> torch.Tensor:
-    return torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8).to(device).clone()
-
-
-def dense(packed: PackedMatrix) -> torch.Tensor:
-    """The matrix in the original basis by the reference decoder, float64 [rows, cols], low-rank part included."""
-    out = inverse_transform(torch.from_numpy(reference.decode(packed)), packed.cols, packed.seed).double()
-    if packed.lowrank is not None:
-        right, left = packed.lowrank
-        out += dense(left).T @ dense(right)
-    if packed.input_scale is not None:
-        out *= input_factors(packed.input_scale)
-    return out
-
-
-def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((value.double().cpu() - exact).norm() / exact.norm())
+def blob_on(packed: PackedMatrix | ExpertStack, device: torch.device) -> torch.Tensor:
+    """The blob on a device, in memory that torch has aligned for the kernels."""
+    return blob_of(packed).to(device).clone()
 
 
 def run(device: torch.device, *, small: bool = False, seed: int = 0) -> list[Check]:
     """All checks. `small` limits the sizes, for compute-sanitizer or an emulated device."""
-    random = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     torch.manual_seed(seed)
     checks: list[Check] = []
     with guarded(device) as launcher:
@@ -158,9 +110,9 @@ def run(device: torch.device, *, small: bool = False, seed: int = 0) -> list[Che
                 Check(name if intact else f"{name}: wrote outside", error if intact else float("nan"), bound)
             )
 
-        _rows(device, random, record, small)
-        _products(device, random, record, small)
-        _experts(device, random, record, small)
+        _rows(device, rng, record, small)
+        _products(device, rng, record, small)
+        _experts(device, rng, record, small)
         _encoder(device, record, small)
         missing = {name for names in sources.UNITS.values() for name in names} - launcher.launched
         if not small and missing:
@@ -168,62 +120,68 @@ def run(device: torch.device, *, small: bool = False, seed: int = 0) -> list[Che
     return checks
 
 
-def _rows(device, random, record, small: bool) -> None:
+def _rows(device, rng, record, small: bool) -> None:
     for L in (16, 13):
         for bits in BITS:
-            packed = random_matrix(random, 45, 208, (bits, 4), L=L)
-            matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
+            packed = random_matrix(45, 208, (bits, 4), rng=rng, L=L)
+            matrix = on_device(packed, device)
             exact = torch.from_numpy(reference.decode(packed)).double()
             record(f"decode {bits:g} bits L={L}", relative_error(kernels.decode(matrix), exact), 1e-6)
             for dtype in (torch.bfloat16, torch.float16):
                 error = relative_error(kernels.decode(matrix, dtype=dtype), exact)
                 record(f"decode {bits:g} bits L={L} {dtype}", error)
     for cols in (100, 1040) if small else (100, 576, 4096, 7168):
-        packed = random_matrix(random, 77, cols, (4, 2.5, 8), is_scaled=True)
-        matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
-        tokens = torch.from_numpy(random.integers(0, 77, 9)).to(device)
+        packed = random_matrix(77, cols, (4, 2.5, 8), rng=rng, is_scaled=True)
+        matrix = on_device(packed, device)
+        tokens = torch.from_numpy(rng.integers(0, 77, 9)).to(device)
         rows = kernels.embedding(matrix, tokens, torch.bfloat16)
-        record(f"embedding {cols}", relative_error(rows, dense(packed)[tokens.cpu()]))
+        record(f"embedding {cols}", relative_error(rows, exact_stored(packed)[tokens.cpu()]))
 
 
-def _products(device, random, record, small: bool) -> None:
+def _products(device, rng, record, small: bool) -> None:
     batches = (1, 4, 5, 8, 16, 32, 33)
     shapes = [(45, 208), (33, 1100)] if small else [(45, 208), (1030, 4096), (576, 1536), (333, 14336)]
     for rows, cols in shapes:
-        for row_bits in ((4,), _MIXED):
-            mixed = row_bits == _MIXED
-            packed = random_matrix(random, rows, cols, row_bits, rank=20 if mixed else 0, is_scaled=mixed)
-            matrix = kernels.DeviceMatrix(packed, blob_of(packed, device))
-            exact = dense(packed)
+        for bits in ((4,), MIXED_BITS):
+            mixed = bits == MIXED_BITS
+            packed = random_matrix(
+                rows, cols, bits, rng=rng, rank=20 if mixed else 0, factor_bits=(6, 3.5), is_scaled=mixed
+            )
+            matrix = on_device(packed, device)
+            exact = exact_stored(packed)
             for batch in batches:
                 for dtype in (torch.bfloat16,) if small else (torch.bfloat16, torch.float16):
                     x = torch.randn(batch, cols).to(dtype)
                     (y,) = kernels.linear([matrix], x.to(device))
                     record(
-                        f"linear {rows}x{cols} {row_bits} x{batch} {dtype}",
+                        f"linear {rows}x{cols} {bits} x{batch} {dtype}",
                         relative_error(y, x.double() @ exact.T),
                     )
-    packed_parts = [random_matrix(random, rows, 208, (4, 3)) for rows in (45, 16, 100)]
-    parts = [kernels.DeviceMatrix(packed, blob_of(packed, device)) for packed in packed_parts]
+    packed_parts = [random_matrix(rows, 208, (4, 3), rng=rng) for rows in (45, 16, 100)]
+    parts = [on_device(packed, device) for packed in packed_parts]
     x = torch.randn(3, 208)
     for packed, y in zip(packed_parts, kernels.linear(parts, x.to(device)), strict=True):
-        record(f"linear, part of {packed.rows} rows", relative_error(y, x.double() @ dense(packed).T), 1e-3)
+        record(
+            f"linear, part of {packed.rows} rows",
+            relative_error(y, x.double() @ exact_stored(packed).T),
+            1e-3,
+        )
     if not small:  # large enough for two row groups per block on any GPU
-        packed = random_matrix(random, 16384, 208, (4, 2))
-        matrix, exact = kernels.DeviceMatrix(packed, blob_of(packed, device)), dense(packed)
+        packed = random_matrix(16384, 208, (4, 2), rng=rng)
+        matrix, exact = on_device(packed, device), exact_stored(packed)
         for batch in batches:
             x = torch.randn(batch, 208)
             (y,) = kernels.linear([matrix], x.to(device))
             record(f"linear 16384x208 x{batch}", relative_error(y, x.double() @ exact.T))
 
 
-def _experts(device, random, record, small: bool) -> None:
+def _experts(device, rng, record, small: bool) -> None:
     shape, count = ((50, 80), 5) if small else ((512, 1024), 16)
     packed = ExpertStack(
-        tuple(random_matrix(random, *shape, (0,) if index == 2 else (4, 2.5, 3)) for index in range(count))
+        tuple(random_matrix(*shape, 0 if index == 2 else (4, 2.5, 3), rng=rng) for index in range(count))
     )
-    stack = kernels.DeviceStack(packed, blob_of(packed, device))
-    matrices = torch.stack([dense(expert) for expert in packed.experts])
+    stack = kernels.DeviceStack.on_device(packed.header, blob_on(packed, device))
+    matrices = torch.stack([exact_stored(expert) for expert in packed.experts])
     for tokens, k in ((1, 4), (12, 4), (40, 4), (300, 2)):
         x, ids = torch.randn(tokens, shape[1]), torch.randint(0, count, (tokens, k))
         exact = torch.einsum("tkrc,tc->tkr", matrices[ids], x.double())
@@ -238,16 +196,7 @@ def _encoder(device, record, small: bool) -> None:
         # Clamped, because in few tiles outliers beyond the code's range would dominate the error.
         targets = torch.randn(tiles, 256).clamp(-3.0, 3.0) / SCALE_BY_L[L][bits]
         codes, decoded = kernels.encode(targets.to(device), bits, L)
-        packed = PackedMatrix(
-            rows=16,
-            cols=16 * tiles,
-            L=L,
-            seed=0,
-            base=1.0,
-            row_bits=stored_bits([bits]),
-            row_scale=np.zeros(16, dtype=np.uint8),
-            codes=codes.reshape(-1).cpu().numpy().copy(),
-        )
+        packed = tiles_as_matrix(codes.cpu().numpy(), bits, L)
         stored = torch.from_numpy(reference.decode(packed)).reshape(16, tiles, 16)
         stored = stored.transpose(0, 1).reshape(tiles, 256).double()
         record(f"encode {bits:g} bits: codes are what was decoded", relative_error(decoded, stored), 1e-6)

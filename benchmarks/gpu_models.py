@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import numpy as np
 import torch
-from gpu_checks import blob_of, random_matrix
+from gpu_checks import blob_on
 from torch import nn
 
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
 
 BITS = (4,)
@@ -100,15 +100,14 @@ def _model(family: str, values: dict[str, Any], device: str) -> nn.Module:
 
 def compress(model: nn.Module, device: str) -> None:
     """Replace every matrix by random codes of BITS bits per weight, in place."""
-    random = np.random.default_rng(0)
     slots = {}
     for name, parameter in list(model.named_parameters()):
         if parameter.dim() < 2 or any(part in name for part in _DENSE):
             continue
         *experts, rows, cols = parameter.shape
-        packed = random_matrix(random, rows, cols, BITS)
+        packed = random_matrix(rows, cols, BITS)
         stored = ExpertStack((packed,) * experts[0]) if experts else packed
-        slots[name] = BlobSlot(tuple(parameter.shape), blob_of(stored, torch.device(device)))
+        slots[name] = BlobSlot(tuple(parameter.shape), blob_on(stored, torch.device(device)))
     swap_modules(model, slots, torch.bfloat16)
 
 

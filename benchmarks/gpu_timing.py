@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from gpu_checks import blob_of, random_matrix
+from gpu_checks import blob_on, on_device
 
 from ciuic_cli import kernels
+from ciuic_cli.codecs.bits import BITS
 from ciuic_cli.codecs.stack import ExpertStack
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.kernels import activations
 from ciuic_cli.kernels.launcher import launcher_for
 from ciuic_cli.kernels.parameters import TO_BYTES
@@ -57,17 +58,16 @@ def copy_bandwidth() -> float:
     return 2 * source.numel() / seconds
 
 
-def random_blob_matrix(rows: int, cols: int, bits: tuple[float, ...]) -> kernels.DeviceMatrix:
-    packed = random_matrix(np.random.default_rng(), rows, cols, bits)
-    return kernels.DeviceMatrix(packed, blob_of(packed, torch.device("cuda")))
+def random_on_device(rows: int, cols: int, bits: tuple[float, ...]) -> kernels.DeviceMatrix:
+    return on_device(random_matrix(rows, cols, bits, rng=np.random.default_rng()), torch.device("cuda"))
 
 
 def products(shape: tuple[int, int], bits: tuple[float, ...], bandwidth: float) -> list[dict[str, Any]]:
     """One line per batch size: seconds, share of the copy bandwidth, and the peers' seconds in the same run."""
     rows, cols = shape
-    one = random_blob_matrix(rows, cols, bits)
+    one = random_on_device(rows, cols, bits)
     copies = max(2, min(256, ROTATION_BYTES // one.blob.numel()))
-    matrices = [one, *(kernels.DeviceMatrix(one.packed, one.blob.clone()) for _ in range(copies - 1))]
+    matrices = [kernels.DeviceMatrix.on_device(one.header, one.blob.clone()) for _ in range(copies)]
     dense_copies = max(2, min(64, 2 * ROTATION_BYTES // (2 * rows * cols)))
     denses = [torch.randn(rows, cols, device="cuda", dtype=torch.bfloat16) for _ in range(dense_copies)]
     nf4 = _nf4(rows, cols)
@@ -114,7 +114,7 @@ def pieces(bandwidth: float) -> list[dict[str, Any]]:
     """Times of the other kernels: transform, decode, embedding."""
     lines = []
     launcher = launcher_for(torch.device("cuda", torch.cuda.current_device()))
-    matrices = [random_blob_matrix(4096, 4096, (4,)) for _ in range(16)]
+    matrices = [random_on_device(4096, 4096, (4,)) for _ in range(16)]
     scratch = torch.empty(4096 * 4096, dtype=torch.bfloat16, device="cuda")
     seconds, spread = time_of([partial(decode, m, dtype=torch.bfloat16, out=scratch) for m in matrices * 4])
     moved = matrices[0].blob.numel() + 2 * 4096 * 4096
@@ -123,7 +123,7 @@ def pieces(bandwidth: float) -> list[dict[str, Any]]:
         x = torch.randn(batch, 4096, device="cuda", dtype=torch.bfloat16)
         seconds, spread = time_of([partial(activations.forward, launcher, x, 0, TO_BYTES)] * 64)
         lines.append(_line(f"transform {batch}x4096", seconds, spread, batch * 4096 * 4, bandwidth))
-    table = random_blob_matrix(128256, 4096, (4,))
+    table = random_on_device(128256, 4096, (4,))
     for count in (1, 512):
         tokens = [torch.randint(0, table.rows, (count,), device="cuda") for _ in range(32)]
         seconds, spread = time_of([partial(kernels.embedding, table, t, torch.bfloat16) for t in tokens])
@@ -137,12 +137,12 @@ def _line(name: str, seconds: float, spread: float, moved: int, bandwidth: float
 
 def routed(bandwidth: float) -> list[dict[str, Any]]:
     """The experts of one DeepSeek-V3-shaped layer: 8 of 256, gate and up in one stack (4096 x 7168), then down."""
-    count, k, random = 256, 8, np.random.default_rng()
+    count, k, rng = 256, 8, np.random.default_rng()
     lines = []
     for rows, cols in ((4096, 7168), (7168, 2048)):
-        expert = random_matrix(random, rows, cols, (4,))
+        expert = random_matrix(rows, cols, 4, rng=rng)
         packed = ExpertStack((expert,) * count)
-        stack = kernels.DeviceStack(packed, blob_of(packed, torch.device("cuda")))
+        stack = kernels.DeviceStack.on_device(packed.header, blob_on(packed, torch.device("cuda")))
         dense = torch.randn(count, rows, cols, device="cuda", dtype=torch.bfloat16)
         for tokens in (1, 4, 16):
             x = torch.randn(tokens, cols, device="cuda", dtype=torch.bfloat16)

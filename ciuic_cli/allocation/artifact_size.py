@@ -11,7 +11,7 @@ from ciuic_cli.allocation.arms import Arms
 from ciuic_cli.artifact.layout import Shard, StoredTensor, lay_out
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import packed_nbytes
+from ciuic_cli.codecs.sizes import packed_nbytes
 from ciuic_cli.codecs.stack import stack_header_nbytes
 
 _SAFETENSORS_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}

@@ -14,8 +14,7 @@ from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.artifact.layout import Shard, stored_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import bits_of, stored_bits
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.bits import BITS, bits_of, stored_bits
 from ciuic_cli.errors import TargetError
 from ciuic_cli.passes import prune
 

@@ -15,7 +15,7 @@ from ciuic_cli.allocation.arms import Arms, PassOptions, require_finite_loss
 from ciuic_cli.allocation.matrices import CHANNEL_ROLES, WeightMatrix, fisher_of
 from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import stored_order
+from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.feedback import BlockLDL, factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher

@@ -19,7 +19,7 @@ from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, UNPROBED_ROLES, Weigh
 from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import bits_of
+from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.transform import TILE, inverse_transform

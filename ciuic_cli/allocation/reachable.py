@@ -12,7 +12,7 @@ from ciuic_cli.allocation.group_knapsack import GroupKnapsack
 from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.artifact.layout import stored_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import stored_bits
+from ciuic_cli.codecs.bits import stored_bits
 from ciuic_cli.errors import UsageError
 from ciuic_cli.passes import lowrank
 

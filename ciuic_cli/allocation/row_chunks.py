@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import WeightMatrix, row_slices
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.packing import stored_order
+from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.passes.feedback import FactoredInputs, factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher

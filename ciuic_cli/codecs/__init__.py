@@ -1,1 +1,1 @@
-"""Codes for weights: the trellis code, its stored form, its input transform and its definition."""
+"""The trellis code for weights: rounding, decoding, its byte layout, its input transform, its definition."""

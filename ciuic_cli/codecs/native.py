@@ -16,13 +16,14 @@ import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
 ABI_VERSION = 9
+"""Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
 _STATUS = {
     -1: "an argument is out of range (null, negative, or a shape that is no multiple of 16)",
-    -2: "bits per weight must be some that the format has and the window 12 to 16 bits long",
+    -2: "bits per weight must be values that the format has, and the trellis state 12 to 16 bits long",
     -5: "the call was cancelled",
-    -4: "the matrix, its scales or its error feedback hold NaN or infinite values",
+    -4: "the matrix, its scales or its error feedback contain NaN or infinite values",
 }
 
 _pointer = ctypes.c_void_p
@@ -45,7 +46,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def _candidates() -> list[Path]:
-    """A wheel puts the library beside the package, an editable install on the package's other path."""
+    """Paths to try: a wheel puts the library into the package, an editable install into another folder of its path."""
     override = os.environ.get("CIUIC_NATIVE_LIBRARY")
     if override:
         return [Path(override)]
@@ -54,12 +55,12 @@ def _candidates() -> list[Path]:
 
 @functools.lru_cache(maxsize=1)
 def interface() -> ctypes.CDLL:
-    """The loaded library, its functions typed.
+    """The loaded library with typed functions.
 
-    CIUIC_NATIVE_LIBRARY names another build of it (for example one with sanitizers).
+    The environment variable CIUIC_NATIVE_LIBRARY names another build of it, such as one with sanitizers.
 
     Raises:
-        EnvironmentFault: it is missing, does not load, or belongs to another version of this package.
+        EnvironmentFault: the library is missing, does not load, or belongs to another version of this package.
     """
     path = next((candidate for candidate in _candidates() if candidate.is_file()), None)
     if path is None:
@@ -77,10 +78,10 @@ def interface() -> ctypes.CDLL:
         raise EnvironmentFault(
             f"the native library does not load: {error}", file=path, remedy="Reinstall the package."
         ) from error
-    found = loaded.ciuic_abi_version()
-    if found != ABI_VERSION:
+    version = loaded.ciuic_abi_version()
+    if version != ABI_VERSION:
         raise EnvironmentFault(
-            f"the native library has interface version {found}, this package needs {ABI_VERSION}",
+            f"the native library has interface version {version}, this package needs {ABI_VERSION}",
             file=path,
             remedy="Reinstall the package.",
         )
@@ -88,12 +89,12 @@ def interface() -> ctypes.CDLL:
 
 
 def cpu_kernels() -> str:
-    """Kernels in use: "avx512vnni", "avx2" or "portable"; CIUIC_CPU_KERNELS in the environment forces one."""
+    """Kernels in use: "avx512vnni", "avx2" or "portable". The environment variable CIUIC_CPU_KERNELS forces one."""
     return interface().ciuic_cpu_kernels().decode()
 
 
-def check(status: int, what: str) -> None:
-    """Raises the error that a status code of the library stands for.
+def check(status: int, action: str) -> None:
+    """Raises the error for a status code of the library; `action` is the beginning of its message.
 
     Raises:
         EnvironmentFault: memory ran out.
@@ -102,5 +103,5 @@ def check(status: int, what: str) -> None:
     if status == 0:
         return
     if status == -3:
-        raise EnvironmentFault(f"{what}: not enough memory", remedy="Free memory or use fewer threads.")
-    raise UsageError(f"{what}: {_STATUS.get(status, f'status {status}')}")
+        raise EnvironmentFault(f"{action}: not enough memory", remedy="Free memory or use fewer threads.")
+    raise UsageError(f"{action}: {_STATUS.get(status, f'status {status}')}")

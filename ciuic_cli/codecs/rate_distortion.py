@@ -1,32 +1,33 @@
-"""Measured properties of the trellis code on unit Gaussians, closing of the circle included.
+"""Rate-distortion tables of the trellis code on unit Gaussians, measured with tail-biting tiles.
 
-Figures of `benchmarks/codec.py quality`: errors over 8,000 tiles (windows of 12 and 13 bits: 2,000).
+Measured with `benchmarks/codec.py quality` over 8,000 tiles (2,000 for L = 12 and 13);
+docs/experiments/codes/lead-in.md.
 """
 
 from __future__ import annotations
 
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.bits import BITS
 
 
-def _by_width(*values: float) -> dict[float, float]:
-    """Figures of every width but 0."""
+def _by_bits(*values: float) -> dict[float, float]:
+    """One value for each number of bits per weight but 0."""
     return dict(zip(BITS[1:], values, strict=True))
 
 
-# By window length L and bits per weight K: best scale of the code relative to the standard deviation.
 SCALE_BY_L: dict[int, dict[float, float]] = {
-    12: _by_width(0.9, 0.99, 1.03, 1.07, 1.1, 1.12, 1.14, 1.15, 1.17, 1.2, 1.24, 1.31, 1.44),
-    13: _by_width(0.89, 0.98, 1.03, 1.06, 1.09, 1.11, 1.13, 1.15, 1.17, 1.2, 1.24, 1.32, 1.44),
-    14: _by_width(0.89, 0.98, 1.02, 1.06, 1.08, 1.1, 1.12, 1.14, 1.15, 1.19, 1.23, 1.31, 1.42),
-    15: _by_width(0.88, 0.97, 1.02, 1.05, 1.07, 1.08, 1.1, 1.11, 1.13, 1.16, 1.19, 1.26, 1.34),
-    16: _by_width(0.89, 0.97, 1.01, 1.04, 1.07, 1.08, 1.1, 1.11, 1.12, 1.16, 1.19, 1.25, 1.34),
+    12: _by_bits(0.9, 0.99, 1.03, 1.07, 1.1, 1.12, 1.14, 1.15, 1.17, 1.2, 1.24, 1.31, 1.44),
+    13: _by_bits(0.89, 0.98, 1.03, 1.06, 1.09, 1.11, 1.13, 1.15, 1.17, 1.2, 1.24, 1.32, 1.44),
+    14: _by_bits(0.89, 0.98, 1.02, 1.06, 1.08, 1.1, 1.12, 1.14, 1.15, 1.19, 1.23, 1.31, 1.42),
+    15: _by_bits(0.88, 0.97, 1.02, 1.05, 1.07, 1.08, 1.1, 1.11, 1.13, 1.16, 1.19, 1.26, 1.34),
+    16: _by_bits(0.89, 0.97, 1.01, 1.04, 1.07, 1.08, 1.1, 1.11, 1.12, 1.16, 1.19, 1.25, 1.34),
 }
+"""By trellis state bits L and bits per weight K: the best scale of the code over the weights' standard deviation."""
 
-# Mean squared error at that scale, times 4^K: 1.0 is Shannon's limit.
 MSE_BY_L: dict[int, dict[float, float]] = {
-    12: _by_width(1.136, 1.162, 1.168, 1.194, 1.218, 1.248, 1.292, 1.361, 1.424, 1.55, 1.733, 2.809, 2.497),
-    13: _by_width(1.115, 1.139, 1.151, 1.175, 1.182, 1.209, 1.236, 1.292, 1.369, 1.434, 1.514, 1.91, 2.245),
-    14: _by_width(1.09, 1.112, 1.126, 1.137, 1.154, 1.176, 1.205, 1.236, 1.262, 1.323, 1.384, 1.546, 1.671),
-    15: _by_width(1.082, 1.098, 1.105, 1.119, 1.132, 1.15, 1.159, 1.187, 1.208, 1.237, 1.272, 1.394, 1.482),
-    16: _by_width(1.091, 1.099, 1.094, 1.106, 1.113, 1.127, 1.141, 1.157, 1.18, 1.206, 1.238, 1.342, 1.419),
+    12: _by_bits(1.136, 1.162, 1.168, 1.194, 1.218, 1.248, 1.292, 1.361, 1.424, 1.55, 1.733, 2.809, 2.497),
+    13: _by_bits(1.115, 1.139, 1.151, 1.175, 1.182, 1.209, 1.236, 1.292, 1.369, 1.434, 1.514, 1.91, 2.245),
+    14: _by_bits(1.09, 1.112, 1.126, 1.137, 1.154, 1.176, 1.205, 1.236, 1.262, 1.323, 1.384, 1.546, 1.671),
+    15: _by_bits(1.082, 1.098, 1.105, 1.119, 1.132, 1.15, 1.159, 1.187, 1.208, 1.237, 1.272, 1.394, 1.482),
+    16: _by_bits(1.091, 1.099, 1.094, 1.106, 1.113, 1.127, 1.141, 1.157, 1.18, 1.206, 1.238, 1.342, 1.419),
 }
+"""By L and K: mean squared error at that scale over the weights' variance, times 4^K. Shannon's limit is 1."""

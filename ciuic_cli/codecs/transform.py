@@ -15,7 +15,10 @@ import torch
 from ciuic_cli.codecs import native
 
 MAX_BLOCK = 1024
+"""Largest block of the Hadamard transform, in inputs; part of the format."""
+
 TILE = 16
+"""Rows and columns of a tile of the trellis code; matrices are padded to multiples of it."""
 
 
 def padded(length: int) -> int:
@@ -29,7 +32,7 @@ def log2_block(cols_padded: int) -> int:
 
 
 def block_width(cols: int) -> int:
-    """Columns of a block of the transform of so many columns."""
+    """Block size, in inputs, of the transform of a matrix with `cols` columns."""
     return 1 << log2_block(padded(cols))
 
 
@@ -53,19 +56,19 @@ def signs(cols_padded: int, seed: int = 0) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _signs_on(device: torch.device, cols_padded: int, seed: int) -> torch.Tensor:
-    """Copied there once: each copy from ordinary memory makes the host wait for the device."""
+    """Cached per device, because a copy from pageable memory makes the host wait for the device."""
     return signs(cols_padded, seed).to(device)
 
 
 def transform(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
-    """T applied along the last dimension, zero-padded to a multiple of 16.
+    """T applied along the last dimension, which is zero-padded to a multiple of 16.
 
     Args:
-        x: floating point [..., cols].
+        x: floating point [..., cols]; not changed.
         seed: of the signs.
 
     Returns:
-        float32 [..., cols_padded], a new tensor on x's device.
+        float32 [..., cols_padded] on x's device.
     """
     cols = x.shape[-1]
     out = x.to(torch.float32)
@@ -83,7 +86,7 @@ def inverse_transform(x: torch.Tensor, cols: int, seed: int = 0) -> torch.Tensor
 
 
 def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
-    """In place when x is on the CPU."""
+    """T or its inverse along x's last dimension; changes x in place if x is on the CPU."""
     cols = x.shape[-1]
     log2 = log2_block(cols)
     if x.device.type != "cpu":
@@ -97,7 +100,7 @@ def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
 
 
 def _apply_torch(x: torch.Tensor, sign: torch.Tensor, log2: int, *, inverse: bool) -> torch.Tensor:
-    """The same in torch operations: for other devices, and what the native code is tested against."""
+    """The transform in torch operations: for devices without native code, and as the reference in tests."""
     shape = x.shape
     if not inverse:
         x = x * sign

@@ -11,6 +11,7 @@ from ciuic_cli.allocation.matrices import WeightMatrix, fisher_of, row_slices
 from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.codecs.header import MatrixHeader
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import decode_scales
 from ciuic_cli.passes import lowrank, prune
@@ -65,7 +66,8 @@ def _encode_in_chunks(
         round_rows(chunk.prepared, matrix_plan.row_bits[chunk.groups], scales[chunk.stored], L)
         for chunk in row_chunks(weight, fisher, matrix, matrix_plan.row_class, factored)
     ]
-    return PackedMatrix(
-        matrix.rows, matrix.cols, L, 0, base, matrix_plan.row_bits, codes, np.concatenate(tiles),
+    header = MatrixHeader(
+        matrix.rows, matrix.cols, L, 0, base, matrix_plan.row_bits, codes,
         row_class=matrix_plan.row_class, input_scale=matrix_plan.input_scale,
     )  # fmt: skip
+    return PackedMatrix(header, np.concatenate(tiles))

@@ -1,31 +1,30 @@
-"""CUDA kernels for compressed matrices, as plain functions that check what they are given.
+"""CUDA kernels for compressed matrices, as plain functions that check their arguments.
 
     available(device) -> (bool, reason)
-    matrix = DeviceMatrix(packed, blob)      stack = DeviceStack(packed_stack, blob)
-    linear([matrix, ...], x) -> [y, ...]     experts(stack, x, ids) -> y
-    embedding(matrix, tokens, dtype) -> rows decode(matrix, row_begin, row_end, dtype) -> transformed rows
+    matrix = DeviceMatrix.on_device(header, blob)     stack = DeviceStack.on_device(stack_header, blob)
+    linear([matrix, ...], x) -> [y, ...]              experts(stack, x, ids) -> y
+    embedding(matrix, tokens, dtype) -> rows          decode(matrix, row_begin, row_end, dtype) -> transformed rows
     encode(targets, bits) -> (codes, decoded)
-    KernelMatrix(packed, blob): what the runtime's products ask of a matrix
 
-The sources are in `cuda/`, compiled at first use for the GPU at hand and cached.
+`runtime.gpu` makes weights and stacks of a model from them. The sources are in `cuda/`; NVRTC compiles them for the
+GPU at first use, and the result is cached on disk.
 """
 
 from ciuic_cli.kernels.availability import available
 from ciuic_cli.kernels.encoder import encode
-from ciuic_cli.kernels.matrix import DeviceMatrix, DeviceStack
+from ciuic_cli.kernels.matrix import DeviceMatrix, DeviceStack, uniform
 from ciuic_cli.kernels.multiply import linear
 from ciuic_cli.kernels.routed import experts
 from ciuic_cli.kernels.rows import decode, embedding
-from ciuic_cli.kernels.runtime_matrix import KernelMatrix
 
 __all__ = [
     "DeviceMatrix",
     "DeviceStack",
-    "KernelMatrix",
     "available",
     "decode",
     "embedding",
     "encode",
     "experts",
     "linear",
+    "uniform",
 ]

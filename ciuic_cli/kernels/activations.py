@@ -9,26 +9,33 @@ import torch
 from ciuic_cli.codecs.transform import log2_block, padded
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import parameters as p
-from ciuic_cli.kernels.launcher import Launcher
+from ciuic_cli.kernels.launcher import Launch, Launcher
 
 TYPES = {torch.float32: p.FLOAT, torch.float16: p.HALF, torch.bfloat16: p.BFLOAT}
+"""The dtypes of activations and results, and their codes in parameter blocks."""
 
 STEP_COLUMNS = 64
-"""Columns that a warp of the product multiplies at a time."""
+"""Columns that a warp of the product multiplies in one step."""
 
 _MAX_WARPS = 16
-_STATIC_SHARED = 1024  # what `transform` declares besides, rounded up
+"""Most warps per block of the transform; chosen, not tuned."""
+
+_ANY_L = 16
+"""The transform does not depend on L; one value avoids compiling it twice."""
+
+_STATIC_SHARED = 1024
+"""Bytes of shared memory that `transform` declares statically, rounded up."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """x transformed: one row per token.
+    """Transformed activations, one row per token.
 
     Attributes:
-        values: int8 [rows, 2, width] (rounded values, residuals) or float16 [rows, width] with width the
-            columns in whole steps of 64, zeros after the last; or bfloat16 [rows, cols_padded].
-        scale: float32 [rows]; what a row was divided by.
-        sums: int32 [rows, 2], sums of the int8 values; empty for the other forms.
+        values: int8 [rows, 2, width], rounded values and residuals; or float16 [rows, width]; or bfloat16
+            [rows, cols_padded]. The width is cols rounded up to a multiple of 64, with zeros after the last column.
+        scale: float32 [rows], the divisor of each row; empty for bfloat16.
+        sums: int32 [rows, 2], sums of the int8 values; empty for the other dtypes.
     """
 
     values: torch.Tensor
@@ -37,18 +44,18 @@ class Activations:
 
 
 def check(x: torch.Tensor, cols: int, blob: torch.Tensor) -> torch.Tensor:
-    """x as [rows, cols] with neighbouring elements in a row.
+    """x as [rows, cols] with the elements of a row side by side.
 
     Raises:
-        UsageError: another width, a dtype that is not float32, float16 or bfloat16, or another device than
-            the weights'.
+        UsageError: x has another number of columns, a dtype other than float32, float16 and bfloat16, or is on another
+            device than the weights (`blob`).
     """
     if x.dim() == 0 or x.shape[-1] != cols:
         raise UsageError(f"expected activations of {cols} columns, got shape {list(x.shape)}")
     if x.dtype not in TYPES:
         raise UsageError(f"activations must be float32, float16 or bfloat16, not {x.dtype}")
     if x.device != blob.device:
-        raise UsageError(f"activations are on {x.device}, the weights on {blob.device}")
+        raise UsageError(f"activations are on {x.device}, the weights are on {blob.device}")
     flat = x.reshape(-1, cols)
     return flat if flat.stride(1) == 1 or cols == 1 else flat.contiguous()
 
@@ -56,15 +63,15 @@ def check(x: torch.Tensor, cols: int, blob: torch.Tensor) -> torch.Tensor:
 def forward(
     launcher: Launcher, x: torch.Tensor, seed: int, mode: int, input_factors: torch.Tensor | None = None
 ) -> Activations:
-    """T(x) in the form of `mode`.
+    """T(x), converted as `mode` says.
 
     Args:
         x: checked activations [rows, cols].
-        input_factors: None, or float32 [cols] that each row of x is multiplied by first.
-        mode: TO_BYTES; TO_HALF (each row divided by a power of two); TO_BFLOAT.
+        mode: TO_BYTES (int8 and residuals), TO_HALF (float16, each row divided by a power of two) or TO_BFLOAT.
+        input_factors: None, or input scales, float32 [cols], that each row of x is multiplied by first.
     """
     rows, cols = x.shape
-    # The kernels of the product read whole steps of 64 columns; beyond cols_padded there are zeros.
+    # The product's kernels read whole steps of 64 columns; beyond cols_padded there are zeros.
     width = padded(cols) if mode == p.TO_BFLOAT else -(-cols // STEP_COLUMNS) * STEP_COLUMNS
     if mode == p.TO_BYTES:
         values = launcher.empty((rows, 2, width), torch.int8)
@@ -96,7 +103,7 @@ def forward(
 
 
 def inverse(launcher: Launcher, x: torch.Tensor, cols: int, seed: int) -> torch.Tensor:
-    """T^-1 of each row: float [rows, cols_padded] to float32 [rows, cols]."""
+    """T^-1 of each row: floating [rows, cols_padded] to float32 [rows, cols]."""
     rows, width = x.shape
     out = launcher.empty((rows, cols), torch.float32)
     _launch(
@@ -119,13 +126,15 @@ def inverse(launcher: Launcher, x: torch.Tensor, cols: int, seed: int) -> torch.
     return out
 
 
-def warps_for(launcher: Launcher, width: int, most: int = _MAX_WARPS) -> int:
-    """Warps for rows of this width: one per chunk, as far as shared memory and `most` allow."""
+def warps_for(launcher: Launcher, width: int, max_warps: int = _MAX_WARPS) -> int:
+    """Warps per block that transforms rows of this width: one per chunk, limited by shared memory and `max_warps`."""
     fitting = (launcher.limits.shared_bytes - _STATIC_SHARED) // p.EXCHANGE_BYTES
-    return max(1, min(-(-width // p.CHUNK), most, fitting))
+    return max(1, min(-(-width // p.CHUNK), max_warps, fitting))
 
 
 def _launch(launcher: Launcher, rows: int, width: int, parameters: p.Transform) -> None:
     if rows:
         warps = warps_for(launcher, width)
-        launcher.launch("transform", (rows, 1), 32 * warps, warps * p.EXCHANGE_BYTES, parameters, 16)
+        launcher.launch(
+            Launch("transform", (rows, 1), 32 * warps, warps * p.EXCHANGE_BYTES, parameters, _ANY_L)
+        )

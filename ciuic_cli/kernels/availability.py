@@ -1,4 +1,4 @@
-"""Whether the kernels work on a device, found out once, with the reason where they do not."""
+"""Whether the kernels work on a device: tried once per device, with the reason if they do not."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from ciuic_cli.errors import CiuicError
 from ciuic_cli.kernels import sources
 from ciuic_cli.kernels.launcher import CudaLauncher, launcher_for
 
-_RUN_TIME_UNITS = ("transform", "linear", "decode")
+_INFERENCE_UNITS = ("transform", "linear", "decode")
+"""Compilation units that inference needs."""
 
 _known: dict[torch.device, tuple[bool, str]] = {}
+"""Results by device."""
+
 _lock = threading.Lock()
 
 
 def available(device: torch.device | str) -> tuple[bool, str]:
-    """Whether the kernels can be built for and loaded on `device`, and if not, why.
+    """Whether the kernels can be compiled for `device` and loaded there.
 
-    The first call for a device compiles what is not in the cache (some seconds) and, where that fails,
-    warns: the portable path that then decodes is much slower, and nobody should have to guess why.
+    The first call for a device takes some seconds if the kernels are not in the cache. If it fails it warns with the
+    reason, because the portable fallback is much slower.
 
     Returns:
         (True, "") or (False, reason).
@@ -41,13 +44,13 @@ def _try(device: torch.device) -> tuple[bool, str]:
     try:
         launcher = launcher_for(device)
         if isinstance(launcher, CudaLauncher):
-            for unit in _RUN_TIME_UNITS:
+            for unit in _INFERENCE_UNITS:
                 launcher.load(sources.UNITS[unit][0], 16)
-    except (CiuicError, RuntimeError) as error:  # the latter from cuda-bindings: a driver that it cannot load
+    except (CiuicError, RuntimeError) as error:  # RuntimeError: cuda-bindings cannot load the driver
         reason = str(error)
         warnings.warn(
-            f"the CUDA kernels cannot be used on {device}; torch operations take their place and are much "
-            f"slower: {reason}",
+            f"the CUDA kernels cannot be used on {device}; torch operations replace them and are much slower: "
+            f"{reason}",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,6 +1,6 @@
-"""From source to machine code: NVRTC, with a cache on disk that many processes may share.
+"""Compiling CUDA sources with NVRTC, and a cache of machine code on disk that many processes may share.
 
-NVRTC needs no toolkit, no header and no GPU; it comes with torch's CUDA wheels or with `ciuic-cli[cuda]`.
+NVRTC needs no toolkit, no headers and no GPU; it comes with torch's CUDA wheels or with `ciuic-cli[cuda]`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.kernels import sources
 
 OLDEST = 75
-"""First compute capability (ten times) with integer tensor cores."""
+"""Oldest supported compute capability times ten: the first with integer tensor cores."""
 
 OPTIONS = ("--std=c++17", "--restrict")
+"""NVRTC options of every compilation."""
 
 _REMEDY = "Install the CUDA extra: pip install 'ciuic-cli[cuda]'."
 _DIGEST_BYTES = 32
+"""Bytes of SHA-256 at the start of a cache file."""
+
 _ABANDONED_SECONDS = 3600
+"""Age at which a temporary file in the cache must be from a killed process."""
 
 
 def target(capability: int) -> str:
-    """What NVRTC shall compile for a GPU of this compute capability (times ten).
+    """NVRTC's target architecture for a GPU of this compute capability (times ten).
 
-    Machine code for the capability itself or, on a GPU that this NVRTC does not know, for the newest older
-    one of the same generation; on a newer generation PTX, which the driver compiles.
+    If NVRTC knows the GPU's generation: "sm_N", machine code for the newest known capability that is not newer than the
+    GPU's. Otherwise "compute_N": PTX, which the driver compiles.
 
     Raises:
         EnvironmentFault: the GPU is too old, or there is no NVRTC.
@@ -52,19 +56,19 @@ def target(capability: int) -> str:
     return f"{kind}_{newest}"
 
 
-def compile_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
-    """Machine code (cubin) or, for a `compute_` architecture, PTX of a unit. Leaves the cache alone.
+def compile_unit(unit: str, architecture: str, L: int = 16) -> bytes:
+    """Machine code (cubin) of a unit, or PTX for a `compute_` architecture. Does not use the cache.
 
     Args:
         unit: key of `sources.UNITS`.
         architecture: "sm_90", "compute_120" and so on.
-        window_bits: L, 12 to 16.
+        L: trellis state bits, 12 to 16.
 
     Raises:
-        EnvironmentFault: there is no NVRTC, or it refuses; the compiler's log is in the message.
+        EnvironmentFault: there is no NVRTC, or the unit does not compile; the message contains the compiler's log.
     """
     nvrtc = _nvrtc()
-    with _compiled(nvrtc, unit, architecture, window_bits) as program:
+    with _compiled(nvrtc, unit, architecture, L) as program:
         if architecture.startswith("compute_"):
             size_of, read = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
         else:
@@ -76,15 +80,15 @@ def compile_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
         return code
 
 
-def resource_report(unit: str, architecture: str, window_bits: int = 16) -> str:
-    """What ptxas says of a unit's kernels (`-v`): registers, stack, spills. Raises as `compile_unit`."""
+def resource_report(unit: str, architecture: str, L: int = 16) -> str:
+    """ptxas's report (`-v`) on a unit's kernels: registers, stack, spills. Raises as `compile_unit`."""
     nvrtc = _nvrtc()
-    with _compiled(nvrtc, unit, architecture, window_bits, "--ptxas-options=-v") as program:
+    with _compiled(nvrtc, unit, architecture, L, "--ptxas-options=-v") as program:
         return _log(nvrtc, program)
 
 
 @contextmanager
-def _compiled(nvrtc: Any, unit: str, architecture: str, window_bits: int, *more: str) -> Iterator[Any]:
+def _compiled(nvrtc: Any, unit: str, architecture: str, L: int, *more: str) -> Iterator[Any]:
     names, texts = zip(*sources.headers().items(), strict=True)
     status, program = nvrtc.nvrtcCreateProgram(
         sources.source(unit).encode(),
@@ -95,7 +99,7 @@ def _compiled(nvrtc: Any, unit: str, architecture: str, window_bits: int, *more:
     )
     _checked(nvrtc, status)
     try:
-        options = [f"--gpu-architecture={architecture}", f"-DCIUIC_L={window_bits}", *OPTIONS, *more]
+        options = [f"--gpu-architecture={architecture}", f"-DCIUIC_L={L}", *OPTIONS, *more]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise EnvironmentFault(f"{unit}.cu does not compile for {architecture}: {_log(nvrtc, program)}")
@@ -104,26 +108,26 @@ def _compiled(nvrtc: Any, unit: str, architecture: str, window_bits: int, *more:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def cached_unit(unit: str, architecture: str, window_bits: int = 16) -> bytes:
-    """As `compile_unit`, from the cache where it can be.
+def cached_unit(unit: str, architecture: str, L: int = 16) -> bytes:
+    """As `compile_unit`, but from the cache if possible.
 
-    A file of the cache is named by everything its contents depend on, appears by renaming, and carries its
-    own digest: concurrent processes and killed ones do no harm, and a damaged file is compiled anew. A
-    folder that cannot be written costs only time.
+    A cache file's name depends on everything that its content depends on. It appears by renaming and begins with a
+    digest of its content. So concurrent and killed processes do no harm, and a damaged file is compiled anew. If the
+    folder cannot be written, every process compiles.
     """
-    file = cache_folder() / _file_name(unit, architecture, window_bits)
+    file = cache_folder() / _file_name(unit, architecture, L)
     code = _read(file)
     if code is None:
-        code = compile_unit(unit, architecture, window_bits)
+        code = compile_unit(unit, architecture, L)
         _write(file, code)
     return code
 
 
 def cache_folder() -> Path:
     """`kernels` in $CIUIC_CACHE, or in `ciuic` under $XDG_CACHE_HOME or ~/.cache."""
-    own = os.environ.get("CIUIC_CACHE")
-    if own:
-        return Path(own) / "kernels"
+    folder = os.environ.get("CIUIC_CACHE")
+    if folder:
+        return Path(folder) / "kernels"
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "ciuic" / "kernels"
 
@@ -136,10 +140,10 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def _file_name(unit: str, architecture: str, window_bits: int) -> str:
-    inputs = (sources.digest(unit), architecture, window_bits, OPTIONS, nvrtc_version())
+def _file_name(unit: str, architecture: str, L: int) -> str:
+    inputs = (sources.digest(unit), architecture, L, OPTIONS, nvrtc_version())
     key = hashlib.sha256(repr(inputs).encode()).hexdigest()
-    return f"{unit}-{architecture}-L{window_bits}-{key[:32]}.bin"
+    return f"{unit}-{architecture}-L{L}-{key[:32]}.bin"
 
 
 def _read(file: Path) -> bytes | None:
@@ -170,7 +174,7 @@ def _write(file: Path, code: bytes) -> None:
 
 
 def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Remove what killed processes were writing; what another one writes at this moment is younger."""
+    """Removes temporary files of killed processes. A file that another process is writing now is younger."""
     for entry in folder.iterdir():
         if entry.name.startswith(prefix) and time.time() - entry.stat().st_mtime > _ABANDONED_SECONDS:
             entry.unlink(missing_ok=True)
@@ -181,11 +185,11 @@ def _nvrtc() -> Any:
         from cuda.bindings import nvrtc
     except ImportError as error:
         raise EnvironmentFault(
-            "cuda-bindings, which reaches NVIDIA's run-time compiler, is not installed", remedy=_REMEDY
+            "cuda-bindings, the interface to NVIDIA's run-time compiler, is not installed", remedy=_REMEDY
         ) from error
     try:
         nvrtc.nvrtcVersion()
-    except RuntimeError as error:  # its way to say that the library is not there
+    except RuntimeError as error:  # raised if the library is missing
         raise EnvironmentFault(
             f"NVIDIA's run-time compiler cannot be loaded: {error}", remedy=_REMEDY
         ) from error

@@ -1,53 +1,57 @@
-"""The encoder: tiles of targets to the trellis code, by Viterbi search on the GPU."""
+"""The GPU encoder: rounds tiles of targets to the trellis code by Viterbi search."""
 
 from __future__ import annotations
 
 import torch
 
-from ciuic_cli.codecs.packing import UNIT_BYTES
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.bits import BITS, TILE_BYTES_PER_BIT
+from ciuic_cli.codecs.header import L_VALUES
+from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import parameters as p
-from ciuic_cli.kernels.launcher import launcher_for
+from ciuic_cli.kernels.launcher import Launch, launcher_for
 
-_THREADS = 512
-_WEIGHTS = 256
+_MAX_THREADS = 512
+"""Most threads per block of the search; chosen, not tuned."""
+
+_TILE_WEIGHTS = TILE * TILE
+
 _SCRATCH_BYTES = 3 << 30
+"""Most memory for the search's costs; chosen, not tuned."""
 
 
-def encode(targets: torch.Tensor, bits: float, window_bits: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Closed paths for tiles, of least squared error up to the choice of where the circle closes.
+def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Closed paths for tiles with the least squared error, given a heuristic choice of where each circle closes.
 
     Args:
-        targets: float32 [tiles, 256] on a GPU, contiguous; weight / row scale, row by row of the tile.
-            Finite.
+        targets: float32 [tiles, 256] on a GPU, contiguous, finite: weight / row scale, a tile row by row.
         bits: K, one of BITS but 0.
-        window_bits: L, 12 to 16.
+        L: trellis state bits, 12 to 16.
 
     Returns:
         (codes uint8 [tiles, 32 * bits] as stored, decoded float32 [tiles, 256] in the units of `targets`).
 
     Raises:
-        UsageError: shapes, dtypes or numbers that do not fit.
-        EnvironmentFault: the kernel cannot be built or launched.
+        UsageError: shapes, dtypes, `bits` or `L` do not fit.
+        EnvironmentFault: the kernel cannot be compiled or launched.
     """
-    if targets.dim() != 2 or targets.shape[1] != _WEIGHTS or targets.dtype != torch.float32:
+    if targets.dim() != 2 or targets.shape[1] != _TILE_WEIGHTS or targets.dtype != torch.float32:
         raise UsageError(
-            f"targets must be float32 [tiles, {_WEIGHTS}], not {targets.dtype} {list(targets.shape)}"
+            f"targets must be float32 [tiles, {_TILE_WEIGHTS}], not {targets.dtype} {list(targets.shape)}"
         )
     if not targets.is_contiguous():
         raise UsageError("targets must be contiguous")
-    if bits not in BITS[1:] or not 12 <= window_bits <= 16:
-        raise UsageError(f"cannot encode with {bits:g} bits and a window of {window_bits}")
+    if bits not in BITS[1:] or L not in L_VALUES:
+        raise UsageError(f"cannot encode with {bits:g} bits per weight and L = {L}")
     launcher = launcher_for(targets.device)
     tiles = targets.shape[0]
-    codes = launcher.empty((tiles, int(UNIT_BYTES * bits)), torch.uint8)
-    decoded = launcher.empty((tiles, _WEIGHTS), torch.float32)
+    codes = launcher.empty((tiles, int(TILE_BYTES_PER_BIT * bits)), torch.uint8)
+    decoded = launcher.empty((tiles, _TILE_WEIGHTS), torch.float32)
     if tiles == 0:
         return codes, decoded
-    prefixes = 1 << (window_bits - int(bits))  # of the steps that have the most
-    history_bytes = 2 * (_WEIGHTS + 1) * prefixes
-    # Two blocks per multiprocessor are all that can run at once; each keeps the costs of its own search.
+    prefixes = 1 << (L - int(bits))  # most of any step: half bits alternate between K rounded down and up
+    history_bytes = 2 * (_TILE_WEIGHTS + 1) * prefixes
+    # At most two blocks run on a multiprocessor at once; each keeps the costs of its own search.
     blocks = min(tiles, 2 * launcher.limits.multiprocessors, max(1, _SCRATCH_BYTES // history_bytes))
     scratch = launcher.empty((blocks, history_bytes // 2), torch.float16)
     parameters = p.Encode(
@@ -57,6 +61,7 @@ def encode(targets: torch.Tensor, bits: float, window_bits: int = 16) -> tuple[t
         scratch=scratch.data_ptr(),
         tiles=tiles,
     )
-    threads = max(32, min(_THREADS, prefixes))
-    launcher.launch(f"encode_h{int(2 * bits)}", (blocks, 1), threads, 4 * prefixes, parameters, window_bits)
+    threads = max(32, min(_MAX_THREADS, prefixes))
+    kernel = f"encode_h{int(2 * bits)}"
+    launcher.launch(Launch(kernel, (blocks, 1), threads, 4 * prefixes, parameters, L))
     return codes, decoded

@@ -1,7 +1,7 @@
-"""Launching a kernel on a device: the driver's modules and functions, found once per device.
+"""Launching a kernel on a device; the driver's modules and functions are looked up once per device.
 
-`launcher_for(device)` is the only way from the functions of this package to a device, so that tests can put
-an emulator of the kernels in its place.
+The functions of this package reach a device only through `launcher_for(device)`, so that tests can substitute an
+emulator.
 """
 
 from __future__ import annotations
@@ -19,16 +19,39 @@ from ciuic_cli.kernels import compiler, sources
 
 @dataclass(frozen=True)
 class Limits:
-    """What a launch on a device can count on."""
+    """Resources of a device that launches are planned for."""
 
     shared_bytes: int
-    """Shared memory that one block can have."""
+    """Most shared memory of one block."""
 
     multiprocessors: int
 
 
+@dataclass(frozen=True)
+class Launch:
+    """One launch of a kernel."""
+
+    kernel: str
+    """Name, a key of `sources.UNIT_OF`."""
+
+    grid: tuple[int, int]
+    """Blocks in x and y."""
+
+    threads: int
+    """Threads per block."""
+
+    shared_bytes: int
+    """Dynamic shared memory per block."""
+
+    parameters: ctypes.Structure
+    """The kernel's only argument, one of `parameters`."""
+
+    L: int
+    """Trellis state bits for which the kernel is compiled."""
+
+
 class Launcher(Protocol):
-    """A device that runs the kernels."""
+    """Runs the kernels on one device."""
 
     limits: Limits
 
@@ -36,21 +59,13 @@ class Launcher(Protocol):
         """Uninitialised memory on the device."""
         ...
 
-    def launch(
-        self,
-        kernel: str,
-        grid: tuple[int, int],
-        threads: int,
-        shared_bytes: int,
-        parameters: ctypes.Structure,
-        window_bits: int,
-    ) -> None:
-        """Enqueues `kernel` on the current stream; `parameters` are copied before the call returns."""
+    def launch(self, launch: Launch) -> None:
+        """Enqueues a kernel on the current stream; its parameters are copied before the call returns."""
         ...
 
 
 LAUNCHERS: dict[torch.device, Launcher] = {}
-"""One per device, made at first use."""
+"""Launchers by device, each made at first use."""
 
 _lock = threading.Lock()
 
@@ -59,20 +74,20 @@ def launcher_for(device: torch.device) -> Launcher:
     """The launcher of a device.
 
     Raises:
-        UsageError: the device is no CUDA device.
+        UsageError: not a CUDA device.
         EnvironmentFault: its GPU is too old, or the driver or NVRTC is missing.
     """
-    found = LAUNCHERS.get(device)
-    if found is None:
+    launcher = LAUNCHERS.get(device)
+    if launcher is None:
         if device.type != "cuda":
             raise UsageError(f"the CUDA kernels cannot run on device '{device}'")
         with _lock:
-            found = LAUNCHERS.setdefault(device, CudaLauncher(device))
-    return found
+            launcher = LAUNCHERS.setdefault(device, CudaLauncher(device))
+    return launcher
 
 
 class CudaLauncher:
-    """Launches through the driver's API, on torch's context and current stream.
+    """Launches through the driver API, on torch's context and current stream.
 
     Args:
         device: "cuda" or "cuda:<index>".
@@ -88,7 +103,7 @@ class CudaLauncher:
         major, minor = torch.cuda.get_device_capability(self.device)
         self.architecture = compiler.target(10 * major + minor)
         with torch.cuda.device(self.device):
-            # makes torch's context, which the driver's calls below use
+            # This creates torch's context, which the driver calls below use.
             torch.cuda.current_stream().synchronize()
             handle = self._call(self.driver.cuCtxGetDevice())
             names = self.driver.CUdevice_attribute
@@ -105,54 +120,48 @@ class CudaLauncher:
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
-    def launch(
-        self,
-        kernel: str,
-        grid: tuple[int, int],
-        threads: int,
-        shared_bytes: int,
-        parameters: ctypes.Structure,
-        window_bits: int,
-    ) -> None:
-        function = self.functions.get((kernel, window_bits))
+    def launch(self, launch: Launch) -> None:
+        function = self.functions.get((launch.kernel, launch.L))
         if function is None:
-            function = self.load(kernel, window_bits)
-        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+            function = self.load(launch.kernel, launch.L)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(launch.parameters))
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with torch.cuda.device(self.device):
             (status,) = self.driver.cuLaunchKernel(
                 function,
-                grid[0],
-                grid[1],
+                launch.grid[0],
+                launch.grid[1],
                 1,
-                threads,
+                launch.threads,
                 1,
                 1,
-                shared_bytes,
+                launch.shared_bytes,
                 stream,
                 ctypes.addressof(pointers),
                 0,
             )
         if status:
             self._fail(
-                status, f"launching {kernel} with grid {grid}, {threads} threads, {shared_bytes} bytes"
+                status,
+                f"launching {launch.kernel} with grid {launch.grid}, {launch.threads} threads and "
+                f"{launch.shared_bytes} bytes of shared memory",
             )
 
-    def load(self, kernel: str, window_bits: int) -> Any:
-        """The driver's handle of a kernel; compiles its unit if nobody has yet.
+    def load(self, kernel: str, L: int) -> Any:
+        """The driver's handle of a kernel; compiles its unit if it is not in the cache.
 
         Raises:
             EnvironmentFault: the unit does not compile, or the driver refuses it.
         """
         unit = sources.UNIT_OF[kernel]
         with self.lock, torch.cuda.device(self.device):
-            module = self.modules.get((unit, window_bits))
+            module = self.modules.get((unit, L))
             if module is None:
-                code = compiler.cached_unit(unit, self.architecture, window_bits)
+                code = compiler.cached_unit(unit, self.architecture, L)
                 status, module = self.driver.cuModuleLoadData(code)
                 if status:
                     self._fail(status, f"loading {unit}.cu compiled for {self.architecture}")
-                self.modules[unit, window_bits] = module
+                self.modules[unit, L] = module
             function = self._call(self.driver.cuModuleGetFunction(module, kernel.encode()))
             names = self.driver.CUfunction_attribute
             static = self._call(
@@ -165,7 +174,7 @@ class CudaLauncher:
                     self.limits.shared_bytes - static,
                 )
             )
-            self.functions[kernel, window_bits] = function
+            self.functions[kernel, L] = function
             return function
 
     def _call(self, result: tuple) -> Any:
@@ -179,7 +188,7 @@ class CudaLauncher:
         raise EnvironmentFault(
             f"{action} failed on {self.device}: {text}",
             remedy="A driver older than the compiler refuses its code: update the driver, or install the "
-            "nvidia-cuda-nvrtc of torch's own CUDA version.",
+            "nvidia-cuda-nvrtc of torch's CUDA version.",
         )
 
 
@@ -188,7 +197,7 @@ def _driver() -> Any:
         from cuda.bindings import driver
     except ImportError as error:
         raise EnvironmentFault(
-            "cuda-bindings, which reaches the CUDA driver, is not installed",
+            "cuda-bindings, the interface to the CUDA driver, is not installed",
             remedy="Install the CUDA extra: pip install 'ciuic-cli[cuda]'.",
         ) from error
     return driver

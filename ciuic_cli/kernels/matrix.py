@@ -1,176 +1,183 @@
-"""A compressed matrix, or a stack of experts, as the kernels see it: the blob on the device and where its
-groups begin."""
+"""What the kernels read of a compressed matrix or a stack of experts: the blob on the device, and where codes begin."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from ciuic_cli.codecs.packing import PackedMatrix, bits_of
-from ciuic_cli.codecs.stack import ExpertStack, stack_header_nbytes
-from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.codecs.bits import bits_of
+from ciuic_cli.codecs.header import MatrixHeader
+from ciuic_cli.codecs.sizes import ALIGN
+from ciuic_cli.codecs.stack import StackHeader
 from ciuic_cli.errors import UsageError
-
-_UNIT = 16  # group offsets count 16-byte pieces, so that 32 bits reach 64 GiB
-
-
-def _units(packed: PackedMatrix) -> int:
-    """Units of 32 bytes that a tile of its widest row group takes, the last perhaps half full."""
-    return math.ceil(bits_of(packed.row_bits).max())
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceMatrix:
-    """One matrix on a device. No part of the blob is copied; the offsets add 4 bytes per 16 rows, input scales 4 bytes
-    per column.
+    """One matrix on a device, made by `on_device`. The codes stay in the blob; nothing of it is copied.
+
+    Beyond the blob it holds 4 bytes per 16 rows, and 4 bytes per column if there are input scales.
 
     Attributes:
-        packed: the parsed blob. Its codes may lie anywhere; they are not read.
+        header: of the matrix.
         blob: uint8 [nbytes] on the device, address a multiple of 16.
-        group_offset: int32 [ceil(rows / 16)] on the device, where a group's codes begin in `blob`, in 16
-            bytes.
-        input_factors: None, or float32 [cols] on the device, what inputs are multiplied by before the transform.
-        lowrank: None or (R, L transposed).
-
-    Raises:
-        UsageError: the blob has another size or type than `packed` says, or does not begin at a multiple of
-            16 bytes.
+        group_offset: int32 [groups] on the device: where a group's codes begin in `blob`, in multiples of 16 bytes.
+        input_factors: None, or float32 [cols] on the device: the input scales.
+        lowrank: None, or the factors (R, L transposed).
     """
 
-    packed: PackedMatrix
+    header: MatrixHeader
     blob: torch.Tensor
-    group_offset: torch.Tensor = field(init=False)
-    input_factors: torch.Tensor | None = field(init=False)
-    lowrank: tuple[DeviceMatrix, DeviceMatrix] | None = field(init=False)
+    group_offset: torch.Tensor
+    input_factors: torch.Tensor | None
+    lowrank: tuple[DeviceMatrix, DeviceMatrix] | None
 
-    def __post_init__(self) -> None:
-        packed, blob = self.packed, self.blob
-        _check_blob(blob, packed.nbytes)
-        object.__setattr__(self, "group_offset", _offsets(packed).to(blob.device))
-        object.__setattr__(self, "input_factors", packed.input_factors_on(blob.device))
+    @classmethod
+    def on_device(cls, header: MatrixHeader, blob: torch.Tensor) -> DeviceMatrix:
+        """The matrix of `header` in `blob`, uint8 [nbytes] on the device.
+
+        Raises:
+            UsageError: the blob has another size or dtype, or does not begin at a multiple of 16 bytes.
+        """
+        _check_blob(blob, header.nbytes)
         lowrank = None
-        if packed.lowrank is not None:
-            right, left = packed.lowrank
-            end = packed.nbytes - packed.codes.size
-            middle = end - left.nbytes
-            lowrank = (
-                DeviceMatrix(right, blob[middle - right.nbytes : middle]),
-                DeviceMatrix(left, blob[middle:end]),
-            )
-        object.__setattr__(self, "lowrank", lowrank)
+        if header.lowrank is not None:
+            (right, left), (right_blob, left_blob) = header.lowrank, header.lowrank_in(blob)
+            lowrank = (cls.on_device(right, right_blob), cls.on_device(left, left_blob))
+        offsets = _offsets(header).to(blob.device)
+        return cls(header, blob, offsets, header.input_factors_on(blob.device), lowrank)
 
     @property
     def rows(self) -> int:
-        return self.packed.rows
+        return self.header.rows
 
     @property
     def cols(self) -> int:
-        return self.packed.cols
+        return self.header.cols
 
-    @cached_property
+    @property
     def cols_padded(self) -> int:
-        return self.packed.cols_padded
-
-    @cached_property
-    def log2_block(self) -> int:
-        return self.packed.log2_block
+        return self.header.cols_padded
 
     @property
     def seed(self) -> int:
-        return self.packed.seed
+        return self.header.seed
 
     @property
-    def window_bits(self) -> int:
-        return self.packed.L
+    def L(self) -> int:
+        return self.header.L
 
-    @cached_property
+    @property
     def groups(self) -> int:
-        return self.packed.rows_padded // TILE
+        return self.header.groups
 
-    @cached_property
-    def max_units(self) -> int:
-        return _units(self.packed)
-
-    @cached_property
+    @property
     def is_zero(self) -> bool:
-        return self.packed.is_zero
+        return self.header.is_zero
+
+    @cached_property
+    def max_words(self) -> int:
+        """16-bit words that a tile row of the widest row group takes; the last may be half full."""
+        return _max_words(self.header)
 
 
 @dataclass(frozen=True, eq=False)
 class DeviceStack:
-    """A stack of experts on a device.
+    """A stack of experts on a device that one launch can multiply with, made by `on_device`.
 
     Attributes:
-        packed: the parsed blob.
+        header: of the stack.
         blob: uint8 [nbytes] on the device, address a multiple of 16.
-        group_offset: int32 [experts, ceil(rows / 16)], from the expert's own blob, in 16 bytes.
-
-    Raises:
-        UsageError: as `DeviceMatrix`; also where experts differ in window, seed or have a low-rank part,
-            which the kernels do not take: such a stack is multiplied expert by expert.
+        group_offset: int32 [experts, groups] on the device: where a group's codes begin in `blob`, in multiples of
+            16 bytes.
     """
 
-    packed: ExpertStack
+    header: StackHeader
     blob: torch.Tensor
-    group_offset: torch.Tensor = field(init=False)
+    group_offset: torch.Tensor
 
-    def __post_init__(self) -> None:
-        experts = self.packed.experts
-        _check_blob(self.blob, self.packed.nbytes)
-        if len({(expert.L, expert.seed) for expert in experts}) != 1 or any(
-            expert.lowrank for expert in experts
-        ):
+    @classmethod
+    def on_device(cls, header: StackHeader, blob: torch.Tensor) -> DeviceStack:
+        """The stack of `header` in `blob`, uint8 [nbytes] on the device.
+
+        Raises:
+            UsageError: the blob does not fit, as for a matrix; or the experts are not `uniform`.
+        """
+        _check_blob(blob, header.nbytes)
+        if not uniform(header):
             raise UsageError(
-                "one launch for all experts needs one window length and one seed, and no low-rank part",
-                remedy="Multiply these experts one by one.",
+                "one launch for all experts needs one L and one seed, and no low-rank part",
+                remedy="Multiply with these experts one by one.",
             )
-        table = torch.stack([_offsets(expert) for expert in experts])
-        object.__setattr__(self, "group_offset", table.to(self.blob.device))
+        table = torch.stack([_offsets(expert) for expert in header.experts])
+        return cls(header, blob, table.to(blob.device))
 
     @property
     def rows(self) -> int:
-        return self.packed.rows
+        return self.header.rows
 
     @property
     def cols(self) -> int:
-        return self.packed.cols
+        return self.header.cols
+
+    @property
+    def cols_padded(self) -> int:
+        return self.header.experts[0].cols_padded
+
+    @property
+    def seed(self) -> int:
+        return self.header.experts[0].seed
+
+    @property
+    def L(self) -> int:
+        return self.header.experts[0].L
+
+    @property
+    def groups(self) -> int:
+        """Row groups of one expert."""
+        return self.header.experts[0].groups
 
     @property
     def count(self) -> int:
-        return len(self.packed.experts)
+        return len(self.header.experts)
 
     @cached_property
-    def max_units(self) -> int:
-        return max(_units(expert) for expert in self.packed.experts)
+    def max_words(self) -> int:
+        """As `DeviceMatrix.max_words`, over all experts."""
+        return max(_max_words(expert) for expert in self.header.experts)
 
     @cached_property
-    def groups(self) -> int:
-        return self.packed.experts[0].rows_padded // TILE
-
-    def expert(self, index: int) -> DeviceMatrix:
-        """One expert as a matrix of its own; the first call for each makes its offsets."""
-        return self._experts[index]
-
-    @cached_property
-    def _experts(self) -> list[DeviceMatrix]:
-        out, begin = [], stack_header_nbytes(self.count)
-        for expert in self.packed.experts:
-            out.append(DeviceMatrix(expert, self.blob[begin : begin + expert.nbytes]))
-            begin += expert.nbytes
-        return out
+    def experts(self) -> tuple[DeviceMatrix, ...]:
+        """Each expert as a matrix; the first access makes their offsets."""
+        parts = zip(self.header.experts, self.header.experts_in(self.blob), strict=True)
+        return tuple(DeviceMatrix.on_device(expert, blob) for expert, blob in parts)
 
 
-def _offsets(packed: PackedMatrix) -> torch.Tensor:
-    begins = (packed.nbytes - packed.codes.size + packed.group_offset) // _UNIT
+def uniform(header: StackHeader) -> bool:
+    """Whether a DeviceStack can hold the experts: one L, one seed, no low-rank parts."""
+    first = header.experts[0]
+    return all(
+        expert.L == first.L and expert.seed == first.seed and expert.lowrank is None
+        for expert in header.experts
+    )
+
+
+def _max_words(header: MatrixHeader) -> int:
+    return math.ceil(bits_of(header.row_bits).max())
+
+
+def _offsets(header: MatrixHeader) -> torch.Tensor:
+    """In multiples of 16 bytes, so that 32 bits reach 64 GiB."""
+    begins = (header.codes_begin + header.group_offset) // ALIGN
     return torch.from_numpy(begins.astype(np.uint32).view(np.int32))
 
 
 def _check_blob(blob: torch.Tensor, nbytes: int) -> None:
     if blob.dtype != torch.uint8 or blob.shape != (nbytes,) or not blob.is_contiguous():
         raise UsageError(f"the blob must be contiguous uint8 [{nbytes}], not {blob.dtype} {list(blob.shape)}")
-    if blob.data_ptr() % _UNIT:
-        raise UsageError(f"the blob must begin at a multiple of {_UNIT} bytes", remedy="Clone the tensor.")
+    if blob.data_ptr() % ALIGN:
+        raise UsageError(f"the blob must begin at a multiple of {ALIGN} bytes", remedy="Clone the tensor.")

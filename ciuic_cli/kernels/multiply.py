@@ -1,5 +1,4 @@
-"""y = x W^T for every batch size: decoding inside the product for few rows of x, the matrix units for
-many."""
+"""y = x W^T for every batch size: small batches decode inside the product, large ones multiply decoded row chunks."""
 
 from __future__ import annotations
 
@@ -7,18 +6,20 @@ from collections.abc import Sequence
 
 import torch
 
+from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import activations, product, rows
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import Activations
-from ciuic_cli.kernels.launcher import Launcher, launcher_for
+from ciuic_cli.kernels.launcher import Launch, Launcher, launcher_for
 from ciuic_cli.kernels.matrix import DeviceMatrix
 
 SCRATCH_BYTES = 32 << 20
-"""Decoded weights (bfloat16) at a time for large batches: small enough to stay in the level-2 cache of a
+"""Bytes of decoded weights (bfloat16) in a row chunk of a large batch, so that it stays in the level-2 cache of a
 large GPU."""
 
-_COLUMNS_WARPS = 4
+_LOWRANK_WARPS = 4
+"""Warps per block of `lowrank_columns`; chosen, not tuned."""
 
 
 def linear(
@@ -28,24 +29,23 @@ def linear(
     *,
     bare: bool = False,
 ) -> list[torch.Tensor]:
-    """The products of matrices that share their input (q, k and v; gate and up) with one transform of it.
+    """x W^T for matrices that share their input (q, k and v; gate and up), with one transform of x.
 
-    Up to LARGEST_BATCH rows of x are multiplied straight from the codes, up to four matrices in a launch;
-    up to eight with activations in int8 and an int8 residual, then in float16. Larger batches decode panels
-    of W to bfloat16.
+    Up to LARGEST_BATCH rows of x are multiplied straight from the codes, up to four matrices per launch. Activations
+    are int8 with an int8 residual for up to 8 rows, float16 beyond. Larger batches decode row chunks of W to bfloat16.
 
     Args:
-        weights: of one width, on one device.
+        weights: with the same columns, on one device.
         x: float32, float16 or bfloat16 [..., cols].
         dtype: of the results; default x's.
         bare: multiply with the codes alone, without input scales and low-rank parts.
 
     Returns:
-        [..., rows] for every matrix.
+        [..., rows] for every matrix, its rows as stored.
 
     Raises:
-        UsageError: shapes, dtypes or devices that do not fit.
-        EnvironmentFault: the kernels cannot be built or launched.
+        UsageError: shapes, dtypes or devices do not fit.
+        EnvironmentFault: the kernels cannot be compiled or launched.
     """
     if not weights:
         raise UsageError("there is no matrix to multiply with")
@@ -53,27 +53,26 @@ def linear(
     flat = activations.check(x, first.cols, first.blob)
     for weight in weights[1:]:
         if weight.cols != first.cols or weight.blob.device != first.blob.device:
-            raise UsageError("matrices of one product need one width and one device")
+            raise UsageError("matrices of one product need the same columns and one device")
     dtype = x.dtype if dtype is None else dtype
     if dtype not in activations.TYPES:
         raise UsageError(f"the product cannot be of {dtype}")
     launcher = launcher_for(first.blob.device)
+    multiply = _small if flat.shape[0] <= product.LARGEST_BATCH else _large
     results: dict[int, torch.Tensor] = {}
-    kinds = [_transform_of(weight, bare) for weight in weights]
-    for kind in dict.fromkeys(kinds):
-        alike = [i for i, own in enumerate(kinds) if own == kind]
-        for begin in range(0, len(alike), p.MAX_PARTS):
-            some = alike[begin : begin + p.MAX_PARTS]
-            multiply = _small if flat.shape[0] <= product.LARGEST_BATCH else _large
-            results.update(
-                zip(some, multiply(launcher, [weights[i] for i in some], flat, dtype, bare), strict=True)
-            )
+    keys = [_launch_key(weight, bare) for weight in weights]
+    for key in dict.fromkeys(keys):
+        same = [i for i, other in enumerate(keys) if other == key]
+        for begin in range(0, len(same), p.MAX_PARTS):
+            part = same[begin : begin + p.MAX_PARTS]
+            products = multiply(launcher, [weights[i] for i in part], flat, dtype, bare)
+            results.update(zip(part, products, strict=True))
     return [results[i].reshape(*x.shape[:-1], weight.rows) for i, weight in enumerate(weights)]
 
 
-def _transform_of(weight: DeviceMatrix, bare: bool) -> tuple[int, int, int]:
-    """Alike where one transform of x and one launch serve: a matrix with input scales has them for itself."""
-    return weight.seed, weight.window_bits, 0 if bare or weight.input_factors is None else id(weight)
+def _launch_key(weight: DeviceMatrix, bare: bool) -> tuple[int, int, int]:
+    """Equal for matrices that can share a transform of x and a launch. Input scales belong to one matrix."""
+    return weight.seed, weight.L, 0 if bare or weight.input_factors is None else id(weight)
 
 
 def _transformed(
@@ -119,8 +118,8 @@ def _small_lowrank(
         rank=left.rows,
         cols_padded=left.cols_padded,
     )
-    grid = (-(-left.cols_padded // (64 * _COLUMNS_WARPS)), x.shape[0])
-    launcher.launch("lowrank_columns", grid, 32 * _COLUMNS_WARPS, 0, parameters, left.window_bits)
+    grid = (-(-left.cols_padded // (64 * _LOWRANK_WARPS)), x.shape[0])
+    launcher.launch(Launch("lowrank_columns", grid, 32 * _LOWRANK_WARPS, 0, parameters, left.L))
     return activations.inverse(launcher, summed, left.cols, left.seed)
 
 
@@ -131,25 +130,27 @@ def _large(
     outputs = []
     for weight in weights:
         y = launcher.empty((x.shape[0], weight.rows), torch.bfloat16)
-        _by_panels(launcher, weight, transformed, y)
+        _by_row_chunks(launcher, weight, transformed, y)
         if not bare and weight.lowrank is not None:
             right, left = weight.lowrank
             basis = transformed
             if right.seed != weight.seed:
                 basis = activations.forward(launcher, x, right.seed, p.TO_BFLOAT, weight.input_factors).values
             z = launcher.empty((x.shape[0], right.rows), torch.bfloat16)
-            _by_panels(launcher, right, basis, z)
-            # A row of L^T is T^-1 of a stored row: one inverse transform of the sum serves all.
+            _by_row_chunks(launcher, right, basis, z)
+            # A row of L^T is T^-1 of a decoded row, so one inverse transform of the sum suffices.
             summed = z @ rows.decode(left, dtype=torch.bfloat16)
             y = y + activations.inverse(launcher, summed, left.cols, left.seed)
         outputs.append(y.to(dtype))
     return outputs
 
 
-def _by_panels(launcher: Launcher, weight: DeviceMatrix, transformed: torch.Tensor, y: torch.Tensor) -> None:
-    panel = min(weight.rows, max(16, SCRATCH_BYTES // (2 * weight.cols_padded) // 16 * 16))
-    scratch = launcher.empty((panel * weight.cols_padded,), torch.bfloat16)
-    for begin in range(0, weight.rows, panel):
-        end = min(weight.rows, begin + panel)
+def _by_row_chunks(
+    launcher: Launcher, weight: DeviceMatrix, transformed: torch.Tensor, y: torch.Tensor
+) -> None:
+    chunk = min(weight.rows, max(TILE, SCRATCH_BYTES // (2 * weight.cols_padded) // TILE * TILE))
+    scratch = launcher.empty((chunk * weight.cols_padded,), torch.bfloat16)
+    for begin in range(0, weight.rows, chunk):
+        end = min(weight.rows, begin + chunk)
         decoded = rows.decode(weight, begin, end, torch.bfloat16, out=scratch)
         torch.mm(transformed, decoded.T, out=y[:, begin:end])

@@ -6,14 +6,19 @@ import ctypes
 from typing import Any
 
 MAX_PARTS = 4
+"""Most matrices of one launch of the product."""
+
 CHUNK = 1024
-"""Inputs that one warp transforms at a time."""
+"""Inputs that one warp transforms at once."""
 
 EXCHANGE_BYTES = 4 * (CHUNK + 32)
 """Shared memory that one warp needs for a transform."""
 
 FLOAT, HALF, BFLOAT = 0, 1, 2
+"""Codes of dtypes: float32, float16, bfloat16."""
+
 TO_BYTES, TO_HALF, TO_BFLOAT, INVERSE = 0, 1, 2, 3
+"""Modes of the transform: its result is int8 with residuals, float16 or bfloat16; or it is the inverse, to float32."""
 
 
 def _fields(pointers: str = "", longs: str = "", words: str = "") -> list[tuple[str, Any]]:
@@ -72,4 +77,4 @@ MIRRORS: dict[str, type[ctypes.Structure]] = {
     "CiuicLowRank": LowRank,
     "CiuicEncode": Encode,
 }
-"""C name to mirror."""
+"""Structures by their name in C."""

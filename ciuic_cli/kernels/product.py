@@ -1,4 +1,4 @@
-"""One launch of the decoding product: which kernel, how many warps, which blocks."""
+"""One launch of the decoding product: choice of kernel, warps and blocks."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import STEP_COLUMNS, TYPES, Activations
-from ciuic_cli.kernels.launcher import Launcher
+from ciuic_cli.kernels.launcher import Launch, Launcher
 from ciuic_cli.kernels.matrix import DeviceMatrix, DeviceStack
 
 STAGES = 4
 """Steps of codes in flight per warp; `STAGES` in linear.cu."""
 
 WARP_COLUMNS = 16384
-"""Columns up to which a warp's 32-bit sums of 255 * 127 * 4 each cannot overflow."""
+"""Most columns per warp: each adds up to 4 * 255 * 127 to a 32-bit sum, which must not overflow."""
 
 _MAX_WARPS = 16
-_STATIC_SHARED = 1024  # what the kernels declare besides, rounded up
+"""Most warps per block: two such blocks fit a multiprocessor; docs/experiments/runtime/gpu-open-choices.md."""
+
+_STATIC_SHARED = 1024
+"""Bytes of shared memory that the kernels declare statically, rounded up."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,15 @@ class Kernel:
     groups: int
     """Row groups of a block."""
     pairs: int
-    """Activation rows that it multiplies at once."""
+    """Rows of activations that a block multiplies at once."""
     columns: int
-    """Columns of its sums: the pairs, and their residuals where there are any."""
+    """Columns of a block's sums: its pairs, and their residuals if there are any."""
     mode: int
-    """Form of the activations."""
+    """Mode of the transform: the dtype of the activations."""
 
-    def shared_bytes(self, warps: int, max_units: int) -> int:
-        """Dynamic shared memory: the rings of codes, and later the warps' sums in their place."""
-        ring = STAGES * self.groups * group_slot(max_units)
+    def shared_bytes(self, warps: int, max_words: int) -> int:
+        """Dynamic shared memory of a block: each warp's ring of codes, which its sums overwrite at the end."""
+        ring = STAGES * self.groups * group_slot(max_words)
         sums = self.groups * self.columns * TILE * 4
         return warps * max(ring, sums)
 
@@ -60,28 +63,32 @@ _HALF_16 = (
 _HALF_32 = (Kernel("linear_half_r2_n32", 2, 32, 32, p.TO_HALF),)
 
 BY_BATCH = ((4, _BYTES_4), (8, _BYTES_8), (16, _HALF_16), (32, _HALF_32))
-"""Largest batch, and the kernels for it: one group per block, two groups per block."""
+"""Pairs of a largest batch and the kernels for it, by ascending groups per block."""
 
 LARGEST_BATCH = BY_BATCH[-1][0]
+"""Rows of activations up to which a launch multiplies straight from the codes; chosen, not measured."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Which expert multiplies which row of x, sorted by expert: int32 [pairs] each.
+    """Products of a launch with routed experts, sorted by expert: int32 [pairs] each.
 
     An expert below 0 or not below `experts` makes a row of zeros.
     """
 
     expert: torch.Tensor
     x: torch.Tensor
+    """Row of the activations."""
     y: torch.Tensor
+    """Row of the result."""
     experts: int
+    """Number of experts in the stack."""
 
 
-def group_slot(max_units: int) -> int:
-    """Bytes of a group's share of a ring slot: four tiles, each at an odd multiple of 32 bytes, so that the
-    four lie in different banks."""
-    return 4 * 32 * (max_units | 1)
+def group_slot(max_words: int) -> int:
+    """Bytes of one group in one step of the ring: four tiles, which begin at odd multiples of 32 bytes and so lie in
+    different banks."""
+    return 4 * 32 * (max_words | 1)
 
 
 def kernels_for(batch: int) -> tuple[Kernel, ...]:
@@ -90,12 +97,14 @@ def kernels_for(batch: int) -> tuple[Kernel, ...]:
 
 
 def choose(variants: Sequence[Kernel], launcher: Launcher, groups: Sequence[int], repeats: int) -> Kernel:
-    """Two groups per block halve the work on activations; one makes twice the blocks, for matrices too
-    small to fill the GPU otherwise.
+    """The variant of `variants` that suits a launch.
+
+    Two groups per block halve the work on activations. One group makes twice the blocks, for matrices that are too
+    small to fill the GPU otherwise: fewer blocks than 3/4 of the multiprocessors (chosen, not tuned).
 
     Args:
-        groups: row groups of every part.
-        repeats: how often the parts are multiplied in this launch.
+        groups: row groups of every matrix of the launch.
+        repeats: how often each is multiplied in the launch.
     """
     blocks = repeats * sum(-(-count // variants[-1].groups) for count in groups)
     return variants[-1] if 4 * blocks >= 3 * launcher.limits.multiprocessors else variants[0]
@@ -113,20 +122,21 @@ def launch(
     """outputs[i] = weights[i] x (+ addends[i]), all in one launch.
 
     Args:
-        weights: at most MAX_PARTS, of one width, seed and window length.
-        x: in the kernel's form.
-        outputs: [rows of y, rows] each, contiguous, float32, float16 or bfloat16.
-        addends: float32 [rows of y, rows] or None each.
-        pairs: for stacks.
+        weights: at most MAX_PARTS, with the same columns, seed and L.
+        x: made with the kernel's mode.
+        outputs: [batch, rows] for each weight, contiguous, float32, float16 or bfloat16.
+        addends: float32 [batch, rows] or None for each weight.
+        pairs: the products of a stack; None for matrices.
+
+    Raises:
+        UsageError: too many columns or activations for the kernels' 32-bit numbers.
     """
-    first = weights[0]
-    matrix = first if isinstance(first, DeviceMatrix) else first.expert(0)
-    width = matrix.cols_padded
-    # The ring must hold every part's widest group.
-    max_units = max(2, *(part.max_units for part in weights))
+    width = weights[0].cols_padded
+    # The ring must hold the widest group of every weight.
+    max_words = max(2, *(weight.max_words for weight in weights))
     warps = min(_MAX_WARPS, -(-width // STEP_COLUMNS))
     room = launcher.limits.shared_bytes - _STATIC_SHARED
-    while warps > 1 and kernel.shared_bytes(warps, max_units) > room:
+    while warps > 1 and kernel.shared_bytes(warps, max_words) > room:
         warps -= 1
     if -(-width // (STEP_COLUMNS * warps)) * STEP_COLUMNS > WARP_COLUMNS:
         raise UsageError(f"the kernels multiply up to {WARP_COLUMNS * warps} columns here, not {width}")
@@ -140,7 +150,7 @@ def launch(
         parts=len(weights),
         cols_padded=width,
         pairs=x.values.shape[0] if pairs is None else pairs.expert.numel(),
-        group_slot=group_slot(max_units),
+        group_slot=group_slot(max_words),
         x_width=x.values.shape[-1],
     )
     if pairs is not None:
@@ -162,13 +172,7 @@ def launch(
         part.first_block = blocks
         part.y_type = TYPES[y.dtype]
         blocks += -(-weight.groups // kernel.groups)
-    # With experts every pair may begin a run of its own; without, the batch is cut into full fragments.
+    # Every pair may begin a new run of one expert; rows of a batch fill whole fragments.
     repeats = parameters.pairs if pairs is not None else -(-parameters.pairs // kernel.pairs)
-    launcher.launch(
-        kernel.name,
-        (blocks, repeats),
-        32 * warps,
-        kernel.shared_bytes(warps, max_units),
-        parameters,
-        matrix.window_bits,
-    )
+    shared = kernel.shared_bytes(warps, max_words)
+    launcher.launch(Launch(kernel.name, (blocks, repeats), 32 * warps, shared, parameters, weights[0].L))

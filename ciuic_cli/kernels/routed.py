@@ -1,4 +1,4 @@
-"""Routed experts: all (token, expert) pairs of a step in one launch."""
+"""Products with routed experts: all (token, expert) pairs of a decoding step in one launch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ciuic_cli.kernels.multiply import linear
 from ciuic_cli.kernels.product import Pairs
 
 LARGEST_LAUNCH = 512
-"""Pairs up to which one launch does them all. Beyond, tokens are gathered expert by expert, which asks the
-host."""
+"""Most pairs for one launch; chosen, not tuned. More are multiplied expert by expert, with a wait for the host."""
 
 _FEW_TOKENS = 16
+"""Up to this many tokens few share an expert, so the kernel with the narrowest fragment is used; chosen, not tuned."""
 
 
 def experts(
@@ -26,24 +26,24 @@ def experts(
     *,
     positions: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every token times the experts it was sent to.
+    """Every token times the experts it is routed to.
 
-    A launch sorts its pairs by expert on the device: tokens that share an expert share its decoding, and
-    nothing waits for the host, so the step can be captured in a CUDA graph.
+    Pairs are sorted by expert on the device, so that tokens which share an expert share its decoding. Up to
+    LARGEST_LAUNCH pairs nothing waits for the host, so the step can be captured in a CUDA graph.
 
     Args:
         stack: E experts (rows, cols).
         x: float32, float16 or bfloat16 [tokens, cols].
-        ids: integer [tokens, k], the experts of each token; one outside 0 .. E-1 makes zeros.
+        ids: integer [tokens, k], the experts of each token; an id outside 0 to E - 1 makes zeros.
         dtype: of the result; default x's.
-        positions: int32 [E, rows], where each row of an expert is stored; default: in their own order.
+        positions: int32 [E, rows], where each row of an expert is stored; default: no rows are sorted.
 
     Returns:
-        [tokens, k, rows], the rows of each expert in their own order.
+        [tokens, k, rows], the rows of each expert in its order.
 
     Raises:
-        UsageError: shapes, dtypes or devices that do not fit.
-        EnvironmentFault: the kernels cannot be built or launched.
+        UsageError: shapes, dtypes or devices do not fit.
+        EnvironmentFault: the kernels cannot be compiled or launched.
     """
     flat = activations.check(x, stack.cols, stack.blob)
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0]:
@@ -59,13 +59,13 @@ def experts(
     tokens, k = ids.shape
     if ids.numel() == 0:
         return launcher.empty((tokens, k, stack.rows), dtype)
-    # Stable: the order of a run, and so the fragment that a pair falls into, is the same every time.
+    # A stable sort puts a pair into the same fragment every time, so results repeat exactly.
     in_order, order = torch.sort(ids.reshape(-1), stable=True)
     if ids.numel() > LARGEST_LAUNCH:
         y = _one_by_one(stack, flat, in_order, order, k, dtype, positions)
     else:
         y = _one_launch(launcher, stack, flat, in_order, order, k, dtype)
-        if positions is not None:  # an index as large as y, of eight bytes each: only for few pairs
+        if positions is not None:  # the index takes eight bytes per element of y: only for few pairs
             y = y.gather(1, positions[ids.reshape(-1).clamp(0, stack.count - 1)].to(torch.int64))
     return y.reshape(tokens, k, stack.rows)
 
@@ -86,11 +86,10 @@ def _one_launch(
         order.to(torch.int32),
         stack.count,
     )
-    # Few tokens hardly ever meet at an expert, so the narrowest fragment does; a longer run takes several
-    # blocks.
+    # If more tokens share an expert than a fragment holds, several blocks multiply them.
     variants = product.kernels_for(4 if x.shape[0] <= _FEW_TOKENS else 16)
     y = launcher.empty((count, stack.rows), dtype)
-    transformed = activations.forward(launcher, x, stack.expert(0).seed, variants[0].mode)
+    transformed = activations.forward(launcher, x, stack.seed, variants[0].mode)
     kernel = product.choose(variants, launcher, [stack.groups], min(count, stack.count))
     product.launch(launcher, kernel, [stack], transformed, [y], pairs=pairs)
     return y
@@ -106,9 +105,9 @@ def _one_by_one(
     positions: torch.Tensor | None,
 ) -> torch.Tensor:
     y = torch.zeros((order.numel(), stack.rows), dtype=dtype, device=x.device)
-    hit, counts = torch.unique_consecutive(in_order, return_counts=True)
-    for expert, pairs in zip(hit.tolist(), order.split(counts.tolist()), strict=True):
-        if 0 <= expert < stack.count and not stack.expert(expert).is_zero:
-            share = linear([stack.expert(expert)], x[pairs // k], dtype)[0]
-            y[pairs] = share if positions is None else share.index_select(-1, positions[expert])
+    used, counts = torch.unique_consecutive(in_order, return_counts=True)
+    for expert, pairs in zip(used.tolist(), order.split(counts.tolist()), strict=True):
+        if 0 <= expert < stack.count and not stack.experts[expert].is_zero:
+            (stored,) = linear([stack.experts[expert]], x[pairs // k], dtype)
+            y[pairs] = stored if positions is None else stored.index_select(-1, positions[expert])
     return y

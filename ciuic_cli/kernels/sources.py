@@ -1,4 +1,4 @@
-"""Where the CUDA sources are, and which kernel is in which of them."""
+"""The CUDA sources: their folder, their text, and which kernel is in which file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from functools import lru_cache
 from pathlib import Path
 
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.bits import BITS
 from ciuic_cli.errors import EnvironmentFault
 
 UNITS: dict[str, tuple[str, ...]] = {
@@ -23,21 +23,22 @@ UNITS: dict[str, tuple[str, ...]] = {
     "decode": ("decode_rows", "embedding_rows", "lowrank_columns"),
     "encode": tuple(f"encode_h{int(2 * bits)}" for bits in BITS[1:]),
 }
-"""Compilation unit (`<name>.cu`) to the kernels in it."""
+"""Compilation units (`<name>.cu`) and the kernels in each."""
 
 UNIT_OF = {kernel: unit for unit, kernels in UNITS.items() for kernel in kernels}
+"""Compilation unit of each kernel."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 _HEADERS = ("device.h", "parameters.h", "decode_lane.h", "hadamard.h")
 _DECODER = "trellis_decode.h"
+"""The decoder's arithmetic; the file is the native library's, so that there is one definition."""
 
 
 def folder() -> Path:
-    """The folder of the `.cu` files: `ciuic_cli/cuda` of an installed package, `cuda` beside it in a
-    checkout.
+    """The folder of the `.cu` files: `ciuic_cli/cuda` in an installed package, `cuda` in a checkout.
 
     Raises:
-        EnvironmentFault: neither is there.
+        EnvironmentFault: neither exists.
     """
     for candidate in (_PACKAGE / "cuda", _PACKAGE.parent / "cuda"):
         if (candidate / "linear.cu").is_file():
@@ -50,10 +51,10 @@ def folder() -> Path:
 
 @lru_cache
 def headers() -> dict[str, str]:
-    """Text of every header by the name it is included by; the decoder's arithmetic is the CPU's own file."""
-    found = {name: (folder() / name).read_text() for name in _HEADERS}
-    found[_DECODER] = (_PACKAGE / "native" / _DECODER).read_text()
-    return found
+    """Text of every header, by the name in `#include`."""
+    texts = {name: (folder() / name).read_text() for name in _HEADERS}
+    texts[_DECODER] = (_PACKAGE / "native" / _DECODER).read_text()
+    return texts
 
 
 @lru_cache
@@ -64,7 +65,7 @@ def source(unit: str) -> str:
 
 @lru_cache
 def digest(unit: str) -> str:
-    """SHA-256 over everything that goes into a unit's machine code."""
+    """SHA-256 over the sources of a unit, headers included."""
     state = hashlib.sha256(source(unit).encode())
     for name, text in sorted(headers().items()):
         state.update(f"\0{name}\0{text}".encode())

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.sizes import packed_nbytes
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import decode
 from ciuic_cli.passes.linear_algebra import orthonormal, singular_values

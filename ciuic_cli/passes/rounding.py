@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
+from ciuic_cli.codecs.bits import bits_of, tile_nbytes
+from ciuic_cli.codecs.header import MatrixHeader
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.rate_distortion import SCALE_BY_L
 from ciuic_cli.codecs.scales import decode_scales, encode_scales
 from ciuic_cli.codecs.transform import TILE
@@ -26,7 +28,7 @@ def round_prepared(
     """Round a matrix with feedback along inputs and outputs.
 
     Args:
-        row_bits: (groups,) uint8 bits per weight of each group of 16 stored rows, as `PackedMatrix.row_bits` has them.
+        row_bits: (groups,) uint8 bits per weight of each group of 16 stored rows, as `MatrixHeader.row_bits` has them.
         lowrank: the coded factors of a low-rank part that was subtracted from the matrix before.
         row_class: (rows,) uint8 if the rows of `prepared` were sorted by it.
         input_scale: (cols,) uint8 codes if the columns of `prepared` were divided by it.
@@ -34,9 +36,10 @@ def round_prepared(
     """
     base, codes = row_scales(prepared.rms[: prepared.rows], row_bits, L)
     tiles = round_rows(prepared, row_bits, decode_scales(base, codes), L)
-    return PackedMatrix(
-        prepared.rows, prepared.cols, L, 0, base, row_bits, codes, tiles, lowrank, row_class, input_scale
+    header = MatrixHeader(
+        prepared.rows, prepared.cols, L, 0, base, row_bits, codes, row_class=row_class, input_scale=input_scale
     )  # fmt: skip
+    return PackedMatrix(header, tiles, lowrank)
 
 
 def row_scales(rms: torch.Tensor, row_bits: NDArray[np.uint8], L: int) -> tuple[float, NDArray[np.uint8]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.codecs.packing import CLASSES, class_nbytes, stored_order
+from ciuic_cli.codecs.row_order import CLASSES, class_nbytes, stored_order
 from ciuic_cli.codecs.transform import TILE
 
 

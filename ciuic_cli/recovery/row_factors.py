@@ -36,11 +36,12 @@ def with_row_factors(packed: PackedMatrix, factors: torch.Tensor | None) -> Pack
     """
     if factors is None:
         return packed
-    order, coded = packed.order, packed.is_coded
-    wish = packed.scales[: packed.rows] * (factors if order is None else factors[order]).numpy()
+    order, coded = packed.header.order, packed.header.is_coded
+    wish = packed.header.scales[: packed.rows] * (factors if order is None else factors[order]).numpy()
     steps = finest_steps(wish[coded])
     base, codes = encode_scales(np.where(coded, wish, wish[coded].min()), steps)
-    return replace(packed, base=base, row_scale=codes, scale_steps=steps)
+    header = replace(packed.header, base=base, row_scale=codes, scale_steps=steps)
+    return replace(packed, header=header)
 
 
 def tuned_dense(model_map: ModelMap, name: str, factors: Factors) -> torch.Tensor:
@@ -75,7 +76,7 @@ def tunable(model_map: ModelMap, coded: Coded) -> dict[Key, torch.Size]:
         packed = coded(matrix.name, matrix.expert)
         if packed is None or packed.lowrank is not None or packed.is_zero:
             continue
-        if finest_steps(packed.scales[: packed.rows][packed.is_coded]) >= FINE:
+        if finest_steps(packed.header.scales[: packed.rows][packed.header.is_coded]) >= FINE:
             found[matrix.name, matrix.expert] = torch.Size((matrix.rows,))
     for parameter in model_map.parameters.values():
         if parameter.role == "norm" and len(parameter.shape) == 1 and not parameter.buffer:

@@ -12,7 +12,7 @@ from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import bits_of
+from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.evaluation.estimates import Mean
 from ciuic_cli.process.memory import peak_resident_bytes
 from ciuic_cli.recovery.row_factors import Factors

@@ -32,7 +32,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, Parameter, map_model
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.roles import Classification, classify, classify_mtp
-from ciuic_cli.codecs.packing import bits_of
+from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.errors import InputError
 from ciuic_cli.report.losses import Losses, read_losses
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
@@ -269,10 +269,10 @@ def _compressed_row(name: str, role: str, blob: Blob) -> TensorSummary:
     counts: Counter[float] = Counter()
     with blob.matrices() as matrices:
         for matrix in matrices:
-            values, groups = np.unique(bits_of(matrix.row_bits), return_counts=True)
+            values, groups = np.unique(bits_of(matrix.header.row_bits), return_counts=True)
             for bits, count in zip(values.tolist(), groups.tolist(), strict=True):
                 counts[bits if bits % 1 else int(bits)] += count
-        rank = max(matrix.rank for matrix in matrices)
+        rank = max(matrix.header.rank for matrix in matrices)
     parameters = int(np.prod(blob.shape))
     return TensorSummary(
         name=name,

@@ -26,8 +26,10 @@ from ciuic_cli.artifact.reader import read_blobs
 from ciuic_cli.artifact.writer import write_shards
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import PackedMatrix, bits_of, tile_nbytes
+from ciuic_cli.codecs.bits import bits_of
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.compression.options import BITS
 from ciuic_cli.errors import TargetError, UsageError
 from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
@@ -56,17 +58,8 @@ def _budget(model_map: ModelMap, ratio: float) -> int:
 
 
 def _packed(matrix: WeightMatrix, row_bits: np.ndarray, rank: int = 0) -> PackedMatrix:
-    """A matrix with the plan's layout, all codes zero."""
-    codes = np.zeros(int(tile_nbytes(row_bits).sum()) * matrix.padded_cols // 16, np.uint8)
-    lowrank = None
-    if rank:
-        right, left = (
-            _packed(WeightMatrix("", None, "", rank, size), np.full(rank // 16, 6, np.uint8))
-            for size in (matrix.cols, matrix.rows)
-        )
-        lowrank = (right, left)
-    scale = np.zeros(matrix.rows, np.uint8)
-    return PackedMatrix(matrix.rows, matrix.cols, 16, 0, 1.0, row_bits, scale, codes, lowrank)
+    """A matrix of random codes with the bits per weight and the rank of the plan."""
+    return random_matrix(matrix.rows, matrix.cols, bits_of(row_bits).tolist(), rank=rank)
 
 
 def _write(model_map: ModelMap, plan: Plan, folder: Path) -> list[Path]:

@@ -74,8 +74,8 @@ def test_a_coded_matrix_has_the_planned_bytes_and_loss(
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
         chosen = plan.matrices[name]
         packed = encode_matrix(model_map, statistics, plan, chosen.matrix, L=12)
-        assert chosen.input_scale is not None and packed.input_scale is not None
-        assert np.array_equal(packed.input_scale, chosen.input_scale)
+        assert chosen.input_scale is not None and packed.header.input_scale is not None
+        assert np.array_equal(packed.header.input_scale, chosen.input_scale)
         assert packed.nbytes == plan.blob_bytes[name]
         loss = _loss(statistics, chosen, decode_dense(packed) - read_matrix(model_map, chosen.matrix))
         assert loss == pytest.approx(chosen.predicted_kl, rel=0.15)
@@ -125,7 +125,11 @@ def test_input_scales_with_sorted_rows_and_a_low_rank_part(
     modified = replace(chosen, rank=16, row_class=classes)
     changed = replace(plan, matrices={**plan.matrices, chosen.matrix.key: modified})
     packed = encode_matrix(model_map, statistics, changed, chosen.matrix, L=12)
-    assert packed.rank == 16 and packed.row_class is not None and packed.input_scale is not None
+    assert (
+        packed.header.rank == 16
+        and packed.header.row_class is not None
+        and packed.header.input_scale is not None
+    )
     weight = read_matrix(model_map, chosen.matrix)
     assert _loss(statistics, chosen, decode_dense(packed) - weight) < 1.25 * chosen.predicted_kl
     noisy = perturbation(model_map, statistics, changed, [chosen.matrix], L=12)(chosen.matrix.name, None)

@@ -21,7 +21,7 @@ from ciuic_cli.allocation.probes import perturbation
 from ciuic_cli.allocation.row_chunks import read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import bits_of
+from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.options import BITS
@@ -75,11 +75,13 @@ def test_a_coded_matrix_has_the_planned_bytes_and_decodes_in_natural_order(
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"):
         matrix = plan.matrices[name].matrix
         packed = encode_matrix(model_map, statistics, plan, matrix, L=12)
-        assert packed.row_class is not None and packed.nbytes == plan.blob_bytes[name]
-        weight, order = read_matrix(model_map, matrix), packed.order
+        assert packed.header.row_class is not None and packed.nbytes == plan.blob_bytes[name]
+        weight, order = read_matrix(model_map, matrix), packed.header.order
         assert order is not None
         error = (decode_dense(packed) - weight).square().sum(1) / weight.square().sum(1)
-        bits_of_row = dict(zip(order.tolist(), bits_of(packed.row_bits).repeat(16).tolist(), strict=False))
+        bits_of_row = dict(
+            zip(order.tolist(), bits_of(packed.header.row_bits).repeat(16).tolist(), strict=False)
+        )
         for row in range(matrix.rows):  # 4^-K times the code's constant; rows with 0 bits are zero
             bits = bits_of_row[row]
             assert float(error[row]) < (1.001 if bits == 0 else 3.5 * 4.0**-bits), (row, bits)

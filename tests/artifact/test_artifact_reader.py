@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,23 +13,15 @@ from safetensors.torch import save_file
 from ciuic_cli.artifact.reader import check_format, open_artifact, read_blobs
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import blob_of, random_matrix
 from ciuic_cli.errors import InputError
-
-
-def packed(rows: int, cols: int, bits: int = 4) -> PackedMatrix:
-    row_bits = np.full(-(-rows // 16), bits, dtype=np.uint8)
-    codes = np.zeros(int(row_bits.astype(int).sum()) * 32 * -(-cols // 16), dtype=np.uint8)
-    return PackedMatrix(rows, cols, 16, 0, 1.0, row_bits, np.zeros(rows, dtype=np.uint8), codes)
-
-
-def blob(stored: PackedMatrix | ExpertStack) -> torch.Tensor:
-    return torch.frombuffer(bytearray(stored.to_bytes()), dtype=torch.uint8)
-
 
 TENSORS = {
     "norm.weight": torch.ones(20, dtype=torch.bfloat16),
-    "proj.weight": blob(packed(48, 20)),
-    "experts.down_proj": blob(ExpertStack((packed(20, 24), packed(20, 24, 0), packed(20, 24, 3)))),
+    "proj.weight": blob_of(random_matrix(48, 20)),
+    "experts.down_proj": blob_of(
+        ExpertStack((random_matrix(20, 24), random_matrix(20, 24, 0), random_matrix(20, 24, 3)))
+    ),
 }
 
 
@@ -55,8 +46,8 @@ def test_tensors_blobs_and_config(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux tells what is resident")
 def test_reading_headers_leaves_few_pages_resident(tmp_path: Path) -> None:
-    stack = ExpertStack(tuple(packed(512, 512) for _ in range(8)))
-    artifact = open_artifact(write(tmp_path, {f"{layer}.down_proj": blob(stack) for layer in range(8)}))
+    stack = ExpertStack(tuple(random_matrix(512, 512) for _ in range(8)))
+    artifact = open_artifact(write(tmp_path, {f"{layer}.down_proj": blob_of(stack) for layer in range(8)}))
     for found in artifact.blobs.values():
         with found.matrices() as matrices:
             assert len(matrices) == 8
@@ -116,11 +107,11 @@ def corrupted(name: str, offset: int, value: int) -> dict[str, torch.Tensor]:
     ("name", "offset", "value", "message"),
     [
         ("proj.weight", 0, 0, "not a compressed matrix"),
-        ("proj.weight", 4, 99, "window"),
+        ("proj.weight", 4, 99, "trellis state bits"),
         ("proj.weight", 5, 8, "flags"),
         ("proj.weight", 5, 1, "low-rank"),
         ("proj.weight", 6, 9, "shape"),
-        ("proj.weight", 8, 96, "bytes"),
+        ("proj.weight", 9, 16, "bytes"),
         ("proj.weight", 11, 0xFF, "shape"),
         ("proj.weight", 12, 0, "shape"),
         ("proj.weight", 23, 0xFF, "scale"),

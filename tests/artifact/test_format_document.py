@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ import pytest
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.bits import BITS
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.testing import random_matrix
 
 TEXT = (Path(__file__).parents[2] / "docs" / "FORMAT.md").read_text(encoding="utf-8")
 
@@ -41,17 +43,17 @@ def _packed(
     is_scaled: bool = False,
 ) -> PackedMatrix:
     rng = np.random.default_rng(rows * 1000 + cols + seed)
-    row_bits = rng.choice(stored_bits(bits), -(-rows // 16))
-    size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
-    lowrank = None
-    if rank:
-        lowrank = (_packed(rank, cols, 13, 3, bits=(6,)), _packed(rank, rows, 14, 4, bits=(6,)))
-    return PackedMatrix(
-        rows, cols, L, seed, 0.01, row_bits, rng.integers(0, 60, rows).astype(np.uint8),
-        rng.integers(0, 256, size).astype(np.uint8), lowrank,
-        rng.integers(0, 16, rows).astype(np.uint8) if is_sorted else None,
-        rng.integers(0, 256, cols).astype(np.uint8) if is_scaled else None, int(rng.integers(16, 272)),
-    )  # fmt: skip
+    shuffled = rng.choice(bits, -(-rows // 16))
+    matrix = random_matrix(
+        rows, cols, shuffled, rng=rng, L=L, seed=seed, is_sorted=is_sorted, is_scaled=is_scaled
+    )
+    if is_scaled:  # every code of an input scale may occur
+        codes = rng.integers(0, 256, cols).astype(np.uint8)
+        matrix = PackedMatrix(replace(matrix.header, input_scale=codes), matrix.codes)
+    if not rank:
+        return matrix
+    lowrank = (random_matrix(rank, cols, 6, L=13, seed=3), random_matrix(rank, rows, 6, L=14, seed=4))
+    return PackedMatrix(matrix.header, matrix.codes, lowrank)
 
 
 def _dense(packed: PackedMatrix) -> np.ndarray:
@@ -110,7 +112,7 @@ def test_the_worked_example_is_right(reader: dict[str, Callable[..., Any]]) -> N
     assert list(codes) == [(37 * i + 11) % 256 for i in range(64)]
     blob = _bytes_after("The head is") + codes
     packed = PackedMatrix.from_buffer(blob, where="example")
-    assert (packed.rows, packed.cols, packed.L, len(blob)) == (1, 16, 12, 112)
+    assert (packed.rows, packed.cols, packed.header.L, len(blob)) == (1, 16, 12, 112)
     transformed = trellis.decode(packed)[0]
     original = trellis.decode(packed, original_basis=True)[0]
     assert torch.allclose(transformed, torch.tensor(_numbers_after("in the transformed basis is")), atol=1e-6)

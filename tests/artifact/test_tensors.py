@@ -6,7 +6,6 @@ import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -16,6 +15,7 @@ import ciuic_cli
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import blob_of, random_matrix
 from ciuic_cli.codecs.trellis import decode, decode_dense
 from ciuic_cli.errors import InputError
 
@@ -26,30 +26,18 @@ SECTION = {
 }
 
 
-def _matrix(rows: int, cols: int, seed: int, rank: int = 0) -> PackedMatrix:
-    """A valid matrix with random codes."""
-    rng = np.random.default_rng(seed)
-    bits = rng.choice(np.array([2, 3, 5], np.uint8), -(-rows // 16))
-    codes = rng.integers(0, 256, int(bits.sum()) * 32 * -(-cols // 16), dtype=np.uint8)
-    lowrank = (_matrix(rank, cols, seed + 1), _matrix(rank, rows, seed + 2)) if rank else None
-    scales = rng.integers(0, 40, rows).astype(np.uint8)
-    return PackedMatrix(rows, cols, 12, 0, 0.01, bits, scales, codes, lowrank)
-
-
 @pytest.fixture(scope="module")
 def ranked() -> PackedMatrix:
-    return _matrix(37, 52, 1, rank=20)
+    return random_matrix(37, 52, (2, 5, 3), L=12, rank=20)
 
 
 @pytest.fixture(scope="module")
 def stack() -> ExpertStack:
-    return ExpertStack(tuple(_matrix(24, 40, seed) for seed in (5, 6, 7)))
+    return ExpertStack(tuple(random_matrix(24, 40, (2, 5), L=12, seed=seed) for seed in (5, 6, 7)))
 
 
 def _write(folder: Path, blobs: dict[str, PackedMatrix | ExpertStack]) -> Path:
-    stored = {
-        name: torch.frombuffer(bytearray(blob.to_bytes()), dtype=torch.uint8) for name, blob in blobs.items()
-    }
+    stored = {name: blob_of(blob) for name, blob in blobs.items()}
     stored["norm.weight"] = torch.linspace(0, 1, 7).to(torch.bfloat16)
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = {"model_type": "llama", **TINY_CONFIGS["llama"], "vocab_size": 263}
@@ -96,11 +84,7 @@ def test_an_unknown_name(artifact: Path) -> None:
 
 def _empty(rows: int, cols: int) -> PackedMatrix:
     """A matrix without codes; its few bytes do not depend on the number of columns."""
-    nothing = np.zeros(0, np.uint8)
-    groups = -(-rows // 16)
-    return PackedMatrix(
-        rows, cols, 12, 0, 0.01, np.zeros(groups, np.uint8), np.zeros(rows, np.uint8), nothing
-    )
+    return random_matrix(rows, cols, 0, L=12)
 
 
 @pytest.mark.parametrize("name", ["lm_head.weight", "unknown.weight"])

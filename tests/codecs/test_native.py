@@ -1,4 +1,4 @@
-"""Finding and loading the library, and equality of its instruction sets."""
+"""Finding and loading the library; all instruction sets give the same bytes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from ciuic_cli.codecs import native
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
 DIGEST = """
-import hashlib, sys, torch
+import hashlib, torch
 import numpy as np
-sys.path.insert(0, sys.argv[1])
-from packed_samples import ALL_BITS, random_matrix
-from ciuic_cli.codecs.packing import stored_bits
+from ciuic_cli.codecs.bits import BITS, stored_bits
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.codecs import native, transform, trellis
 
 def gaussian(rows, cols, seed):
@@ -25,14 +24,14 @@ def gaussian(rows, cols, seed):
 
 digest = hashlib.sha256()
 torch.set_num_threads(2)
-for window in (12, 13, 14, 16):
-    for bits in ALL_BITS:
+for L in (12, 13, 14, 16):
+    for bits in BITS[1:]:
         weight = gaussian(48, 32, int(2 * bits))
         scale = np.array([1.1] * 45 + [0.0] * 3, np.float32)
-        codes, decoded = trellis.round_matrix(weight, scale, stored_bits([bits, 0, bits]), L=window,
+        codes, decoded = trellis.round_matrix(weight, scale, stored_bits([bits, 0, bits]), L=L,
             input_feedback=0.1 * gaussian(32, 32, 1), output_feedback=0.1 * gaussian(48, 48, 2))
         digest.update(codes.tobytes() + decoded.numpy().tobytes())
-        matrix = random_matrix(50, 600, bits, L=window)
+        matrix = random_matrix(50, 600, bits, L=L)
         digest.update(trellis.decode(matrix).numpy().tobytes())
         digest.update(trellis.decode(matrix, out_dtype=torch.bfloat16).view(torch.int16).numpy().tobytes())
         for batch in (1, 3, 5):
@@ -47,7 +46,7 @@ print(native.cpu_kernels(), digest.hexdigest())
 
 def digest_with(kernels: str) -> tuple[str, str]:
     result = subprocess.run(
-        [sys.executable, "-c", DIGEST, str(Path(__file__).parent)],
+        [sys.executable, "-c", DIGEST],
         env=os.environ | {"CIUIC_CPU_KERNELS": kernels},
         capture_output=True,
         text=True,
@@ -58,7 +57,7 @@ def digest_with(kernels: str) -> tuple[str, str]:
 
 
 def test_all_instruction_sets_give_the_same_bytes() -> None:
-    """Codes, decoded weights, products and transforms; a name that this machine does not have falls back."""
+    """Codes, decoded weights, products and transforms. A machine that lacks an instruction set uses another."""
     portable, expected = digest_with("portable")
     assert portable == "portable"
     for name in ("avx2", "avx512vnni"):

@@ -1,4 +1,4 @@
-"""Blobs: exact round trips on odd shapes, byte accounting, and refusal of everything impossible."""
+"""Blobs: exact round trips on odd shapes, sizes in bytes, and refusal of impossible fields."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_samples import random_matrix
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.header import MatrixHeader
+from ciuic_cli.codecs.layout import read_header
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import (
     decode_scales,
     encode_input_scales,
@@ -24,23 +25,28 @@ from ciuic_cli.codecs.scales import (
     finest_steps,
     input_factors,
 )
-from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.sizes import packed_nbytes
+from ciuic_cli.codecs.stack import ExpertStack, read_stack_header
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.errors import InputError
 
 ODD_SHAPES = [(1, 1), (1, 16), (17, 33), (545, 830), (16, 1024), (40, 3)]
 
 
-def same(a: PackedMatrix, b: PackedMatrix) -> bool:
+def same_header(a: MatrixHeader, b: MatrixHeader) -> bool:
     fields = ("rows", "cols", "L", "seed", "base", "scale_steps")
-    arrays = ("row_bits", "row_scale", "codes")
     equal = all(getattr(a, f) == getattr(b, f) for f in fields)
-    equal &= all(np.array_equal(getattr(a, f), getattr(b, f)) for f in arrays)
-    for x, y in ((a.row_class, b.row_class), (a.input_scale, b.input_scale)):
-        equal &= (x is None) == (y is None)
-        equal &= x is None or y is None or np.array_equal(x, y)
+    for f in ("row_bits", "row_scale", "row_class", "input_scale"):
+        x, y = getattr(a, f), getattr(b, f)
+        equal &= (x is None) == (y is None) and (x is None or np.array_equal(x, y))
     if a.lowrank is None or b.lowrank is None:
         return equal and a.lowrank is b.lowrank
-    return equal and all(same(x, y) for x, y in zip(a.lowrank, b.lowrank, strict=True))
+    return equal and all(same_header(x, y) for x, y in zip(a.lowrank, b.lowrank, strict=True))
+
+
+def same(a: PackedMatrix, b: PackedMatrix) -> bool:
+    equal = same_header(a.header, b.header) and np.array_equal(a.codes, b.codes)
+    return equal and all(same(x, y) for x, y in zip(a.lowrank or (), b.lowrank or (), strict=True))
 
 
 @pytest.mark.parametrize(("rows", "cols"), ODD_SHAPES)
@@ -52,40 +58,39 @@ def test_round_trip(rows: int, cols: int, rank: int, is_sorted: bool, is_scaled:
     blob = matrix.to_bytes()
     assert len(blob) == matrix.nbytes
     assert same(PackedMatrix.from_buffer(blob, where="w"), matrix)
-    assert (
-        PackedMatrix.from_buffer(torch.frombuffer(bytearray(blob), dtype=torch.uint8), where="w").to_bytes()
-        == blob
-    )
+    tensor = torch.frombuffer(bytearray(blob), dtype=torch.uint8)
+    assert PackedMatrix.from_buffer(tensor, where="w").to_bytes() == blob
+    assert same_header(read_header(tensor, where="w"), matrix.header)
 
 
 def test_layout_of_the_header_and_of_the_parts() -> None:
     matrix = random_matrix(17, 33, [4, 3], L=13, seed=7)
     blob = matrix.to_bytes()
     assert struct.unpack("<4sBBBBIIIfII", blob[:32]) == (
-        b"CIU1", 13, 0, 4, matrix.scale_steps - 16, 17, 33, 7, np.float32(0.01), 0, 0
+        b"CIU1", 13, 0, 4, matrix.header.scale_steps - 16, 17, 33, 7, matrix.header.base, 0, 0
     )  # fmt: skip
     assert list(blob[32:34]) == [4, 3]
-    assert blob[34:51] == matrix.row_scale.tobytes()
+    assert blob[34:51] == matrix.header.row_scale.tobytes()
     assert blob[51:64] == bytes(13)
     assert len(blob) == 64 + 3 * 32 * (4 + 3) == packed_nbytes(17, 33, [4, 3])
-    assert matrix.group_offset.tolist() == [0, 3 * 32 * 4]
+    assert matrix.header.group_offset.tolist() == [0, 3 * 32 * 4]
 
 
 def test_input_scales_follow_the_classes() -> None:
     matrix = random_matrix(17, 33, [4, 3], is_sorted=True, is_scaled=True)
-    scales, blob = matrix.input_scale, matrix.to_bytes()
+    scales, blob = matrix.header.input_scale, matrix.to_bytes()
     assert scales is not None and blob[5] == 6
     assert blob[60:93] == scales.tobytes() and blob[93:96] == bytes(3)
     assert len(blob) == 96 + 3 * 32 * 7 == packed_nbytes(17, 33, [4, 3], is_sorted=True, has_input_scale=True)
-    factors = matrix.input_factors_on(torch.device("cpu"))
+    factors = matrix.header.input_factors_on(torch.device("cpu"))
     assert factors is not None
     assert torch.equal(factors, torch.tensor([2.0 ** ((code - 128) / 16) for code in scales.tolist()]))
 
 
 def test_input_scales_are_rounded_to_the_nearest() -> None:
-    wish = torch.exp(torch.randn(1000, generator=torch.Generator().manual_seed(0)).double())
-    found = input_factors(encode_input_scales(wish)).double()
-    assert float((found / wish).log2().abs().max()) <= 1 / 32 + 1e-6
+    exact = torch.exp(torch.randn(1000, generator=torch.Generator().manual_seed(0)).double())
+    rounded = input_factors(encode_input_scales(exact)).double()
+    assert float((rounded / exact).log2().abs().max()) <= 1 / 32 + 1e-6
     assert encode_input_scales(torch.tensor([1.0, 2.0, 1e-9, 1e9])).tolist() == [128, 144, 0, 255]
 
 
@@ -108,29 +113,46 @@ def test_no_expert_and_no_factor_has_input_scales() -> None:
 
 def test_sorted_rows_have_four_bits_each_after_the_scales() -> None:
     matrix = random_matrix(17, 33, [4, 3], is_sorted=True)
-    row_class, blob = matrix.row_class, matrix.to_bytes()
+    row_class, blob = matrix.header.row_class, matrix.to_bytes()
     assert row_class is not None and blob[5] == 2
     pairs = [*row_class.tolist(), 0]
     assert list(blob[51:60]) == [low + 16 * high for low, high in zip(pairs[::2], pairs[1::2], strict=True)]
     assert blob[60:64] == bytes(4)
     assert len(blob) == packed_nbytes(17, 33, [4, 3], is_sorted=True)
-    assert matrix.order is not None and matrix.position is not None
-    expected = [row for wanted in range(16) for row in range(17) if row_class[row] == wanted]
-    assert matrix.order.tolist() == expected
-    assert matrix.order[matrix.position].tolist() == list(range(17))
+    order, position = matrix.header.order, matrix.header.position
+    assert order is not None and position is not None
+    expected = [row for class_ in range(16) for row in range(17) if row_class[row] == class_]
+    assert order.tolist() == expected
+    assert order[position].tolist() == list(range(17))
 
 
-def test_the_decoded_matrix_has_its_own_order() -> None:
+def test_the_decoded_matrix_is_not_in_stored_order() -> None:
     matrix = random_matrix(40, 48, [4, 3, 2], rank=3, is_sorted=True)
-    stored = trellis.decode_dense(dataclasses.replace(matrix, row_class=None))
-    assert matrix.order is not None
-    assert torch.equal(trellis.decode_dense(matrix)[matrix.order], stored)
+    unsorted = dataclasses.replace(matrix.header, row_class=None)
+    stored = trellis.decode_dense(dataclasses.replace(matrix, header=unsorted))
+    assert matrix.header.order is not None
+    assert torch.equal(trellis.decode_dense(matrix)[matrix.header.order], stored)
     assert not torch.equal(trellis.decode_dense(matrix), stored)
 
 
-def test_reading_copies_nothing() -> None:
-    buffer = np.frombuffer(random_matrix(64, 64, 4).to_bytes(), dtype=np.uint8)
-    assert np.shares_memory(PackedMatrix.from_buffer(buffer, where="w").codes, buffer)
+def test_reading_copies_the_header_and_not_the_codes() -> None:
+    original = random_matrix(64, 64, 4, is_sorted=True, is_scaled=True)
+    buffer = np.frombuffer(original.to_bytes(), dtype=np.uint8)
+    matrix = PackedMatrix.from_buffer(buffer, where="w")
+    assert np.shares_memory(matrix.codes, buffer)
+    header = matrix.header
+    for array in (header.row_bits, header.row_scale, header.row_class, header.input_scale):
+        assert array is not None and not np.shares_memory(array, buffer)
+
+
+def test_codes_and_factors_must_fit_the_header() -> None:
+    matrix, other = random_matrix(40, 48, 4, rank=2), random_matrix(40, 48, 4, rank=2)
+    for codes in (matrix.codes[1:], matrix.codes.astype(np.int16), np.repeat(matrix.codes, 2)[::2]):
+        with pytest.raises(InputError, match="codes must be"):
+            dataclasses.replace(matrix, codes=codes)
+    for lowrank in (None, other.lowrank):
+        with pytest.raises(InputError, match="other low-rank factors"):
+            dataclasses.replace(matrix, lowrank=lowrank)
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda matrix: pickle.loads(pickle.dumps(matrix))])
@@ -153,6 +175,10 @@ def test_expert_stack_round_trip_and_alignment() -> None:
     back = ExpertStack.from_buffer(blob, where="experts")
     assert all(same(a, b) for a, b in zip(back.experts, experts, strict=True))
     assert (back.rows, back.cols) == (20, 40)
+    headers = read_stack_header(blob, where="experts")
+    assert all(same_header(a, b.header) for a, b in zip(headers.experts, experts, strict=True))
+    parts = headers.experts_in(np.frombuffer(blob, np.uint8))
+    assert [part.tobytes() for part in parts] == [expert.to_bytes() for expert in experts]
 
 
 def test_experts_of_different_shapes_are_refused() -> None:
@@ -160,15 +186,20 @@ def test_experts_of_different_shapes_are_refused() -> None:
         ExpertStack((random_matrix(16, 16, 4), random_matrix(16, 32, 4)))
 
 
-def damaged(blob: bytes, at: int, format_: str, value: float) -> bytes:
-    copy = bytearray(blob)
-    struct.pack_into(format_, copy, at, value)
-    return bytes(copy)
+def damaged(blob: bytes, offset: int, format_: str, value: float) -> bytes:
+    changed = bytearray(blob)
+    struct.pack_into(format_, changed, offset, value)
+    return bytes(changed)
 
 
 def nested_and_sorted() -> bytes:
-    """A right factor that says its rows are sorted; its classes' place is zeros already."""
+    """A right factor that says its rows are sorted; the bytes of its classes are zeros already."""
     return damaged(LOWRANK, 80 + 5, "<B", 2)
+
+
+def of_rank_two() -> bytes:
+    """A right factor that says it has two rows; the scale of its third row becomes padding, so it must be zero."""
+    return damaged(damaged(LOWRANK, 80 + 35, "<B", 0), 80 + 8, "<I", 2)
 
 
 PLAIN = random_matrix(17, 33, [4, 3]).to_bytes()
@@ -182,8 +213,8 @@ SORTED = random_matrix(17, 33, [4, 3], is_sorted=True).to_bytes()
         (b"", "not a compressed matrix"),
         (PLAIN[:31], "not a compressed matrix"),
         (b"CIU2" + PLAIN[4:], "not a compressed matrix"),
-        (damaged(PLAIN, 4, "<B", 11), "window"),
-        (damaged(PLAIN, 4, "<B", 17), "window"),
+        (damaged(PLAIN, 4, "<B", 11), "trellis state bits"),
+        (damaged(PLAIN, 4, "<B", 17), "trellis state bits"),
         (damaged(PLAIN, 5, "<B", 8), "unknown flags"),
         (damaged(PLAIN, 5, "<B", 1), "low-rank"),
         (damaged(PLAIN, 6, "<B", 5), "blocks"),
@@ -207,7 +238,7 @@ SORTED = random_matrix(17, 33, [4, 3], is_sorted=True).to_bytes()
         (PLAIN + b"\0", "follow"),
         (damaged(LOWRANK, 24, "<I", 4), "rank"),
         (damaged(LOWRANK, 28, "<I", 2**32 - 16), "cannot be in"),
-        (damaged(LOWRANK, 80 + 8, "<I", 2), "rank 3 announced"),
+        (of_rank_two(), "rank 3 announced"),
         (damaged(LOWRANK, 80 + 5, "<B", 1), "low-rank"),
         (nested_and_sorted(), "low-rank"),
         (damaged(SORTED, 59, "<B", SORTED[59] | 16), "padding after the classes"),
@@ -251,7 +282,7 @@ def test_a_stack_that_announces_four_billion_experts_is_refused_without_allocati
 def test_corruption_never_crashes(
     kind: str, flips: list[tuple[float, int]], header: bool, length: float
 ) -> None:
-    """Whatever is read from a corrupted blob either is refused or decodes and multiplies without a fault."""
+    """A corrupted blob is refused, or what was read decodes and multiplies without a fault."""
     original = PLAIN if kind == "plain" else LOWRANK
     if kind == "stack":
         original = ExpertStack((random_matrix(20, 40, 4), random_matrix(20, 40, 2, rank=1))).to_bytes()
@@ -279,28 +310,28 @@ def test_corruption_never_crashes(
 
 @pytest.mark.parametrize("steps", [16, 40])
 def test_scales_are_within_half_a_step(steps: int) -> None:
-    wish = np.exp(np.random.default_rng(0).normal(-4, 1, 200))
-    base, codes = encode_scales(wish, steps)
-    found = decode_scales(base, codes, steps)
-    assert found.dtype == np.float32
-    assert np.abs(np.log2(found / wish)).max() <= 0.5 / steps + 1e-6
+    exact = np.exp(np.random.default_rng(0).normal(-4, 1, 200))
+    base, codes = encode_scales(exact, steps)
+    rounded = decode_scales(base, codes, steps)
+    assert rounded.dtype == np.float32
+    assert np.abs(np.log2(rounded / exact)).max() <= 0.5 / steps + 1e-6
 
 
 @pytest.mark.parametrize(("octaves", "steps"), [(0.0, 271), (0.5, 271), (1.0, 255), (2.5, 102), (20.0, 16)])
 def test_the_finest_steps_span_all_scales(octaves: float, steps: int) -> None:
-    wish = 0.013 * np.exp2(np.linspace(0.0, octaves, 50))
-    assert finest_steps(wish) == steps
+    exact = 0.013 * np.exp2(np.linspace(0.0, octaves, 50))
+    assert finest_steps(exact) == steps
     if octaves < 15:
-        found = decode_scales(*encode_scales(wish, steps), steps)
-        assert np.abs(np.log2(found / wish)).max() <= 0.5 / steps + 1e-6
+        rounded = decode_scales(*encode_scales(exact, steps), steps)
+        assert np.abs(np.log2(rounded / exact)).max() <= 0.5 / steps + 1e-6
 
 
-@pytest.mark.parametrize("wish", [[0.0, 0.0], [0.0, 1.0], [1e-44, 1e-40], [1e-30, 1e30], [3e38]])
-def test_extreme_scales_stay_valid(wish: list[float]) -> None:
-    base, codes = encode_scales(np.array(wish))
+@pytest.mark.parametrize("exact", [[0.0, 0.0], [0.0, 1.0], [1e-44, 1e-40], [1e-30, 1e30], [3e38]])
+def test_extreme_scales_stay_valid(exact: list[float]) -> None:
+    base, codes = encode_scales(np.array(exact))
     assert np.isfinite(decode_scales(base, codes)).all()
-    rows = len(wish)
-    PackedMatrix(rows, 16, 16, 0, base, np.zeros(1, np.uint8), codes, np.zeros(0, np.uint8))
+    rows = len(exact)
+    MatrixHeader(rows, 16, 16, 0, base, np.zeros(1, np.uint8), codes)  # refuses impossible scales
 
 
 def test_scales_must_be_finite() -> None:

@@ -1,4 +1,4 @@
-"""Work on several threads: calls from several threads at once, and after a fork."""
+"""Threads: calls from several threads at once, and calls after a fork."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import threading
 
 import torch
-from packed_samples import random_matrix
 
 from ciuic_cli.codecs import trellis
+from ciuic_cli.codecs.testing import random_matrix
 
 
 def test_calls_from_many_threads() -> None:
@@ -31,7 +31,7 @@ def test_calls_from_many_threads() -> None:
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    """It cannot use its parent's OpenMP threads, so this is also the test of the pool."""
+    """A child cannot use its parent's OpenMP threads, so this also tests the thread pool."""
     matrix = random_matrix(320, 320, 4)
     x = torch.randn(1, 320)
     expected = trellis.matmul(matrix, x, threads=2)  # the parent's threads are running

@@ -1,4 +1,4 @@
-"""The input transform: native against torch, orthonormal, invertible, the signs as documented."""
+"""The input transform: native code against torch, orthonormality, the inverse, and the signs."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def test_native_equals_torch(cols: int, seed: int) -> None:
     padded = torch.nn.functional.pad(x, (0, t.padded(cols) - cols))
     sign = t.signs(padded.shape[1], seed)
     expected = t._apply_torch(padded, sign, t.log2_block(padded.shape[1]), inverse=False)
-    found = t.transform(x, seed)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    result = t.transform(x, seed)
+    torch.testing.assert_close(result, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(
-        t._apply_torch(found, sign, t.log2_block(padded.shape[1]), inverse=True)[:, :cols],
+        t._apply_torch(result, sign, t.log2_block(padded.shape[1]), inverse=True)[:, :cols],
         x,
         rtol=1e-5,
         atol=1e-5,
     )
-    torch.testing.assert_close(t.inverse_transform(found, cols, seed), x, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(t.inverse_transform(result, cols, seed), x, rtol=1e-5, atol=1e-5)
 
 
 def test_definition_on_a_small_block() -> None:
-    """Block 16: rows of the Sylvester matrix are (-1)^popcount(i & j) / 4."""
+    """Element (i, j) of the Sylvester matrix of a block of 16 is (-1)^popcount(i & j) / 4."""
     hadamard = torch.tensor([[(-1.0) ** (i & j).bit_count() / 4 for j in range(16)] for i in range(16)])
     x = torch.randn(3, 16)
     torch.testing.assert_close(t.transform(x, 9), (x * t.signs(16, 9)) @ hadamard.T, rtol=1e-5, atol=1e-6)
@@ -58,11 +58,11 @@ def test_signs_are_the_documented_hash() -> None:
     for seed in (0, 1, 2**32 - 1):
         expected = [-1.0 if negative(seed, j) else 1.0 for j in range(96)]
         assert t.signs(96, seed).tolist() == expected
-        # The native signs: the transform of a unit vector begins with its sign.
+        # The native code: the transform of a unit vector begins with its sign.
         assert torch.equal(t.transform(torch.eye(96), seed)[:32, 0].sign(), torch.tensor(expected[:32]))
 
 
-def test_the_input_is_left_alone() -> None:
+def test_the_input_is_not_changed() -> None:
     x = torch.randn(2, 64)
     before = x.clone()
     t.transform(x)

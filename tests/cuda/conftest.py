@@ -1,4 +1,4 @@
-"""The emulated GPU and random compressed matrices for the kernels' tests."""
+"""The emulated GPU for the kernels' tests."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL
 
 @pytest.fixture
 def emulator(libraries: dict[int, ctypes.CDLL]) -> Iterator[Emulator]:
-    """Takes the place of the launcher of CPU tensors. A small GPU: two multiprocessors with 99 KiB a
-    block."""
+    """The launcher of CPU tensors: a small GPU with two multiprocessors and 99 KiB of shared memory per block."""
     device = torch.device("cpu")
-    made = Emulator(libraries, Limits(shared_bytes=99 * 1024, multiprocessors=2))
-    LAUNCHERS[device] = made
-    yield made
+    launcher = Emulator(libraries, Limits(shared_bytes=99 * 1024, multiprocessors=2))
+    LAUNCHERS[device] = launcher
+    yield launcher
     del LAUNCHERS[device]
-    made.close()
+    launcher.close()
 
 
 @pytest.fixture
-def random() -> np.random.Generator:
+def rng() -> np.random.Generator:
     return np.random.default_rng(20)

@@ -1,4 +1,4 @@
-"""The input transform, its rounding and its inverse against codecs.transform."""
+"""The input transform on the emulated GPU, its rounding and its inverse, against codecs.transform."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_bytes_and_residuals_hold_fifteen_bits(emulator: Emulator, width: int) -
     assert got.values.shape == (3, 2, -(-width // 64) * 64) and not got.values[:, :, width:].any()
     values = got.values[:, :, :width].double()
     rebuilt = got.scale.double()[:, None] * (values[:, 0] + values[:, 1] / 254)
-    # Half a step of the residual, of 127 * 254 steps up to the largest value, and float32 in the transform.
+    # Half a step of the residual (127 * 254 steps reach the largest value), plus float32 errors of the transform.
     bound = exact.abs().amax(dim=1, keepdim=True) * (0.51 / (127 * 254) + 2e-6)
     assert ((rebuilt - exact).abs() <= bound).all()
     assert torch.equal(got.sums, got.values.to(torch.int32).sum(dim=2).to(torch.int32))
@@ -75,17 +75,17 @@ def test_a_row_of_zeros_is_zeros(emulator: Emulator) -> None:
 
 
 @pytest.mark.parametrize("mode", [p.TO_BYTES, p.TO_HALF, p.TO_BFLOAT])
-def test_not_a_number_stays_visible(emulator: Emulator, mode: int) -> None:
+def test_nan_stays_nan(emulator: Emulator, mode: int) -> None:
     x = rows_of(48)
     x[0, 5] = float("nan")
     got = activations.forward(emulator, emulator.tensor(x), 0, mode)
-    found = got.values.float()
+    values = got.values.float()
     if mode != p.TO_BFLOAT:
-        found = found * got.scale.reshape(-1, *[1] * (found.dim() - 1))
-    assert found[0].isnan().any() and not found[1:].isnan().any()
+        values = values * got.scale.reshape(-1, *[1] * (values.dim() - 1))
+    assert values[0].isnan().any() and not values[1:].isnan().any()
 
 
-def test_check_refuses() -> None:
+def test_check_refusals() -> None:
     blob = torch.empty(16, dtype=torch.uint8)
     for x, message in (
         (torch.empty(3, 47), "48 columns"),

@@ -1,4 +1,4 @@
-"""Where the kernels cannot run, the reason is said once and nothing is raised."""
+"""If the kernels cannot run, `available` warns once with the reason and raises nothing."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_a_failure_is_a_visible_notice_and_a_reason(monkeypatch: pytest.MonkeyPa
     with pytest.warns(RuntimeWarning, match=r"compiler is missing\. Install it"):
         works, reason = availability.available("cuda:0")
     assert not works and "compiler is missing" in reason
-    assert availability.available("cuda:0") == (works, reason)  # known: no second warning
+    assert availability.available("cuda:0") == (works, reason)  # cached: no second warning
 
 
-def test_launching_elsewhere_is_refused() -> None:
+def test_launching_on_other_devices_is_refused() -> None:
     with pytest.raises(UsageError, match="meta"):
         launcher_for(torch.device("meta"))

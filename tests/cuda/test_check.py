@@ -1,4 +1,4 @@
-"""cuda/check.py: what it reads from ptxas, and that a spill or a missing kernel is a problem."""
+"""cuda/check.py: parsing ptxas's report; a spill or a missing kernel is a problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""NVRTC and the cache: what is compiled, that it is kept, and that damage and concurrency do no harm."""
+"""NVRTC and its cache: targets, one compilation per input, damaged files and concurrent processes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Compilations instead of NVRTC's, which take seconds."""
+    """Records compilations; replaces NVRTC, which takes seconds."""
     calls: list[str] = []
 
-    def fake(unit: str, architecture: str, window_bits: int = 16) -> bytes:
-        calls.append(f"{unit} {architecture} {window_bits}")
+    def fake(unit: str, architecture: str, L: int = 16) -> bytes:
+        calls.append(f"{unit} {architecture} {L}")
         return calls[-1].encode()
 
     monkeypatch.setattr(compiler, "compile_unit", fake)
@@ -84,10 +84,10 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
 
 def _write_many(folder: str, seed: int) -> None:
     file = Path(folder) / "kernels" / "unit.bin"
-    for turn in range(100):
-        compiler._write(file, bytes([seed, turn]) * 50_000)
-        found = compiler._read(file)
-        assert found is not None and len(set(found[::2])) == len(set(found[1::2])) == 1
+    for repetition in range(100):
+        compiler._write(file, bytes([seed, repetition]) * 50_000)
+        code = compiler._read(file)
+        assert code is not None and len(set(code[::2])) == len(set(code[1::2])) == 1
 
 
 def test_concurrent_processes_never_read_half_a_file(tmp_path: Path) -> None:

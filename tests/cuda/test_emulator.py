@@ -1,5 +1,4 @@
-"""That the emulator notices what it is there to notice, and that the device's shortcuts to a level are
-exact."""
+"""The emulator detects wrong accesses and launches; the device code's shortcuts to a level are exact."""
 
 from __future__ import annotations
 
@@ -8,13 +7,14 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from emulation import Emulator
-from random_matrices import on_device, packed
+from emulation import Emulator, on_device
 
+from ciuic_cli.codecs.testing import MIXED_BITS, random_matrix
 from ciuic_cli.kernels import parameters as p
+from ciuic_cli.kernels.launcher import Launch
 
 
-def test_shortcuts_agree_with_the_header_for_every_window(libraries: dict[int, ctypes.CDLL]) -> None:
+def test_shortcuts_agree_with_trellis_decode_h_for_every_window(libraries: dict[int, ctypes.CDLL]) -> None:
     assert libraries[16].emu_wrong_levels() == 0
 
 
@@ -32,19 +32,19 @@ def decode_parameters(matrix, out: torch.Tensor, **changes: int) -> p.Decode:
     return p.Decode(**{**values, **changes})
 
 
-def test_a_write_past_the_end_is_noticed(emulator: Emulator, random: np.random.Generator) -> None:
-    matrix = on_device(emulator, packed(random, 32, 64))
+def test_a_write_past_the_end_is_noticed(emulator: Emulator, rng: np.random.Generator) -> None:
+    matrix = on_device(emulator, random_matrix(32, 64, MIXED_BITS, rng=rng))
     out = emulator.empty((16, 64), torch.float32)
     with pytest.raises(AssertionError, match="outside every buffer"):
-        emulator.launch("decode_rows", (1, 2), 32, 0, decode_parameters(matrix, out), 16)
+        emulator.launch(Launch("decode_rows", (1, 2), 32, 0, decode_parameters(matrix, out), 16))
 
 
-def test_a_read_past_the_end_is_noticed(emulator: Emulator, random: np.random.Generator) -> None:
-    matrix = on_device(emulator, packed(random, 16, 64, (4,)))
+def test_a_read_past_the_end_is_noticed(emulator: Emulator, rng: np.random.Generator) -> None:
+    matrix = on_device(emulator, random_matrix(16, 64, 4, rng=rng))
     out = emulator.empty((16, 1280), torch.float32)
     parameters = decode_parameters(matrix, out, cols_padded=1280)
     with pytest.raises(AssertionError, match="outside every buffer"):
-        emulator.launch("decode_rows", (20, 1), 32, 0, parameters, 16)
+        emulator.launch(Launch("decode_rows", (20, 1), 32, 0, parameters, 16))
 
 
 def test_a_small_overrun_is_noticed(emulator: Emulator) -> None:
@@ -56,4 +56,4 @@ def test_a_small_overrun_is_noticed(emulator: Emulator) -> None:
 
 def test_parameters_of_another_kernel_are_noticed(emulator: Emulator) -> None:
     with pytest.raises(AssertionError, match="another size"):
-        emulator.launch("transform", (1, 1), 32, 0, p.Decode(), 16)
+        emulator.launch(Launch("transform", (1, 1), 32, 0, p.Decode(), 16))

@@ -1,5 +1,4 @@
-"""The encoder: what it stores decodes to what it says, and is as good as the native encoder and exhaustive
-search."""
+"""The GPU encoder: its codes decode to its result, with the error of the native encoder and of exhaustive search."""
 
 from __future__ import annotations
 
@@ -9,9 +8,9 @@ import torch
 from emulation import Emulator
 
 from ciuic_cli.codecs import reference, trellis
-from ciuic_cli.codecs.packing import PackedMatrix, stored_bits
-from ciuic_cli.codecs.trellis import CODE_SCALE
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.bits import BITS, stored_bits
+from ciuic_cli.codecs.rate_distortion import SCALE_BY_L
+from ciuic_cli.codecs.testing import tiles_as_matrix
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import encode
 
@@ -23,17 +22,7 @@ def gaussian(tiles: int, seed: int = 0) -> torch.Tensor:
 def stored(codes: torch.Tensor, bits: float, L: int) -> torch.Tensor:
     """Tiles of codes as the reference decodes them, float32 [tiles, 256]."""
     tiles = codes.shape[0]
-    matrix = PackedMatrix(
-        rows=16,
-        cols=16 * tiles,
-        L=L,
-        seed=0,
-        base=1.0,
-        row_bits=np.array([stored_bits(bits)], dtype=np.uint8),
-        row_scale=np.zeros(16, dtype=np.uint8),
-        codes=codes.reshape(-1).numpy().copy(),
-    )
-    decoded = torch.from_numpy(reference.decode(matrix))
+    decoded = torch.from_numpy(reference.decode(tiles_as_matrix(codes.numpy(), bits, L)))
     return decoded.reshape(16, tiles, 16).transpose(0, 1).reshape(tiles, 256)
 
 
@@ -42,7 +31,7 @@ def test_codes_decode_to_the_decoded_and_are_as_good_as_native(
     emulator: Emulator, bits: float, L: int
 ) -> None:
     tiles = 4 if L == 16 else 16
-    targets = gaussian(tiles) / CODE_SCALE[bits]
+    targets = gaussian(tiles) / SCALE_BY_L[16][bits]
     codes, decoded = encode(emulator.tensor(targets), bits, L)
     assert codes.shape == (tiles, 32 * bits)
     torch.testing.assert_close(stored(codes, bits, L), decoded, rtol=0, atol=1e-6)
@@ -53,16 +42,15 @@ def test_codes_decode_to_the_decoded_and_are_as_good_as_native(
 
 
 def test_close_to_exhaustive_search(emulator: Emulator) -> None:
-    # The reference tries every overlap; 2^(2L-K) of memory keeps it to short windows.
-    targets = gaussian(3, seed=4) / CODE_SCALE[8]
+    # The reference tries every overlap, which takes memory of 2^(2L - K): small L only.
+    targets = gaussian(3, seed=4) / SCALE_BY_L[16][8]
     _, decoded = encode(emulator.tensor(targets), 8, 13)
     for tile in range(3):
         level_targets = targets[tile].double().numpy() * float(reference.CODE_SIGMA)
         _, best = reference.viterbi(level_targets, 8, 13)
-        found = (
-            float((decoded[tile] - targets[tile]).double().square().sum()) * float(reference.CODE_SIGMA) ** 2
-        )
-        assert best * (1 - 1e-4) <= found <= best * 1.02
+        error = float((decoded[tile] - targets[tile]).double().square().sum())
+        cost = error * float(reference.CODE_SIGMA) ** 2
+        assert best * (1 - 1e-4) <= cost <= best * 1.02
 
 
 @pytest.mark.parametrize(("bits", "near"), [(4, 0.1), (3.5, 0.2)])
@@ -78,7 +66,7 @@ def test_outliers_take_the_outermost_levels(emulator: Emulator, bits: float, nea
 
 @pytest.mark.parametrize("bits", [1, 1.5, 2.5, 5.5])
 def test_paths_close_whatever_the_targets(emulator: Emulator, bits: float) -> None:
-    # Neighbours that no path can follow: the start and the end of the circle want different things.
+    # No path can follow these neighbours, so the start and the end of the circle pull in different directions.
     generator = torch.Generator().manual_seed(5)
     targets = torch.randint(-1, 2, (12, 256), generator=generator) * 1e3
     codes, decoded = encode(emulator.tensor(targets), bits, 13)
@@ -86,7 +74,7 @@ def test_paths_close_whatever_the_targets(emulator: Emulator, bits: float) -> No
 
 
 @pytest.mark.parametrize("bits", [3, 2.5])
-def test_the_result_does_not_depend_on_the_company(emulator: Emulator, bits: float) -> None:
+def test_the_result_of_a_tile_does_not_depend_on_other_tiles(emulator: Emulator, bits: float) -> None:
     targets = gaussian(9, seed=8)
     together, _ = encode(emulator.tensor(targets), bits, 13)
     alone, _ = encode(emulator.tensor(targets[7:8].clone()), bits, 13)

@@ -1,4 +1,4 @@
-"""The checks of benchmarks/gpu.py on the emulated device, and its models on the CPU."""
+"""benchmarks/gpu.py: its checks on the emulated device, its models on the CPU."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_write_outside_and_an_unwritten_element_fail(emulator: Emulator, gpu_c
     assert not gpu_checks.Check("unwritten", float("nan"), 1.0).passed
 
 
-def test_no_gpu_is_said_and_exits_with_5(
+def test_without_a_gpu_the_exit_code_is_5(
     gpu_checks: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""The launcher and the real cuda-bindings, over a stub of the driver that runs the emulated kernels."""
+"""CudaLauncher with the real cuda-bindings and a stub driver that runs the emulated kernels."""
 
 from __future__ import annotations
 

@@ -1,29 +1,25 @@
-"""The kernels' view of a blob: offsets that lead to the codes, and blobs that are refused."""
+"""DeviceMatrix and DeviceStack: offsets that lead to the codes, and blobs that are refused."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from random_matrices import packed
 
-from ciuic_cli.codecs.packing import bits_of
+from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import MIXED_BITS, blob_of, random_matrix
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import DeviceMatrix, DeviceStack
 
 
-def blob_of(matrix) -> torch.Tensor:
-    return torch.frombuffer(bytearray(matrix.to_bytes()), dtype=torch.uint8).clone()
-
-
-def test_offsets_lead_to_the_codes(random: np.random.Generator) -> None:
-    matrix = packed(random, 115, 144, rank=9)
+def test_offsets_lead_to_the_codes(rng: np.random.Generator) -> None:
+    matrix = random_matrix(115, 144, MIXED_BITS, rng=rng, rank=9)
     blob = blob_of(matrix)
-    view = DeviceMatrix(matrix, blob)
+    view = DeviceMatrix.on_device(matrix.header, blob)
     for group, offset in enumerate(view.group_offset.tolist()):
-        begin = int(matrix.group_offset[group])
-        size = int(32 * bits_of(matrix.row_bits[group])) * 9
+        begin = int(matrix.header.group_offset[group])
+        size = int(32 * bits_of(matrix.header.row_bits[group])) * 9
         stored = blob[16 * offset : 16 * offset + size].numpy()
         assert np.array_equal(stored, matrix.codes[begin : begin + size])
     assert view.lowrank is not None
@@ -32,24 +28,24 @@ def test_offsets_lead_to_the_codes(random: np.random.Generator) -> None:
         assert factor.blob.data_ptr() - blob.data_ptr() < blob.numel()
 
 
-def test_experts_of_a_stack(random: np.random.Generator) -> None:
-    stack = ExpertStack(tuple(packed(random, 40, 48, bits) for bits in ((2,), (0,), (5.5, 3))))
-    view = DeviceStack(stack, blob_of(stack))
-    assert (view.count, view.rows, view.cols, view.max_units) == (3, 40, 48, 6)
+def test_experts_of_a_stack(rng: np.random.Generator) -> None:
+    stack = ExpertStack(tuple(random_matrix(40, 48, bits, rng=rng) for bits in ((2,), (0,), (5.5, 3))))
+    view = DeviceStack.on_device(stack.header, blob_of(stack))
+    assert (view.count, view.rows, view.cols, view.max_words) == (3, 40, 48, 6)
     assert view.group_offset.shape == (3, 3)
     for index, original in enumerate(stack.experts):
-        assert bytes(view.expert(index).blob.numpy()) == original.to_bytes()
-        assert torch.equal(view.expert(index).group_offset, view.group_offset[index])
+        assert bytes(view.experts[index].blob.numpy()) == original.to_bytes()
+        assert torch.equal(view.experts[index].group_offset, view.group_offset[index])
 
 
-def test_resident_bytes_grow_by_little(random: np.random.Generator) -> None:
-    matrix = packed(random, 576, 576, (4,))
-    view = DeviceMatrix(matrix, blob_of(matrix))
+def test_resident_bytes_grow_by_little(rng: np.random.Generator) -> None:
+    matrix = random_matrix(576, 576, 4, rng=rng)
+    view = DeviceMatrix.on_device(matrix.header, blob_of(matrix))
     assert view.group_offset.nbytes < 0.002 * matrix.nbytes
 
 
-def test_refusals(random: np.random.Generator) -> None:
-    matrix = packed(random, 32, 48)
+def test_refusals(rng: np.random.Generator) -> None:
+    matrix = random_matrix(32, 48, MIXED_BITS, rng=rng)
     blob = blob_of(matrix)
     unaligned = torch.empty(blob.numel() + 1, dtype=torch.uint8)[1:].copy_(blob)
     for wrong, message in (
@@ -58,7 +54,7 @@ def test_refusals(random: np.random.Generator) -> None:
         (unaligned, "multiple of 16"),
     ):
         with pytest.raises(UsageError, match=message):
-            DeviceMatrix(matrix, wrong)
+            DeviceMatrix.on_device(matrix.header, wrong)
     with pytest.raises(UsageError, match="one seed"):
-        mixed = ExpertStack((packed(random, 32, 48), packed(random, 32, 48, seed=1)))
-        DeviceStack(mixed, blob_of(mixed))
+        mixed = ExpertStack((random_matrix(32, 48, rng=rng), random_matrix(32, 48, rng=rng, seed=1)))
+        DeviceStack.on_device(mixed.header, blob_of(mixed))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from emulation import Emulator
-from random_matrices import dense, on_device, packed, relative_error
+from emulation import Emulator, on_device
 
 from ciuic_cli.codecs import reference
+from ciuic_cli.codecs.bits import BITS
+from ciuic_cli.codecs.testing import MIXED_BITS, exact_stored, random_matrix, relative_error
 from ciuic_cli.codecs.transform import inverse_transform
-from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import UsageError
 from ciuic_cli.kernels import linear, product
 from ciuic_cli.kernels.launcher import Limits
@@ -26,7 +26,7 @@ BATCHES = [
     (32, "linear_half_r2_n32", 4e-4),
     (33, "decode_rows", 4e-3),
 ]
-FEW, MANY = 1, 100  # multiprocessors: few make blocks of two groups, many of one
+FEW, MANY = 1, 100  # multiprocessors: with few, blocks have two groups; with many, one
 
 
 def activations_for(emulator: Emulator, batch: int, cols: int, dtype: torch.dtype = torch.float32):
@@ -37,143 +37,141 @@ def activations_for(emulator: Emulator, batch: int, cols: int, dtype: torch.dtyp
 @pytest.mark.parametrize("bits", BITS[1:])
 @pytest.mark.parametrize(("batch", "kernel", "bound"), BATCHES)
 def test_every_bit_width(
-    emulator: Emulator, random: np.random.Generator, batch: int, kernel: str, bound: float, bits: float
+    emulator: Emulator, rng: np.random.Generator, batch: int, kernel: str, bound: float, bits: float
 ) -> None:
-    matrix = packed(random, 45, 208, (bits,))
+    matrix = random_matrix(45, 208, bits, rng=rng)
     x = activations_for(emulator, batch, 208)
     (y,) = linear([on_device(emulator, matrix)], x)
     assert emulator.launched[-1] == kernel.format(2)
-    assert relative_error(y, x.double() @ dense(matrix).T) < bound
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < bound
 
 
 @pytest.mark.parametrize("bits", BITS[1:])
-def test_lowrank_part_of_every_bit_width(
-    emulator: Emulator, random: np.random.Generator, bits: float
-) -> None:
-    matrix = packed(random, 90, 96, (0,), rank=20, factor_bits=(bits,))
+def test_lowrank_part_of_every_bit_width(emulator: Emulator, rng: np.random.Generator, bits: float) -> None:
+    matrix = random_matrix(90, 96, 0, rng=rng, rank=20, factor_bits=bits)
     x = activations_for(emulator, 3, 96)
     (y,) = linear([on_device(emulator, matrix)], x)
     assert "lowrank_columns" in emulator.launched
-    assert relative_error(y, x.double() @ dense(matrix).T) < 6e-5
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < 6e-5
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (16, 16), (17, 33), (230, 240), (50, 1100), (33, 4352)])
 @pytest.mark.parametrize("multiprocessors", [FEW, MANY])
 @pytest.mark.parametrize("batch", [2, 7, 12])
 def test_odd_shapes_and_mixed_bits(
-    emulator: Emulator, random: np.random.Generator, rows: int, cols: int, multiprocessors: int, batch: int
+    emulator: Emulator, rng: np.random.Generator, rows: int, cols: int, multiprocessors: int, batch: int
 ) -> None:
     emulator.limits = Limits(99 * 1024, multiprocessors)
-    matrix = packed(random, rows, cols, seed=11, is_scaled=multiprocessors == MANY)
+    matrix = random_matrix(rows, cols, MIXED_BITS, rng=rng, seed=11, is_scaled=multiprocessors == MANY)
     x = activations_for(emulator, batch, cols)
     (y,) = linear([on_device(emulator, matrix)], x)
     groups = 1 if multiprocessors == MANY else 2
     assert f"_r{groups}_" in emulator.launched[-1]
-    assert relative_error(y, x.double() @ dense(matrix).T) < (6e-5 if batch <= 8 else 4e-4)
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < (6e-5 if batch <= 8 else 4e-4)
 
 
 @pytest.mark.parametrize("batch", [3, 10, 40])
-def test_another_window_length(emulator: Emulator, random: np.random.Generator, batch: int) -> None:
-    matrix = packed(random, 100, 144, L=13)
+def test_another_window_length(emulator: Emulator, rng: np.random.Generator, batch: int) -> None:
+    matrix = random_matrix(100, 144, MIXED_BITS, rng=rng, L=13)
     x = activations_for(emulator, batch, 144)
     (y,) = linear([on_device(emulator, matrix)], x)
-    assert relative_error(y, x.double() @ dense(matrix).T) < 4e-3
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < 4e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch", [1, 8, 16, 50])
 def test_sixteen_bit_activations(
-    emulator: Emulator, random: np.random.Generator, dtype: torch.dtype, batch: int
+    emulator: Emulator, rng: np.random.Generator, dtype: torch.dtype, batch: int
 ) -> None:
-    matrix = packed(random, 64, 96, is_scaled=True)
+    matrix = random_matrix(64, 96, MIXED_BITS, rng=rng, is_scaled=True)
     x = activations_for(emulator, batch, 96, dtype)
     (y,) = linear([on_device(emulator, matrix)], x)
     assert y.dtype == dtype
-    assert relative_error(y, x.double() @ dense(matrix).T) < 5e-3
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < 5e-3
 
 
 @pytest.mark.parametrize("batch", [1, 6, 20, 40])
-def test_matrices_that_share_their_input(emulator: Emulator, random: np.random.Generator, batch: int) -> None:
+def test_matrices_that_share_their_input(emulator: Emulator, rng: np.random.Generator, batch: int) -> None:
     matrices = [
-        packed(random, 115, 144),
-        packed(random, 40, 144, (2,)),
-        packed(random, 5, 144, (8, 3)),
-        packed(random, 33, 144, (3, 0, 5), rank=20),
-        packed(random, 33, 144, (3, 0, 5), rank=20, is_scaled=True),
-        packed(random, 20, 144, is_scaled=True),
-        packed(random, 64, 144, (6,), rank=5, seed=9),
-        packed(random, 10, 144, (0,)),
-        packed(random, 20, 144, L=13),
+        random_matrix(115, 144, MIXED_BITS, rng=rng),
+        random_matrix(40, 144, 2, rng=rng),
+        random_matrix(5, 144, (8, 3), rng=rng),
+        random_matrix(33, 144, (3, 0, 5), rng=rng, rank=20),
+        random_matrix(33, 144, (3, 0, 5), rng=rng, rank=20, is_scaled=True),
+        random_matrix(20, 144, MIXED_BITS, rng=rng, is_scaled=True),
+        random_matrix(64, 144, 6, rng=rng, rank=5, seed=9),
+        random_matrix(10, 144, 0, rng=rng),
+        random_matrix(20, 144, MIXED_BITS, rng=rng, L=13),
     ]
     x = activations_for(emulator, batch, 144)
     outputs = linear([on_device(emulator, matrix) for matrix in matrices], x.reshape(1, batch, 144))
     for matrix, y in zip(matrices, outputs, strict=True):
         assert y.shape == (1, batch, matrix.rows)
-        exact = x.double() @ dense(matrix).T
+        exact = x.double() @ exact_stored(matrix).T
         assert (
-            relative_error(y[0], exact) < 5e-3 if matrix.row_bits.any() else torch.equal(y[0].double(), exact)
+            relative_error(y[0], exact) < 5e-3
+            if matrix.header.row_bits.any()
+            else torch.equal(y[0].double(), exact)
         )
-    # Four of one seed and window, one more of them; then those with scales, another seed or another window, each by
-    # itself; and three right factors.
+    # Five matrices share seed and L, which makes two launches. Two with input scales, one with another seed and one
+    # with another L have launches of their own. Three right factors have launches too.
     if batch <= product.LARGEST_BATCH:
         assert sum(name.startswith("linear_") for name in emulator.launched) == 2 + 2 + 1 + 1 + 3
 
 
-def test_a_wide_matrix_of_many_bits_fits_a_small_block(
-    emulator: Emulator, random: np.random.Generator
-) -> None:
+def test_a_wide_matrix_of_many_bits_fits_a_small_block(emulator: Emulator, rng: np.random.Generator) -> None:
     emulator.limits = Limits(64 * 1024, FEW)  # sm_75
-    matrix = packed(random, 32, 2000, (8, 2))
+    matrix = random_matrix(32, 2000, (8, 2), rng=rng)
     x = activations_for(emulator, 8, 2000)
     (y,) = linear([on_device(emulator, matrix)], x)
-    assert relative_error(y, x.double() @ dense(matrix).T) < 6e-5
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < 6e-5
 
 
 def test_the_largest_sums_do_not_overflow(
-    emulator: Emulator, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The 8-bit code that repeats the byte of the largest sum, activations that all become 127, and as many
-    # columns as one warp may take: 80 % of what 32 bits hold.
+    # With the 8-bit code of the largest byte sum, activations that all become 127, and the most columns of one warp,
+    # the sums reach 80 % of the range of 32 bits.
     monkeypatch.setattr(product, "_MAX_WARPS", 1)
     cols = product.WARP_COLUMNS
     byte = int(reference.levels(np.arange(256) * 257).argmax())
-    matrix = packed(random, 16, cols, (8,))
+    matrix = random_matrix(16, cols, 8, rng=rng)
     matrix.codes[:] = byte
     levels = int(reference.levels(np.array([byte * 257]))[0]) + reference.LEVEL_CENTRE
     assert 0.75 * 2**31 < levels * 127 * cols < 2**31
     x = emulator.tensor(inverse_transform(torch.ones(1, cols), cols))
     (y,) = linear([on_device(emulator, matrix)], x)
-    assert relative_error(y, x.double() @ dense(matrix).T) < 6e-5
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < 6e-5
 
 
 def test_more_columns_than_a_warp_can_sum_are_refused(
-    emulator: Emulator, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+    emulator: Emulator, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(product, "_MAX_WARPS", 1)
-    matrix = on_device(emulator, packed(random, 16, product.WARP_COLUMNS + 16, (2,)))
+    matrix = on_device(emulator, random_matrix(16, product.WARP_COLUMNS + 16, 2, rng=rng))
     with pytest.raises(UsageError, match="columns"):
         linear([matrix], torch.zeros(1, product.WARP_COLUMNS + 16))
 
 
-def test_panels_cover_the_matrix(
-    emulator: Emulator, random: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+def test_row_chunks_cover_the_matrix(
+    emulator: Emulator, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ciuic_cli.kernels.multiply.SCRATCH_BYTES", 2 * 144 * 48)
-    matrix = packed(random, 115, 144)
+    matrix = random_matrix(115, 144, MIXED_BITS, rng=rng)
     x = activations_for(emulator, 50, 144)
     (y,) = linear([on_device(emulator, matrix)], x)
     assert emulator.launched.count("decode_rows") == 3
-    assert relative_error(y, x.double() @ dense(matrix).T) < 4e-3
+    assert relative_error(y, x.double() @ exact_stored(matrix).T) < 4e-3
 
 
-def test_refusals(emulator: Emulator, random: np.random.Generator) -> None:
-    matrix = on_device(emulator, packed(random, 20, 48))
-    other = on_device(emulator, packed(random, 20, 64))
+def test_refusals(emulator: Emulator, rng: np.random.Generator) -> None:
+    matrix = on_device(emulator, random_matrix(20, 48, MIXED_BITS, rng=rng))
+    other = on_device(emulator, random_matrix(20, 64, MIXED_BITS, rng=rng))
     with pytest.raises(UsageError, match="no matrix"):
         linear([], torch.zeros(1, 48))
     with pytest.raises(UsageError, match="48 columns"):
         linear([matrix], torch.zeros(1, 47))
-    with pytest.raises(UsageError, match="one width"):
+    with pytest.raises(UsageError, match="the same columns"):
         linear([matrix, other], torch.zeros(1, 48))
     with pytest.raises(UsageError, match="int8"):
         linear([matrix], torch.zeros(1, 48), torch.int8)

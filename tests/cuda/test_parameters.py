@@ -1,4 +1,4 @@
-"""The Python mirrors of the parameter blocks against the C structures that the compiler laid out."""
+"""Sizes and offsets of the parameter blocks in Python against those of the compiled C structures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA sources are found in a checkout and in an installed package."""
+"""The folder of the CUDA sources, in a checkout and in an installed package, and their digest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_in_an_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sources.folder() == package / "cuda"
 
 
-def test_missing_sources_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sources_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_PACKAGE", tmp_path / "ciuic_cli")
     with pytest.raises(EnvironmentFault, match="missing from this installation"):
         sources.folder()

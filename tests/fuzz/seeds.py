@@ -10,7 +10,9 @@ from pathlib import Path
 import numpy as np
 from targets import ARTIFACT_CONFIG, CONFIG, framed, small_shard
 
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes
+from ciuic_cli.codecs.header import MatrixHeader
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.sizes import codes_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import padded
 
@@ -18,14 +20,17 @@ CORPUS = Path(__file__).parent / "corpus"
 
 
 def matrix(rows: int, cols: int, bits: list[int], rank: int = 0) -> PackedMatrix:
-    """A random matrix; with `rank`, factors of 4 bits."""
+    """A random matrix whose bytes are pinned by the corpus; with `rank`, factors of 4 bits."""
     generator = np.random.default_rng([rows, cols, rank])
     row_bits = np.resize(np.array(bits, np.uint8), padded(rows) // 16)
-    size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
     lowrank = (matrix(rank, cols, [4]), matrix(rank, rows, [4])) if rank else None
-    codes = generator.integers(0, 256, size, np.uint8)
+    codes = generator.integers(0, 256, codes_nbytes(row_bits, cols), np.uint8)
     scales = generator.integers(0, 256, rows, np.uint8)
-    return PackedMatrix(rows, cols, 16, 0, 0.5, row_bits, scales, codes, lowrank)
+    return PackedMatrix(MatrixHeader(rows, cols, 16, 0, 0.5, row_bits, scales), codes, lowrank)
+
+
+def with_input_scales(plain: PackedMatrix, codes: np.ndarray) -> PackedMatrix:
+    return replace(plain, header=replace(plain.header, input_scale=codes))
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
@@ -60,7 +65,7 @@ def seeds() -> dict[str, dict[str, bytes]]:
         },
         "artifact": {
             "matrix": b"\0" + plain.to_bytes(),
-            "scaled": b"\0" + replace(plain, input_scale=np.arange(100, 140, dtype=np.uint8)).to_bytes(),
+            "scaled": b"\0" + with_input_scales(plain, np.arange(100, 140, dtype=np.uint8)).to_bytes(),
             "lowrank": b"\0" + matrix(32, 48, [2], rank=16).to_bytes(),
             "stack": b"\1" + stack.to_bytes(),
             "file": b"\2" + framed(json.dumps(header).encode(), b"".join(blobs.values())),

@@ -20,11 +20,12 @@ from ciuic_cli.checkpoint.architecture import build_config
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.checkpoint.shards import INDEX_NAME
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
+from ciuic_cli.codecs.bits import BITS, stored_bits, tile_nbytes
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.sizes import packed_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.transform import log2_block, padded
 from ciuic_cli.codecs.trellis import decode, decode_dense
-from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError
 
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2})
@@ -104,10 +105,10 @@ def artifact(data: bytes, folder: Folder) -> None:
 
 
 def _decode(matrix: PackedMatrix) -> None:
-    if matrix.rows_padded * matrix.cols_padded > MOST_WEIGHTS:
+    if matrix.header.rows_padded * matrix.header.cols_padded > MOST_WEIGHTS:
         return
     decoded = decode(matrix)
-    assert decoded.shape == (matrix.rows, matrix.cols_padded), decoded.shape
+    assert decoded.shape == (matrix.rows, matrix.header.cols_padded), decoded.shape
     assert decode_dense(matrix).shape == (matrix.rows, matrix.cols)
     for part in matrix.lowrank or ():
         _decode(part)

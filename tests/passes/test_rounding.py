@@ -133,7 +133,7 @@ def test_23_constant_weights_stay_finite(value: float, bits: int) -> None:
     assert torch.isfinite(removal_loss(weight, fisher)).all()
     packed = round_prepared(prepared, np.full(3, bits, np.uint8), L=12)
     decoded = decode(packed, original_basis=True)
-    assert np.isfinite(packed.scales).all()
+    assert np.isfinite(packed.header.scales).all()
     assert torch.isfinite(decoded).all()
     if value:
         relative = float((decoded - weight).square().mean().sqrt()) / abs(value)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.codecs.packing import stored_order
+from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import group_sums
 from ciuic_cli.passes.prepare import prepare

@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM
 from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.codecs.packing import PackedMatrix, stored_bits
+from ciuic_cli.codecs.bits import stored_bits
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import encode_scales
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.compression import options, pipeline
@@ -268,27 +269,27 @@ def test_rows_are_multiplied_within_half_a_step(is_sorted: bool) -> None:
     weight = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
     packed = round_without_feedback(weight, 4, L=12)
     if is_sorted:
-        packed = replace(packed, row_class=draw.integers(0, 16, 70).astype(np.uint8))
+        classes = draw.integers(0, 16, 70).astype(np.uint8)
+        packed = replace(packed, header=replace(packed.header, row_class=classes))
     factors = torch.from_numpy(draw.uniform(0.97, 1.03, 70)).float()
     found = with_row_factors(packed, factors)
-    assert found.nbytes == packed.nbytes and found.scale_steps > 100
+    assert found.nbytes == packed.nbytes and found.header.scale_steps > 100
     ratio = decode_dense(found).norm(dim=1) / decode_dense(packed).norm(dim=1)
-    assert float((ratio / factors).log2().abs().max()) <= 0.51 / found.scale_steps
+    assert float((ratio / factors).log2().abs().max()) <= 0.51 / found.header.scale_steps
 
 
 def test_rows_without_codes_do_not_make_steps_coarser() -> None:
     weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(0))
     weight[:16] *= 1e-4
     whole = round_without_feedback(weight, 4, L=12)
-    base, codes = encode_scales(whole.scales[:48])
+    base, codes = encode_scales(whole.header.scales[:48])
     gone = stored_bits([0, 4, 4])
-    packed = replace(
-        whole, base=base, row_scale=codes, row_bits=gone, codes=whole.codes[len(whole.codes) // 3 :]
-    )
+    header = replace(whole.header, base=base, row_scale=codes, row_bits=gone)
+    packed = PackedMatrix(header, whole.codes[len(whole.codes) // 3 :])
     found = with_row_factors(packed, torch.full((48,), 1.01))
-    assert found.scale_steps > 100
+    assert found.header.scale_steps > 100
     ratio = decode_dense(found)[16:].norm(dim=1) / decode_dense(packed)[16:].norm(dim=1)
-    assert float((ratio / 1.01).log2().abs().max()) <= 0.51 / found.scale_steps
+    assert float((ratio / 1.01).log2().abs().max()) <= 0.51 / found.header.scale_steps
 
 
 def test_what_cannot_have_factors_is_left_alone(tiny_checkpoint: Callable[..., Path]) -> None:

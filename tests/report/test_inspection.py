@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -18,27 +17,15 @@ from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.cli.console import to_json
-from ciuic_cli.codecs.packing import PackedMatrix, packed_nbytes, stored_bits, tile_nbytes
+from ciuic_cli.codecs.bits import stored_bits
+from ciuic_cli.codecs.sizes import packed_nbytes
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import blob_of, random_matrix
 from ciuic_cli.errors import InputError
 from ciuic_cli.report import losses
 from ciuic_cli.report.inspection import describe
 
 Make = Callable[..., Path]
-
-
-def random_matrix(rows: int, cols: int, widths: list[float], rank: int = 0) -> PackedMatrix:
-    """A valid matrix with random codes."""
-    groups = -(-rows // 16)
-    row_bits = np.resize(stored_bits(widths), groups)
-    size = int(tile_nbytes(row_bits).sum()) * -(-cols // 16)
-    codes = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
-    lowrank = (random_matrix(rank, cols, [6]), random_matrix(rank, rows, [6])) if rank else None
-    return PackedMatrix(rows, cols, 12, 0, 1.0, row_bits, np.zeros(rows, dtype=np.uint8), codes, lowrank)
-
-
-def tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
-    return torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +40,14 @@ def artifact(tiny_checkpoint: Make, tmp_path_factory: pytest.TempPathFactory) ->
             stored[name] = model_map.read(name)
         elif len(parameter.shape) == 3:
             experts = (
-                random_matrix(*parameter.shape[1:], [0] if e == 1 else [4]) for e in range(parameter.shape[0])
+                random_matrix(*parameter.shape[1:], 0 if e == 1 else 4) for e in range(parameter.shape[0])
             )
-            stored[name] = tensor(ExpertStack(tuple(experts)))
+            stored[name] = blob_of(ExpertStack(tuple(experts)))
         else:
             widths = [8] if parameter.role == "embedding" else [3, 4.5]
-            stored[name] = tensor(random_matrix(*parameter.shape, widths, 4 if parameter.role == "o" else 0))
+            stored[name] = blob_of(
+                random_matrix(*parameter.shape, widths, rank=4 if parameter.role == "o" else 0)
+            )
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((source / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "ciuic", "format_version": 1, "bits_per_weight": 4.2}

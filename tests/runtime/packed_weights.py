@@ -9,10 +9,16 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import trellis
-from ciuic_cli.codecs.packing import PackedMatrix, stored_bits, tile_nbytes
+from ciuic_cli.codecs.bits import stored_bits
+from ciuic_cli.codecs.header import MatrixHeader
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import decode_scales, encode_scales
-from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import blob_of as as_tensor
+from ciuic_cli.codecs.testing import random_matrix as random_codes
+from ciuic_cli.codecs.testing import relative_error
 from ciuic_cli.codecs.transform import transform
+
+__all__ = ["BITS", "as_tensor", "dense", "pack", "random_codes", "relative_error"]
 
 BITS = (4, 2, 3.5, 5, 6, 8, 1, 7, 2.5, 3, 5.5, 1.5, 4.5)
 
@@ -37,7 +43,7 @@ def pack(
     if is_sorted:
         row_class = random_classes(rows)
         stored = pack(weight[np.argsort(row_class, kind="stable")], bits, rank=rank, seed=seed, L=L)
-        return replace(stored, row_class=row_class)
+        return replace(stored, header=replace(stored.header, row_class=row_class))
     weight = weight.to(torch.float32)
     lowrank = None
     if rank:
@@ -53,31 +59,7 @@ def pack(
     scales[:rows] = decode_scales(base, row_scale)
     in_basis = torch.nn.functional.pad(in_basis, (0, 0, 0, 16 * groups - rows))
     codes, _ = trellis.round_matrix(in_basis, scales, row_bits, L=L)
-    return PackedMatrix(rows, cols, L, seed, base, row_bits, row_scale, codes, lowrank)
-
-
-def random_codes(
-    rows: int,
-    cols: int,
-    bits: list[float] | float = 4,
-    *,
-    rank: int = 0,
-    seed: int = 0,
-    L: int = 16,
-    is_sorted: bool = False,
-    is_scaled: bool = False,
-) -> PackedMatrix:
-    """A matrix of random codes, which decode to Gaussian weights of standard deviation about cols^-1/2; no encoding."""
-    draw = np.random.default_rng([rows, cols, seed, L])
-    row_bits = np.resize(stored_bits(bits), -(-rows // 16))
-    codes = draw.integers(0, 256, int(tile_nbytes(row_bits).sum()) * -(-cols // 16), dtype=np.uint8)
-    scale = draw.integers(0, 16, rows, dtype=np.uint8)
-    lowrank = None
-    if rank:
-        lowrank = (random_codes(rank, cols, 6, seed=seed), random_codes(rank, rows, 6, seed=seed + 1))
-    row_class = random_classes(rows) if is_sorted else None
-    scales = draw.integers(100, 156, cols, dtype=np.uint8) if is_scaled else None
-    return PackedMatrix(rows, cols, L, seed, cols**-0.5, row_bits, scale, codes, lowrank, row_class, scales)
+    return PackedMatrix(MatrixHeader(rows, cols, L, seed, base, row_bits, row_scale), codes, lowrank)
 
 
 def random_classes(rows: int) -> npt.NDArray[np.uint8]:
@@ -90,24 +72,14 @@ def dense(packed: PackedMatrix) -> torch.Tensor:
     if packed.lowrank is not None:
         right, left = packed.lowrank
         result = result + dense(left).T @ dense(right)
-    if packed.input_scale is not None:
-        result = result * torch.tensor([2.0 ** ((code - 128) / 16) for code in packed.input_scale.tolist()])
-    if packed.row_class is None:
+    header = packed.header
+    if header.input_scale is not None:
+        result = result * torch.tensor([2.0 ** ((code - 128) / 16) for code in header.input_scale.tolist()])
+    if header.row_class is None:
         return result
     stored = iter(result)
     in_order = torch.empty_like(result)
     for wanted in range(16):
-        for row in np.flatnonzero(packed.row_class == wanted):
+        for row in np.flatnonzero(header.row_class == wanted):
             in_order[row] = next(stored)
     return in_order
-
-
-def as_tensor(packed: PackedMatrix | ExpertStack) -> torch.Tensor:
-    """The blob, uint8 (nbytes,)."""
-    return torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8)
-
-
-def relative_error(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Euclidean norm of the difference over that of the reference."""
-    value, reference = value.detach().double(), reference.detach().double()
-    return float((value - reference).norm() / reference.norm())

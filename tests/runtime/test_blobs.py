@@ -58,7 +58,7 @@ def test_devices_without_kernels_say_so_once(monkeypatch: pytest.MonkeyPatch) ->
     """The CPU plays a device without an entry in the tables."""
     monkeypatch.delitem(blobs.WEIGHTS, "cpu")
     monkeypatch.delitem(blobs.STACKS, "cpu")
-    blobs._notice.cache_clear()
+    blobs._warn_no_kernels.cache_clear()
     x = torch.randn(2, 40)
     with pytest.warns(RuntimeWarning, match="no kernels for cpu devices"):
         weight = blobs.weight_of(as_tensor(MATRIX))
@@ -71,4 +71,4 @@ def test_devices_without_kernels_say_so_once(monkeypatch: pytest.MonkeyPatch) ->
     assert torch.allclose(routed[0, 1], weight.product(x)[0], atol=1e-5)
     assert torch.allclose(weight.product(x), ops.linear(x, as_tensor(MATRIX), 48), atol=1e-5)
     assert not routed[1, 1].any()
-    blobs._notice.cache_clear()
+    blobs._warn_no_kernels.cache_clear()

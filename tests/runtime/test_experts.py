@@ -84,7 +84,7 @@ def test_only_routed_experts_are_decoded(monkeypatch: pytest.MonkeyPatch) -> Non
     seen: list[int] = []
 
     def spy(matrix: Any, x: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
-        seen.append(matrix.seed)  # the expert's number
+        seen.append(matrix.header.seed)  # the expert's number
         return multiply(matrix, x, *options, **named)
 
     multiply = trellis.matmul

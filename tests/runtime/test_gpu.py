@@ -19,14 +19,13 @@ X = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
 IDS = torch.tensor([[0, 1], [1, 5], [1, 0]])
 
 
-def decoded(packed: PackedMatrix, blob: torch.Tensor) -> torch.Tensor:
-    """Decodes the device's blob, because `packed` keeps no codes. Rows are in stored order, as for the kernels."""
-    assert packed.codes.strides == (0,) and packed.row_bits.base is None
-    return as_stored(PackedMatrix.from_buffer(blob, where="device"))
+def decoded(matrix: kernels.DeviceMatrix) -> torch.Tensor:
+    """The stored rows, decoded from the device's blob."""
+    return as_stored(PackedMatrix.from_buffer(matrix.blob, where="device"))
 
 
 def as_stored(packed: PackedMatrix) -> torch.Tensor:
-    return dense(replace(packed, row_class=None))
+    return dense(replace(packed, header=replace(packed.header, row_class=None)))
 
 
 class Kernels:
@@ -43,16 +42,15 @@ class Kernels:
             weights: Any, x: torch.Tensor, dtype: Any = None, *, bare: bool = False
         ) -> list[torch.Tensor]:
             self.calls.append("linear")
-            view = weights[0]
             assert not bare
-            return [(x.float() @ decoded(view.packed, view.blob).T).to(dtype or x.dtype)]
+            return [(x.float() @ decoded(weights[0]).T).to(dtype or x.dtype)]
 
         def embedding(
-            view: Any, ids: torch.Tensor, dtype: torch.dtype, *, transformed: bool = False
+            matrix: Any, ids: torch.Tensor, dtype: torch.dtype, *, transformed: bool = False
         ) -> torch.Tensor:
             self.calls.append("embedding")
             assert ids.dtype == torch.int64 and not transformed
-            table = decoded(view.packed, view.blob)
+            table = decoded(matrix)
             table = torch.cat([table, torch.zeros(100, table.shape[1])])
             return table[ids].to(dtype)
 
@@ -70,7 +68,7 @@ class Kernels:
                 else y.gather(2, positions[ids.clamp(0, len(whole) - 1)].to(torch.int64))
             )
 
-        monkeypatch.setattr("ciuic_cli.kernels.runtime_matrix.linear", linear)
+        monkeypatch.setattr(kernels, "linear", linear)
         monkeypatch.setattr(kernels, "embedding", embedding)
         monkeypatch.setattr(kernels, "experts", experts)
         monkeypatch.setattr(kernels, "available", self.available)
@@ -118,7 +116,7 @@ def test_experts_with_equal_settings_take_one_launch(stand_in: Kernels, is_sorte
     assert stand_in.calls == ["experts"]
     assert torch.allclose(y[0, 0], X[0] @ dense(stack.experts[0]).T, atol=1e-5)
     assert torch.allclose(y[0, 1], X[0] @ dense(stack.experts[1]).T, atol=1e-5) and not y[1, 1].any()
-    assert gpu.stack(stack, aligned(stack)).expert(1).rows == 24
+    assert gpu.stack(stack.header, aligned(stack)).expert(1).rows == 24
 
 
 @pytest.mark.parametrize("options", [{"rank": 3}, {"seed": 8}, {"L": 14}])
@@ -126,7 +124,7 @@ def test_experts_with_different_settings_are_multiplied_one_by_one(
     stand_in: Kernels, options: dict[str, int]
 ) -> None:
     stack = ExpertStack((random_codes(24, 40, 4), random_codes(24, 40, 3, **options)))
-    assert isinstance(gpu.stack(stack, aligned(stack)), PlainStack)
+    assert isinstance(gpu.stack(stack.header, aligned(stack)), PlainStack)
 
 
 def test_torch_operations_replace_unusable_kernels(

@@ -18,7 +18,10 @@ def both_classes(rows: int, cols: int, rank: int = 0) -> list[tuple[Matrix, torc
         bits, rank_here = [4, 2, 0, 8, 5, 3, 6], min(rank, rows, cols)
         packed = random_codes(rows, cols, bits, rank=rank_here, is_sorted=is_special, is_scaled=is_special)
         exact = dense(packed)
-        pairs += [(CpuMatrix(packed), exact), (TorchMatrix.on_device(packed, as_tensor(packed)), exact)]
+        pairs += [
+            (CpuMatrix(packed), exact),
+            (TorchMatrix.on_device(packed.header, as_tensor(packed)), exact),
+        ]
     return pairs
 
 

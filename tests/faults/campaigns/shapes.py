@@ -24,10 +24,13 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.codecs import native, reference
-from ciuic_cli.codecs.packing import L_VALUES, PackedMatrix, group_offsets, packed_nbytes, stored_bits
+from ciuic_cli.codecs.bits import BITS, bits_of, stored_bits
+from ciuic_cli.codecs.header import L_VALUES
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.sizes import group_offsets
 from ciuic_cli.codecs.stack import ExpertStack
-from ciuic_cli.codecs.transform import TILE, log2_block, padded, transform
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.testing import random_matrix
+from ciuic_cli.codecs.transform import TILE, log2_block, transform
 
 Array = npt.NDArray[Any]
 
@@ -87,24 +90,31 @@ def hostile_matrix(
 ) -> PackedMatrix:
     """Random codes and scales of any value: no string of bits is refused."""
     random_bytes = np.random.default_rng(generator.getrandbits(32))
-    row_bits = np.resize(np.array(bits, np.uint8), padded(rows) // TILE)
-    size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
     if rank:
         lowrank = tuple(
             hostile_matrix(generator, rank, width, [generator.choice(WIDTHS)]) for width in (cols, rows)
         )
-    return PackedMatrix(
-        rows=rows,
-        cols=cols,
+    plain = random_matrix(
+        rows,
+        cols,
+        bits_of(np.array(bits, np.uint8)).tolist(),
+        rng=random_bytes,
         L=generator.choice(list(L_VALUES)),
         seed=generator.choice((0, 1, 2**32 - 1)),
-        base=generator.choice(BASES),
-        row_bits=row_bits,
-        row_scale=random_bytes.choice(np.array([0, 1, 128, 255], np.uint8), rows),
-        codes=random_bytes.integers(0, 256, size, np.uint8),
-        lowrank=lowrank,  # type: ignore[arg-type]
     )
+    header = replace(
+        plain.header,
+        base=generator.choice(BASES),
+        row_scale=random_bytes.choice(np.array([0, 1, 128, 255], np.uint8), rows),
+        scale_steps=16,
+    )
+    return PackedMatrix(header, plain.codes, lowrank)  # type: ignore[arg-type]
+
+
+def changed(matrix: PackedMatrix, **fields: Any) -> PackedMatrix:
+    """The matrix with other fields of its header."""
+    return replace(matrix, header=replace(matrix.header, **fields))
 
 
 def accepted(generator: random.Random, many: bool) -> Iterator[bytes]:
@@ -115,13 +125,13 @@ def accepted(generator: random.Random, many: bool) -> Iterator[bytes]:
             rank = generator.choice((0, 0, 1, min(rows, cols, 40)))
             matrix = hostile_matrix(generator, rows, cols, bits, rank)
             if generator.randrange(2):
-                matrix = replace(matrix, row_class=np.resize(np.array([15, 0, 7], np.uint8), rows))
+                matrix = changed(matrix, row_class=np.resize(np.array([15, 0, 7], np.uint8), rows))
             if generator.randrange(2):
-                matrix = replace(matrix, input_scale=np.resize(np.array([255, 0, 128], np.uint8), cols))
+                matrix = changed(matrix, input_scale=np.resize(np.array([255, 0, 128], np.uint8), cols))
             yield matrix.to_bytes()
     for count in (1, 5):
         experts = [hostile_matrix(generator, 18, 40, [generator.choice(WIDTHS)]) for _ in range(count)]
-        yield ExpertStack(tuple(replace(expert, L=16) for expert in experts)).to_bytes()
+        yield ExpertStack(tuple(changed(expert, L=16) for expert in experts)).to_bytes()
 
 
 def matrices(blob: Array) -> list[PackedMatrix]:
@@ -155,8 +165,17 @@ class Kernels:
         self.digest.update(np.ascontiguousarray(values).tobytes())
 
     def all_on(self, matrix: PackedMatrix) -> None:
-        copies = [self.guarded.copy(array) for array in (matrix.group_offset, matrix.row_bits, matrix.scales)]
-        self.packed = (matrix.codes, *copies, matrix.rows_padded, matrix.cols_padded, matrix.L)
+        copies = [
+            self.guarded.copy(array)
+            for array in (matrix.header.group_offset, matrix.header.row_bits, matrix.header.scales)
+        ]
+        self.packed = (
+            matrix.codes,
+            *copies,
+            matrix.header.rows_padded,
+            matrix.header.cols_padded,
+            matrix.header.L,
+        )
         decoded = self.decode(matrix)
         self.decode_rows(matrix, decoded)
         self.matmul(matrix, decoded)
@@ -164,7 +183,7 @@ class Kernels:
             self.round(matrix)
 
     def decode(self, matrix: PackedMatrix) -> Array:
-        rows, cols = matrix.rows, matrix.cols_padded
+        rows, cols = matrix.rows, matrix.header.cols_padded
         whole = self.guarded.empty((rows, cols), np.float32)
         self.call("ciuic_decode", *self.packed, 0, rows, whole, 0, self.random.choice(THREADS))
         if rows * cols <= 1 << 14:
@@ -194,7 +213,7 @@ class Kernels:
                 for _ in range(count)
             ]
             index = self.guarded.copy(np.array(chosen, np.int64))
-            out = self.guarded.empty((count, matrix.cols_padded), np.float32)
+            out = self.guarded.empty((count, matrix.header.cols_padded), np.float32)
             self.call("ciuic_decode_rows", *self.packed, index, count, out, self.random.choice(THREADS))
             np.testing.assert_array_equal(out, decoded[chosen])
 
@@ -214,16 +233,18 @@ class Kernels:
             y = self.guarded.empty((batch, matrix.rows), np.uint16 if half_out else np.float32)
             order = exact.permutation(matrix.rows).astype(np.int32) if self.random.random() < 0.5 else None
             self.call(
-                "ciuic_matmul", *self.packed, matrix.log2_block, matrix.seed, self.guarded.copy(given), half_in,
-                batch, matrix.cols, y, half_out, matrix.rows,
+                "ciuic_matmul", *self.packed, matrix.header.log2_block, matrix.header.seed,
+                self.guarded.copy(given), half_in, batch, matrix.cols, y, half_out, matrix.rows,
                 None if order is None else self.guarded.copy(order), precise, self.random.choice(THREADS),
             )  # fmt: skip
             stored = y if order is None else y[:, order]
             signed = torch.from_numpy(stored.view(np.int16) if half_out else stored)
             found = signed.view(torch.bfloat16).float() if half_out else signed
             self.heard(found.numpy())
-            if kind == "gaussian" and matrix.base == np.float32(BASES[0]):
-                inputs = transform(x.to(torch.bfloat16).float() if half_in else x, matrix.seed).double()
+            if kind == "gaussian" and matrix.header.base == np.float32(BASES[0]):
+                inputs = transform(
+                    x.to(torch.bfloat16).float() if half_in else x, matrix.header.seed
+                ).double()
                 weights = torch.from_numpy(decoded).double()
                 limit = (2e-4 if precise else 3e-2) + (4e-3 if half_out else 0)
                 size = inputs.norm(dim=1, keepdim=True) * weights.norm(dim=1)
@@ -235,7 +256,7 @@ class Kernels:
                 assert not found.any()
 
     def round(self, matrix: PackedMatrix) -> None:
-        rows, cols = matrix.rows_padded, matrix.cols_padded
+        rows, cols = matrix.header.rows_padded, matrix.header.cols_padded
         numbers = np.random.default_rng(2)
         weight, a, b, direction, pull = (
             self.guarded.copy(numbers.standard_normal(shape).astype(np.float32) * factor)
@@ -245,8 +266,8 @@ class Kernels:
         )  # fmt: skip
         inputs = self.random.choice(((None, None, None), (a, None, None), (a, direction, pull)))
         scale = np.where(np.arange(rows) < matrix.rows, self.random.choice((1.0, 1e-30, 1e30)), 0.0)
-        scales, bits = self.guarded.copy(scale.astype(np.float32)), self.guarded.copy(matrix.row_bits)
-        offsets = self.guarded.copy(group_offsets(matrix.row_bits, cols))
+        scales, bits = self.guarded.copy(scale.astype(np.float32)), self.guarded.copy(matrix.header.row_bits)
+        offsets = self.guarded.copy(group_offsets(matrix.header.row_bits, cols))
         codes = self.guarded.empty(matrix.codes.shape, np.uint8)
         decoded = self.guarded.empty((rows, cols), np.float32)
         L, progress = self.random.choice(list(L_VALUES)[:2]), self.guarded.copy(np.zeros(1, np.int64))
