@@ -122,7 +122,7 @@ def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
         g = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
     if use is not None:
         frequency = (1 - UNIFORM_SHARE) * use.frequency + UNIFORM_SHARE / len(use.frequency)
-        as_embedding = frequency * use.energy
+        as_embedding = frequency * use.token_fisher
         if h is None or g is None:
             h, g = use.moment, as_embedding
         else:

@@ -36,7 +36,7 @@ from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, return_freed_memory
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
-from ciuic_cli.recovery.tuning import Recovery, Result
+from ciuic_cli.recovery.tuning import Recovery, RecoveryResult
 from ciuic_cli.report.build import build_report
 from ciuic_cli.report.schema import MemoryReport
 from ciuic_cli.runtime.loading import choose_device
@@ -70,7 +70,7 @@ class Run:
         self.matrices = weight_matrices(self.map.parameters.values())
         self.corrections: dict[str, dict[str, float]] = {}
         self.singular = 0
-        self.recovered: Result | None = None
+        self.recovered: RecoveryResult | None = None
         self._steps = Steps(journal, workers, progress)
         self._kl_meter: KLMeter | None = None
         self.statistics = self._statistics()

@@ -23,12 +23,12 @@ from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.compression.options import CompressOptions
-from ciuic_cli.cost.forecast import Forecast, Text, forecast
+from ciuic_cli.cost.forecast import Forecast, TextSize, forecast
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
-from ciuic_cli.recovery.tuning import SEQUENCES
+from ciuic_cli.recovery.tuning import STEP_SEQUENCES
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.calibration import calibration_batch
 from ciuic_cli.text.tokenizer import open_tokenizer
@@ -82,7 +82,7 @@ class Task:
             part[torch.randperm(len(part), generator=random)]
             for part in (self.batches[unseen], self.calibration)
         ]
-        needed, once = SEQUENCES * self.options.level.recovery_steps, torch.cat(parts)
+        needed, once = STEP_SEQUENCES * self.options.level.recovery_steps, torch.cat(parts)
         return once.repeat(-(-needed // len(once)), 1)[:needed]
 
     @property
@@ -98,8 +98,8 @@ class Task:
 
     def forecast(self) -> Forecast:
         """Expected time, memory and disk space of the run."""
-        recovery = SEQUENCES * self.options.level.recovery_steps
-        text = Text(len(self.calibration), len(self.held_out), self.batches.shape[1], recovery)
+        recovery = STEP_SEQUENCES * self.options.level.recovery_steps
+        text = TextSize(len(self.calibration), len(self.held_out), self.batches.shape[1], recovery)
         return forecast(
             self.map, text, L=self.options.level.L, ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device),
@@ -163,7 +163,7 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
     batches = calibration_batch(
         open_tokenizer(checkpoint.folder),
         options.calibration,
-        nsamples=options.sequences + SEQUENCES * options.level.recovery_steps,
+        nsamples=options.sequences + STEP_SEQUENCES * options.level.recovery_steps,
         seqlen=seqlen,
         vocab_size=model_map.config.get_text_config().vocab_size,
     )

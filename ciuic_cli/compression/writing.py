@@ -16,7 +16,7 @@ from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.compression.run import Run
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.evaluation.estimates import Mean
-from ciuic_cli.evaluation.kl_meter import LOOK
+from ciuic_cli.evaluation.kl_meter import NONFINITE_REMEDY
 from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.signals import raise_if_interrupted
 from ciuic_cli.recovery.row_factors import Factors, tuned_dense, with_row_factors
@@ -109,7 +109,7 @@ def _require_better_than_guessing(run: Run, measured: Mean) -> None:
             "the compressed model predicts worse than one that guesses: its KL divergence from the original is "
             f"{measured.value:.3g} nats per token; guessing has at most {uniform_kl:.3g}",
             file=run.map.checkpoint.folder,
-            remedy=f"{LOOK}; a few weights may be far larger than all others",
+            remedy=f"{NONFINITE_REMEDY}; a few weights may be far larger than all others",
         )
 
 

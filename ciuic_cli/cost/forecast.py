@@ -1,8 +1,9 @@
-"""What a run will take on this machine: seconds, disk and peak memory, before it begins.
+"""Forecast of a `compress` run on this machine: seconds, bytes of disk, and peak memory.
 
-Bytes follow from the headers. Times are measured here, on random matrices of the model's own shapes (cut to a
-thousand rows and columns), and scaled to the whole: factorisations by their operations, coding by weights, sweeps
-by the operations of their products, all by what else the machine is doing at that moment.
+Bytes follow from the checkpoint's headers. Seconds are measured on random matrices of the model's own shapes, cut to
+`TIMED_SIZE` rows and columns, and scaled up: factorisations by their operations, coding by the number of weights,
+sweeps by the operations of their products. Other work on the machine at that moment slows the timings, and so the
+forecast.
 """
 
 from __future__ import annotations
@@ -42,27 +43,30 @@ from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, resident_bytes
 from ciuic_cli.process.threads import parallel_map
-from ciuic_cli.recovery.tuning import CHECKS, SEQUENCES
-from ciuic_cli.statistics.collect import CHUNK
+from ciuic_cli.recovery.tuning import CHECKS, STEP_SEQUENCES
+from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import MEETING_TOKENS, meeting_work
+from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
 
-CUT = 1024
-"""Rows and columns of the matrices that are timed."""
-CODED_ROWS = 64
-"""Rows of the part that is coded for its time."""
-REPEATS = 3
-"""Timings of each, of which the shortest counts: the others had company."""
+TIMED_SIZE = 1024
+"""Most rows and columns of the matrices that are timed. No measurement is on record."""
+TIMED_CODED_ROWS = 64
+"""Most rows of the matrices whose coding is timed: coding takes far longer than the rest. No measurement is on
+record."""
+TIMING_REPEATS = 3
+"""Runs of each timing. The shortest counts: other work on the machine delayed the others."""
 LOGIT_COPIES = 6
+"""Estimate of how many float32 arrays as large as the logits exist at a time. No measurement is on record."""
 PLAN_BYTES = 400
-"""Of arms and plan in memory, per group of 16 rows."""
+"""Bytes of arms and plan in memory, per group of 16 rows. Measured: docs/experiments/scale/plan-memory.md."""
 TUNING_BYTES = 72
-"""Of recovery in memory, per row: its factor, what Adam keeps of it, and all that again while it is saved."""
+"""Bytes of recovery in memory, per row: the factor, Adam's two moments, the best factor, and copies of all while the
+state is saved. Computed, not measured: docs/SCALE.md."""
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted seconds of a whole run, by phase, and the most bytes on disk and in memory."""
+    """Predicted seconds of a whole run by phase, and the most bytes on disk and resident in memory."""
 
     seconds: dict[str, float]
     disk_bytes: int
@@ -76,7 +80,7 @@ class Forecast:
         return sum(self.seconds.values())
 
     def sentence(self) -> str:
-        """For people."""
+        """One sentence for the terminal."""
         hours, minutes = divmod(round(self.total_seconds / 60), 60)
         spent = f"{hours} h {minutes:02d} min" if hours else f"{max(1, minutes)} min"
         return (
@@ -86,8 +90,8 @@ class Forecast:
 
 
 @dataclass(frozen=True)
-class Text:
-    """Sequences that are calibrated on, those held out of them, the length of each, and those of recovery's steps."""
+class TextSize:
+    """Numbers of sequences (statistics, held out, all recovery steps), and the tokens of each."""
 
     sequences: int
     held_out: int
@@ -96,178 +100,190 @@ class Text:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the statistics' sequences."""
         return self.sequences * self.length
 
 
 def forecast(
-    model_map: ModelMap, text: Text, *, L: int, ranks: bool, budget: int, device: torch.device
+    model_map: ModelMap, text: TextSize, *, L: int, ranks: bool, budget: int, device: torch.device
 ) -> Forecast:
-    """Predict a run of `compress` with these sequences, window, byte budget, and with or without low-rank arms."""
+    """Predict a run of `compress`; takes seconds, because it times matrices.
+
+    L: trellis state bits. ranks: whether arms with a low-rank part are priced. budget: bytes of the artifact.
+    """
     matrices = weight_matrices(model_map.parameters.values())
-    base = resident_bytes()  # now: what timing matrices leaves behind is used again
+    base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     return Forecast(
         _seconds(model_map, matrices, text, L, ranks, device),
         disk_bytes(model_map, matrices, text, budget),
-        peak_bytes(model_map, matrices, text, base, halved=compute_dtype(device) == torch.bfloat16),
+        peak_bytes(model_map, matrices, text, base, bfloat16=compute_dtype(device) == torch.bfloat16),
     )
 
 
 def moment_bytes(parameter: Parameter) -> int:
-    """Bytes of the statistics of one parameter, as `collect_statistics` keeps them."""
+    """Bytes of H and G of one parameter, in memory and on disk; of a stack those of all experts and of their pool."""
     rows, cols = parameter.shape[-2:]
-    one = 4 * (cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
+    full = 4 * (cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
     if len(parameter.shape) < 3:
-        return one
+        return full
     experts = parameter.shape[0]
-    return one + experts * (one if full_moments_fit(experts, rows, cols) else 4 * (rows + cols))
+    return full + experts * (full if full_moments_fit(experts, rows, cols) else 4 * (rows + cols))
 
 
-def _run(model_map: ModelMap) -> list[Parameter]:
-    """What the model computes with: multi-token-prediction layers are coded, but never run."""
+def _executed(model_map: ModelMap) -> list[Parameter]:
+    """Parameters that take part when the model runs: multi-token-prediction layers are coded, but never run."""
     return [parameter for parameter in model_map.parameters.values() if not is_mtp(parameter)]
 
 
-def _compressed(model_map: ModelMap) -> list[Parameter]:
-    return [parameter for parameter in _run(model_map) if parameter.compress]
+def _executed_compressible(model_map: ModelMap) -> list[Parameter]:
+    """Parameters whose statistics are collected."""
+    return [parameter for parameter in _executed(model_map) if parameter.compress]
 
 
-def _width(model_map: ModelMap) -> tuple[int, int]:
-    """Size of the hidden state and of the vocabulary."""
+def _hidden_and_vocabulary(model_map: ModelMap) -> tuple[int, int]:
+    """Numbers per token between layers, and tokens in the vocabulary."""
     config = model_map.config.get_text_config()
     streams = int(getattr(config, "hc_mult", 1) or 1)  # DeepSeek-V4 carries several residual streams
     return streams * int(config.hidden_size), int(config.vocab_size)
 
 
 def vocabulary_bytes(model_map: ModelMap) -> int:
-    """Bytes of the statistics of tokens: contexts and frequencies, and the moment below the embedding."""
-    hidden, vocabulary = _width(model_map)
+    """Bytes of the vocabulary's statistics: contexts and frequencies of its tokens, and the embedding's moment."""
+    hidden, vocabulary = _hidden_and_vocabulary(model_map)
     return 4 * (vocabulary * hidden + vocabulary + hidden * hidden)
 
 
-def disk_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: Text, budget: int) -> int:
-    """The most bytes that journal and output take at any time."""
-    hidden, vocabulary = _width(model_map)
+def disk_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, budget: int) -> int:
+    """The most bytes that journal and output take on disk at any time."""
+    hidden, vocabulary = _hidden_and_vocabulary(model_map)
     state = 4 * text.tokens * hidden
     sweeps = state * (len(model_map.layer_prefixes) + 3)
-    moments = sum(moment_bytes(parameter) for parameter in _compressed(model_map))
+    moments = sum(moment_bytes(parameter) for parameter in _executed_compressible(model_map))
     predictions = 4 * text.held_out * text.length * vocabulary
     arms = sum(5 * 8 * matrix.groups + 1500 for matrix in matrices)
-    step = SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
+    step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget + recovery)
 
 
 def peak_bytes(
-    model_map: ModelMap, matrices: Sequence[WeightMatrix], text: Text, base: int, *, halved: bool
+    model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, base: int, *, bfloat16: bool
 ) -> int:
-    """The most resident bytes: `base` now, and the largest of the phases on top of it.
+    """The most resident bytes: `base`, which are resident before the run, and the largest phase on top of it.
 
-    halved: whether the statistics' products are in bfloat16 here.
+    bfloat16: whether the statistics' matrix products are in bfloat16 on this machine.
     """
-    hidden, vocabulary = _width(model_map)
-    inside = max(
-        (_busy_bytes(matrix) for matrix in matrices if matrix.role not in EMBEDDING_ROLES), default=0
+    hidden, vocabulary = _hidden_and_vocabulary(model_map)
+    largest_in_layers = max(
+        (_side_by_side_bytes(matrix) for matrix in matrices if matrix.role not in EMBEDDING_ROLES), default=0
     )
-    outside = max((_busy_bytes(matrix) for matrix in matrices if matrix.role in EMBEDDING_ROLES), default=0)
+    largest_outside = max(
+        (_side_by_side_bytes(matrix) for matrix in matrices if matrix.role in EMBEDDING_ROLES), default=0
+    )
     layers = []
     for prefix in model_map.layer_prefixes:
         parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
         moments = [moment_bytes(p) for p in parameters if p.compress]
         widest = max((sum(p.shape[-2:]) for p in parameters if p.compress), default=0)
-        activations = 4 * min(CHUNK, text.sequences) * text.length * (12 * hidden + 8 * widest)
+        activations = 4 * min(CHUNK_SEQUENCES, text.sequences) * text.length * (12 * hidden + 8 * widest)
         stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
         others = sum(p.numel for p in parameters) - stacked
-        # Products in bfloat16: the stacks are, and of all else a copy is kept for the backward pass. Moments are held
-        # twice: of one segment of the text, and their sums. Probes measure in float32, but the stacks have the model's
-        # own dtype, and one matrix is prepared at a time.
+        # Statistics: with bfloat16 products the stacks are bfloat16, and everything else has a bfloat16 copy for the
+        # backward pass beside its float32. Moments exist twice: of one segment of the text, and the sums.
+        # Probes: products are float32, stacks have the model's own dtype, and perturbed matrices are prepared
+        # meanwhile.
         stacks = stacked * model_map.dtype.itemsize
         layers.append(
-            (2 * stacked + 6 * others if halved else stacks + 4 * others) + 2 * sum(moments) + activations
+            (2 * stacked + 6 * others if bfloat16 else stacks + 4 * others) + 2 * sum(moments) + activations
         )
-        layers.append(stacks + 4 * others + max(activations, inside))
-    ends = 4 * sum(
+        layers.append(stacks + 4 * others + max(activations, largest_in_layers))
+    embedding_and_head = 4 * sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
     logits = LOGIT_COPIES * 4 * min(text.length, logit_tokens(vocabulary)) * vocabulary
-    surroundings = ends + max(logits + 2 * vocabulary_bytes(model_map), outside)
+    outside_layers = embedding_and_head + max(logits + 2 * vocabulary_bytes(model_map), largest_outside)
     plan = PLAN_BYTES * sum(matrix.groups for matrix in matrices)
     tuning = TUNING_BYTES * sum(matrix.rows for matrix in matrices) if text.recovery else 0
-    return base + tuning + max([*layers, surroundings, plan])
+    return base + tuning + max([*layers, outside_layers, plan])
 
 
-def _beside(matrix: WeightMatrix) -> int:
-    """How many matrices like it are worked on at once."""
+def _parallel_count(matrix: WeightMatrix) -> int:
+    """How many matrices of this shape are worked on side by side."""
     return torch.get_num_threads() if working_bytes(matrix) <= PARALLEL_WORK_BYTES else 1
 
 
-def _busy_bytes(matrix: WeightMatrix) -> int:
-    """What work on the matrix takes, and on as many like it as are worked on side by side."""
-    return working_bytes(matrix) * _beside(matrix)
+def _side_by_side_bytes(matrix: WeightMatrix) -> int:
+    """Bytes of work on all matrices of this shape that are worked on side by side."""
+    return working_bytes(matrix) * _parallel_count(matrix)
 
 
 def _seconds(
     model_map: ModelMap,
     matrices: Sequence[WeightMatrix],
-    text: Text,
+    text: TextSize,
     L: int,
     ranks: bool,
     device: torch.device,
 ) -> dict[str, float]:
+    """Seconds of each phase."""
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
-    decoding = 0.0
-    probed = min(1.0, PROBED_LAYERS / max(1, len(model_map.layer_prefixes)))
+    decoding = 0.0  # all matrices once
+    probed_share = min(1.0, PROBED_LAYERS / max(1, len(model_map.layer_prefixes)))
     shapes = Counter(replace(matrix, name="", expert=None) for matrix in matrices)
     for matrix, count in shapes.items():
         time_of = _time_matrix(matrix, L, ranks)
         total["arms"] += count * time_of["arms"]
-        total["probe"] += 0.0 if matrix.role in UNPROBED_ROLES else count * time_of["probe"] * (1 + probed)
+        total["probe"] += (
+            0.0 if matrix.role in UNPROBED_ROLES else count * time_of["probe"] * (1 + probed_share)
+        )
         total["encode"] += count * time_of["encode"]
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
     product = _time_products(device)
-    routed = _active_weights(model_map)
+    active = _active_weights(model_map)
     read = _time_reading(model_map, matrices)
-    weights = sum(parameter.numel for parameter in _run(model_map))
+    weights = sum(parameter.numel for parameter in _executed(model_map))
     roles = len({matrix.role for matrix in matrices if matrix.role not in UNPROBED_ROLES})
-    contexts = math.prod(_width(model_map))
+    contexts = math.prod(_hidden_and_vocabulary(model_map))
     moments = contexts + sum(
-        _moment_work(p, text.length) * (_share(model_map) if len(p.shape) == 3 else 1)
-        for p in _compressed(model_map)
+        _moment_work(p, text.length) * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
+        for p in _executed_compressible(model_map)
     )
-    # Forward, again before the backward pass, and as much for the gradients there; then both moments of every token.
-    total["statistics"] += text.tokens * (3 * routed + moments) * product + 2 * weights * read
-    total["probe"] += (roles + 2) * (text.held_out * text.length * routed * product + weights * read)
-    total["measure"] += text.held_out * text.length * routed * product + weights * read + decoding
+    # Products of the forward sweep, of recomputing each layer, and of its gradients; then H and G of every token. Every
+    # weight is read in both sweeps.
+    total["statistics"] += text.tokens * (3 * active + moments) * product + 2 * weights * read
+    total["probe"] += (roles + 2) * (text.held_out * text.length * active * product + weights * read)
+    total["measure"] += text.held_out * text.length * active * product + weights * read + decoding
     if text.recovery:
-        # The original forward; then forward, again before the backward pass, and the gradients there. Every step takes
-        # every layer twice.
-        total["recovery"] += 4 * text.recovery * text.length * routed * product
-        total["recovery"] += 2 * (text.recovery // SEQUENCES) * (weights * read + decoding)
+        # Products of the original, of the forward pass, of recomputing each layer, and of its gradients. Every step
+        # reads and decodes every layer twice.
+        total["recovery"] += 4 * text.recovery * text.length * active * product
+        total["recovery"] += 2 * (text.recovery // STEP_SEQUENCES) * (weights * read + decoding)
         total["recovery"] += (CHECKS + 1) * total["measure"]
     return total
 
 
 def _moment_work(parameter: Parameter, length: int) -> float:
-    """Multiplications that one token of a sequence of so many adds to a parameter's moments."""
+    """Multiplications per token for a parameter's H and G; length: tokens per sequence."""
     rows, cols = parameter.shape[-2:]
-    together = min(length, MEETING_TOKENS)
-    meeting = min(meeting_work(together, rows, cols)) / together if len(parameter.shape) < 3 else 0.0
-    return float(meeting + cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
+    tokens = min(length, PAIR_TOKENS)
+    pairs = min(pair_sum_work(tokens, rows, cols)) / tokens if len(parameter.shape) < 3 else 0.0
+    return float(pairs + cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
 
 
 def _experts(parameter: Parameter) -> int:
     return parameter.shape[0] if len(parameter.shape) == 3 else 1
 
 
-def _share(model_map: ModelMap) -> float:
-    """Experts that a token is sent to, at least one."""
+def _experts_per_token(model_map: ModelMap) -> float:
+    """Experts that each token is routed to, 1 in a model without experts."""
     return float(getattr(model_map.config.get_text_config(), "num_experts_per_tok", None) or 1)
 
 
 def _active_weights(model_map: ModelMap) -> float:
-    """Weights that one token is multiplied with."""
+    """Weights that each token is multiplied with."""
     return sum(
-        p.numel * (min(1.0, _share(model_map) / _experts(p)) if len(p.shape) == 3 else 1.0)
-        for p in _run(model_map)
+        p.numel * (min(1.0, _experts_per_token(model_map) / _experts(p)) if len(p.shape) == 3 else 1.0)
+        for p in _executed(model_map)
         if len(p.shape) > 1 and p.role != "embedding"
     )
 
@@ -279,64 +295,70 @@ def _clock(run: Callable[[], Any]) -> float:
 
 
 def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
-    """Seconds of arms, one probe, encoding and decoding of a matrix, its share of those of as many as are made side by
-    side."""
+    """Seconds for pricing the arms of one matrix, one probe of it, encoding and decoding it.
+
+    Matrices are timed side by side as in the run, and the time is divided by their number.
+    """
     full = full_outputs(matrix.role, matrix.rows)
-    rows, cols = min(matrix.rows, CUT), min(matrix.cols, CUT)
+    rows, cols = min(matrix.rows, TIMED_SIZE), min(matrix.cols, TIMED_SIZE)
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
     fisher = KroneckerFisher(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
-    prepared = prepare(weight, fisher)  # loads what is loaded once, too
+    prepared = prepare(weight, fisher)  # not timed: the first call also loads the native library
     bits = np.full(len(prepared.weight) // 16, 4, np.uint8)
-    some = prepare(weight[:CODED_ROWS], KroneckerFisher(fisher.inputs, torch.ones(min(CODED_ROWS, rows))))
-    beside = _beside(matrix)
+    coded_rows = min(TIMED_CODED_ROWS, rows)
+    part = prepare(weight[:coded_rows], KroneckerFisher(fisher.inputs, torch.ones(coded_rows)))
+    parallel = _parallel_count(matrix)
 
     def clock(run: Callable[[], Any]) -> float:
         def together() -> None:
-            list(parallel_map(range(beside), lambda _: run(), lambda _: beside == 1))
+            list(parallel_map(range(parallel), lambda _: run(), lambda _: parallel == 1))
 
-        return min(_clock(together) for _ in range(REPEATS)) / beside
+        return min(_clock(together) for _ in range(TIMING_REPEATS)) / parallel
 
-    def noise() -> None:
+    def perturb() -> None:
         with_rounding_noise(prepared, bits, L, torch.Generator().manual_seed(0))
 
-    factoring = _factor_work(matrix.rows, matrix.cols, full) / _factor_work(rows, cols, full)
-    preparing = factoring * clock(lambda: prepare(weight, fisher))
-    disturbing = factoring * clock(noise)
-    area = matrix.weights / (rows * cols)
-    sorting = area * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_sensitivity)
-    sorting += area * clock(lambda: removal_loss(weight, fisher))
+    # Times grow by these factors from the timed matrix to the real one.
+    factor_growth = _factor_work(matrix.rows, matrix.cols, full) / _factor_work(rows, cols, full)
+    area_growth = matrix.weights / (rows * cols)
+    preparing = factor_growth * clock(lambda: prepare(weight, fisher))
+    perturbing = factor_growth * clock(perturb)
+    pricing = area_growth * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_sensitivity)
+    pricing += area_growth * clock(lambda: removal_loss(weight, fisher))
     if matrix.expert is None and matrix.role not in UNPROBED_ROLES:
-        of_inputs = _factor_work(matrix.rows, matrix.cols, False) / _factor_work(rows, cols, False)
-        # Where they pay, H is factored once more.
-        sorting += of_inputs * clock(lambda: input_scales(weight, fisher, prepared.inputs))
-        sorting += of_inputs * clock(lambda: factor_inputs(fisher.inputs))
+        input_growth = _factor_work(matrix.rows, matrix.cols, False) / _factor_work(rows, cols, False)
+        # Where input scales pay, H is factorised once more.
+        pricing += input_growth * clock(lambda: input_scales(weight, fisher, prepared.inputs))
+        pricing += input_growth * clock(lambda: factor_inputs(fisher.inputs))
     if ranks and matrix.role not in UNPRUNED_ROLES:
-        sorting += area * clock(lambda: lowrank.residual_energies(weight, torch.ones(rows), lowrank.RANKS))
-    found: list[PackedMatrix] = []
-    coding = clock(lambda: found.append(round_prepared(some, bits[: len(some.weight) // 16], L=L)))
-    coding *= matrix.rows / min(CODED_ROWS, matrix.rows) * matrix.cols / cols
-    decoding = clock(lambda: decode_dense(found[0])) * matrix.weights / (found[0].rows * found[0].cols)
+        pricing += area_growth * clock(
+            lambda: lowrank.residual_energies(weight, torch.ones(rows), lowrank.RANKS)
+        )
+    packed: list[PackedMatrix] = []
+    coding = clock(lambda: packed.append(round_prepared(part, bits[: len(part.weight) // 16], L=L)))
+    coding *= matrix.rows / coded_rows * matrix.cols / cols
+    decoding = clock(lambda: decode_dense(packed[0])) * matrix.weights / (packed[0].rows * packed[0].cols)
     return {
-        "arms": preparing + sorting, "probe": preparing + disturbing, "encode": preparing + coding,
+        "arms": preparing + pricing, "probe": preparing + perturbing, "encode": preparing + coding,
         "decode": decoding,
     }  # fmt: skip
 
 
 def _factor_work(rows: int, cols: int, full: bool) -> float:
-    """Operations of the two factorisations and of the transforms, up to a factor."""
+    """Operations of factorising H and, if `full`, G, and of the Hadamard transforms, up to a constant factor."""
     return float(cols**3 + (rows**3 if full else 0) + rows * cols * 64)
 
 
 def _time_products(device: torch.device) -> float:
-    """Seconds per weight and token of a float32 product of 512 tokens (the slower of the two in use)."""
-    x, w = torch.randn(512, CUT, device=device), torch.randn(CUT, CUT, device=device)
+    """Seconds per weight and token of a float32 product of 512 tokens; bfloat16 products are not slower."""
+    x, w = torch.randn(512, TIMED_SIZE, device=device), torch.randn(TIMED_SIZE, TIMED_SIZE, device=device)
     torch.nn.functional.linear(x, w)
-    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(REPEATS))
-    return best / (512 * CUT * CUT)
+    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(TIMING_REPEATS))
+    return best / (512 * TIMED_SIZE * TIMED_SIZE)
 
 
 def _time_reading(model_map: ModelMap, matrices: Iterable[WeightMatrix]) -> float:
-    """Seconds per weight to read, decode and copy."""
+    """Seconds per weight to read, decode and copy; timed on the matrix whose size is nearest to 4 million weights."""
     matrix = min(matrices, key=lambda matrix: abs(matrix.weights - (1 << 22)))
 
     def read() -> int:

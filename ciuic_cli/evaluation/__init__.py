@@ -1,1 +1,1 @@
-"""What a model predicts and how fast it runs: perplexity, KL divergence, benchmarks."""
+"""Measures models: KL divergence, perplexity, memory and speed."""

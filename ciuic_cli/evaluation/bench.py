@@ -1,4 +1,4 @@
-"""`ciuic bench`: memory and speed of a model and of its original, each in a process of its own."""
+"""`ciuic bench`: memory and speed of a model and of its original, each measured in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from typing import IO, Any
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 
 Progress = Callable[[str, int, int], None]
+"""Called with "model" or "base", the steps that are done, and all steps."""
 PROMPT_TOKENS, NEW_TOKENS = 512, 128
-"""Measured where nothing else is asked for."""
+"""Default numbers of tokens to measure with."""
 
-_ERRORS = {error.exit_code: error for error in (UsageError, InputError, EnvironmentFault)}
+_ERRORS_BY_EXIT_CODE = {error.exit_code: error for error in (UsageError, InputError, EnvironmentFault)}
 _LESS_IS_BETTER = (
     "file_bytes",
     "weight_bytes",
@@ -45,18 +46,20 @@ def bench(
     """Measure a model, and its base when given, one after the other.
 
     Args:
-        prompt_tokens, new_tokens: None: 512 and 128, or as many as the model has positions for, which is said.
+        prompt_tokens, new_tokens: default: 512 and 128, reduced to the model's number of positions with a hint.
+        repetitions: timed runs after one warm-up.
+        hint: gets messages about what differs from the request.
 
     Returns:
-        {"options", "model": figures, "base": figures, "ratios"}: figures as `benching.measure` describes them;
-        ratios are base over model for bytes and model over base for speeds: above 1 the model is better. Of a base
-        that the machine has no room for, file_bytes and weight_bytes alone.
+        {"options", "model", "base", "ratios"}, the last two only with a base. `bench_process.measure` describes the
+        figures of "model" and "base". Ratios are base over model for bytes and model over base for speeds: above 1 the
+        model is better. A base that cannot be measured on this machine has only file_bytes and weight_bytes.
 
     Raises:
-        InputError: a model that cannot be opened.
+        InputError: a model cannot be opened.
         UsageError: the model has fewer positions than -p and -n need.
-        EnvironmentFault: no such device, memory exhausted or too small for -p, -n and the batch, a measuring process
-        that was killed; of the base it is said instead.
+        EnvironmentFault: there is no such device, memory does not suffice for the model or for -p, -n and the batch, or
+        the measuring process was killed. If this happens with the base, a hint says so instead.
     """
     options: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
@@ -66,25 +69,25 @@ def bench(
         "device": device,
     }
     paths = {"model": path} if base is None else {"model": path, "base": base}
-    found: dict[str, Any] = {"options": options}
+    results: dict[str, Any] = {"options": options}
     for label, folder in paths.items():
         try:
-            found[label] = _in_own_process(folder, options, partial(progress, label))
+            results[label] = _in_own_process(folder, options, partial(progress, label))
         except EnvironmentFault as fault:
             if label == "model":
                 raise
             hint(f"the original was not measured: {fault}")
-            found[label] = _by_its_files(folder)
-        else:  # both are measured alike: what was left open is settled by the first
-            options |= {name: found[label][name] for name in ("prompt_tokens", "new_tokens")}
+            results[label] = _file_figures(folder)
+        else:  # the first model settles the defaults, so that both are measured with the same numbers
+            options |= {name: results[label][name] for name in ("prompt_tokens", "new_tokens")}
     if (options["prompt_tokens"], options["new_tokens"]) != (
         prompt_tokens or PROMPT_TOKENS,
         new_tokens or NEW_TOKENS,
     ):
         hint(f"the model has positions for -p {options['prompt_tokens']} -n {options['new_tokens']}")
     if base is not None:
-        found["ratios"] = _ratios(found["model"], found["base"])
-    return found
+        results["ratios"] = _ratios(results["model"], results["base"])
+    return results
 
 
 def _ratios(model: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
@@ -93,8 +96,8 @@ def _ratios(model: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
     return ratios | speeds
 
 
-def _by_its_files(path: str | Path) -> dict[str, Any]:
-    """What is known of a model that is not loaded."""
+def _file_figures(path: str | Path) -> dict[str, Any]:
+    """Figures of a model that is not loaded, from its files' headers."""
     from ciuic_cli.evaluation.opening import expected_bytes, file_bytes
 
     return {"file_bytes": file_bytes(path), "weight_bytes": expected_bytes(path, None)}
@@ -103,7 +106,7 @@ def _by_its_files(path: str | Path) -> dict[str, Any]:
 def _in_own_process(
     path: str | Path, options: dict[str, Any], progress: Callable[[int, int], None]
 ) -> dict[str, Any]:
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         child = subprocess.Popen(
             [
                 sys.executable,
@@ -113,7 +116,7 @@ def _in_own_process(
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=said,
+            stderr=stderr,
             text=True,
         )
         try:
@@ -123,15 +126,15 @@ def _in_own_process(
             child.kill()
             child.wait()
         if answer is None:
-            raise _died(path, code, said)
+            raise _died(path, code, stderr)
     if "error" in answer:
-        kind = _ERRORS.get(answer["exit_code"], CiuicError)
+        kind = _ERRORS_BY_EXIT_CODE.get(answer["exit_code"], CiuicError)
         raise kind(answer["error"], file=answer["file"], tensor=answer["tensor"], remedy=answer["remedy"])
     return answer
 
 
 def _listen(stream: IO[str] | None, progress: Callable[[int, int], None]) -> dict[str, Any] | None:
-    """The child's last line that is an answer; its lines of progress are passed on."""
+    """The child's answer, None if it gave none; its lines of progress are passed on."""
     answer = None
     for line in stream or ():
         message: dict[str, Any] = json.loads(line)
@@ -142,11 +145,11 @@ def _listen(stream: IO[str] | None, progress: Callable[[int, int], None]) -> dic
     return answer
 
 
-def _died(path: str | Path, code: int, said: IO[str]) -> CiuicError:
-    """What to raise for a child that gave no answer: killed from outside, or a bug of ours in it."""
-    said.seek(0)
-    lines = said.read().strip().splitlines()
-    last = lines[-1] if lines else "it said nothing"
+def _died(path: str | Path, code: int, stderr: IO[str]) -> CiuicError:
+    """The error for a child that gave no answer: it was killed, or it failed by a bug."""
+    stderr.seek(0)
+    lines = stderr.read().strip().splitlines()
+    last = lines[-1] if lines else "it wrote nothing to stderr"
     if code < 0:
         return EnvironmentFault(
             f"the measuring process was killed by signal {-code}: {last}",

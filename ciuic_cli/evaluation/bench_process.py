@@ -1,7 +1,7 @@
 """The process in which `ciuic bench` measures one model: `python -m ciuic_cli.evaluation.bench_process REQUEST`.
 
-REQUEST is the keyword arguments of `measure` as JSON. Lines of JSON go to stdout: {"progress": [done, total]}
-while it works, then the figures or the error.
+REQUEST is the keyword arguments of `measure` as JSON. The process writes lines of JSON to stdout: {"progress": [done,
+total]} while it works, then the figures or the error.
 """
 
 from __future__ import annotations
@@ -44,47 +44,55 @@ def measure(
     device: str,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
-    """Memory and speed of one model, in this process, which should be a fresh one.
+    """Memory and speed of one model in this process, which should be a fresh one.
+
+    Args:
+        path: an artifact or a checkpoint.
+        prompt_tokens, new_tokens: None: see `fitted`.
+        progress: called with the steps that are done, and all steps.
 
     Returns:
-        prompt_tokens, new_tokens: as asked for or settled. file_bytes: of the safetensors files. weight_bytes:
-        parameters and buffers in memory, shared ones once. rss_bytes: of the process with the model loaded;
-        rss_growth_bytes: what loading added to it; peak_rss_bytes: the most the process ever had, loading and
-        running; peak_growth_bytes: that without what it had before loading. On a GPU also gpu_allocated_bytes,
-        after loading, and gpu_peak_bytes, both from the allocator. load_seconds. prefill and decode: tokens/s as
-        {"mean", "stdev"}, all sequences of the batch together, over `repetitions` after one warm-up (of a single
-        one stdev is None). prefill: `prompt_tokens` random tokens into an empty cache, the logits of the last
-        only. decode: `new_tokens` greedy steps after it.
+        prompt_tokens, new_tokens: the numbers that were used. file_bytes: of the safetensors files. weight_bytes:
+        parameters and buffers in memory, shared ones once. load_seconds. rss_bytes: resident memory of the process with
+        the model loaded; rss_growth_bytes: what loading added. peak_rss_bytes: the most resident memory so far;
+        peak_growth_bytes: the same less what was resident before loading. On a GPU also gpu_allocated_bytes, after
+        loading, and gpu_peak_bytes, both from the allocator.
+        prefill, decode: tokens per second of all sequences of the batch together, as {"mean", "stdev"} over
+        `repetitions` runs after one warm-up; stdev is None for a single run. Prefill: `prompt_tokens` random tokens
+        into an empty cache, with the logits of the last token only. Decode: `new_tokens` greedy steps after that.
+
+    Raises:
+        InputError, UsageError, EnvironmentFault: as `bench`.
     """
-    place = choose_device(device)
+    target = choose_device(device)
     folder = locate(path)
     config = build_config(read_config(folder), folder / "config.json")
     positions = max_positions(config)
     prompt_tokens, new_tokens = fitted(prompt_tokens, new_tokens, positions)
     _require_positions(positions, prompt_tokens + new_tokens, folder)
-    # Its code is in memory before we count, and has made its kinds of cache known to transformers.
+    # Imports the model's code, so that its memory is not counted and transformers knows its kinds of cache layers.
     build_meta_model(config, torch.bfloat16, folder / "config.json")
     with config_faults(folder / "config.json"):
         needed = token_bytes(config, prompt_tokens, new_tokens, batch_size)
-    _require_memory(needed, place)
-    if place.type == "cuda":
+    _require_memory(needed, target)
+    if target.type == "cuda":
         torch.cuda.init()
-    _settle()
+    _return_memory()
     before = resident_bytes()
     total = repetitions + 2
     progress(0, total)
     started = time.perf_counter()
     model = open_model(folder, device)
-    _synchronize(place)
+    _synchronize(target)
     load_seconds = time.perf_counter() - started
     progress(1, total)
-    _settle()
+    _return_memory()
     resident = resident_bytes()
     figures: dict[str, Any] = {
         "path": path,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
-        "device": torch.cuda.get_device_name(place) if place.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name(target) if target.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "file_bytes": file_bytes(folder),
@@ -93,66 +101,71 @@ def measure(
         "rss_growth_bytes": max(0, resident - before),
         "load_seconds": load_seconds,
     }
-    if place.type == "cuda":
-        figures["gpu_allocated_bytes"] = torch.cuda.memory_allocated(place)
+    if target.type == "cuda":
+        figures["gpu_allocated_bytes"] = torch.cuda.memory_allocated(target)
     prefill, decode = [], []
     vocabulary = config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     with torch.inference_mode():
         for repetition in range(repetitions + 1):
-            ids = torch.randint(0, vocabulary, (batch_size, prompt_tokens), generator=generator).to(place)
+            ids = torch.randint(0, vocabulary, (batch_size, prompt_tokens), generator=generator).to(target)
             with config_faults(folder / "config.json"):
-                first, rest = _time_once(model, ids, new_tokens, place)
-            if repetition:  # the first one warms up
-                prefill.append(batch_size * prompt_tokens / first)
-                decode.append(batch_size * new_tokens / rest)
+                prefill_seconds, decode_seconds = _time_once(model, ids, new_tokens, target)
+            if repetition:  # the first run is the warm-up
+                prefill.append(batch_size * prompt_tokens / prefill_seconds)
+                decode.append(batch_size * new_tokens / decode_seconds)
             progress(repetition + 2, total)
-    figures |= {"prefill": _spread(prefill), "decode": _spread(decode)}
+    figures |= {"prefill": _mean_and_stdev(prefill), "decode": _mean_and_stdev(decode)}
     figures["peak_rss_bytes"] = peak_resident_bytes()
     figures["peak_growth_bytes"] = max(0, figures["peak_rss_bytes"] - before)
-    if place.type == "cuda":
-        figures["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(place)
+    if target.type == "cuda":
+        figures["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(target)
     return figures
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the memory behind the tensors, each storage once, however many tensors share it."""
+    """Bytes of the memory behind the tensors; a storage that several tensors share counts once."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
-def _time_once(model: Any, ids: torch.Tensor, new_tokens: int, place: torch.device) -> tuple[float, float]:
-    """Seconds for the prompt, and for `new_tokens` greedy steps with the KV cache."""
-    _synchronize(place)
+def _time_once(model: Any, ids: torch.Tensor, new_tokens: int, target: torch.device) -> tuple[float, float]:
+    """Seconds for the prompt (batch, prompt_tokens), and for `new_tokens` greedy steps with the KV cache."""
+    _synchronize(target)
     started = time.perf_counter()
     output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    _synchronize(place)
+    _synchronize(target)
     middle = time.perf_counter()
     for _ in range(new_tokens):
         token = output.logits[:, -1:].argmax(-1)
         output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
-    _synchronize(place)
+    _synchronize(target)
     return middle - started, time.perf_counter() - middle
 
 
-def _synchronize(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.synchronize(place)
+def _synchronize(target: torch.device) -> None:
+    if target.type == "cuda":
+        torch.cuda.synchronize(target)
 
 
-def _settle() -> None:
-    """Give freed memory back to the system, so that what is resident is what is in use."""
+def _return_memory() -> None:
+    """Return freed memory to the system, so that resident memory is memory in use."""
     gc.collect()
     return_freed_memory()
 
 
 def fitted(prompt_tokens: int | None, new_tokens: int | None, positions: int | None) -> tuple[int, int]:
-    """The numbers to measure with: those asked for, else the usual ones, as far as the model has positions."""
-    most = sys.maxsize if positions is None else positions
+    """The numbers of tokens to measure with: as requested, else the defaults, reduced to the model's positions.
+
+    A reduced prompt and its continuation share the positions 4 to 1.
+    """
+    available = sys.maxsize if positions is None else positions
     if new_tokens is None:
-        new_tokens = max(1, min(NEW_TOKENS, most // 5 if prompt_tokens is None else most - prompt_tokens))
+        new_tokens = max(
+            1, min(NEW_TOKENS, available // 5 if prompt_tokens is None else available - prompt_tokens)
+        )
     if prompt_tokens is None:
-        prompt_tokens = max(1, min(PROMPT_TOKENS, most - new_tokens))
+        prompt_tokens = max(1, min(PROMPT_TOKENS, available - new_tokens))
     return prompt_tokens, new_tokens
 
 
@@ -166,60 +179,64 @@ def _require_positions(positions: int | None, needed: int, folder: Path) -> None
 
 
 def token_bytes(config: Any, prompt_tokens: int, new_tokens: int, batch_size: int) -> int:
-    """At least so many bytes are taken, besides the weights, by what `measure` runs the model on.
+    """A lower bound of the bytes that `measure` needs besides the weights.
 
-    Token ids, one hidden state of the prompt, the last logits, and the cache: what its attention layers keep of a
-    token, numbers of 2 bytes. Multi-head latent attention keeps the latent at least. The model's own code has to be
-    imported: some families have kinds of cache layers that transformers knows only then.
+    It counts token ids, one hidden state of the prompt, the last logits, and the attention layers' cache, all but the
+    ids in 2 bytes. Multi-head latent attention caches at least the latent. The model's code must have been imported:
+    some families have kinds of cache layers that transformers knows only then.
     """
     text = config.get_text_config()
     latent, heads = getattr(text, "kv_lora_rank", None), getattr(text, "num_attention_heads", 0)
-    pairs = getattr(text, "num_key_value_heads", None) or heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    key_value_heads = getattr(text, "num_key_value_heads", None) or heads
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     tokens = prompt_tokens + new_tokens
-    cached = sum(
+    cached_tokens = sum(
         min(tokens, (getattr(layer, "sliding_window", None) or math.inf) - 1)
         for layer in DynamicCache(config=config).layers
         if isinstance(layer, DynamicLayer)
     )
-    numbers = prompt_tokens * text.hidden_size + text.vocab_size + (latent or 2 * pairs * width) * cached
-    return batch_size * (8 * prompt_tokens + 2 * int(numbers))
+    values = (
+        prompt_tokens * text.hidden_size
+        + text.vocab_size
+        + (latent or 2 * key_value_heads * head_dim) * cached_tokens
+    )
+    return batch_size * (8 * prompt_tokens + 2 * int(values))
 
 
-def _require_memory(needed: int, place: torch.device) -> None:
-    free = free_memory(place)
+def _require_memory(needed: int, target: torch.device) -> None:
+    free = free_memory(target)
     if needed > free:
         raise EnvironmentFault(
             f"the tokens of -p, -n and --batch-size take at least {needed / 1e9:.3g} GB besides the weights; "
-            f"{free / 1e9:.3g} GB are free on {place}",
+            f"{free / 1e9:.3g} GB are free on {target}",
             remedy="use a smaller -p, -n or --batch-size",
         )
 
 
-def _spread(values: list[float]) -> dict[str, float | None]:
+def _mean_and_stdev(values: list[float]) -> dict[str, float | None]:
     return {"mean": statistics.fmean(values), "stdev": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def main(request: str) -> None:
-    """Answer one request; anything but our own errors leaves a traceback on stderr and no answer."""
+    """Answer one request. Other errors than `CiuicError` leave a traceback on stderr and no answer."""
     answer_to = reserve_stdout()
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         os.write(answer_to, json.dumps(message).encode() + b"\n")
 
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     try:
-        say(measure(**json.loads(request), progress=lambda done, total: say({"progress": [done, total]})))
-    except BaseException as error:  # a panic of a Rust library is no Exception
+        send(measure(**json.loads(request), progress=lambda done, total: send({"progress": [done, total]})))
+    except BaseException as error:  # a panic of a Rust library is not an Exception
         fault = error if isinstance(error, CiuicError) else exhaustion(error)
         if fault is None:
             raise
-        say(_told(fault))
+        send(_error_message(fault))
 
 
-def _told(error: CiuicError) -> dict[str, Any]:
+def _error_message(error: CiuicError) -> dict[str, Any]:
     return {
         "error": error.message,
         "file": error.file,

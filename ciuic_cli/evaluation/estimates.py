@@ -1,4 +1,4 @@
-"""Means over tokens of text with an honest standard error."""
+"""Means over the tokens of a text, with standard errors that allow for correlated tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-MINIMUM_CLUSTERS = 8
-"""With fewer windows than this the standard error comes from single tokens."""
+MIN_WINDOWS = 8
+"""With fewer windows the standard error treats tokens as independent samples. No measurement is on record."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over tokens and its standard error; `samples` says what counted as independent."""
+    """A mean over tokens and its standard error. samples: "windows" or "tokens", what was treated as independent."""
 
     value: float
     stderr: float
@@ -24,17 +24,18 @@ class Mean:
 
 
 def mean_of(windows: list[Floats]) -> Mean:
-    """Mean over all tokens; its standard error treats windows as the samples, or tokens if they are few.
+    """The mean over all tokens of all windows, one array (tokens,) each.
 
-    Tokens of one window are correlated. The mean is a ratio of sums over windows, sum S_i / sum n_i, with the
-    variance W/(W-1) sum (S_i - mean n_i)^2 / (sum n_i)^2 (the ratio estimator's, by the delta method).
+    Tokens of one window are correlated, so the windows are the samples: the mean is the ratio Σ S_i / Σ n_i of their
+    sums and sizes, with the variance W/(W-1) Σ (S_i - mean · n_i)² / (Σ n_i)² of a ratio estimator (delta method). With
+    fewer than MIN_WINDOWS windows the tokens are the samples.
     """
     values = np.concatenate(windows)
     mean = float(values.mean())
-    if len(windows) >= MINIMUM_CLUSTERS:
+    if len(windows) >= MIN_WINDOWS:
         count = len(windows)
         residual = np.array([part.sum() - mean * part.size for part in windows])
         variance = count / (count - 1) * float(residual @ residual) / values.size**2
         return Mean(mean, math.sqrt(variance), "windows")
-    spread = float(values.std(ddof=1)) if values.size > 1 else 0.0
-    return Mean(mean, spread / math.sqrt(values.size), "tokens")
+    deviation = float(values.std(ddof=1)) if values.size > 1 else 0.0
+    return Mean(mean, deviation / math.sqrt(values.size), "tokens")

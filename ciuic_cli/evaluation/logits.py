@@ -1,5 +1,5 @@
-"""What a model predicts in the windows of a text, part by part: with a large vocabulary the logits of a window take
-gigabytes. A checkpoint that does not fit into memory runs layer by layer, straight from its files."""
+"""Predictions of a model for the windows of a text, in parts: with a large vocabulary, the logits of a whole window
+take gigabytes. A checkpoint that does not fit into memory runs layer by layer from its files (`streamed`)."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise.layer_stream import LayerStream, Progress, logit_tokens
 
-Predict = Callable[[int], Iterator[torch.Tensor]]
-"""Logits (some tokens, vocabulary) of all tokens of a window but the first, in consecutive parts, by its number."""
+PredictWindow = Callable[[int], Iterator[torch.Tensor]]
+"""Yields the logits (tokens, vocabulary) of the window with this number, in consecutive parts. They predict all tokens
+of the window but the first."""
 
 
-def loaded(model: Any, windows: Sequence[torch.Tensor], config: Path) -> Predict:
-    """Predictions of a transformers model.
+def loaded(model: Any, windows: Sequence[torch.Tensor], config: Path) -> PredictWindow:
+    """Predictions of a transformers model in memory.
 
-    Its body, all that comes before the head, runs once for a window. What follows is the model's own forward, for some
-    tokens at a time, in which the body answers with the hidden states that it gave for them.
+    The model's body, which is everything before the head, runs once per window. Then the model's own forward runs for
+    some tokens at a time, while the body returns the hidden states that it gave for them.
 
     Args:
         windows: LongTensors (length,).
-        config: the file that is named where transformers cannot run the model.
+        config: config.json, for messages where transformers cannot run the model.
     """
     size = logit_tokens(model.config.get_text_config().vocab_size)
 
@@ -44,14 +45,27 @@ def loaded(model: Any, windows: Sequence[torch.Tensor], config: Path) -> Predict
             return
         output = run(model.base_model, ids)
         for begin in range(0, last, size):
-            some = slice(begin, min(begin + size, last))
-            part = replace(output, last_hidden_state=output.last_hidden_state[:, some])
-            with _answering_with(model.base_model, part):
-                logits = run(model, ids[:, some]).logits[0]
+            tokens = slice(begin, min(begin + size, last))
+            part = replace(output, last_hidden_state=output.last_hidden_state[:, tokens])
+            with _returning(model.base_model, part):
+                logits = run(model, ids[:, tokens]).logits[0]
             yield logits
-            del logits  # before the next ones
+            del logits  # frees them before the next ones are made
 
     return predict
+
+
+@contextmanager
+def _returning(module: Any, output: Any) -> Iterator[None]:
+    """Inside the block the module returns this output for any input."""
+    instance_forward = vars(module).get("forward")  # set on the instance by accelerate's hooks, for example
+    module.forward = lambda *arguments, **options: output
+    try:
+        yield
+    finally:
+        del module.forward
+        if instance_forward is not None:
+            module.forward = instance_forward
 
 
 @contextmanager
@@ -61,14 +75,15 @@ def streamed(
     device: torch.device,
     dtype: torch.dtype,
     progress: Progress,
-) -> Iterator[Predict]:
-    """Predictions of a checkpoint, of which one layer is in memory at a time; hidden states lie in a temporary folder.
+) -> Iterator[PredictWindow]:
+    """Predictions of a checkpoint with one layer in memory at a time; hidden states are kept in a temporary folder.
 
     Args:
-        windows: LongTensors (length,). dtype: of products; the residual stream is float32.
+        windows: LongTensors (length,).
+        dtype: of matrix products; the residual stream is float32.
 
     Raises:
-        InputError: as `open_checkpoint` and `map_model`; activations that are not finite.
+        InputError: as `open_checkpoint` and `map_model`; activations that are NaN or infinite.
     """
     with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
         model_map = map_model(open_checkpoint(folder))
@@ -76,26 +91,13 @@ def streamed(
             model_map, [window[None] for window in windows], Path(scratch), device=device, dtype=dtype
         )
         stream.forward(lambda _, done, total: progress("layers", done, total))
-        with stream.predicting() as parts:
+        with stream.tail_logits() as logits_of_chunk:
 
             def predict(number: int) -> Iterator[torch.Tensor]:
                 last = len(windows[number]) - 1
-                for place, _, logits in parts(number):
-                    if place.begin < last:
-                        yield logits[0, : last - place.begin]
-                    del logits  # before the next ones
+                for span, _, logits in logits_of_chunk(number):
+                    if span.begin < last:
+                        yield logits[0, : last - span.begin]
+                    del logits  # frees them before the next ones are made
 
             yield predict
-
-
-@contextmanager
-def _answering_with(module: Any, output: Any) -> Iterator[None]:
-    """The module gives this output, whatever it is called with."""
-    own = vars(module).get("forward")  # as accelerate's hooks are
-    module.forward = lambda *arguments, **options: output
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own

@@ -1,4 +1,4 @@
-"""Open any model that can be measured: an artifact, or a checkpoint, read as `compress` reads it."""
+"""Opens any model that can be measured: an artifact, or a checkpoint as `compress` reads it."""
 
 from __future__ import annotations
 
@@ -19,39 +19,40 @@ from ciuic_cli.runtime.loading import choose_device, load
 
 
 def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> Any:
-    """A transformers model in evaluation mode, compressed weights still compressed.
+    """A transformers model in evaluation mode; compressed weights stay compressed.
 
     Args:
         path: artifact or checkpoint, a folder or a hub id. Tensors stored in FP8 or FP4 are decoded.
-        dtype: of activations and dense weights; None: as the model is stored.
+        dtype: of activations and dense weights; default: as the model is stored.
 
     Raises:
-        InputError: whatever makes the folder unusable (see `open_checkpoint`, `open_artifact`).
-        EnvironmentFault: no such device, or the weights do not fit into its memory.
+        InputError: the folder is unusable (see `open_checkpoint`, `open_artifact`).
+        EnvironmentFault: there is no such device, or the weights do not fit into its memory.
     """
     folder = locate(path)
-    place = choose_device(device)
+    target = choose_device(device)
     if is_artifact(read_config(folder)):
         with require_unreplaced(folder):
-            # Before transformers reads it, and goes on without one that it cannot read.
+            # First: transformers would silently go on without a file that it cannot read.
             generation = open_generation_config(folder)
-            return _answering(load(folder, device=place, dtype=dtype), generation)
+            return _ready(load(folder, device=target, dtype=dtype), generation)
     model_map = map_model(open_checkpoint(folder))
-    _require_memory(model_map.stored_numel * (dtype or model_map.dtype).itemsize, place, folder)
+    _require_memory(model_map.stored_numel * (dtype or model_map.dtype).itemsize, target, folder)
     model = model_map.skeleton(dtype=dtype)
-    model_map.materialise(model, "", dtype, place)
-    return _answering(model, open_generation_config(folder))
+    model_map.materialise(model, "", dtype, target)
+    return _ready(model, open_generation_config(folder))
 
 
-def _answering(model: Any, generation: Any) -> Any:
-    """The model in evaluation mode, its outputs with names, whatever its config.json asks for."""
+def _ready(model: Any, generation: Any) -> Any:
+    """The model in evaluation mode, with named outputs whatever its config.json says."""
     model.generation_config = generation or model.generation_config
     model.config.return_dict = True
     return model.eval()
 
 
 def open_generation_config(folder: Path) -> Any:
-    """transformers' GenerationConfig of a model's folder, None if there is none; raises InputError if it is damaged."""
+    """transformers' GenerationConfig of a model folder; None without a file. Raises InputError if the file is
+    damaged."""
     from transformers import GenerationConfig
 
     name = "generation_config.json"
@@ -70,7 +71,7 @@ def open_generation_config(folder: Path) -> Any:
 
 
 def file_bytes(path: str | Path) -> int:
-    """Bytes of all safetensors files of an artifact or a checkpoint."""
+    """Bytes of all safetensors files of an artifact or a checkpoint, headers included."""
     folder = locate(path)
     if is_artifact(read_config(folder)):
         return open_artifact(folder).file_bytes
@@ -78,7 +79,8 @@ def file_bytes(path: str | Path) -> int:
 
 
 def expected_bytes(path: str | Path, dtype: torch.dtype | None) -> int:
-    """Bytes that the model's weights will take in memory, from the headers; dense ones in `dtype`, None: their own."""
+    """Bytes that the model's weights will take in memory, from the headers; a checkpoint's in `dtype`, default: as
+    stored."""
     folder = locate(path)
     if is_artifact(read_config(folder)):
         return open_artifact(folder).file_bytes
@@ -86,18 +88,18 @@ def expected_bytes(path: str | Path, dtype: torch.dtype | None) -> int:
     return model_map.stored_numel * (dtype or model_map.dtype).itemsize
 
 
-def free_memory(place: torch.device) -> int:
-    """Bytes that are free on a device now."""
-    if place.type == "cuda":
-        return int(torch.cuda.mem_get_info(place)[0])
+def free_memory(target: torch.device) -> int:
+    """Bytes that are free on the device now."""
+    if target.type == "cuda":
+        return int(torch.cuda.mem_get_info(target)[0])
     return int(psutil.virtual_memory().available)
 
 
-def _require_memory(needed: int, place: torch.device, folder: Path) -> None:
-    free = free_memory(place)
+def _require_memory(needed: int, target: torch.device, folder: Path) -> None:
+    free = free_memory(target)
     if needed > free:
         raise EnvironmentFault(
-            f"the weights take {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free on {place}",
+            f"the weights take {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free on {target}",
             file=folder,
-            remedy="free memory, or use --device cpu" if place.type == "cuda" else "free memory",
+            remedy="free memory, or use --device cpu" if target.type == "cuda" else "free memory",
         )

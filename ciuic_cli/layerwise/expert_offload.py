@@ -1,7 +1,7 @@
-"""Expert stacks that stay where they are: an expert goes to the device, in the product's dtype, while it is multiplied.
+"""Expert stacks that stay in main memory in their own dtype: each expert is moved and converted while it is multiplied.
 
-A layer of DeepSeek-V3 has 11.3 G weights in its experts: 23 GB in bfloat16, more than most devices hold beside all
-else. Forward and backward each bring one expert at a time; autograd keeps no copy of it in between.
+A layer of DeepSeek-V3 has 11.3 billion expert weights, 23 GB in bfloat16: more than most devices can hold beside
+everything else. Forward and backward each bring one expert at a time to the device; autograd keeps no copy of it.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ExpertsOnUse(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is linear and len(args) == 2 and not kwargs and args[1].data_ptr() in self._experts:
-            return _Product.apply(*args)
+            return _ExpertProduct.apply(*args)
         return func(*args, **(kwargs or {}))
 
 
-class _Product(torch.autograd.Function):
-    """x Wᵀ for x (t, n) and W (m, n), which needs no gradient and may lie anywhere."""
+class _ExpertProduct(torch.autograd.Function):
+    """x Wᵀ for x (t, n) and W (m, n), which may be on any device; W gets no gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Products with a layer's weights, noticed while the layer runs, for what needs the gradients of their outputs."""
+"""Hooks on the products with a layer's weights, for code that needs inputs and output gradients of a matrix."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from torch.overrides import TorchFunctionMode
 from ciuic_cli.checkpoint.model_map import Parameter
 
 Key = tuple[str, int | None]
-"""A parameter by its in-memory name, and which expert of it where it is a stack."""
+"""A weight matrix: the in-memory name of its parameter, and the number of the expert in a stack."""
 Hook = Callable[[torch.Tensor], None]
-"""Called with the gradient of a product's outputs, of their shape."""
+"""Called with the gradient of a product's outputs, which has their shape."""
 
 
 @dataclass(frozen=True)
 class WatchedLinear:
-    """One parameter to watch: its in-memory name and the tensor that the layer computes with."""
+    """A parameter to watch: its in-memory name, and the tensor (m, n) or (E, m, n) that the layer computes with."""
 
     name: str
     tensor: torch.Tensor
 
 
 def linears_of(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter]) -> list[WatchedLinear]:
-    """The matrices of a layer that are compressed; prefix: of its parameters' names."""
+    """All compressible matrices of a layer, whose parameters' names begin with `prefix`."""
     return [
         WatchedLinear(prefix + name, tensor)
         for name, tensor in layer.named_parameters()
@@ -38,10 +38,11 @@ def linears_of(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter
 
 @dataclass(frozen=True)
 class Product:
-    """Inputs x (.., n) times some rows of a weight.
+    """One product of inputs with a watched weight, or with some of its rows. No tensor requires a gradient.
 
-    shape: (m, n) of the whole weight; rows: which of its rows `weight` (rows, n) are; outputs: (.., rows), the bias
-    included where it `has_bias`. The layer goes on with the same tensors: they are not to be changed.
+    shape: (m, n) of the whole weight. rows: which of its rows were multiplied. weight: (rows, n). x: (.., n).
+    outputs: (.., rows), with the bias if `has_bias`. The layer goes on with the same tensors, so they must not be
+    changed.
     """
 
     key: Key
@@ -54,22 +55,22 @@ class Product:
 
 
 class LinearHook(TorchFunctionMode, ABC):
-    """While active, every `F.linear` or grouped product on a watched weight whose output requires a gradient is
-    watched: what `watch` returns is called with that gradient.
+    """While active, `watch` is called for every product with a watched weight whose output requires a gradient.
 
-    Expert stacks (E, m, n) are recognised by the slice of the stack that is multiplied with.
+    Products are `F.linear`, or the grouped `torch.bmm` of DeepSeek-V4. What `watch` returns is called with the gradient
+    of the product's outputs. Experts of a stack (E, m, n) are recognised by the memory address of their slice.
     """
 
     def __init__(self, watched: Sequence[WatchedLinear]) -> None:
         super().__init__()
-        self._address: dict[int, Key] = {}
+        self._key_by_address: dict[int, Key] = {}
         for item in watched:
             experts = enumerate(item.tensor) if item.tensor.dim() == 3 else [(None, item.tensor)]
-            self._address |= {part.data_ptr(): (item.name, expert) for expert, part in experts}
+            self._key_by_address |= {part.data_ptr(): (item.name, expert) for expert, part in experts}
 
     @abstractmethod
     def watch(self, product: Product) -> Hook:
-        """What to do with the gradient of the product's outputs; nothing of the product needs a gradient."""
+        """What to call with the gradient of the product's outputs."""
 
     def __torch_function__(
         self,
@@ -84,31 +85,31 @@ class LinearHook(TorchFunctionMode, ABC):
         elif func is torch.nn.functional.linear and output.requires_grad:
             given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
             weight, has_bias = given["weight"], given.get("bias") is not None
-            key = self._address.get(weight.data_ptr())
+            key = self._key_by_address.get(weight.data_ptr())
             if key is not None and weight.dim() == 2:
-                every = slice(0, weight.shape[0])
+                all_rows = slice(0, weight.shape[0])
                 x, outputs = given["input"].detach(), output.detach()
-                product = Product(key, weight.shape, every, weight, x, outputs, has_bias)
+                product = Product(key, weight.shape, all_rows, weight, x, outputs, has_bias)
                 output.register_hook(self.watch(product))
         return output
 
     def _watch_groups(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """A grouped linear (DeepSeek-V4's o_a_proj): x (G, t, n) times a view (G, n, m / G) of the weight (m, n).
 
-        Each group is a product with some of the rows.
+        Each group is a product with m / G of the rows.
         """
-        key = self._address.get(weight.data_ptr())
+        key = self._key_by_address.get(weight.data_ptr())
         if key is None:
             return
-        groups, cols, share = weight.shape
-        shape, outputs = torch.Size((groups * share, cols)), output.detach()
+        groups, cols, rows_per_group = weight.shape
+        shape, outputs = torch.Size((groups * rows_per_group, cols)), output.detach()
         hooks = []
         for group in range(groups):
-            rows = slice(group * share, (group + 1) * share)
+            rows = slice(group * rows_per_group, (group + 1) * rows_per_group)
             hooks.append(self.watch(Product(key, shape, rows, weight[group].T, x[group], outputs[group])))
 
-        def each(gradient: torch.Tensor) -> None:
+        def call_hooks(gradient: torch.Tensor) -> None:
             for hook, part in zip(hooks, gradient, strict=True):
                 hook(part)
 
-        output.register_hook(each)
+        output.register_hook(call_hooks)

@@ -1,1 +1,1 @@
-"""Row scales and norms tuned after rounding."""
+"""Row scales and norms are tuned after rounding, to bring predictions nearer to the original's."""

@@ -16,7 +16,7 @@ from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.evaluation.estimates import Mean
 from ciuic_cli.process.memory import peak_resident_bytes
 from ciuic_cli.recovery.row_factors import Factors
-from ciuic_cli.recovery.tuning import Result
+from ciuic_cli.recovery.tuning import RecoveryResult
 from ciuic_cli.report.schema import (
     BitsPass,
     ComponentReport,
@@ -50,7 +50,7 @@ def build_report(
     corrections: Mapping[str, Mapping[str, float]],
     singular: int,
     measured_kl: Mean | None,
-    recovered: Result | None,
+    recovered: RecoveryResult | None,
     held_out_tokens: int,
     started: float,
 ) -> MemoryReport:
@@ -183,7 +183,7 @@ def _mtp(layers: PredictionLayers, components: Sequence[ComponentReport]) -> Mtp
     )
 
 
-def _passes(plan: Plan, recovered: Result | None, model_map: ModelMap) -> tuple[Pass, ...]:
+def _passes(plan: Plan, recovered: RecoveryResult | None, model_map: ModelMap) -> tuple[Pass, ...]:
     plans = plan.matrices.values()
     pruned = sum(int((chosen.row_bits == 0).sum()) * 16 * chosen.matrix.cols for chosen in plans)
     coded = sum(int(bits_of(chosen.row_bits).sum() * 2 * chosen.matrix.padded_cols) for chosen in plans)

@@ -1,1 +1,1 @@
-"""What the calibration text says about every matrix, gathered layer by layer."""
+"""Kronecker-factored Fisher information of every weight matrix, collected layer by layer on calibration text."""

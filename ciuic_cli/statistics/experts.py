@@ -1,30 +1,37 @@
-"""Many experts in bounded memory: the layer's pool in full, and each expert's diagonals.
+"""Moments of large expert stacks in bounded memory: a full moment for the pool, diagonals for each expert.
 
-All experts' full moments of one layer of DeepSeek-V3 (256 experts, 7168 and 2048 wide) would take 127 GB, and as much
-on disk for each of its 58 layers. Where they would pass FULL_LIMIT, only the pool of the layer is kept in full, and of
-each expert the diagonals of H and G. The expert's own moments are then the pool's correlations with the expert's own
-variances, D^½ P D^½. Little is lost where this happens: with so many experts each sees few tokens, and a full moment
-would be drawn towards the pool anyway (`Statistics`), because it has more entries than tokens behind it; a diagonal
-is settled by a few dozen.
+The pool of a stack is the sum over all its experts. Full moments of all experts of one DeepSeek-V3 layer (256 experts,
+7168 and 2048 wide) would take 127 GB in memory, and as much on disk for each of the 58 layers. Where a stack would pass
+`FULL_MOMENTS_BYTES`, only the pool's H and G are recorded in full (`moments.py`), and of each expert the diagonals.
+When they are read (`files.py`), an expert's moment gets the pool's correlations and its own variances: D^½ C D^½, C the
+correlation matrix of the pool and D the expert's diagonal.
+
+This loses little: with so many experts each one sees few tokens. A full moment has more entries than such an expert has
+tokens and would be shrunk towards the pool anyway. A diagonal is known well after a few dozen tokens.
 """
 
 from __future__ import annotations
 
 import torch
 
-FULL_LIMIT = 1 << 27
-"""Bytes of all experts' full moments of one stack up to which they are kept."""
-DIAGONAL_TOKENS = 64
-"""Tokens that the pool counts for beside an expert's own diagonal (its relative variance falls as 2 / tokens)."""
+FULL_MOMENTS_BYTES = 1 << 27
+"""A stack keeps full moments for each expert if all of them take at most this many bytes. No measurement is on record;
+see also docs/experiments/scale/expert-statistics.md."""
+DIAGONAL_PRIOR_TOKENS = 64
+"""Tokens that the pool counts for when it is mixed with an expert's diagonal. The relative variance of a diagonal falls
+as 2 / tokens. No measurement is on record."""
 
 
 def full_moments_fit(experts: int, rows: int, cols: int) -> bool:
-    """Whether every expert (rows, cols) of a stack may have its full H and G."""
-    return 4 * experts * (rows * rows + cols * cols) <= FULL_LIMIT
+    """Whether every expert (rows, cols) of a stack gets its full H and G."""
+    return 4 * experts * (rows * rows + cols * cols) <= FULL_MOMENTS_BYTES
 
 
 def with_diagonal(pool: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """The moment (n, n) with the correlations of `pool` (n, n) and the variances of `diagonal` (n,)."""
+    """The moment (n, n) with the correlations of `pool` (n, n) and the variances of `diagonal` (n,); all float32.
+
+    Rows and columns in which the pool has no variance are zero.
+    """
     variance = pool.diagonal()
     root = torch.where(variance > 0, diagonal / variance.clamp_min(1e-38), 0.0).sqrt()
     return root[:, None] * pool * root

@@ -1,4 +1,17 @@
-"""The statistics of a model on disk, one file per matrix or stack: written by the sweeps, read by all that follows."""
+"""The statistics of a model on disk: the writer that the sweeps use, and the reader for everything after them.
+
+Per matrix or expert stack there is one safetensors file with H and G, normalised: H to unit trace, G to one token of
+the text. `statistics.json` lists the files, and how many tokens each expert saw.
+
+An expert sees only few tokens, so its moments are shrunk towards the pool, the sum over all experts of its layer, when
+they are read (`Statistics._shrunk`). With k tokens of its own, and a moment of n dimensions whose pool counts for n
+tokens,
+
+    H_expert = (k H_own + n H_pool) / (k + n)
+
+and alike for G, each per token routed to the expert; G is then scaled by k / (tokens of the text). An expert without
+tokens gets the pool's moments, scaled to one token: it is nearly free to change.
+"""
 
 from __future__ import annotations
 
@@ -18,155 +31,90 @@ from ciuic_cli.layerwise.activation_store import has_digest
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.digests import file_digest
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.statistics.experts import DIAGONAL_TOKENS, with_diagonal
+from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, with_diagonal
 from ciuic_cli.statistics.moments import Moments
 
 INDEX = "statistics.json"
 MOMENTS = "moments"
-EMBEDDING, ENERGY, FREQUENCY, CONTEXTS = SINGLE = ("embedding_moment", "energy", "frequency", "contexts")
-"""Kinds of files with a single tensor, of its kind's name."""
-
-
-@dataclass(frozen=True)
-class EmbeddingUse:
-    """How the input embedding matters: the Fisher information of its rows.
-
-    A row's error is the same wherever its token stands in a sequence, so gradients are added up there before they are
-    squared. moment: (n, n) float32, Σ s sᵀ of those sums s, with unit trace; energy: (vocabulary,) float32, what one
-    occurrence of each token adds to Σ |s|²; frequency: (vocabulary,) float32, the expected share of each token as the
-    model itself predicts it (smooth: no token has none).
-    """
-
-    moment: torch.Tensor
-    energy: torch.Tensor
-    frequency: torch.Tensor
-
-
-class Statistics:
-    """Reads what `collect_statistics` wrote into `folder`."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        index = json.loads((folder / INDEX).read_text())
-        self.total_tokens: int = index["tokens"]
-        self._files: dict[str, dict[str, str]] = index["files"]
-        self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
-
-    def _read(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
-        if name not in self._files[MOMENTS]:
-            return None
-        key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
-        with safe_open(self.folder / self._files[MOMENTS][name], framework="pt") as file:
-            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
-
-    def covers(self, name: str) -> bool:
-        """Whether anything was recorded for the matrix or its layer's pool of experts.
-
-        Nothing is where no gradient passes: an indexer's choice of tokens has none.
-        """
-        return any(name in self._files[kind] for kind in (MOMENTS, EMBEDDING))
-
-    def tokens(self, name: str, expert: int | None = None) -> int:
-        """Calibration tokens that reached the matrix."""
-        if expert is None:
-            return self.total_tokens
-        return self._tokens.get(name, {}).get(str(expert), 0)
-
-    def input_moment(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        """H (n, n), unit trace; None when nothing was recorded."""
-        return self._shrunk(name, "inputs", expert)
-
-    def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        """G (m, m) or its diagonal (m,), per token of the text (not per token of the expert)."""
-        return self._shrunk(name, "outputs", expert)
-
-    def contexts(self, name: str) -> torch.Tensor | None:
-        """Of a head's rows: (vocabulary, n) v with Σ p(1-p) x xᵀ / Σ p(1-p) |x|² ≈ rest + v vᵀ, p the row's own
-        probability; None of other matrices.
-
-        v vᵀ is that of the mean input where the row's token is in question, held back as if one more context had
-        been seen that says nothing.
-        """
-        return self._single(CONTEXTS, name) if name in self._files[CONTEXTS] else None
-
-    def embedding_use(self, name: str) -> EmbeddingUse | None:
-        if name not in self._files[EMBEDDING]:
-            return None
-        return EmbeddingUse(*(self._single(kind, name) for kind in (EMBEDDING, ENERGY, FREQUENCY)))
-
-    def _single(self, kind: str, name: str) -> torch.Tensor:
-        return load_file(self.folder / self._files[kind][name])[kind]
-
-    def _shrunk(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
-        """One matrix's moment; an expert's is shrunk towards the pool of its layer by token count.
-
-        The weight of the pool is that of as many tokens as the moment has dimensions (a diagonal: of
-        DIAGONAL_TOKENS), so that an expert without tokens has the pool's (scaled to one token in the text, hence
-        nearly free to change).
-        """
-        own = self._read(name, part, expert)
-        if expert is None:
-            return own
-        pool = self._read(name, part, None)
-        if pool is None:
-            return own
-        tokens = self.tokens(name, expert)
-        if own is not None and own.dim() < pool.dim():
-            mixed = self._mixed(name, part, tokens, own, pool.diagonal(), DIAGONAL_TOKENS)
-            return with_diagonal(pool, mixed)
-        return self._mixed(name, part, tokens, own, pool, pool.shape[0])
-
-    def _mixed(
-        self, name: str, part: str, tokens: int, own: torch.Tensor | None, pool: torch.Tensor, strength: int
-    ) -> torch.Tensor:
-        """An expert's own moment (or its diagonal) and its layer's, which counts for `strength` tokens."""
-        if part == "inputs":
-            return pool if own is None else (tokens * own + strength * pool) / (tokens + strength)
-        everyone = max(1, sum(self._tokens[name].values()))
-        per_routed = pool * (self.total_tokens / everyone)  # pool of one routed token
-        mine = torch.zeros_like(pool) if own is None else own * self.total_tokens  # sum over my tokens
-        mixed = (mine + strength * per_routed) / (tokens + strength)  # per routed token
-        return mixed * max(tokens, 1) / self.total_tokens
+"""Kind of the files with H and G."""
+EMBEDDING, TOKEN_FISHER, FREQUENCY, CONTEXTS = SINGLE_TENSOR_KINDS = (
+    "embedding_moment", "token_fisher", "frequency", "contexts",
+)  # fmt: skip
+"""Kinds of files with one tensor, which has the kind's name."""
 
 
 class StatisticsWriter:
-    """Writes each matrix's moments, normalised, to a file of its own; nothing is held twice in memory.
+    """Writes each parameter's moments, normalised, to a file of its own.
 
-    tokens: of the whole text. source: the checkpoint's folder, for messages.
+    Args:
+        folder: shared by all workers; each writes the parameters that it owns.
+        tokens: of the whole text.
+        source: the checkpoint's folder, for messages.
     """
 
     def __init__(self, folder: Path, tokens: int, source: Path) -> None:
         self.folder, self.tokens, self.source = folder, tokens, source
-        self.files: dict[str, dict[str, str]] = {kind: {} for kind in (MOMENTS, *SINGLE)}
+        self.files: dict[str, dict[str, str]] = {kind: {} for kind in (MOMENTS, *SINGLE_TENSOR_KINDS)}
         self.expert_tokens: dict[str, dict[str, int]] = {}
         self.digests: dict[str, str] = {}
 
     def write(self, moments: Mapping[Key, Moments]) -> None:
-        """Moments of matrices, or of experts of a stack; they are divided in place."""
-        by_name: dict[str, dict[int | None, Moments]] = {}
-        for (name, expert), found in moments.items():
-            by_name.setdefault(name, {})[expert] = found
-        for name, members in by_name.items():
-            self._write_members(name, members)
+        """Write the sums of matrices and of experts; they are normalised in place, to save memory.
 
-    def _write_members(self, name: str, members: dict[int | None, Moments]) -> None:
-        experts = [
-            (e, found) for e, found in sorted(members.items(), key=lambda m: m[0] or 0) if e is not None
-        ]
-        if experts:
-            self.expert_tokens[name] = {str(expert): found.tokens for expert, found in experts}
-        if None not in members:
-            members[None] = _pool([found for _, found in experts])
-        tensors = {}
-        for expert, found in members.items():
-            label = name if expert is None else f"{name}|{expert}"
-            tensors[f"{label}|inputs"] = found.inputs.div_(max(found.energy, 1e-30))
-            tensors[f"{label}|outputs"] = found.outputs.mul_(found.scale / self.tokens)
-        self._save(MOMENTS, name, f"{name}.safetensors", tensors)
+        Raises InputError if one of them is NaN or infinite.
+        """
+        by_name: dict[str, dict[int | None, Moments]] = {}
+        for (name, expert), each in moments.items():
+            by_name.setdefault(name, {})[expert] = each
+        for name, members in by_name.items():
+            self._write_parameter(name, members)
 
     def write_single(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        """One tensor of a matrix, of a kind in SINGLE."""
+        """Write one tensor of a parameter, of a kind in `SINGLE_TENSOR_KINDS`; raises as `write`."""
         self._save(kind, name, f"{name}.{kind}.safetensors", {kind: tensor})
+
+    def finish(self, workers: Workers) -> None:
+        """Write the index of all workers' files; the first worker does, the others wait."""
+        files, expert_tokens = {kind: dict[str, str]() for kind in self.files}, dict[str, dict[str, int]]()
+        for their_files, their_tokens in workers.gather((self.files, self.expert_tokens)):
+            for kind, names in their_files.items():
+                files[kind] |= names
+            expert_tokens |= their_tokens
+        if workers.is_leader:
+            index = {"tokens": self.tokens, "files": files, "expert_tokens": expert_tokens}
+            (self.folder / INDEX).write_text(json.dumps(index))
+        workers.barrier()
+
+    def state(self) -> dict[str, Any]:
+        """Description of all files written so far, as JSON, for `is_intact` and `restore`."""
+        return {"files": self.files, "expert_tokens": self.expert_tokens, "digests": self.digests}
+
+    def is_intact(self, state: Mapping[str, Any]) -> bool:
+        """Whether all files that `state` describes are here with the same bytes."""
+        return all(has_digest(self.folder / file, digest) for file, digest in state["digests"].items())
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the files that `state` describes."""
+        self.files, self.expert_tokens = state["files"], state["expert_tokens"]
+        self.digests = state["digests"]
+
+    def _write_parameter(self, name: str, members: dict[int | None, Moments]) -> None:
+        """members: by expert; the key None is a matrix, or the pool of a stack, which is summed up if it is missing."""
+        experts = [
+            (expert, each)
+            for expert, each in sorted(members.items(), key=lambda member: member[0] or 0)
+            if expert is not None
+        ]
+        if experts:
+            self.expert_tokens[name] = {str(expert): each.tokens for expert, each in experts}
+        if None not in members:
+            members[None] = _pool([each for _, each in experts])
+        tensors = {}
+        for expert, each in members.items():
+            label = name if expert is None else f"{name}|{expert}"
+            tensors[f"{label}|inputs"] = each.inputs.div_(max(each.trace, 1e-30))
+            tensors[f"{label}|outputs"] = each.outputs.mul_(each.loss_ratio / self.tokens)
+        self._save(MOMENTS, name, f"{name}.safetensors", tensors)
 
     def _save(self, kind: str, name: str, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
         if any(count_nonfinite(tensor) for tensor in tensors.values()):
@@ -180,36 +128,120 @@ class StatisticsWriter:
         self.files[kind][name] = file
         self.digests[file] = file_digest(self.folder / file)
 
-    def state(self) -> dict[str, Any]:
-        """What is written so far, for `holds` and `take`."""
-        return {"files": self.files, "expert_tokens": self.expert_tokens, "digests": self.digests}
-
-    def holds(self, state: Mapping[str, Any]) -> bool:
-        """Whether all that an earlier process wrote here is still there with the same bytes."""
-        return all(has_digest(self.folder / file, digest) for file, digest in state["digests"].items())
-
-    def take(self, state: Mapping[str, Any]) -> None:
-        """Go on from what an earlier process wrote here."""
-        self.files, self.expert_tokens = state["files"], state["expert_tokens"]
-        self.digests = state["digests"]
-
-    def finish(self, workers: Workers) -> None:
-        """The first worker writes down who wrote what."""
-        files, expert_tokens = {kind: dict[str, str]() for kind in self.files}, dict[str, dict[str, int]]()
-        for their_files, their_tokens in workers.gather((self.files, self.expert_tokens)):
-            for kind, found in their_files.items():
-                files[kind] |= found
-            expert_tokens |= their_tokens
-        if workers.is_leader:
-            index = {"tokens": self.tokens, "files": files, "expert_tokens": expert_tokens}
-            (self.folder / INDEX).write_text(json.dumps(index))
-        workers.barrier()
-
 
 def _pool(experts: Sequence[Moments]) -> Moments:
-    """The sums over all experts of a layer."""
+    """The sums over all experts of a stack."""
     first = experts[0]
     pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs))
-    for found in experts:
-        pool.include(found)
+    for each in experts:
+        pool.include(each)
     return pool
+
+
+@dataclass(frozen=True)
+class EmbeddingUse:
+    """Fisher information of the input embedding's rows; `embedding_fisher.py` has the formulas.
+
+    moment: (n, n) float32, the second moment of the rows' gradients, with unit trace. token_fisher: (vocabulary,)
+    float32, squared gradient per occurrence of each token. frequency: (vocabulary,) float32, expected share of each
+    token in text as the model itself predicts it, so that no token has none.
+    """
+
+    moment: torch.Tensor
+    token_fisher: torch.Tensor
+    frequency: torch.Tensor
+
+
+class Statistics:
+    """Reads what `collect_statistics` wrote into `folder`; keeps no tensors in memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        index = json.loads((folder / INDEX).read_text())
+        self.total_tokens: int = index["tokens"]
+        self._files: dict[str, dict[str, str]] = index["files"]
+        self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
+
+    def covers(self, name: str) -> bool:
+        """Whether anything was recorded for the parameter, or for any expert of a stack.
+
+        Nothing is recorded where no gradient passes: the choice of tokens by an indexer has none.
+        """
+        return any(name in self._files[kind] for kind in (MOMENTS, EMBEDDING))
+
+    def tokens(self, name: str, expert: int | None = None) -> int:
+        """Calibration tokens that reached the matrix."""
+        if expert is None:
+            return self.total_tokens
+        return self._tokens.get(name, {}).get(str(expert), 0)
+
+    def input_moment(self, name: str, expert: int | None = None) -> torch.Tensor | None:
+        """H (n, n) float32 with unit trace; None if nothing was recorded."""
+        return self._shrunk(name, "inputs", expert)
+
+    def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor | None:
+        """G (m, m) float32 or its diagonal (m,), per token of the text, not per token of the expert; None as above."""
+        return self._shrunk(name, "outputs", expert)
+
+    def contexts(self, name: str) -> torch.Tensor | None:
+        """Vectors v (vocabulary, n) float32, one per row of a head; None for other matrices.
+
+        For each row, with p its token's probability and x the head's inputs,
+
+            Σ p (1-p) x xᵀ / Σ p (1-p) |x|²  ≈  residual + v vᵀ
+
+        v vᵀ is the part of the row's mean input, shrunk for few inputs (`context_vectors` in `head_fisher.py`); the
+        residual is common to all rows.
+        """
+        return self._single(CONTEXTS, name) if name in self._files[CONTEXTS] else None
+
+    def embedding_use(self, name: str) -> EmbeddingUse | None:
+        """None if `name` is not the input embedding."""
+        if name not in self._files[EMBEDDING]:
+            return None
+        return EmbeddingUse(*(self._single(kind, name) for kind in (EMBEDDING, TOKEN_FISHER, FREQUENCY)))
+
+    def _shrunk(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
+        """One moment; an expert's is shrunk towards the pool of its layer.
+
+        The pool counts for as many tokens as the moment has dimensions, beside a diagonal for DIAGONAL_PRIOR_TOKENS.
+        """
+        own = self._read(name, part, expert)
+        if expert is None:
+            return own
+        pool = self._read(name, part, None)
+        if pool is None:
+            return own
+        tokens = self.tokens(name, expert)
+        if own is not None and own.dim() < pool.dim():
+            mixed = self._mixed(name, part, tokens, own, pool.diagonal(), DIAGONAL_PRIOR_TOKENS)
+            return with_diagonal(pool, mixed)
+        return self._mixed(name, part, tokens, own, pool, pool.shape[0])
+
+    def _mixed(
+        self,
+        name: str,
+        part: str,
+        tokens: int,
+        own: torch.Tensor | None,
+        pool: torch.Tensor,
+        prior_tokens: int,
+    ) -> torch.Tensor:
+        """The mean of an expert's moment, which counts for its tokens, and of the pool, for `prior_tokens`."""
+        if part == "inputs":
+            return pool if own is None else (tokens * own + prior_tokens * pool) / (tokens + prior_tokens)
+        routed_tokens = max(1, sum(self._tokens[name].values()))  # over all experts
+        pool_per_routed_token = pool * (self.total_tokens / routed_tokens)
+        own_sum = torch.zeros_like(pool) if own is None else own * self.total_tokens
+        per_routed_token = (own_sum + prior_tokens * pool_per_routed_token) / (tokens + prior_tokens)
+        return per_routed_token * max(tokens, 1) / self.total_tokens
+
+    def _read(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
+        if name not in self._files[MOMENTS]:
+            return None
+        key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
+        with safe_open(self.folder / self._files[MOMENTS][name], framework="pt") as file:
+            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
+
+    def _single(self, kind: str, name: str) -> torch.Tensor:
+        return load_file(self.folder / self._files[kind][name])[kind]

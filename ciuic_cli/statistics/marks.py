@@ -1,8 +1,8 @@
-"""How far the sweeps over the layers have come: after a kill they go on behind the last finished step.
+"""Marks of finished steps, from which the statistics' sweeps resume after a kill.
 
-Every worker marks each step that it has finished with what it then had on disk. Workers may be one step apart when a
-run is killed: all go on from the last step that every one of them has marked, so what a step reads must stay until all
-have marked it.
+Every worker marks each step that it has finished with what it then has on disk. When a run is killed, workers may be
+one step apart. All resume from the last step that every one of them has marked, so the files that a step reads must
+stay until all workers have marked that step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ciuic_cli.process.workers import Workers
 
 
 class Journal(Protocol):
-    """Keeps the results of finished steps by name; a result is either whole or not there."""
+    """Stores the results of finished steps by name; a result is either complete or absent."""
 
     def load(self, name: str) -> bytes | None: ...
 
@@ -23,21 +23,24 @@ class Journal(Protocol):
 
 
 class Marks:
-    """One worker's marks of the steps 0, 1, ... in a journal; without one, nothing is kept or found."""
+    """One worker's marks of the steps 0, 1, ... in a journal. Without a journal nothing is saved or loaded."""
 
     def __init__(self, journal: Journal | None, workers: Workers) -> None:
         self.journal, self.workers = journal, workers
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """This worker has finished the step; `state` is what it has on disk."""
+        """Mark a step as finished; `state`, JSON, describes this worker's files."""
         if self.journal is not None:
             self.journal.save(self._name(step), json.dumps(state).encode())
 
-    def found(self, steps: int) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The steps, of so many, that all workers of a run with as many have marked, the last one first, and this one's
-        state then. Of some of them the files may be gone: marks of runs before the last one stay."""
-        mine = {step for step in range(steps) if self._load(step) is not None}
-        for step in sorted(set.intersection(*self.workers.gather(mine)), reverse=True):
+    def common_steps(self, steps: int) -> Iterator[tuple[int, dict[str, Any]]]:
+        """Steps below `steps` that all workers have marked, last one first, each with this worker's state.
+
+        Only marks of runs with the same number of workers count: others had other shares of the text. The files of a
+        mark may be gone, because marks of earlier runs stay in the journal; the caller has to check.
+        """
+        marked = {step for step in range(steps) if self._load(step) is not None}
+        for step in sorted(set.intersection(*self.workers.gather(marked)), reverse=True):
             state = self._load(step)
             assert state is not None
             yield step, state

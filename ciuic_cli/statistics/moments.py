@@ -1,26 +1,40 @@
-"""Second moments of every matrix's inputs and output gradients, recorded while a layer runs.
+"""Kronecker-factored Fisher information of every weight matrix, summed up while a layer runs backward.
 
-For a matrix W (m outputs, n inputs) with input x_t and gradient g_t = d loss / d (W x_t) at token t, the gradient of W
-over a sequence is Σ g_t x_tᵀ, and the Fisher information of W the second moment of that sum. It is stored as a
-Kronecker product G ⊗ H, one step of power iteration from the identity (Tseng et al., "Model-Preserving Adaptive
-Rounding", 2025):
+Notation: a matrix W (m, n) has inputs x_t (n,) and output gradients g_t = d loss / d (W x_t) (m,) at token t. The loss
+is the cross entropy with a label sampled from the model's own prediction (`collect.py`), so that the second moment of
+the gradient of W is its Fisher information. That is approximated by a Kronecker product G ⊗ H, with which a weight
+error E (m, n) is predicted to cost, in nats per token,
 
-    H = Σ (g_s · g_t) x_s x_tᵀ / Σ (g_s · g_t) (x_s · x_t)          (n x n, unit trace)
-    G = Σ (x_s · x_t) g_s g_tᵀ / N                                   (m x m)
+    KL ≈ ½ tr(Eᵀ G E H).
 
-over all pairs s, t of tokens of a sequence (N tokens in all; pairs s ≠ t count with `MEETING`), so that KL per token
-≈ ½ tr(Eᵀ G E H). Taking tokens for independent would leave the pairs with s = t: but the error of W is the same at
-every token, and where tokens have inputs in common, what it does at one adds to what it does at the next. Weighing
-each side by the other is what keeps attention sinks from dominating: their activations are huge, but hardly any
-gradient reaches them.
+In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the following, in this order.
 
-A few tokens still have most of the loss, and in other text it is others: feedback that is made for those is no use
-elsewhere. So every g_t is divided by the square root of |x_t| |g_t|, with which its loss counts with its root, and
-G is multiplied by what makes the sum of all losses what it was (docs/experiments/statistics/heavy-tails.md).
+1. Tokens are weighted (`Moments._weighted_gradients`). A few tokens have most of the loss |x|² |g|², and in other text
+   these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½; then a token counts with the root of its loss,
+   |x_t| |g_t| (measured: docs/experiments/statistics/heavy-tails.md).
 
-For few outputs or inputs the sums over pairs are had more cheaply from the gradients of W themselves.
+2. Products are summed over pairs of tokens s, t of one sequence (`Moments.add_sequences`), one step of power iteration
+   from the identity (Tseng et al., "Model-Preserving Adaptive Rounding", 2025):
 
-An expert's tokens are few and far between; they are taken for independent.
+       H ∝ Σ w_st (g_s · g_t) x_s x_tᵀ        (n, n)
+       G ∝ Σ w_st (x_s · x_t) g_s g_tᵀ        (m, m)
+
+   with w_st = 1 for s = t and `PAIR_WEIGHT` for s ≠ t. Pairs matter because the error of W is the same at every token:
+   where two tokens have inputs in common, its effects add up. Each side is weighted by the other; otherwise attention
+   sinks would dominate, whose activations are huge although hardly any gradient reaches them.
+
+   The tokens of an expert, or of a product that pools tokens, form no sequence: only s = t counts
+   (`Moments.add_tokens`).
+
+3. The pair sums have two equal forms, over (t, t) products of tokens or from the gradients (m, n) of W. The cheaper one
+   is taken (`pair_sum_work`).
+
+4. When they are written (`files.py`), the sums are normalised: H to unit trace, and G to one token of the text, times
+   Σ |x|² |g|² / Σ |x| |g|, which undoes what step 1 did to the sum of all losses.
+
+Two corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when they
+are read (`files.py`), and both factors are damped before they are factorised (`passes/feedback.py`; measured:
+docs/experiments/statistics/damping.md).
 """
 
 from __future__ import annotations
@@ -34,173 +48,28 @@ from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, Wat
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.experts import full_moments_fit
+from ciuic_cli.statistics.symmetric_product import symmetric_product
 
 FULL_FISHER_LIMIT = 16384
-"""Outputs above which only the diagonal of G is kept (in practice: the head)."""
-
-MEETING = 0.25
-"""Weight of what two tokens of a sequence have in common, as against what each costs by itself: 1 would be unbiased,
-but is noisy from few sequences. Measured: docs/experiments/statistics/token-pairs.md."""
-MEETING_TOKENS = 1024
-"""Tokens of a sequence that are looked at together: the work over pairs grows with their number."""
-MOMENT_BLOCK = 128
-"""Columns from which half a symmetric product is worth several smaller products."""
-
-
-@dataclass
-class Moments:
-    """Running sums of one matrix: input moment (n, n) and output moment (m, m), or of either the diagonal alone.
-
-    energy: what both add up to, the trace of the inputs' moment; loss, counted: Σ |x|² |g|² of the tokens as they are,
-    and as they count.
-    """
-
-    inputs: torch.Tensor
-    outputs: torch.Tensor
-    energy: float = 0.0
-    tokens: int = 0
-    loss: float = 0.0
-    counted: float = 0.0
-    dtype: torch.dtype = torch.float32
-
-    @classmethod
-    def zeros(
-        cls,
-        rows: int,
-        cols: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        *,
-        full_inputs: bool = True,
-        full_outputs: bool,
-    ) -> Moments:
-        """dtype: of the products; the sums are float32. Without full_inputs or full_outputs: diagonals."""
-        inputs = torch.zeros((cols, cols) if full_inputs else (cols,), device=device)
-        outputs = torch.zeros((rows, rows) if full_outputs else (rows,), device=device)
-        return cls(inputs, outputs, dtype=dtype)
-
-    def add(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add tokens whose errors do not meet: x (t, n) inputs and g (t, m) gradients, float32."""
-        self._add_alone(x, self._with_shorter_tails(x, g))
-        self.tokens += x.shape[0]
-
-    def add_sequences(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add the tokens of sequences: x (s, t, n) inputs and g (s, t, m) gradients, float32."""
-        g = self._with_shorter_tails(x, g)
-        pairs, gradients = meeting_work(x.shape[1], g.shape[2], x.shape[2])
-        if pairs < gradients:
-            self._add_pairs(x, g)
-        else:
-            self._add_gradients(x, g)
-            self._add_alone(x.flatten(0, 1), g.flatten(0, 1), 1 - MEETING)
-        self.tokens += x.shape[0] * x.shape[1]
-
-    @property
-    def numbers(self) -> tuple[float, int, float, float]:
-        """All but the tensors, in the order of the fields."""
-        return self.energy, self.tokens, self.loss, self.counted
-
-    @property
-    def scale(self) -> float:
-        """Loss of the tokens as they are over that of the tokens as they count."""
-        return self.loss / self.counted if self.counted else 1.0
-
-    def _with_shorter_tails(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Gradients (.., m) with which a token's loss is |x| |g| instead of its square; both are added up."""
-        root = x.norm(dim=-1, keepdim=True) * g.norm(dim=-1, keepdim=True)
-        with one_thread():
-            self.loss += float(root.square().sum())
-            self.counted += float(root.sum())
-        return g * root.clamp_min(1e-30).rsqrt()
-
-    def _add_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Products of all tokens of a sequence with each other (s, t, t), and their sums."""
-        of_x, of_g = _meeting(symmetric_product(x.mT, x.mT)), symmetric_product(g.mT, g.mT)
-        with one_thread():
-            self.energy += float((of_x * of_g).sum())
-        self._sum(self.outputs, g.flatten(0, 1), (of_x @ g).flatten(0, 1))
-        self._sum(self.inputs, x.flatten(0, 1), (_meeting(of_g) @ x).flatten(0, 1))
-
-    def _add_gradients(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Second moments of the weight's gradient (s, m, n): all pairs of tokens of a sequence, by `MEETING`."""
-        gradient = g.mT @ (MEETING**0.5 * x)
-        with one_thread():
-            self.energy += float(gradient.square().sum())
-        self._sum(self.inputs, gradient.flatten(0, 1))
-        self._sum(self.outputs, gradient.mT.flatten(0, 1))
-
-    def _add_alone(self, x: torch.Tensor, g: torch.Tensor, share: float = 1.0) -> None:
-        """A share of what each token costs by itself: x (t, n) and g (t, m)."""
-        x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
-        self._sum(self.inputs, x * (share**0.5 * g_norm))
-        self._sum(self.outputs, g * (share**0.5 * x_norm))
-        with one_thread():
-            self.energy += share * float((x_norm * g_norm).square().sum())
-
-    def include(self, other: Moments) -> None:
-        """Add the sums of other tokens."""
-        self.inputs += other.inputs
-        self.outputs += other.outputs
-        self.energy += other.energy
-        self.tokens += other.tokens
-        self.loss += other.loss
-        self.counted += other.counted
-
-    def _sum(self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
-        """Add leftᵀ right of (t, k), which is symmetric, or its diagonal, in place. right: left itself if not given."""
-        right = left if right is None else right
-        if moment.dim() == 1:
-            moment += (left * right).sum(0)
-        else:
-            moment += symmetric_product(left, right, self.dtype)
-
-
-def meeting_work(length: int, rows: int, cols: int) -> tuple[int, int]:
-    """Multiplications for what the tokens of one sequence have in common: over pairs of tokens, and by the gradient of
-    the weight. Both lead to the same sums, and cost the same for the tokens alone. Symmetric products count whole, and
-    both moments as full ones."""
-    # Of inputs and gradients each: with itself, and then with what came of the other.
-    pairs = 2 * length * length * (rows + cols)
-    gradients = length * rows * cols + rows * cols * (rows + cols)
-    return pairs, gradients
-
-
-def _meeting(gram: torch.Tensor) -> torch.Tensor:
-    """The products (s, t, t) of tokens with each other, those of different ones weighed by `MEETING`; in place."""
-    alone = gram.diagonal(dim1=-2, dim2=-1).clone()
-    gram.mul_(MEETING).diagonal(dim1=-2, dim2=-1).copy_(alone)
-    return gram
-
-
-def symmetric_product(
-    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """AᵀB, (..., n, n) float32, of A and B (..., t, n) float32 for which it is symmetric; half of it is mirrored.
-
-    The sums are float32 in any case: rounded to bfloat16, a moment with one large direction is not positive definite
-    any more. So would one be of two factors that are rounded by themselves; only AᵀA on a GPU, where a product of
-    bfloat16 factors can be float32, has A rounded to `dtype`.
-    """
-    if left is right and left.device.type == "cuda" and dtype != torch.float32:
-        rounded = left.to(dtype)
-        return torch.mm(rounded.T, rounded, out_dtype=torch.float32)
-    width = left.shape[-1]
-    moment = torch.empty((*left.shape[:-2], width, width), device=left.device)
-    count = max(1, min(8, width // MOMENT_BLOCK))
-    step = -(-width // count)  # alike: of a product with few columns the bits depend on the number of threads
-    for begin in range(0, width, step):
-        end = min(begin + step, width)
-        block = moment[..., begin:end, :end]
-        torch.matmul(left[..., begin:end].mT, right[..., :end], out=block)
-        moment[..., :begin, begin:end] = block[..., :begin].mT
-    return moment
+"""Most outputs with which G is kept in full; above it (in practice: the head) only its diagonal. No measurement is on
+record."""
+PAIR_WEIGHT = 0.25
+"""Weight w_st of a pair of different tokens of a sequence. 1 would be unbiased, but is noisy with few sequences.
+Measured: docs/experiments/statistics/token-pairs.md."""
+PAIR_TOKENS = 1024
+"""Longer sequences are cut into parts of this many tokens, and pairs count within a part only: the work over pairs
+grows with the square of the length. No measurement is on record."""
 
 
 class MomentRecorder(LinearHook):
-    """While active, every product with a watched weight adds its inputs and its outputs' gradients to the moments.
+    """While active, every product with a watched weight adds its inputs and output gradients to `moments`.
 
-    Where full moments of an expert stack would take too much (`experts.py`), the stack's pool (name, None) is
-    recorded, and each expert's diagonals.
+    Where the full moments of an expert stack would take too much memory (`experts.py`), each expert gets diagonals, and
+    the stack's pool, under the key (name, None), gets full moments.
+
+    Args:
+        dtype: of the layer's products; see `symmetric_product`.
+        length: tokens per sequence.
     """
 
     def __init__(self, watched: Sequence[WatchedLinear], dtype: torch.dtype, length: int) -> None:
@@ -215,12 +84,13 @@ class MomentRecorder(LinearHook):
         if rows == slice(0, shape[0]):
             return lambda gradient: self._record(key, shape, x, gradient)
 
-        def among_zeros(gradient: torch.Tensor) -> None:
+        def record_group(gradient: torch.Tensor) -> None:
+            """Gradients of one group of rows; those of the other rows are zero."""
             whole = torch.zeros(len(gradient), shape[0], device=gradient.device)
             whole[:, rows] = gradient
             self._record(key, shape, x, whole)
 
-        return among_zeros
+        return record_group
 
     def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
         limit_freed_memory()
@@ -229,21 +99,19 @@ class MomentRecorder(LinearHook):
         x, gradient = x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float()
         with torch.autocast(x.device.type, enabled=False):
             if expert is not None and name in self._pooled:
-                self._sums(key, shape, x.device, diagonals=True).add(x, gradient)
-                self._sums((name, None), shape, x.device).add(x, gradient)
-            elif (
-                expert is not None or len(x) % self.length
-            ):  # some tokens, or pooled ones: of no one sequence
-                self._sums(key, shape, x.device).add(x, gradient)
+                self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
+                self._moments_of((name, None), shape, x.device).add_tokens(x, gradient)
+            elif expert is not None or len(x) % self.length:  # not one input per token of every sequence
+                self._moments_of(key, shape, x.device).add_tokens(x, gradient)
             else:
-                sums = self._sums(key, shape, x.device)
+                moments = self._moments_of(key, shape, x.device)
                 inputs, gradients = (each.unflatten(0, (-1, self.length)) for each in (x, gradient))
-                for parts in zip(
-                    inputs.split(MEETING_TOKENS, 1), gradients.split(MEETING_TOKENS, 1), strict=True
-                ):
-                    sums.add_sequences(*parts)
+                for parts in zip(inputs.split(PAIR_TOKENS, 1), gradients.split(PAIR_TOKENS, 1), strict=True):
+                    moments.add_sequences(*parts)
 
-    def _sums(self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False) -> Moments:
+    def _moments_of(
+        self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False
+    ) -> Moments:
         if key not in self.moments:
             rows, cols = shape
             self.moments[key] = Moments.zeros(
@@ -251,3 +119,132 @@ class MomentRecorder(LinearHook):
                 full_inputs=not diagonals, full_outputs=not diagonals and rows <= FULL_FISHER_LIMIT,
             )  # fmt: skip
         return self.moments[key]
+
+
+@dataclass
+class Moments:
+    """Running sums of H and G of one matrix (m, n), not normalised.
+
+    inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
+    (m,). trace: of the full sum, which both have in common. tokens: how many were added. loss: Σ |x|² |g|² of the
+    tokens as they are; weighted_loss: Σ |x| |g|, the same after weighting. dtype: of products, see `symmetric_product`.
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor
+    trace: float = 0.0
+    tokens: int = 0
+    loss: float = 0.0
+    weighted_loss: float = 0.0
+    dtype: torch.dtype = torch.float32
+
+    @classmethod
+    def zeros(
+        cls,
+        rows: int,
+        cols: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        full_inputs: bool = True,
+        full_outputs: bool,
+    ) -> Moments:
+        """Empty sums; without full_inputs or full_outputs, diagonals."""
+        inputs = torch.zeros((cols, cols) if full_inputs else (cols,), device=device)
+        outputs = torch.zeros((rows, rows) if full_outputs else (rows,), device=device)
+        return cls(inputs, outputs, dtype=dtype)
+
+    @property
+    def scalars(self) -> tuple[float, int, float, float]:
+        """All fields that are plain numbers, in their order."""
+        return self.trace, self.tokens, self.loss, self.weighted_loss
+
+    @property
+    def loss_ratio(self) -> float:
+        """Loss of the tokens as they are over their weighted loss."""
+        return self.loss / self.weighted_loss if self.weighted_loss else 1.0
+
+    def add_tokens(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Add tokens without pairs: inputs x (t, n) and gradients g (t, m), float32."""
+        self._add_single_tokens(x, self._weighted_gradients(x, g))
+        self.tokens += x.shape[0]
+
+    def add_sequences(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """Add sequences with their pairs of tokens: inputs x (s, t, n) and gradients g (s, t, m), float32."""
+        g = self._weighted_gradients(x, g)
+        by_tokens, by_gradients = pair_sum_work(x.shape[1], g.shape[2], x.shape[2])
+        if by_tokens < by_gradients:
+            self._add_token_pairs(x, g)
+        else:
+            self._add_weight_gradients(x, g)
+            self._add_single_tokens(x.flatten(0, 1), g.flatten(0, 1), 1 - PAIR_WEIGHT)
+        self.tokens += x.shape[0] * x.shape[1]
+
+    def include(self, other: Moments) -> None:
+        """Add the sums of other tokens."""
+        self.inputs += other.inputs
+        self.outputs += other.outputs
+        self.trace += other.trace
+        self.tokens += other.tokens
+        self.loss += other.loss
+        self.weighted_loss += other.weighted_loss
+
+    def _weighted_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        """g / (|x| |g|)^½ (.., m), with which a token's loss |x|² |g|² becomes its root; sums up both losses."""
+        root = x.norm(dim=-1, keepdim=True) * g.norm(dim=-1, keepdim=True)
+        with one_thread():
+            self.loss += float(root.square().sum())
+            self.weighted_loss += float(root.sum())
+        return g * root.clamp_min(1e-30).rsqrt()
+
+    def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other."""
+        x_products, g_products = _weight_pairs(symmetric_product(x.mT, x.mT)), symmetric_product(g.mT, g.mT)
+        with one_thread():
+            self.trace += float((x_products * g_products).sum())
+        self._sum(self.outputs, g.flatten(0, 1), (x_products @ g).flatten(0, 1))
+        self._sum(self.inputs, x.flatten(0, 1), (_weight_pairs(g_products) @ x).flatten(0, 1))
+
+    def _add_weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> None:
+        """All pairs, those with s = t included, by `PAIR_WEIGHT`, from the gradients (s, m, n) of the weight."""
+        gradient = g.mT @ (PAIR_WEIGHT**0.5 * x)
+        with one_thread():
+            self.trace += float(gradient.square().sum())
+        self._sum(self.inputs, gradient.flatten(0, 1))
+        self._sum(self.outputs, gradient.mT.flatten(0, 1))
+
+    def _add_single_tokens(self, x: torch.Tensor, g: torch.Tensor, share: float = 1.0) -> None:
+        """The pairs with s = t, times `share`: x (t, n) and g (t, m)."""
+        x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
+        self._sum(self.inputs, x * (share**0.5 * g_norm))
+        self._sum(self.outputs, g * (share**0.5 * x_norm))
+        with one_thread():
+            self.trace += share * float((x_norm * g_norm).square().sum())
+
+    def _sum(self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """Add leftᵀ right, which is symmetric, or its diagonal, in place; (t, k) each, `right` is `left` by default."""
+        right = left if right is None else right
+        if moment.dim() == 1:
+            moment += (left * right).sum(0)
+        else:
+            moment += symmetric_product(left, right, self.dtype)
+
+
+def pair_sum_work(length: int, rows: int, cols: int) -> tuple[int, int]:
+    """Multiplications for the pair sums of one sequence: over pairs of tokens, and by the gradient of the weight.
+
+    Both lead to the same sums. What they cost alike (single tokens) is left out; symmetric products count whole, and H
+    and G as full matrices.
+    """
+    # Products of tokens with each other, then of these with the other side's vectors: two for inputs, two for
+    # gradients.
+    by_tokens = 2 * length * length * (rows + cols)
+    by_gradients = length * rows * cols + rows * cols * (rows + cols)
+    return by_tokens, by_gradients
+
+
+def _weight_pairs(products: torch.Tensor) -> torch.Tensor:
+    """Multiply the products (s, t, t) of different tokens by `PAIR_WEIGHT`, in place."""
+    single = products.diagonal(dim1=-2, dim2=-1).clone()
+    products.mul_(PAIR_WEIGHT).diagonal(dim1=-2, dim2=-1).copy_(single)
+    return products

@@ -1,7 +1,7 @@
-"""Moments of several segments of the text, added up in the segments' order, whoever computed them.
+"""Sums of moments over the segments of the text, with the same bits for any number of workers.
 
-Floating-point sums depend on their order. The text is always cut into the same few segments, and what the segments
-gave is added one after the other: the result has the same bits for any number of workers.
+Floating-point sums depend on their order. So the text is always cut into the same segments, each segment is summed by
+one worker, and the segments' sums are added in the order of the segments.
 """
 
 from __future__ import annotations
@@ -16,57 +16,62 @@ from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.moments import Moments
 
 SEGMENTS = 8
-"""Parts of the text; more workers than these do not make the statistics faster."""
+"""Segments of the text; more workers than this do not make the statistics faster. No measurement is on record."""
 
 
 def segments_of(chunks: int) -> list[range]:
-    """The segments of so many chunks: consecutive, nearly equal, none of them empty."""
+    """Cut chunks 0, 1, ... into at most `SEGMENTS` consecutive, nearly equal, non-empty segments."""
     count = min(SEGMENTS, chunks)
     bounds = [chunks * part // count for part in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
 def share_of(segments: Sequence[range], workers: Workers) -> list[range]:
-    """This worker's segment in each round; empty where there is none left in the last one."""
+    """This worker's segment in each round; empty in the last round if there is none left for it."""
     rounds = -(-len(segments) // workers.size)
-    mine = [turn * workers.size + workers.rank for turn in range(rounds)]
-    return [segments[number] if number < len(segments) else range(0) for number in mine]
+    numbers = [turn * workers.size + workers.rank for turn in range(rounds)]
+    return [segments[number] if number < len(segments) else range(0) for number in numbers]
 
 
 class OrderedSums:
-    """Sums of moments by matrix; those of one parameter end in the memory of one worker, its owner.
+    """Sums of moments by matrix. Each parameter has one worker as its owner, whose `totals` receives its sums.
 
     Args:
-        names: the parameters, in the same order everywhere.
+        names: all parameters, in the same order for all workers.
     """
 
     def __init__(self, workers: Workers, names: Sequence[str], device: torch.device) -> None:
         self.workers, self.device = workers, device
-        self.owner = {name: place % workers.size for place, name in enumerate(names)}
+        self.owner = {name: number % workers.size for number, name in enumerate(names)}
         self.totals: dict[Key, Moments] = {}
 
-    def add(self, found: Mapping[Key, Moments]) -> None:
-        """What this worker's segment of one round gave; all workers come together here."""
-        shapes = {key: (own.inputs.shape, own.outputs.shape, own.numbers) for key, own in found.items()}
-        everyone = self.workers.gather(shapes)
-        for key in _ordered(everyone):
+    def add(self, moments: Mapping[Key, Moments]) -> None:
+        """Add the sums of this worker's segment of one round; all workers must call it once per round.
+
+        `moments` may be kept and changed.
+        """
+        headers = {
+            key: (each.inputs.shape, each.outputs.shape, each.scalars) for key, each in moments.items()
+        }
+        everyone = self.workers.gather(headers)
+        for key in _all_keys(everyone):
             owner = self.owner[key[0]]
             for rank, theirs in enumerate(everyone):
                 if key not in theirs:
                     continue
                 if self.workers.rank == rank == owner:
-                    self._include(key, found[key])
+                    self._include(key, moments[key])
                 elif self.workers.rank == rank:
-                    self.workers.send(found[key].inputs, owner)
-                    self.workers.send(found[key].outputs, owner)
+                    self.workers.send(moments[key].inputs, owner)
+                    self.workers.send(moments[key].outputs, owner)
                 elif self.workers.rank == owner:
-                    inputs, outputs, numbers = theirs[key]
+                    inputs, outputs, scalars = theirs[key]
                     self._include(
                         key,
                         Moments(
                             self.workers.receive(inputs, self.device, rank),
                             self.workers.receive(outputs, self.device, rank),
-                            *numbers,
+                            *scalars,
                         ),
                     )
 
@@ -77,6 +82,7 @@ class OrderedSums:
             self.totals[key] = more
 
 
-def _ordered(everyone: Sequence[Mapping[Key, object]]) -> Iterator[Key]:
-    keys = {key for found in everyone for key in found}
+def _all_keys(everyone: Sequence[Mapping[Key, object]]) -> Iterator[Key]:
+    """The keys of all workers in one order: by name, the pool of a stack before its experts."""
+    keys = {key for headers in everyone for key in headers}
     yield from sorted(keys, key=lambda key: (key[0], -1 if key[1] is None else key[1]))

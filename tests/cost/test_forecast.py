@@ -1,4 +1,4 @@
-"""The forecast against what a run really takes, where that does not depend on the machine."""
+"""The forecast against measured bytes, and its dependence on the model's size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.cost import forecast as module
-from ciuic_cli.cost.forecast import Text, disk_bytes, forecast, moment_bytes, peak_bytes, vocabulary_bytes
+from ciuic_cli.cost.forecast import TextSize, disk_bytes, forecast, moment_bytes, peak_bytes, vocabulary_bytes
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
 
@@ -25,10 +25,10 @@ def _map(folder: Path) -> ModelMap:
 
 
 @pytest.mark.parametrize("limit", [1 << 27, 1000])
-def test_the_statistics_take_what_was_forecast(
+def test_the_statistics_take_the_forecast_bytes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
 ) -> None:
-    monkeypatch.setattr(experts, "FULL_LIMIT", limit)
+    monkeypatch.setattr(experts, "FULL_MOMENTS_BYTES", limit)
     model_map = _map(tiny_checkpoint("deepseek_v3", **WIDE))
     batches = torch.randint(0, 256, (8, 64), generator=torch.Generator().manual_seed(0))
     collect_statistics(
@@ -49,22 +49,22 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(tiny_checkpoint:
         _map(tiny_checkpoint("deepseek_v3", num_hidden_layers=count, first_k_dense_replace=0, **WIDE))
         for count in (2, 6)
     )
-    text = Text(2, 1, 64)
+    text = TextSize(2, 1, 64)
     disk, peak = {}, {}
     for name, model_map in (("few", few), ("many", many)):
         matrices = weight_matrices(model_map.parameters.values())
         disk[name] = disk_bytes(model_map, matrices, text, model_map.stored_numel // 2)
-        peak[name] = peak_bytes(model_map, matrices, text, 0, halved=True)
+        peak[name] = peak_bytes(model_map, matrices, text, 0, bfloat16=True)
     assert disk["many"] > 2.4 * disk["few"]
     assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
-    monotone = [
+    forecasts = [
         forecast(m, text, L=12, ranks=True, budget=1, device=torch.device("cpu")) for m in (few, many)
     ]
-    assert monotone[1].seconds["encode"] > 1.5 * monotone[0].seconds["encode"]
+    assert forecasts[1].seconds["encode"] > 1.5 * forecasts[0].seconds["encode"]
 
 
 @pytest.mark.parametrize("effort", ["fast", "best"])
-def test_a_dry_run_says_what_a_run_will_take(
+def test_a_dry_run_reports_the_forecast(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, effort: str
 ) -> None:
     text = tmp_path / "text.txt"
@@ -83,6 +83,6 @@ def test_a_dry_run_says_what_a_run_will_take(
     assert any("of memory at its peak" in hint for hint in hints)
 
 
-def test_long_times_are_said_in_hours() -> None:
+def test_long_times_are_printed_in_hours() -> None:
     assert "2 h 05 min" in module.Forecast({"encode": 7500.0}, 10**9, 10**9).sentence()
     assert "take 1 min" in module.Forecast({"encode": 3.0}, 10**9, 10**9).sentence()

@@ -1,4 +1,4 @@
-"""What `ciuic bench` counts, its ratios, and what becomes of a measuring process that fails."""
+"""What `ciuic bench` measures, its ratios, and how a measuring process that fails is reported."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from tiny_checkpoints import TINY_CONFIGS
 
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.tables import show_bench
-from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.evaluation import bench as module
-from ciuic_cli.evaluation import bench_process as benching
+from ciuic_cli.evaluation import bench_process
 from ciuic_cli.evaluation.bench import bench
 from ciuic_cli.evaluation.bench_process import fitted, measure, storage_bytes
 
@@ -34,18 +33,8 @@ QUICK: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def artifact(
-    tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """The original and its artifact."""
-    original, out = tiny_checkpoint("llama"), tmp_path_factory.mktemp("artifact") / "out"
-    compress(original, out, ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast")
-    return original, out
-
-
 def stored_bytes(folder: Path) -> int:
-    """Bytes of the tensors in the file, without its header."""
+    """Bytes of the tensors in a model file, without its header."""
     with safe_open(folder / "model.safetensors", framework="pt") as file:
         tensors = [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -53,7 +42,7 @@ def stored_bytes(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def found(artifact: tuple[Path, Path]) -> tuple[dict[str, Any], list[tuple[str, int, int]]]:
-    """The result of a whole run in two processes of its own, and the progress it reported."""
+    """The result of a whole run, with a process for each model, and the progress that it reported."""
     steps: list[tuple[str, int, int]] = []
     original, out = artifact
     result = bench(out, base=original, **QUICK, progress=lambda *step: steps.append(step))
@@ -67,7 +56,7 @@ def test_each_model_is_measured_in_its_own_process(found: tuple[dict[str, Any], 
     for figures in (result["model"], result["base"]):
         assert figures["device"] == "cpu"
         assert figures["load_seconds"] > 0
-        # An interpreter with torch takes more; a process that had the other model's run would show its peak.
+        # The interpreter with torch alone takes more than 50 MB.
         assert 50e6 < figures["rss_bytes"] <= figures["peak_rss_bytes"]
         assert figures["rss_growth_bytes"] <= figures["peak_growth_bytes"] < figures["peak_rss_bytes"]
         for speed in (figures["prefill"], figures["decode"]):
@@ -94,7 +83,7 @@ def test_ratios_are_above_one_where_the_model_is_better(found: tuple[dict[str, A
     assert ratios["prefill"] == pytest.approx(model["prefill"]["mean"] / base["prefill"]["mean"])
 
 
-def test_an_original_without_room_is_known_by_its_files(
+def test_an_original_that_does_not_fit_is_described_by_its_files(
     artifact: tuple[Path, Path],
     found: tuple[dict[str, Any], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
@@ -110,12 +99,12 @@ def test_an_original_without_room_is_known_by_its_files(
         return measured(path, options, progress)
 
     monkeypatch.setattr(module, "_in_own_process", without_room)
-    said: list[str] = []
-    result = bench(out, base=original, **QUICK, hint=said.append)
-    for what in ("base", "ratios"):  # loaded, a model has buffers too
+    hints: list[str] = []
+    result = bench(out, base=original, **QUICK, hint=hints.append)
+    for what in ("base", "ratios"):  # a loaded model also has buffers
         expected = {name: whole[what][name] for name in ("file_bytes", "weight_bytes")}
         assert result[what] == pytest.approx(expected, rel=1e-3)
-    assert len(said) == 1 and said[0].startswith("the original was not measured: the weights take 9.0 GB")
+    assert len(hints) == 1 and hints[0].startswith("the original was not measured: the weights take 9.0 GB")
     show_bench(Console(), result, "out")
     rows = {line.split("│")[0].strip(): line for line in capsys.readouterr().out.splitlines()}
     assert "3.0" in rows["files"] and "tokens/s" in rows["decode, tokens/s"]
@@ -127,7 +116,7 @@ def test_speed_counts_all_tokens_of_the_batch_and_not_the_warm_up(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = iter([(100.0, 100.0), (0.5, 0.2), (0.25, 0.4)])
-    monkeypatch.setattr(benching, "_time_once", lambda *arguments: next(taken))
+    monkeypatch.setattr(bench_process, "_time_once", lambda *arguments: next(taken))
     figures = measure(str(tiny_checkpoint("llama")), **{**QUICK, "batch_size": 5})
     assert figures["prefill"]["mean"] == pytest.approx((5 * 24 / 0.5 + 5 * 24 / 0.25) / 2)
     assert figures["prefill"]["stdev"] == pytest.approx((5 * 24 / 0.25 - 5 * 24 / 0.5) / math.sqrt(2))
@@ -140,7 +129,7 @@ def test_one_repetition_has_no_deviation(tiny_checkpoint: Callable[..., Path]) -
 
 
 def test_every_step_reuses_the_cache(tiny_checkpoint: Callable[..., Path]) -> None:
-    """The prompt goes in once, then one token at a time: a forward pass without the cache would be longer."""
+    """The prompt goes in once, then one token at a time; without the cache the inputs would grow."""
     from ciuic_cli.evaluation.opening import open_model
 
     model = open_model(tiny_checkpoint("llama"), "cpu")
@@ -151,7 +140,7 @@ def test_every_step_reuses_the_cache(tiny_checkpoint: Callable[..., Path]) -> No
 
     model.register_forward_hook(note, with_kwargs=True)
     with torch.inference_mode():
-        benching._time_once(model, torch.zeros(2, 10, dtype=torch.long), 3, torch.device("cpu"))
+        bench_process._time_once(model, torch.zeros(2, 10, dtype=torch.long), 3, torch.device("cpu"))
     assert lengths == [(10, 10), (1, 11), (1, 12), (1, 13)]
 
 
@@ -167,12 +156,12 @@ def test_a_tied_head_is_counted_once(tiny_checkpoint: Callable[..., Path]) -> No
     assert figures["weight_bytes"] == stored_bytes(folder) + 2 * 6 * 4
 
 
-# --- what goes wrong in the measuring process
+# --- the measuring process
 
 
 @pytest.mark.slow
-def test_every_family_is_measured_in_a_process_that_knows_none(tiny_checkpoint: Callable[..., Path]) -> None:
-    """Some families' modelling files enter kinds of cache layers into transformers; here none is imported yet."""
+def test_every_family_is_measured_in_a_fresh_process(tiny_checkpoint: Callable[..., Path]) -> None:
+    """Some families' code registers kinds of cache layers in transformers; a fresh process has imported none of it."""
     code = (
         "import json, sys; from ciuic_cli.evaluation.bench_process import measure; "
         "options = json.loads(sys.argv[1]); "
@@ -211,7 +200,7 @@ def test_tokens_that_are_not_asked_for_fit_the_positions(
     assert fitted(*asked, positions) == settled
 
 
-def test_fewer_positions_than_usual_are_said_and_used(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_fewer_positions_than_the_defaults_need_give_a_hint(tiny_checkpoint: Callable[..., Path]) -> None:
     hints: list[str] = []
     options = {**QUICK, "repetitions": 1, "prompt_tokens": None, "new_tokens": None}
     found = bench(tiny_checkpoint("llama"), **options, hint=hints.append)
@@ -227,7 +216,7 @@ def test_errors_come_back_as_they_were_raised(tiny_checkpoint: Callable[..., Pat
 
 
 @pytest.mark.parametrize("family", sorted(TINY_CONFIGS))
-def test_the_bytes_of_the_tokens_are_no_more_than_what_the_cache_takes(
+def test_token_bytes_are_a_lower_bound_of_the_cache(
     tiny_checkpoint: Callable[..., Path], family: str
 ) -> None:
     from ciuic_cli.evaluation.opening import open_model
@@ -241,8 +230,8 @@ def test_the_bytes_of_the_tokens_are_no_more_than_what_the_cache_takes(
         tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None
     )
     config = model.config
-    rest = batch * (8 * prompt + 2 * (prompt * config.hidden_size + config.vocab_size))
-    counted = benching.token_bytes(config, prompt, 0, batch) - rest
+    other_bytes = batch * (8 * prompt + 2 * (prompt * config.hidden_size + config.vocab_size))
+    counted = bench_process.token_bytes(config, prompt, 0, batch) - other_bytes
     assert 0.5 * held <= counted <= held
 
 
@@ -250,8 +239,8 @@ def test_the_bytes_of_the_tokens_are_no_more_than_what_the_cache_takes(
 def test_tokens_that_do_not_fit_are_refused_before_anything_is_loaded(
     tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, absurd: dict[str, int]
 ) -> None:
-    monkeypatch.setattr(benching, "open_model", lambda *arguments: pytest.fail("it was loaded"))
-    monkeypatch.setattr(benching, "max_positions", lambda config: None)
+    monkeypatch.setattr(bench_process, "open_model", lambda *arguments: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(bench_process, "max_positions", lambda config: None)
     with pytest.raises(EnvironmentFault, match=r"take at least [0-9.e+]+ GB.* are free on cpu") as caught:
         measure(str(tiny_checkpoint("llama")), **{**QUICK, **absurd})
     assert caught.value.remedy == "use a smaller -p, -n or --batch-size"
@@ -267,7 +256,7 @@ def test_a_folder_that_is_no_model_is_an_input_error(tmp_path: Path) -> None:
     [
         ("echo out of room >&2; kill -9 $$", EnvironmentFault, "killed by signal 9: out of room"),
         ("echo ValueError: what >&2; exit 1", CiuicError, "failed with code 1: ValueError: what"),
-        ("exit 0", CiuicError, "failed with code 0: it said nothing"),
+        ("exit 0", CiuicError, "failed with code 0: it wrote nothing to stderr"),
     ],
     ids=["killed", "failed", "silent"],
 )
@@ -290,13 +279,13 @@ def test_what_a_library_prints_does_not_mix_with_the_answer(
         os.write(1, b"loading...\n")
         return {"weight_bytes": 3, **request["answer"]}
 
-    monkeypatch.setattr(benching, "measure", lambda progress, **request: chatty(**request))
+    monkeypatch.setattr(bench_process, "measure", lambda progress, **request: chatty(**request))
     kept = os.dup(1)
     try:
-        benching.main('{"answer": {"decode": 2}}')
+        bench_process.main('{"answer": {"decode": 2}}')
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-    said = capfd.readouterr()
-    assert said.out == '{"weight_bytes": 3, "decode": 2}\n'
-    assert "loading..." in said.err
+    captured = capfd.readouterr()
+    assert captured.out == '{"weight_bytes": 3, "decode": 2}\n'
+    assert "loading..." in captured.err

@@ -1,4 +1,4 @@
-"""The measured KL divergence against the whole model's."""
+"""The KL divergence measured layer by layer against that of the whole model in memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANGED = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize("tokens_at_a_time", [7, 24, 100])
-def test_kl_is_that_of_the_whole_model(
+def test_kl_equals_the_whole_models(
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Predictions part by part are those of the whole window, whatever a family does around its layers and its head."""
+"""Predictions in parts, in memory and layer by layer, equal those of the whole window for all families."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from tiny_checkpoints import TINY_CONFIGS, VOCABULARY
 
-import ciuic_cli.evaluation.perplexity as evaluating
 from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.evaluation import perplexity
 from ciuic_cli.evaluation.logits import loaded, streamed
 from ciuic_cli.evaluation.opening import expected_bytes, open_model
 from ciuic_cli.evaluation.perplexity import evaluate
@@ -32,7 +32,7 @@ CONFIG = Path("config.json")
 @pytest.mark.parametrize("family", TINY_CONFIGS)
 def test_parts_make_up_the_whole(tiny_checkpoint: Callable[..., Path], family: str) -> None:
     model = open_model(tiny_checkpoint(family), "cpu", torch.float32)
-    model.config.final_logit_softcapping = 2.0  # of what follows the head; only gemma3's has it
+    model.config.final_logit_softcapping = 2.0  # applied after the head; only gemma3 uses it
     with torch.inference_mode():
         whole = model(input_ids=WINDOW[None], use_cache=False).logits[0, :-1]
         parts = list(loaded(model, [WINDOW], CONFIG)(0))
@@ -43,7 +43,7 @@ def test_parts_make_up_the_whole(tiny_checkpoint: Callable[..., Path], family: s
 
 
 @pytest.mark.usefixtures("_sixteen_tokens_at_a_time")
-def test_a_body_that_was_wrapped_stays_so(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_wrapped_body_stays_wrapped(tiny_checkpoint: Callable[..., Path]) -> None:
     model = open_model(tiny_checkpoint("llama"), "cpu", torch.float32)
     inner, calls = model.model.forward, []
 
@@ -64,10 +64,7 @@ def test_a_checkpoint_layer_by_layer_predicts_the_same(
     tiny_checkpoint: Callable[..., Path], family: str
 ) -> None:
     folder, device = tiny_checkpoint(family), torch.device("cpu")
-    windows = [
-        WINDOW,
-        WINDOW[:33],
-    ]  # the last part of the second is that of its last token, which predicts nothing
+    windows = [WINDOW, WINDOW[:33]]  # the second ends with a part of one token, which predicts nothing
     model = open_model(folder, "cpu", torch.float32)
     steps: list[tuple[str, int, int]] = []
     with (
@@ -81,34 +78,34 @@ def test_a_checkpoint_layer_by_layer_predicts_the_same(
     assert steps[-1] == ("layers", len(steps), len(steps))
 
 
-def _figures(found: dict[str, Any]) -> dict[str, float]:
+def _numbers(found: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in found.items() if isinstance(value, float)}
 
 
-def test_figures_are_those_of_whole_windows(
+def test_metrics_in_parts_equal_those_of_whole_windows(
     tiny_checkpoint: Callable[..., Path], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
     whole = evaluate(one, base=other, text=text, seqlen=64, device="cpu")
     monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 20 * 4 * VOCABULARY)
     found = evaluate(one, base=other, text=text, seqlen=64, device="cpu")
-    assert _figures(found) == pytest.approx(_figures(whole), rel=1e-5)
+    assert _numbers(found) == pytest.approx(_numbers(whole), rel=1e-5)
 
 
-def test_what_does_not_fit_runs_layer_by_layer(
+def test_a_checkpoint_that_does_not_fit_runs_layer_by_layer(
     tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The artifact fits, its original and another checkpoint do not."""
+    """The artifact fits; its original does not, as base and as model."""
     original, out = tiny_checkpoint("deepseek_v3"), tmp_path / "out"
     compress(original, out, ratio=2.5, calibration=text, nsamples=4, seqlen=64, effort="fast")
     options = {"text": text, "seqlen": 64, "limit": 4, "device": "cpu"}
     expected = evaluate(out, base=original, **options), evaluate(original, **options)
-    monkeypatch.setattr(evaluating, "free_memory", lambda place: 2 * expected_bytes(out, None))
+    monkeypatch.setattr(perplexity, "free_memory", lambda place: 2 * expected_bytes(out, None))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    said: list[str] = []
-    found = evaluate(out, base=original, **options, hint=said.append), evaluate(original, **options)
+    hints: list[str] = []
+    found = evaluate(out, base=original, **options, hint=hints.append), evaluate(original, **options)
     for one, other in zip(found, expected, strict=True):
-        assert _figures(one) == pytest.approx(_figures(other), rel=1e-4)
+        assert _numbers(one) == pytest.approx(_numbers(other), rel=1e-4)
         assert one["dtype"] == other["dtype"] == "float32"
-    assert [str(original) in line and "layer by layer" in line for line in said] == [True]
+    assert [str(original) in line and "layer by layer" in line for line in hints] == [True]
     assert [file.name for file in tmp_path.iterdir()] == ["out"]

@@ -34,7 +34,7 @@ from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.cli.app import app
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.cost import forecast as forecasting
-from ciuic_cli.cost.forecast import Text, disk_bytes
+from ciuic_cli.cost.forecast import TextSize, disk_bytes
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.report.inspection import describe
 from ciuic_cli.report.schema import MemoryReport
@@ -289,7 +289,7 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     dropped = map_model(open_checkpoint(predicting("deepseek_v3_fp8")))
     maps = (dropped, keep_mtp(dropped))
     mtp = [matrix for matrix in weight_matrices(maps[1].parameters.values()) if matrix.role in MTP_ROLES]
-    text, budgets = Text(2, 1, 64), (10**6, 2 * 10**6)
+    text, budgets = TextSize(2, 1, 64), (10**6, 2 * 10**6)
     disk = [
         disk_bytes(m, weight_matrices(m.parameters.values()), text, budget)
         for m, budget in zip(maps, budgets, strict=True)

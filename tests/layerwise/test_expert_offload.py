@@ -1,4 +1,4 @@
-"""Experts that are brought to the product: the same numbers, and no copy that stays."""
+"""Experts that stay in their own dtype: the same products and gradients, and no copy kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class Experts(nn.Module):
         return sum((nn.functional.linear(x, self.stack[e]) for e in torch.tensor([0, 2])), torch.zeros(()))
 
 
-def _both(module: Experts, x: torch.Tensor, dense: Experts, autocast: bool) -> list[tuple[torch.Tensor, ...]]:
+def _offloaded_and_plain(
+    module: Experts, x: torch.Tensor, dense: Experts, autocast: bool
+) -> list[tuple[torch.Tensor, ...]]:
     found = []
-    for model, brought in ((module, True), (dense, False)):
+    for model, is_offloaded in ((module, True), (dense, False)):
         leaf = x.clone().requires_grad_(True)
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            if brought:
+            if is_offloaded:
                 with ExpertsOnUse(model):
                     y = model(leaf)
             else:
@@ -42,15 +44,15 @@ def _both(module: Experts, x: torch.Tensor, dense: Experts, autocast: bool) -> l
 def test_products_and_gradients_are_those_of_a_float32_stack(dtype: torch.dtype, autocast: bool) -> None:
     module, dense = Experts(dtype), Experts(dtype)
     dense.stack = nn.Parameter(dense.stack.float(), requires_grad=False)
-    (y, gradient), (expected, by_autograd) = _both(module, torch.randn(5, 12), dense, autocast)
+    (y, gradient), (expected, by_autograd) = _offloaded_and_plain(module, torch.randn(5, 12), dense, autocast)
     assert y.dtype == expected.dtype and torch.equal(y, expected)
     assert gradient.dtype == torch.float32 and torch.equal(gradient, by_autograd)
 
 
-def test_nothing_of_an_experts_size_is_kept_for_the_backward_pass() -> None:
+def test_no_expert_is_kept_for_the_backward_pass() -> None:
     module, kept = Experts(torch.bfloat16), []
     with torch.autograd.graph.saved_tensors_hooks(
-        lambda tensor: kept.append(tensor.shape), lambda none: none
+        lambda tensor: kept.append(tensor.shape), lambda unused: unused
     ):
         x = torch.randn(5, 12, requires_grad=True)
         with ExpertsOnUse(module), torch.autocast("cpu", torch.bfloat16):
@@ -58,6 +60,6 @@ def test_nothing_of_an_experts_size_is_kept_for_the_backward_pass() -> None:
     assert torch.Size((8, 12)) not in kept and torch.Size((12, 12)) in kept
 
 
-def test_outside_of_it_other_dtypes_are_an_error() -> None:
+def test_other_dtypes_are_an_error_without_it() -> None:
     with pytest.raises(RuntimeError):
         Experts(torch.bfloat16)(torch.randn(5, 12))

@@ -16,7 +16,7 @@ from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import cholesky, solve_lower, solve_transposed
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.process.threads import one_thread, parallel_map
-from ciuic_cli.statistics.moments import symmetric_product
+from ciuic_cli.statistics.symmetric_product import symmetric_product
 
 SIZE = 700
 

@@ -77,7 +77,7 @@ def test_sums_have_the_bits_of_sequential_sums(chunks: int, size: int) -> None:
     for key, found in expected.items():
         assert torch.equal(totals[key].inputs, found.inputs), key
         assert torch.equal(totals[key].outputs, found.outputs), key
-        assert totals[key].numbers == found.numbers
+        assert totals[key].scalars == found.scalars
 
 
 def test_every_item_is_taken_once() -> None:

@@ -1,4 +1,4 @@
-"""Recovery: its gradients against those of the whole model, what it keeps, and what becomes of row scales."""
+"""Recovery: gradients against the whole model's, check points and resuming, stored factors, text of the steps."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from ciuic_cli.layerwise import layer_stream
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.passes.rounding import round_without_feedback
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.recovery import tuning as recovery
-from ciuic_cli.recovery.row_factors import Factors, tunable, with_row_factors
-from ciuic_cli.recovery.tuning import CHECKS, SEQUENCES, Recovery, Result, learning_rate
+from ciuic_cli.recovery import tuning
+from ciuic_cli.recovery.row_factors import Factors, tunable_shapes, with_row_factors
+from ciuic_cli.recovery.schedule import FULL_RATE_KL, PEAK_LEARNING_RATE, WARM_UP_STEPS, learning_rate
+from ciuic_cli.recovery.tuning import CHECKS, STEP_SEQUENCES, Recovery, RecoveryResult
 from ciuic_cli.report.json_form import to_plain
 from ciuic_cli.report.schema import MemoryReport, RecoveryPass
 
@@ -44,12 +45,12 @@ BITS = 3
 @pytest.fixture(autouse=True)
 def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 20 tokens go through the head in three parts; the references take them whole."""
-    monkeypatch.setattr(recovery, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(tuning, "compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 8 * 4 * 256)
 
 
 class Rounded:
-    """A model whose matrices are all rounded at a few bits."""
+    """A model whose matrices are all rounded to `BITS`."""
 
     def __init__(self, folder: Path) -> None:
         self.map: ModelMap = map_model(open_checkpoint(folder))
@@ -72,7 +73,7 @@ class Rounded:
 
 def _text(steps: int, length: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, 250, (SEQUENCES * steps, length), generator=generator)
+    return torch.randint(0, 250, (STEP_SEQUENCES * steps, length), generator=generator)
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -87,7 +88,7 @@ def _measures(values: list[float]) -> Callable[[Factors], float]:
 def _loss_and_gradients(
     rounded: Rounded, folder: Path, text: torch.Tensor, at: Factors
 ) -> tuple[float, dict[Key, torch.Tensor]]:
-    """KL of the rounded model with these factors, and gradients of what is tuned, by autograd through all of it."""
+    """KL of the rounded model with these factors, and the factors' gradients by autograd through the whole model."""
     original = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     ).eval()
@@ -115,15 +116,15 @@ def _loss_and_gradients(
         p = original(input_ids=text).logits.log_softmax(-1)
     q = functional_call(original, weights, kwargs={"input_ids": text}).logits.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
-    (2 * (kl + recovery.FLOOR).sqrt()).mean().backward()
+    (2 * (kl + tuning.KL_FLOOR).sqrt()).mean().backward()
     return float(kl.detach().mean()), {
         key: factor.grad for key, factor in factors.items() if factor.grad is not None
     }
 
 
-def _near_one(rounded: Rounded) -> dict[Key, torch.Tensor]:
+def _random_factors(rounded: Rounded) -> dict[Key, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    shapes = tunable(rounded.map, rounded.coded)
+    shapes = tunable_shapes(rounded.map, rounded.coded)
     return {key: 1 + 0.2 * torch.rand(shape, generator=generator) for key, shape in shapes.items()}
 
 
@@ -133,31 +134,31 @@ def _near_one(rounded: Rounded) -> dict[Key, torch.Tensor]:
 def test_gradients_are_those_of_the_whole_model(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
-    """Of row factors, biases left out, experts' and norms' too; one sequence after the other gives the same."""
+    """For rows (without biases), experts and norms; the streams run one sequence after the other."""
     folder, text = tiny_checkpoint(family), _text(1)
     rounded = Rounded(folder)
-    factors = _near_one(rounded)
+    factors = _random_factors(rounded)
     _, expected = _loss_and_gradients(rounded, folder, text, factors)
     tuned = rounded.recovery(text, tmp_path)
     for key, factor in factors.items():
         tuned._factors[key].data.copy_(factor)
     found: dict[Key, torch.Tensor] = {}
 
-    def instead(*args: Any, **kwargs: Any) -> None:
+    def note_gradients(*args: Any, **kwargs: Any) -> None:
         found.update({key: value.grad for key, value in tuned._factors.items() if value.grad is not None})
 
-    monkeypatch.setattr(tuned._optimizer, "step", instead)
+    monkeypatch.setattr(tuned._optimizer, "step", note_gradients)
     tuned.run(lambda factors: 1.0, lambda state: None, _silent)
     assert found.keys() == expected.keys() and any(len(value) > 1 for value in found.values())
     for key, gradient in expected.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-3 * scale + 1e-9, msg=str(key))
     left = [path.name for path in tmp_path.rglob("*") if path.is_file()]
-    assert not left, "files of a step that is over"
+    assert not left, "files of a finished step"
 
 
-def test_kl_falls_on_the_text_that_is_tuned_on(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Each step sees the same sequences: plain descent, which must go down by a good part."""
+def test_kl_falls_on_the_text_of_the_steps(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """With the same sequences in each step this is plain descent, which must lower KL clearly."""
     folder = tiny_checkpoint("deepseek_v3")
     rounded, same = Rounded(folder), _text(1)
     tuned = rounded.recovery(same.repeat(40, 1), tmp_path)
@@ -170,10 +171,10 @@ def test_kl_falls_on_the_text_that_is_tuned_on(tiny_checkpoint: Callable[..., Pa
     assert after < 0.85 * before
 
 
-def test_where_gradients_are_not_finite_nothing_is_kept(
+def test_no_step_is_made_with_gradients_that_are_not_finite(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "root_gradient", lambda logits, p: torch.full_like(logits, torch.nan))
+    monkeypatch.setattr(tuning, "root_kl_gradient", lambda logits, p: torch.full_like(logits, torch.nan))
     tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
     result = tuned.run(_measures([1.0]), lambda state: None, _silent)
     assert (result.factors, result.steps, result.kl_after) == ({}, 0, 1.0)
@@ -182,7 +183,7 @@ def test_where_gradients_are_not_finite_nothing_is_kept(
 def test_with_nothing_to_tune_there_are_no_steps(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recovery, "tunable", lambda model_map, coded: {})
+    monkeypatch.setattr(tuning, "tunable_shapes", lambda model_map, coded: {})
     tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
     assert tuned.run(_measures([1.0]), lambda state: None, _silent).steps == 0
 
@@ -196,7 +197,7 @@ def test_with_nothing_to_tune_there_are_no_steps(
         ([1.0, 1.1, 1.0, 1.1, 1.05], 8, False),
     ],
 )
-def test_it_stops_where_kl_rises_and_keeps_what_was_best(
+def test_it_stops_after_two_rises_and_returns_the_best_factors(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, values: list[float], steps: int, kept: bool
 ) -> None:
     rounded = Rounded(tiny_checkpoint("llama_tied"))
@@ -215,7 +216,9 @@ def test_it_stops_where_kl_rises_and_keeps_what_was_best(
     assert all(torch.equal(result.factors[key], best[key]) for key in best)
 
 
-def test_what_was_saved_is_gone_on_from(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_saved_state_leads_to_the_same_factors(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     rounded, text = Rounded(tiny_checkpoint("deepseek_v3")), _text(CHECKS)
     states: list[bytes] = []
 
@@ -234,13 +237,13 @@ def test_what_was_saved_is_gone_on_from(tiny_checkpoint: Callable[..., Path], tm
 
 
 @pytest.mark.parametrize("size", [2, 3, 5])
-def test_any_number_of_workers_tunes_alike(
+def test_any_number_of_workers_gives_the_same_factors(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, size: int
 ) -> None:
-    """Five are more than a step has sequences."""
+    """Five workers are more than a step has sequences."""
     rounded, text, meeting = Rounded(tiny_checkpoint("deepseek_v3")), _text(2), Meeting(size)
 
-    def work(rank: int, workers: Workers) -> Result:
+    def work(rank: int, workers: Workers) -> RecoveryResult:
         tuned = rounded.recovery(text, tmp_path / str(workers.size) / str(rank), workers=workers)
         return tuned.run(_measures([3, 2, 1]), lambda state: None, _silent)
 
@@ -254,12 +257,12 @@ def test_any_number_of_workers_tunes_alike(
 
 def test_the_learning_rate_rises_and_falls() -> None:
     rates = [learning_rate(step, 60, 0.2) for step in range(60)]
-    assert rates.index(max(rates)) == recovery.WARM_UP - 1
-    assert rates[0] < 0.25 * recovery.LEARNING_RATE and rates[-1] < 0.01 * recovery.LEARNING_RATE
+    assert rates.index(max(rates)) == WARM_UP_STEPS - 1
+    assert rates[0] < 0.25 * PEAK_LEARNING_RATE and rates[-1] < 0.01 * PEAK_LEARNING_RATE
 
 
-def test_the_less_was_lost_the_smaller_the_steps() -> None:
-    rates = [learning_rate(9, 60, kl) for kl in (1.0, recovery.USUAL_KL, recovery.USUAL_KL / 4, -1e-9)]
+def test_the_peak_rate_falls_with_the_root_of_the_kl() -> None:
+    rates = [learning_rate(9, 60, kl) for kl in (1.0, FULL_RATE_KL, FULL_RATE_KL / 4, -1e-9)]
     assert rates == pytest.approx([rates[0], rates[0], rates[0] / 2, 0.0])
 
 
@@ -283,8 +286,8 @@ def test_rows_without_codes_do_not_make_steps_coarser() -> None:
     weight[:16] *= 1e-4
     whole = round_without_feedback(weight, 4, L=12)
     base, codes = encode_scales(whole.header.scales[:48])
-    gone = stored_bits([0, 4, 4])
-    header = replace(whole.header, base=base, row_scale=codes, row_bits=gone)
+    row_bits = stored_bits([0, 4, 4])
+    header = replace(whole.header, base=base, row_scale=codes, row_bits=row_bits)
     packed = PackedMatrix(header, whole.codes[len(whole.codes) // 3 :])
     found = with_row_factors(packed, torch.full((48,), 1.01))
     assert found.header.scale_steps > 100
@@ -292,22 +295,22 @@ def test_rows_without_codes_do_not_make_steps_coarser() -> None:
     assert float((ratio / 1.01).log2().abs().max()) <= 0.51 / found.header.scale_steps
 
 
-def test_what_cannot_have_factors_is_left_alone(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_matrices_that_cannot_have_factors_are_left_out(tiny_checkpoint: Callable[..., Path]) -> None:
     rounded = Rounded(tiny_checkpoint("llama_tied"))
-    usual = tunable(rounded.map, rounded.coded)
+    shapes = tunable_shapes(rounded.map, rounded.coded)
     key = ("model.layers.0.mlp.up_proj.weight", None)
-    assert key in usual and not any("embed" in name for name, _ in usual)
+    assert key in shapes and not any("embed" in name for name, _ in shapes)
     weight = decode_dense(rounded.matrices[key])
     weight[3] *= 1e-4
     rounded.matrices[key] = round_without_feedback(weight, 4, L=12)
-    assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key}
+    assert shapes.keys() - tunable_shapes(rounded.map, rounded.coded).keys() == {key}
     other = ("model.layers.1.mlp.up_proj.weight", None)
     part = (
         round_without_feedback(weight[:16], 4, L=12),
         round_without_feedback(torch.randn(16, len(weight)), 4, L=12),
     )
     rounded.matrices[other] = replace(rounded.matrices[other], lowrank=part)
-    assert usual.keys() - tunable(rounded.map, rounded.coded).keys() == {key, other}
+    assert shapes.keys() - tunable_shapes(rounded.map, rounded.coded).keys() == {key, other}
 
 
 TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. "
@@ -315,7 +318,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen
 
 @pytest.fixture
 def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., MemoryReport]:
-    """compress() with effort best, a small window, and a few steps of recovery."""
+    """compress() with effort best, short sequences, and a few recovery steps."""
     monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, 6, CHECKS))
     words = TEXT.split()
     random = np.random.default_rng(0)
@@ -334,12 +337,12 @@ def _weights(out: Path) -> bytes:
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "deepseek_v3"])
-def test_best_says_what_it_gained_and_a_killed_run_ends_in_the_same_bytes(
+def test_best_reports_its_gain_and_a_killed_run_ends_in_the_same_bytes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, best: Callable[..., MemoryReport], family: str
 ) -> None:
     source, out = tiny_checkpoint(family), tmp_path / "out"
     report = best(source, tmp_path / "whole")
-    (entry,) = [step for step in report.passes if isinstance(step, RecoveryPass)]
+    (entry,) = [entry for entry in report.passes if isinstance(entry, RecoveryPass)]
     assert entry.kl_after <= entry.kl_before
     assert report.measured_kl == pytest.approx(entry.kl_after, rel=1e-6)
     assert report.artifact_bytes <= report.budget_bytes
@@ -354,14 +357,14 @@ def test_best_says_what_it_gained_and_a_killed_run_ends_in_the_same_bytes(
         best(source, out, progress=interrupt)
     steps: list[int] = []
     best(source, out, progress=lambda what, done, total: steps.append(done) if what == "recovery" else None)
-    assert steps and steps[0] > 1, "it began anew"
+    assert steps and steps[0] > 1, "it started again from the first step"
     assert _weights(out) == _weights(tmp_path / "whole")
-    said = json.loads((out / "memory_report.json").read_text())["passes"]
-    assert [to_plain(entry)] == [other for other in said if other["name"] == "recovery"]
+    passes = json.loads((out / "memory_report.json").read_text())["passes"]
+    assert [to_plain(entry)] == [other for other in passes if other["name"] == "recovery"]
 
 
 def _task(monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps: int) -> Task:
-    """A task with numbered sequences, at an effort level of so many calibration sequences and recovery steps."""
+    """A task with numbered sequences and an effort level with this many calibration sequences and recovery steps."""
     monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, nsamples, steps))
     settings = options.CompressOptions(effort="best")
     batches = torch.arange(sequences)[:, None].expand(-1, 3)
@@ -371,18 +374,18 @@ def _task(monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps:
 @pytest.mark.parametrize(
     ("sequences", "nsamples", "steps"), [(368, 128, 60), (200, 128, 60), (40, 128, 60), (17, 5, 2)]
 )
-def test_what_is_held_out_is_not_tuned_on(
+def test_held_out_sequences_are_not_tuned_on(
     monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps: int
 ) -> None:
     task = _task(monkeypatch, sequences, nsamples, steps)
     held_out, seen = set(task.held_out[:, 0].tolist()), set(task.calibration[:, 0].tolist())
     tuned = task.recovery[:, 0].tolist()
     fresh = set(range(sequences)) - held_out - seen
-    assert len(tuned) == SEQUENCES * steps and held_out.isdisjoint(tuned) and held_out.isdisjoint(seen)
+    assert len(tuned) == STEP_SEQUENCES * steps and held_out.isdisjoint(tuned) and held_out.isdisjoint(seen)
     assert len(held_out | seen) == min(nsamples, sequences)
     first = tuned[: len(fresh)]
     assert set(first) <= fresh and len(set(first)) == len(first), (
-        "what the statistics have not seen comes first"
+        "sequences that the statistics have not seen come first"
     )
     if len(tuned) >= sequences:
         assert set(tuned) == fresh | seen
@@ -390,6 +393,6 @@ def test_what_is_held_out_is_not_tuned_on(
     assert tuned != sorted(tuned)
 
 
-def test_without_recovery_the_text_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_recovery_steps_there_is_no_recovery_text(monkeypatch: pytest.MonkeyPatch) -> None:
     task = _task(monkeypatch, 64, 64, 0)
     assert len(task.held_out) == 4 and len(task.calibration) == 60 and len(task.recovery) == 0

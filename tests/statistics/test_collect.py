@@ -1,4 +1,4 @@
-"""Statistics of the layer-by-layer sweeps against a plain backward pass through the whole model."""
+"""Statistics of the layer-by-layer sweeps against a backward pass through the whole model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise import layer_stream
 from ciuic_cli.statistics import collect, moments
 from ciuic_cli.statistics.collect import collect_statistics
+from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
+from ciuic_cli.statistics.head_fisher import sampled_gradient, sequence_seed
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -45,7 +47,7 @@ def _batches(sequences: int = 3, length: int = 24) -> torch.Tensor:
 
 
 def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """H and G of one linear from a full forward and backward pass, the same gradients drawn."""
+    """H and G of one linear from a full forward and backward pass, with the same sampled labels."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     module = model.get_submodule(name.removesuffix(".weight"))
     x_parts, g_parts = [], []
@@ -53,9 +55,9 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach()))
     generator = torch.Generator()
     for number, row in enumerate(batches):
-        generator.manual_seed(collect.sequence_seed(0, number))
+        generator.manual_seed(sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
-        logits.backward(collect._gradient(logits.detach().softmax(-1), generator))
+        logits.backward(sampled_gradient(logits.detach().softmax(-1), generator))
     return _moments(
         [part.reshape(-1, part.shape[-1]) for part in x_parts],
         [part.reshape(-1, part.shape[-1]) for part in g_parts],
@@ -65,10 +67,12 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
 def _sums(
     inputs: list[torch.Tensor], gradients: list[torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-    """Sums of H and G from the inputs and gradients (t, ·) of sequences: those of whole sequences' and of single
-    tokens' gradients of the weight, mixed as `MEETING` says, each token's g xᵀ over the root of its norm; and the
-    losses of the tokens without and with that root."""
-    share = moments.MEETING
+    """Sums for H and G from the inputs and gradients (t, ·) of sequences, and the losses without and with weights.
+
+    The sums are second moments of the weight's gradients of whole sequences and of single tokens, mixed by
+    `PAIR_WEIGHT`; each token's g xᵀ is divided by the root of its norm.
+    """
+    share = moments.PAIR_WEIGHT
     norms = [
         x.norm(dim=1, keepdim=True) * g.norm(dim=1, keepdim=True)
         for x, g in zip(inputs, gradients, strict=True)
@@ -78,22 +82,23 @@ def _sums(
     x, g, norm = torch.cat(inputs), torch.cat(gradients), torch.cat(norms)
     g2, x2 = g.square().sum(1, keepdim=True), x.square().sum(1, keepdim=True)
     h = share * torch.einsum("smi,smj->ij", weight_gradients, weight_gradients) + (1 - share) * (x * g2).T @ x
-    k = share * torch.einsum("sin,sjn->ij", weight_gradients, weight_gradients) + (1 - share) * (g * x2).T @ g
-    return h, k, float(norm.square().sum()), float(norm.sum())
+    pairs = share * torch.einsum("sin,sjn->ij", weight_gradients, weight_gradients)
+    g_sum = pairs + (1 - share) * (g * x2).T @ g
+    return h, g_sum, float(norm.square().sum()), float(norm.sum())
 
 
 def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """H and G of those sums, per token."""
-    h, k, loss, counted = _sums(inputs, gradients)
-    return h / h.trace(), k * (loss / counted) / sum(len(x) for x in inputs)
+    """H with unit trace, and G per token."""
+    h, g, loss, weighted_loss = _sums(inputs, gradients)
+    return h / h.trace(), g * (loss / weighted_loss) / sum(len(x) for x in inputs)
 
 
-def test_drawn_gradients_have_the_fisher_information_of_the_prediction() -> None:
+def test_gradients_of_sampled_labels_have_the_fisher_information_of_the_prediction() -> None:
     probability = torch.tensor([0.6, 0.0, 0.3, 0.08, 0.02])
-    drawn = collect._gradient(probability.expand(100_000, 5), torch.Generator().manual_seed(0))
+    sampled = sampled_gradient(probability.expand(100_000, 5), torch.Generator().manual_seed(0))
     expected = probability.diag() - probability.outer(probability)
-    torch.testing.assert_close(drawn.T @ drawn / len(drawn), expected, rtol=0, atol=4e-3)
-    assert float(drawn.sum(1).abs().max()) < 1e-5  # a shift of all logits changes no prediction
+    torch.testing.assert_close(sampled.T @ sampled / len(sampled), expected, rtol=0, atol=4e-3)
+    assert float(sampled.sum(1).abs().max()) < 1e-5  # shifting all logits changes no prediction
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_moments_equal_a_full_backward_pass(
     name: str,
     share: float,
 ) -> None:
-    monkeypatch.setattr(moments, "MEETING", share)
+    monkeypatch.setattr(moments, "PAIR_WEIGHT", share)
     checkpoint = tiny_checkpoint(family)
     statistics = _collect(checkpoint, tmp_path / "s", _batches())
     h, g = _reference(checkpoint, _batches(), name)
@@ -137,16 +142,16 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach().flatten(0, -3)))
     generator = torch.Generator()
     for number, row in enumerate(_batches()):
-        generator.manual_seed(collect.sequence_seed(0, number))
+        generator.manual_seed(sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
-        logits.backward(collect._gradient(logits.detach().softmax(-1), generator))
+        logits.backward(sampled_gradient(logits.detach().softmax(-1), generator))
     # (tokens, groups, n) and (tokens, groups, m / groups) of each sequence
     count = x_parts[0].shape[1]
     groups = [_sums([x[:, i] for x in x_parts], [g[:, i] for g in g_parts]) for i in range(count)]
-    hs, ks, losses, counted = zip(*groups, strict=True)
+    hs, gs, losses, weighted_losses = zip(*groups, strict=True)
     h = sum(hs) / sum(h.trace() for h in hs)
-    scale = sum(losses) / sum(counted) / sum(len(x) for x in x_parts)
-    blocks = [k * scale for k in ks]
+    scale = sum(losses) / sum(weighted_losses) / sum(len(x) for x in x_parts)
+    blocks = [g * scale for g in gs]
     found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
     assert found_h is not None and found_g is not None
     torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-4 * float(h.abs().max()))
@@ -154,7 +159,7 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
     torch.testing.assert_close(found_g, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
-def test_what_no_gradient_reaches_is_not_covered(
+def test_only_matrices_without_gradients_are_not_covered(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     checkpoint = tiny_checkpoint("deepseek_v32")
@@ -166,7 +171,7 @@ def test_what_no_gradient_reaches_is_not_covered(
     assert uncovered == {"indexer"}
 
 
-def test_chunks_do_not_matter(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_size_of_chunks_does_not_matter(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("llama")
     one = _collect(checkpoint, tmp_path / "one", _batches(5), chunk=1)
     all_ = _collect(checkpoint, tmp_path / "all", _batches(5), chunk=5)
@@ -176,10 +181,10 @@ def test_chunks_do_not_matter(tiny_checkpoint: Callable[..., Path], tmp_path: Pa
         torch.testing.assert_close(left, right, rtol=1e-3, atol=1e-5 * float(left.abs().max()))
 
 
-def test_a_router_that_looks_tokens_up_gets_those_of_its_chunk(
+def test_a_router_with_a_table_of_tokens_gets_the_tokens_of_its_chunk(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """DeepSeek-V4's first layers choose experts by a table from tokens: it must see each chunk's own."""
+    """DeepSeek-V4's first layers choose experts by a table of tokens, so the tokens are arguments of the layer."""
     checkpoint = tiny_checkpoint("deepseek_v4")
     one = _collect(checkpoint, tmp_path / "one", _batches(6), chunk=2)
     all_ = _collect(checkpoint, tmp_path / "all", _batches(6), chunk=6)
@@ -212,17 +217,19 @@ def test_every_expert_has_statistics(tiny_checkpoint: Callable[..., Path], tmp_p
 
 
 def _embedding_gradient(checkpoint: Path, number: int) -> torch.Tensor:
-    """Of the embedding (vocabulary, n), for one sequence, from a plain backward pass."""
+    """The embedding's gradient (vocabulary, n) for one sequence, from a backward pass through the whole model."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    generator = torch.Generator().manual_seed(collect.sequence_seed(0, number))
+    generator = torch.Generator().manual_seed(sequence_seed(0, number))
     logits = model(input_ids=_batches()[number][None]).logits[0]
-    logits.backward(collect._gradient(logits.detach().softmax(-1), generator))
+    logits.backward(sampled_gradient(logits.detach().softmax(-1), generator))
     gradient = model.get_input_embeddings().weight.grad
     assert gradient is not None
     return gradient
 
 
-def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+def test_the_heads_diagonal_is_the_exact_expectation(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
     checkpoint = tiny_checkpoint("llama")
     statistics = _collect(checkpoint, tmp_path / "s", _batches())
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -246,17 +253,17 @@ def test_head_diagonal_is_the_exact_expectation(tiny_checkpoint: Callable[..., P
     torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=1e-3, atol=1e-6)
 
 
-def test_a_vocabularys_sums_exist_twice_at_most(
+def test_at_most_two_copies_of_a_vocabularys_sums_exist(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one segment of the text and of those before it: they are as large as the embedding."""
+    """The sums of one segment of the text, and of all before it; each is as large as the embedding."""
     made: list[weakref.ref[torch.Tensor]] = []
-    others: list[int] = []
+    alive: list[int] = []
     zeros, vocabulary = torch.zeros, (VOCABULARY, 48)
 
     def counted(*shape: int, **options: Any) -> torch.Tensor:
         if shape == vocabulary:
-            others.append(sum(each() is not None for each in made))
+            alive.append(sum(each() is not None for each in made))
         found = zeros(*shape, **options)
         if shape == vocabulary:
             made.append(weakref.ref(found))
@@ -264,13 +271,13 @@ def test_a_vocabularys_sums_exist_twice_at_most(
 
     monkeypatch.setattr(torch, "zeros", counted)
     _collect(tiny_checkpoint("llama"), tmp_path / "out", _batches(), chunk=1)
-    assert others == [0, 1, 1]
+    assert alive == [0, 1, 1]
 
 
-def test_what_follows_the_head_is_part_of_what_its_errors_cost(
+def test_the_heads_fisher_includes_a_soft_cap_of_the_logits(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Logits in a soft cap: c tanh(o / c) has the slope 1 - (l / c)²."""
+    """The soft cap l = c tanh(o / c) of the head's output o has the slope 1 - (l / c)²."""
     cap = 0.5
     checkpoint = tiny_checkpoint("gemma3", final_logit_softcapping=cap)
     statistics = _collect(checkpoint, tmp_path / "s", _batches())
@@ -287,45 +294,47 @@ def test_what_follows_the_head_is_part_of_what_its_errors_cost(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v4"])
-def test_an_embeddings_gradients_add_up_over_a_tokens_places(
+def test_an_embedding_rows_gradients_add_up_over_its_occurrences(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
-    """Gemma multiplies the rows by a factor on their way, DeepSeek-V4 copies them into several streams."""
+    """Gemma multiplies the rows by a factor; DeepSeek-V4 copies them into several residual streams."""
     checkpoint = tiny_checkpoint(family, tie_word_embeddings=False)
     use = _collect(checkpoint, tmp_path / "s", _batches()).embedding_use("model.embed_tokens.weight")
     assert use is not None
     sequences = [_embedding_gradient(checkpoint, number) for number in range(len(_batches()))]
-    together = torch.stack(sequences)  # (sequences, vocabulary, n)
-    root = together.norm(dim=2, keepdim=True).clamp_min(1e-30).sqrt()
-    moment = torch.einsum("svn,svm->nm", together / root, together / root)
+    token_sums = torch.stack(sequences)  # (sequences, vocabulary, n)
+    root = token_sums.norm(dim=2, keepdim=True).clamp_min(1e-30).sqrt()
+    moment = torch.einsum("svn,svm->nm", token_sums / root, token_sums / root)
     torch.testing.assert_close(use.moment, moment / moment.trace(), rtol=1e-3, atol=1e-5)
-    places = torch.bincount(_batches().flatten(), minlength=len(use.energy))
-    seen = places > 0
-    usual = use.energy[~seen]
-    assert torch.equal(usual, usual[:1].expand_as(usual))
-    energy = use.energy * (places + collect.USUAL_PLACES) - collect.USUAL_PLACES * usual[0]
-    by_token = together.square().sum((0, 2))
-    torch.testing.assert_close(energy[seen], by_token[seen], rtol=1e-2, atol=1e-3 * float(by_token.max()))
+    occurrences = torch.bincount(_batches().flatten(), minlength=len(use.token_fisher))
+    seen = occurrences > 0
+    mean = use.token_fisher[~seen]
+    assert torch.equal(mean, mean[:1].expand_as(mean))
+    squares = use.token_fisher * (occurrences + PRIOR_OCCURRENCES) - PRIOR_OCCURRENCES * mean[0]
+    by_token = token_sums.square().sum((0, 2))
+    torch.testing.assert_close(squares[seen], by_token[seen], rtol=1e-2, atol=1e-3 * float(by_token.max()))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied"])
-def test_contexts_are_taken_out_of_what_rows_share(
+def test_contexts_are_subtracted_from_the_common_moment(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
 ) -> None:
-    """What rows share and what each has of its own add up to what all rows together have."""
+    """The common residual and the rows' context parts add up to the moment of all rows together."""
     checkpoint = tiny_checkpoint(family)
     statistics = _collect(checkpoint, tmp_path / "s", _batches())
-    units = weight_matrices(map_model(open_checkpoint(checkpoint)).parameters.values())
-    unit = next(unit for unit in units if unit.role == ("head" if family == "llama" else "embedding"))
-    with_contexts = fisher_of(unit, statistics)
+    matrices = weight_matrices(map_model(open_checkpoint(checkpoint)).parameters.values())
+    matrix = next(
+        matrix for matrix in matrices if matrix.role == ("head" if family == "llama" else "embedding")
+    )
+    with_contexts = fisher_of(matrix, statistics)
     contexts = with_contexts.contexts
     assert contexts is not None
     statistics._files[CONTEXTS].clear()
-    without = fisher_of(unit, statistics)
+    without = fisher_of(matrix, statistics)
     assert without.contexts is None
     assert torch.equal(with_contexts.outputs, without.outputs)
     weight = without.outputs ** (1 / TOKEN_WEIGHT_EXPONENT)  # before it was tempered, up to a factor
-    own = (contexts * (weight / weight.sum())[:, None]).T @ contexts
-    torch.testing.assert_close(with_contexts.inputs + own, without.inputs, rtol=1e-3, atol=1e-5)
+    context_part = (contexts * (weight / weight.sum())[:, None]).T @ contexts
+    torch.testing.assert_close(with_contexts.inputs + context_part, without.inputs, rtol=1e-3, atol=1e-5)
     assert float(torch.linalg.eigvalsh(with_contexts.inputs).min()) > -1e-6
-    assert 0.01 < float(own.trace() / without.inputs.trace()) < 1.0
+    assert 0.01 < float(context_part.trace() / without.inputs.trace()) < 1.0

@@ -1,4 +1,4 @@
-"""Experts whose full moments would not fit: the pool in full, each expert by its diagonals."""
+"""Moments of experts: pool and diagonals for large stacks; weighting of tokens, pairs and symmetric products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.moments import MEETING, Moments, symmetric_product
+from ciuic_cli.statistics.moments import PAIR_WEIGHT, Moments
+from ciuic_cli.statistics.symmetric_product import symmetric_product
 
 NAME = "model.layers.1.mlp.experts.down_proj"
 
@@ -23,20 +24,22 @@ def test_the_limit_is_on_all_experts_of_a_stack() -> None:
     assert not experts.full_moments_fit(256, 7168, 2048)  # DeepSeek-V3
 
 
-def test_diagonals_are_those_of_the_moments() -> None:
+def test_diagonals_equal_those_of_full_moments() -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(40, 24, generator=generator), torch.randn(40, 16, generator=generator)
     full = Moments.zeros(16, 24, torch.device("cpu"), torch.float32, full_outputs=True)
-    own = Moments.zeros(16, 24, torch.device("cpu"), torch.float32, full_inputs=False, full_outputs=False)
+    diagonals = Moments.zeros(
+        16, 24, torch.device("cpu"), torch.float32, full_inputs=False, full_outputs=False
+    )
     for part in (slice(0, 11), slice(11, 40)):
-        full.add(x[part], g[part])
-        own.add(x[part], g[part])
-    torch.testing.assert_close(own.inputs, full.inputs.diagonal())
-    torch.testing.assert_close(own.outputs, full.outputs.diagonal())
-    assert own.energy == pytest.approx(full.energy) and own.tokens == full.tokens == 40
+        full.add_tokens(x[part], g[part])
+        diagonals.add_tokens(x[part], g[part])
+    torch.testing.assert_close(diagonals.inputs, full.inputs.diagonal())
+    torch.testing.assert_close(diagonals.outputs, full.outputs.diagonal())
+    assert diagonals.trace == pytest.approx(full.trace) and diagonals.tokens == full.tokens == 40
 
 
-def test_the_pools_correlations_with_the_experts_variances() -> None:
+def test_a_mixed_moment_has_the_pools_correlations_and_the_experts_variances() -> None:
     a = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
     pool = a.T @ a
     pool[3], pool[:, 3] = 0, 0  # an input that is always zero
@@ -66,7 +69,7 @@ def test_a_stack_over_the_limit_keeps_pool_and_diagonals(
 ) -> None:
     checkpoint = tiny_checkpoint("deepseek_v3")
     full = _collect(checkpoint, tmp_path / "full")
-    monkeypatch.setattr(experts, "FULL_LIMIT", 1000)
+    monkeypatch.setattr(experts, "FULL_MOMENTS_BYTES", 1000)
     pooled = _collect(checkpoint, tmp_path / "pooled")
     other = "model.layers.1.self_attn.o_proj.weight"
     assert torch.equal(full.input_moment(other), pooled.input_moment(other))  # type: ignore[arg-type]
@@ -84,7 +87,7 @@ def test_a_stack_over_the_limit_keeps_pool_and_diagonals(
             mine, theirs = getattr(pooled, read)(NAME, expert), getattr(full, read)(NAME, expert)
             assert mine.shape == theirs.shape
             assert bool((torch.linalg.eigvalsh(mine.double()) > -1e-9).all())
-            # The trace is the expert's whole importance: what decides its bits.
+            # The trace decides the expert's bits.
             assert float(mine.trace()) == pytest.approx(float(theirs.trace()), rel=0.35)
 
 
@@ -100,66 +103,66 @@ def test_a_moment_with_one_large_direction_stays_positive_definite(width: int) -
     assert float(torch.linalg.eigvalsh(moment.double())[0]) > 0
 
 
-def test_a_moment_of_tokens_that_meet_stays_positive() -> None:
-    """Products of different factors: one large direction in x, and gradients that agree."""
+def test_a_moment_of_token_pairs_stays_positive() -> None:
+    """Products of two different factors, with one large direction in x and similar gradients."""
     generator = torch.Generator().manual_seed(3)
     x = 0.02 * torch.randn(300, 200, generator=generator)
     x += torch.randn(300, 1, generator=generator) * torch.randn(200, generator=generator)
     g = torch.randn(300, 40, generator=generator) + torch.randn(40, generator=generator)
     found = Moments.zeros(40, 200, x.device, torch.bfloat16, full_outputs=True)
-    found._add_pairs(x[None], g[None])
+    found._add_token_pairs(x[None], g[None])
     for moment in (found.inputs, found.outputs):
         values = torch.linalg.eigvalsh(moment.double())
         torch.testing.assert_close(moment, moment.T, rtol=1e-4, atol=1e-6 * float(values[-1]))
         assert float(values[0]) > -1e-6 * float(values[-1])
-    assert found.energy == pytest.approx(float(found.inputs.trace()), rel=1e-4)
-    assert found.energy == pytest.approx(float(found.outputs.trace()), rel=1e-4)
+    assert found.trace == pytest.approx(float(found.inputs.trace()), rel=1e-4)
+    assert found.trace == pytest.approx(float(found.outputs.trace()), rel=1e-4)
 
 
 @pytest.mark.parametrize(
     ("length", "rows", "cols"), [(50, 40, 200), (50, 200, 40), (50, 20, 30), (300, 130, 300), (300, 20, 150)]
 )
-def test_tokens_and_gradients_of_sequences_lead_to_the_same_moments(
-    length: int, rows: int, cols: int
-) -> None:
+def test_pair_sums_over_tokens_and_over_weight_gradients_are_equal(length: int, rows: int, cols: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     x, g = (torch.randn(3, length, width, generator=generator) for width in (cols, rows))
     pairs, gradients, chosen = (
         Moments.zeros(rows, cols, x.device, torch.float32, full_outputs=True) for _ in range(3)
     )
-    shorter = pairs._with_shorter_tails(x, g)
-    pairs._add_pairs(x, shorter)
-    gradients._add_gradients(x, shorter)
-    gradients._add_alone(x.flatten(0, 1), shorter.flatten(0, 1), 1 - MEETING)
+    weighted = pairs._weighted_gradients(x, g)
+    pairs._add_token_pairs(x, weighted)
+    gradients._add_weight_gradients(x, weighted)
+    gradients._add_single_tokens(x.flatten(0, 1), weighted.flatten(0, 1), 1 - PAIR_WEIGHT)
     chosen.add_sequences(x, g)
     assert chosen.tokens == 3 * length
     for found in (gradients, chosen):
-        assert found.energy == pytest.approx(pairs.energy, rel=1e-5)
+        assert found.trace == pytest.approx(pairs.trace, rel=1e-5)
         for one, other in ((found.inputs, pairs.inputs), (found.outputs, pairs.outputs)):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.diagonal().max()))
 
 
 def test_a_token_counts_with_the_root_of_its_loss() -> None:
-    """A thousand times the gradient, a thousand times the weight: not a million."""
+    """A gradient a thousand times as large gives a thousand times the weight, not a million times."""
     x, g = torch.eye(4), torch.eye(4)
     g[3] *= 1000.0
     found = Moments.zeros(4, 4, x.device, torch.float32, full_outputs=True)
-    found.add(x, g)
+    found.add_tokens(x, g)
     for moment in (found.inputs, found.outputs):
         torch.testing.assert_close(moment.diagonal(), torch.tensor([1.0, 1.0, 1.0, 1000.0]))
-    # Whatever the tokens count for, an error that is alike in all weights loses what it does.
-    assert float(found.outputs.trace()) * found.scale == pytest.approx(
+    # The sum of all losses, which an even error has, does not depend on the weighting.
+    assert float(found.outputs.trace()) * found.loss_ratio == pytest.approx(
         float((x.norm(dim=1) * g.norm(dim=1)).square().sum())
     )
 
 
-@pytest.mark.parametrize(("rows", "cols", "way"), [(32, 256, "_add_gradients"), (512, 512, "_add_pairs")])
-def test_the_way_with_fewer_operations_is_taken(
-    rows: int, cols: int, way: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rows", "cols", "method"), [(32, 256, "_add_weight_gradients"), (512, 512, "_add_token_pairs")]
+)
+def test_the_pair_sum_with_fewer_operations_is_taken(
+    rows: int, cols: int, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken = []
-    for name in ("_add_pairs", "_add_gradients"):
+    for name in ("_add_token_pairs", "_add_weight_gradients"):
         monkeypatch.setattr(Moments, name, lambda *_, name=name: taken.append(name))
     moments = Moments.zeros(rows, cols, torch.device("cpu"), torch.float32, full_outputs=True)
     moments.add_sequences(torch.ones(1, 256, cols), torch.ones(1, 256, rows))
-    assert taken == [way]
+    assert taken == [method]

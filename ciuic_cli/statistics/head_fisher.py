@@ -1,0 +1,116 @@
+"""The head: gradients of sampled labels for the layers below, and the Fisher information of its rows.
+
+The loss of a token is the cross entropy with one label drawn from the model's own prediction p. Its gradient in the
+logits, p - onehot(label), has the second moment diag(p) - p pᵀ: the Fisher information of the prediction. It is what
+the backward sweep carries down (`sampled_gradient`).
+
+For the head itself (`HeadSums`) labels are not needed: row v has the expected squared gradient w_v = p_v (1 - p_v),
+times c², c being the slope of what the model does between head and logits (a factor, a soft cap). So rare tokens have a
+smooth estimate instead of a few counts. Over all tokens with head inputs x:
+
+    H           Σ (Σ_v w_v) x xᵀ, to unit trace           (n, n)
+    G           Σ w_v |x|² per token, the diagonal        (vocabulary,)
+    frequency   Σ p_v, to unit sum                        (vocabulary,)
+    contexts    the direction of row v's own inputs       (vocabulary, n), see `context_vectors`
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ciuic_cli.process.threads import one_thread
+from ciuic_cli.statistics.moments import Moments
+
+
+def sequence_seed(seed: int, sequence: int) -> int:
+    """Seed for the labels of one sequence, by its number in the text: the same whichever worker draws them."""
+    return (seed << 30) + sequence
+
+
+def sampled_gradient(probability: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Gradient in the logits of the cross entropy with one label per token drawn from the prediction.
+
+    Labels are drawn by inversion of the cumulative distribution: torch.multinomial is many times slower.
+
+    Args:
+        probability: (tokens, vocabulary) float32.
+
+    Returns:
+        (tokens, vocabulary) float32.
+    """
+    cumulative = probability.cumsum(-1)
+    draw = (
+        torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
+    )
+    labels = torch.searchsorted(cumulative, draw).clamp_(max=probability.shape[1] - 1)[:, 0]
+    gradient = probability.clone()
+    gradient[torch.arange(len(gradient)), labels] -= 1.0
+    return gradient
+
+
+def squared_slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | float:
+    """Squared derivative of each logit in the head's output: 1.0 if they are the same tensor, else (t, vocabulary).
+
+    logits, output: (1, t, vocabulary); between them models only work element by element (a factor, a soft cap).
+    """
+    if logits is output:
+        return 1.0
+    (slope,) = torch.autograd.grad(logits.sum(), output, retain_graph=True)
+    return slope[0].float().square()
+
+
+@dataclass(frozen=True)
+class HeadSums:
+    """Sums over the tokens of a segment of the text, each in a `Moments` so that workers can add them up.
+
+    moments: H (n, n) and the diagonal of G (vocabulary,). rows: inputs (vocabulary, n), Σ w_v x by row; outputs
+    (3, vocabulary): Σ p_v, Σ w_v and Σ w_v².
+    """
+
+    moments: Moments
+    rows: Moments
+
+    @classmethod
+    def zeros(cls, vocabulary: int, cols: int, device: torch.device) -> HeadSums:
+        rows = Moments(
+            torch.zeros(vocabulary, cols, device=device), torch.zeros(3, vocabulary, device=device)
+        )
+        return cls(Moments.zeros(vocabulary, cols, device, torch.float32, full_outputs=False), rows)
+
+    def add(self, x: torch.Tensor, probability: torch.Tensor, slope: torch.Tensor | float) -> None:
+        """Add tokens: head inputs x (t, n), predictions (t, vocabulary), both float32, and `squared_slope`."""
+        weights = probability * (1 - probability) * slope
+        token_weights = weights.sum(1)
+        self.moments.inputs.addmm_((x * token_weights[:, None]).T, x)
+        self.moments.outputs += x.square().sum(1) @ weights
+        with one_thread():
+            self.moments.trace += float((token_weights * x.square().sum(1)).sum())
+        self.moments.tokens += x.shape[0]
+        self.rows.inputs.addmm_(weights.T, x)
+        self.rows.outputs += torch.stack((probability.sum(0), weights.sum(0), weights.square().sum(0)))
+
+
+def token_frequency(rows: Moments) -> torch.Tensor:
+    """Expected share (vocabulary,) of each token in text, as the model predicts it; from `HeadSums.rows`."""
+    total = rows.outputs[0]
+    with one_thread():
+        return total / total.sum()
+
+
+def context_vectors(rows: Moments, fisher: torch.Tensor) -> torch.Tensor:
+    """`Statistics.contexts` (vocabulary, n); overwrites rows.inputs.
+
+    For row v with mean input x̄_v = Σ w_v x / Σ w_v the result is x̄_v (k / (k + 1) · Σ w_v / Σ w_v |x|²)^½, in which
+    k = (Σ w_v)² / Σ w_v² is the effective number of inputs that decide about v (Kish). The factor k / (k + 1) shrinks
+    the vector as if one more input had been seen that says nothing.
+
+    Args:
+        rows: `HeadSums.rows` of the whole text.
+        fisher: (vocabulary,) Σ w_v |x|², the outputs of `HeadSums.moments`, not normalised.
+    """
+    _, weight, squares = rows.outputs
+    effective = weight.square() / squares.clamp_min(1e-30)
+    scale = effective / ((effective + 1.0) * weight * fisher).clamp_min(1e-30)
+    return rows.inputs.mul_(scale.sqrt()[:, None])
