@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -78,14 +77,26 @@ def test_a_low_rank_matrix_leaves_nothing_and_a_zero_matrix_stays_finite() -> No
     zero = arms(residual_energies(torch.zeros(64, 96), torch.ones(64), (16,)), torch.ones(64), 96)[
         0
     ].remaining
-    assert np.isfinite(zero).all()
+    assert (zero == 1.0).all()
 
 
 def test_ranks_above_the_full_rank_are_not_offered() -> None:
     weight = _random(40, 24)
     offered = arms(residual_energies(weight, torch.ones(40), (16, 32, 64)), torch.ones(40), 24)
     assert [arm.rank for arm in offered] == [16]
-    assert arms(residual_energies(_random(12, 200), torch.ones(12), (16, 32)), torch.ones(12), 200) == []
+    assert arms(residual_energies(_random(16, 200), torch.ones(16), (16, 32)), torch.ones(16), 200) == []
+
+
+def test_rows_without_weight_stay_finite_and_cost_the_others_nothing() -> None:
+    """Their part of the product is arbitrary; the other rows are approximated as if they were alone."""
+    weight, row_weight = _steep(64, 96, 11), _row_weight(64, 12)
+    row_weight[10:20] = 0.0
+    left, right = factor(weight, row_weight, 16)
+    assert torch.isfinite(left).all() and torch.isfinite(right).all()
+    root = row_weight.sqrt()[:, None]
+    found = float((root * (weight - left @ right)).square().sum())
+    best = float(torch.linalg.svdvals(root * weight)[16:].square().sum())
+    assert best * (1 - 1e-4) <= found <= 1.02 * best
 
 
 @pytest.mark.parametrize(("rows", "cols", "rank"), [(37, 83, 16), (128, 96, 32)])

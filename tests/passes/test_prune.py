@@ -95,11 +95,18 @@ def test_a_forced_share_prunes_the_groups_with_the_least_loss_per_weight(share: 
     total = sum(len(losses) * weights for losses, weights in candidates.values())
     taken = sum(int(found[key].sum()) * weights for key, (_, weights) in candidates.items())
     assert share * total <= taken < share * total + 16 * 128
+    if share in (0.0, 1.0):
+        assert taken == share * total
     rates = {key: losses / weights for key, (losses, weights) in candidates.items()}
     pruned = [rate for key in found for rate in rates[key][found[key]]]
     kept = [rate for key in found for rate in rates[key][~found[key]]]
     if pruned and kept:
         assert max(pruned) <= min(kept)
+
+
+def test_a_share_that_whole_groups_make_up_is_taken_exactly() -> None:
+    candidates = {"a": (np.arange(8.0), 256)}
+    assert forced_groups(candidates, 0.25)["a"].tolist() == [True, True, *[False] * 6]
 
 
 def test_masks_and_removed_columns() -> None:
