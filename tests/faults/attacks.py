@@ -1,4 +1,4 @@
-"""How the campaign attacks: a copy of a tiny checkpoint is spoilt, the real command runs, everything is compared."""
+"""Tools of the fault tests: damage a copy of a tiny checkpoint, run the real command, compare every file afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FAMILIES: tuple[tuple[str, dict[str, str]], ...] = (
     ("deepseek_v3", {"max_shard_size": "60KB"}),
 )
 BASE_SEED = int(os.environ.get("CIUIC_FAULTS_SEED", "0"))
-"""Another number gives the campaign other shards, tensors and bytes."""
+"""Seed of all random choices: which shard, tensor, byte and value a test damages."""
 
 
 def seeded(count: int, campaign: int = 0) -> pytest.MarkDecorator:
@@ -43,28 +43,30 @@ def seeded(count: int, campaign: int = 0) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("seed", [*seeds[:count], *more])
 
 
-_heard: list[list[str]] = []
+_opened_paths: list[list[str]] = []
 
 
-def _hear(event: str, arguments: tuple[Any, ...]) -> None:
-    if _heard and event == "open" and isinstance(arguments[0], (str, bytes)):
-        _heard[-1].append(os.fsdecode(arguments[0]))
+def _record_open(event: str, arguments: tuple[Any, ...]) -> None:
+    if _opened_paths and event == "open" and isinstance(arguments[0], (str, bytes)):
+        _opened_paths[-1].append(os.fsdecode(arguments[0]))
 
 
-sys.addaudithook(_hear)  # no monkeypatch reaches every way of opening a file
+# An audit hook sees every way of opening a file; a monkeypatch of `open` does not.
+sys.addaudithook(_record_open)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did."""
+    """How a command ended, and what it printed."""
 
     code: int
     stdout: str
     stderr: str
     opened: tuple[str, ...] = ()
-    """Paths that Python opened, as they were given; only of commands in this process."""
+    """Paths that Python opened, as they were given; recorded only for commands in this process."""
 
     def says(self, *words: str) -> None:
+        """Assert that stderr contains all these texts."""
         for word in words:
             assert word in self.stderr, f"{word!r} is not in: {self.stderr}"
 
@@ -75,19 +77,19 @@ class Outcome:
 
 
 def invoke(*arguments: object) -> Outcome:
-    """The command line in this process."""
-    _heard.append([])
+    """Run the command line in this process."""
+    _opened_paths.append([])
     done = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
-    return Outcome(done.exit_code, done.stdout, done.stderr, tuple(_heard.pop()))
+    return Outcome(done.exit_code, done.stdout, done.stderr, tuple(_opened_paths.pop()))
 
 
 def command(*arguments: object) -> list[str]:
-    """The same as a process of its own."""
+    """The words that run the command line in a process of its own."""
     return [sys.executable, "-m", "ciuic_cli", *map(str, arguments)]
 
 
 def spawn(*arguments: object, **options: Any) -> Outcome:
-    """Run the command as a process and wait for it."""
+    """Run the command line in a process of its own and wait for its end."""
     done = subprocess.run(
         command(*arguments), capture_output=True, text=True, check=False, timeout=300, **options
     )
@@ -95,7 +97,7 @@ def spawn(*arguments: object, **options: Any) -> Outcome:
 
 
 def snapshot(folder: Path) -> dict[str, object]:
-    """Everything below a folder: kinds, modes, links, and contents."""
+    """State of everything below a folder: modes, link targets, and a digest of files below 16 MiB (else the size)."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -109,14 +111,14 @@ def snapshot(folder: Path) -> dict[str, object]:
     return found
 
 
-def bystanders() -> set[str]:
-    """The program's own temporary folders."""
+def temporary_folders() -> set[str]:
+    """Names of the temporary folders that the program made and has not removed."""
     return {name for name in os.listdir(tempfile.gettempdir()) if name.startswith("ciuic-")}
 
 
 @dataclass
 class Victim:
-    """A copy of a checkpoint in a folder of its own, to be spoilt; `random` decides how."""
+    """A copy of a checkpoint for a test to damage. folder: holds copy and output; random: makes the test's choices."""
 
     folder: Path
     text: Path
@@ -127,14 +129,14 @@ class Victim:
     def __post_init__(self) -> None:
         self.model, self.out = self.folder / "model", self.folder / "out"
 
-    # --- the parts of it
+    # --- parts of the checkpoint
 
     @property
     def shards(self) -> list[Path]:
         return sorted(self.model.glob("*.safetensors"))
 
     def shard(self) -> Path:
-        """Any of its shards."""
+        """A random shard."""
         return self.random.choice(self.shards)
 
     def edit_config(self, **values: object) -> None:
@@ -162,12 +164,12 @@ class Victim:
         return invoke(*self.arguments(out), *options)
 
     def arguments(self, out: Path | None = None) -> list[object]:
-        """Of a quick `ciuic compress` of it."""
+        """Arguments of a quick `ciuic compress` of the copy."""
         out = out or self.out
         return ["compress", self.model, out, "--calibration", self.text, "--ratio", 2.5, *QUICK]
 
     def succeeds(self, *options: object) -> tuple[Outcome, dict[str, Any]]:
-        """Compress; returns what was said and the report."""
+        """Compress, assert success, and return the outcome and the memory report."""
         done = self.compress(*options)
         assert done.code == 0, done.stderr
         harmless(done)
@@ -183,15 +185,15 @@ class Victim:
         options: Sequence[object] = (),
         commands: Sequence[str] = ("compress", "replace", "inspect"),
     ) -> Outcome:
-        """Every command ends with `code` and one message with these words, and touches nothing.
+        """Assert that every command exits with `code` and one error message with these words, and changes no file.
 
-        "replace" is compress with --force over a folder that is there.
+        "replace" is compress with --force over an existing output.
         """
         done = Outcome(-1, "", "")
         for name in commands:
             if name == "replace":
                 old_artifact(self.out)
-            before, temporary = snapshot(self.folder), bystanders()
+            before, temporary = snapshot(self.folder), temporary_folders()
             if name == "inspect":
                 done = invoke("inspect", self.model)
             else:
@@ -206,62 +208,64 @@ class Victim:
                 if expected is not None:
                     assert expected in done.field(label), f"{label} {expected!r}: {done.stderr}"
             assert snapshot(self.folder) == before
-            assert bystanders() <= temporary
+            assert temporary_folders() <= temporary
             if name == "replace":
                 shutil.rmtree(self.out)
         return done
 
 
 def old_artifact(out: Path) -> None:
-    """What --force may replace."""
+    """Make an artifact folder that --force may replace."""
     out.mkdir(parents=True)
     (out / CHECKSUMS).write_text("old")
 
 
 def harmless(done: Outcome) -> None:
-    """No traceback, and nothing that a terminal would obey."""
+    """Assert that the output contains no traceback and no terminal control characters."""
     assert "Traceback" not in done.stderr, done.stderr
     for text in (done.stdout, done.stderr):
         assert not any(ord(character) < 32 and character not in "\n\t\r" for character in text), repr(text)
 
 
-# --- what a run left
+# --- what a run left behind
 
 
 def weights(out: Path) -> bytes:
+    """All bytes of a folder's safetensors files."""
     return b"".join(file.read_bytes() for file in sorted(out.glob("*.safetensors")))
 
 
 def unfinished(folder: Path) -> list[str]:
-    """Files that a finished write would have renamed or removed."""
+    """Names of files that a finished write would have renamed or removed."""
     return [p.name for p in folder.rglob("*") if p.name.endswith((".part", ".partial")) or ".tmp" in p.name]
 
 
 # --- the bytes of a shard
 
 
-def take_apart(file: Path) -> tuple[dict[str, Any], bytes]:
-    """Header and data of a safetensors file."""
+def read_shard(file: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and tensor data of a safetensors file."""
     raw = file.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + length]), raw[8 + length :]
 
 
-def put_together(
+def write_shard(
     file: Path, header: Mapping[str, Any] | bytes, data: bytes, length: int | None = None
 ) -> None:
+    """Write a safetensors file. header: JSON or raw bytes; length: the announced header length, if not the true one."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes((len(raw) if length is None else length).to_bytes(8, "little") + raw + data)
 
 
-def entries(header: Mapping[str, Any]) -> list[str]:
-    """The tensors' names in the order of their bytes."""
+def names_by_offset(header: Mapping[str, Any]) -> list[str]:
+    """Tensor names in the order of their data."""
     names = [name for name in header if name != "__metadata__"]
     return sorted(names, key=lambda name: header[name]["data_offsets"])
 
 
-def run_with(v: Victim, step: str, event: Callable[[], object], **options: Any) -> None:
-    """A run during which something happens, before its first report of a step."""
+def run_with_event(v: Victim, step: str, event: Callable[[], object], **options: Any) -> None:
+    """Compress, and call `event` once, just before the first progress report of `step`."""
     events = [event]
 
     def progress(what: str, done: int, total: int) -> None:
@@ -274,11 +278,13 @@ def run_with(v: Victim, step: str, event: Callable[[], object], **options: Any) 
     )  # fmt: skip
 
 
-def names_of(v: Victim) -> list[str]:
+def tensor_names(v: Victim) -> list[str]:
+    """Names of all tensors of the checkpoint."""
     return [name for shard in v.shards for name in load_file(shard)]
 
 
 def finite_predictions(folder: Path) -> None:
+    """Assert that the artifact loads and predicts finite logits."""
     model = ciuic_cli.load(folder)
     with torch.no_grad():
         assert torch.isfinite(model(torch.arange(3, 40)[None]).logits).all()

@@ -1,4 +1,4 @@
-"""Victims of the campaign: copies of tiny checkpoints, and one finished artifact."""
+"""Fixtures of the fault tests: copies of tiny checkpoints to damage, and one finished artifact."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = "river mill evening lamps banks ninety tables under market grain walks c
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """About a thousand bytes, so as many tokens, of words in random order."""
+    """Words in random order: about a thousand bytes, each a token of the byte-level tokenizer."""
     generator = random.Random(0)
     words = WORDS.split()
     file = tmp_path_factory.mktemp("text") / "text.txt"
@@ -26,8 +26,8 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the program leaves in the folder for temporary files shows, and nobody else writes there."""
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files per test, so that a test sees everything that the program leaves there."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -37,7 +37,8 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 @pytest.fixture
 def victim(tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path) -> Callable[..., Victim]:
-    """`victim(seed)`: any family, in one shard or several; `victim(seed, family, **options)`: this one."""
+    """`victim(seed)`: a checkpoint of a random family, in one shard or several; `victim(seed, family, **options)`: of
+    this family."""
 
     def make(seed: int, family: str | None = None, **options: Any) -> Victim:
         generator = random.Random(seed)
@@ -56,7 +57,7 @@ def victim(tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path) -> 
 def artifact(
     tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A finished artifact with experts and low-rank parts: copy it before you alter it."""
+    """A finished artifact with experts and low-rank parts, shared by all tests: damage a copy only."""
     out = tmp_path_factory.mktemp("artifact") / "out"
     done = invoke(
         "compress",

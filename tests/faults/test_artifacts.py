@@ -1,4 +1,4 @@
-"""Faults 39 and 40: damaged, newer and spliced artifacts, and a stdout that is closed."""
+"""Faults 39 and 40: damaged, newer and mixed artifacts, and a closed stdout."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from attacks import (
     command,
     harmless,
     invoke,
-    put_together,
+    read_shard,
     seeded,
     snapshot,
-    take_apart,
+    write_shard,
 )
 
 import ciuic_cli
@@ -45,7 +45,7 @@ HARNESS = Path(__file__).parent / "campaigns" / "corrupting.py"
 
 @pytest.fixture
 def copy(artifact: Path, tmp_path: Path) -> Path:
-    """The artifact, to be spoilt."""
+    """A copy of the artifact, to damage."""
     return Path(shutil.copytree(artifact, tmp_path / "copy"))
 
 
@@ -55,6 +55,7 @@ def edit_config(folder: Path, **values: object) -> None:
 
 
 def flip(file: Path, generator: random.Random, begin: int = 0, end: int | None = None) -> int:
+    """Flip a random bit of the bytes from begin to end - 1; returns the byte's offset."""
     raw = bytearray(file.read_bytes())
     place = generator.randrange(begin, len(raw) if end is None else end)
     raw[place] ^= 1 << generator.randrange(8)
@@ -67,7 +68,7 @@ def flip(file: Path, generator: random.Random, begin: int = 0, end: int | None =
 def test_fault_39_a_flipped_bit_is_found_by_verify(copy: Path, seed: int, where: str) -> None:
     generator = random.Random(seed)
     file = copy / "model.safetensors"
-    header, _ = take_apart(file)
+    header, _ = read_shard(file)
     begin = 8 + int.from_bytes(file.read_bytes()[:8], "little")
     blobs = [entry["data_offsets"][0] for name, entry in header.items() if entry.get("dtype") == "U8"]
     blob = begin + generator.choice(blobs)
@@ -127,7 +128,7 @@ def test_fault_39_impossible_fields_are_refused_before_a_kernel_sees_them(
     file = copy / "model.safetensors"
     good = file.read_bytes()
     begin = 8 + int.from_bytes(good[:8], "little")
-    header, _ = take_apart(file)
+    header, _ = read_shard(file)
     plain = next(name for name, e in header.items() if name.endswith("lm_head.weight") and e["dtype"] == "U8")
     start = begin + header[plain]["data_offsets"][0]
     place, values = IMPOSSIBLE[field]
@@ -146,13 +147,13 @@ def test_fault_39_impossible_fields_are_refused_before_a_kernel_sees_them(
 def test_fault_39_a_dense_tensor_of_another_shape(copy: Path, seed: int, text: Path) -> None:
     generator = random.Random(seed)
     file = copy / "model.safetensors"
-    header, data = take_apart(file)
+    header, data = read_shard(file)
     name = generator.choice([n for n, e in header.items() if e.get("dtype") == "BF16"])
     if seed % 2:
         header[name]["shape"] = [*header[name]["shape"], 1]
     else:
         header[name]["dtype"] = "I16"
-    put_together(file, header, data)
+    write_shard(file, header, data)
     for words in (["inspect", copy], ["eval", copy, "--text", text, "--seqlen", 64, "--limit", 1]):
         done = invoke(*words)
         assert done.code == 3 and name in done.field("tensor") and done.field("try"), done.stderr
@@ -180,7 +181,7 @@ def test_outputs_without_names_can_be_asked_for(copy: Path, text: Path) -> None:
 def test_a_generation_config_that_cannot_be_read_is_named(
     copy: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers alone would go on without it."""
+    """transformers by itself would ignore the error and continue without the file."""
     whole = Path.read_bytes
 
     def failing(path: Path) -> bytes:
@@ -222,7 +223,7 @@ def test_an_artifact_that_is_replaced_while_it_is_read_is_not_called_damaged(
 
 
 def corruptions(count: int, seed: int, *options: str) -> dict[str, tuple[int, int, int]]:
-    """Of each place in an artifact: how many were refused when loaded, gave other text, gave the same text."""
+    """Counts by the kind of the changed byte: (refused when loaded, other text generated, same text generated)."""
     done = subprocess.run(
         [sys.executable, str(HARNESS), "--count", str(count), "--seed", str(seed), *options],
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -268,7 +269,7 @@ def test_fault_39_two_hundred_changed_bytes() -> None:
     found = corruptions(200, 1 + BASE_SEED)
     assert sum(found["all"]) == 200
     refused, other, _ = found["weights: start of a blob"]
-    assert refused > 3 and other > 3, "else only bytes were hit that do not matter"
+    assert refused > 3 and other > 3, "only bytes without effect were changed"
     assert found["weights: header"][0] > 10 and len(found) > 9
 
 

@@ -1,4 +1,4 @@
-"""Fault 36: what an earlier run left behind, and what changes between two runs or during one."""
+"""Fault 36: leftovers of earlier runs, and inputs that change between two runs or during one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from attacks import (
     Victim,
     harmless,
-    run_with,
+    run_with_event,
     seeded,
     snapshot,
     weights,
@@ -26,17 +26,17 @@ Make = Callable[..., Victim]
 
 
 def start_and_stop(v: Victim) -> None:
-    """A run that is interrupted when its arms are priced."""
+    """Start a run and interrupt it while it encodes."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run_with(v, "encode", interrupt)
+        run_with_event(v, "encode", interrupt)
 
 
 def change_weights(v: Victim, scale: float = 1.5) -> None:
-    """Other weights in files of the same size and time."""
+    """Change weights but keep the file's size and modification time."""
     file = v.shards[0]
     before = file.stat()
     v.edit_tensors(lambda tensors: tensors["lm_head.weight"].mul_(scale))
@@ -106,7 +106,7 @@ def test_fault_36_a_torn_journal_goes_on_from_the_last_good_step(victim: Make, s
 def test_fault_36_weights_that_change_during_the_run_give_no_output(victim: Make) -> None:
     v = victim(0, "llama")
     with pytest.raises(InputError, match="changed during the run") as caught:
-        run_with(v, "write", lambda: change_weights(v))
+        run_with_event(v, "write", lambda: change_weights(v))
     assert caught.value.file == str(v.shards[0])
     assert [path.name for path in v.folder.iterdir()] == ["model"]
 
@@ -114,13 +114,13 @@ def test_fault_36_weights_that_change_during_the_run_give_no_output(victim: Make
 def test_fault_35_a_signal_lost_in_the_last_step_publishes_nothing(
     victim: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Python drops in a `__del__` is remembered, and looked at before the output gets its name."""
+    """Python drops a KeyboardInterrupt from a `__del__`. The signal is remembered and checked before publishing."""
     v = victim(0, "llama")
     with interruptible() as interruption:
         lost = partial(setattr, interruption, "signal", signal.SIGTERM)
         monkeypatch.setattr(Task, "require_unchanged", lambda task: lost())
         with pytest.raises(KeyboardInterrupt):
-            run_with(v, "encoding", lambda: None)
+            run_with_event(v, "encoding", lambda: None)
         interruption.signal = None
     assert not v.out.exists()
 
@@ -142,16 +142,16 @@ def test_fault_36_companions_that_change_during_the_run_give_no_output(
             place.write_text(place.read_text() + " ")
 
     with pytest.raises(InputError, match="changed during the run") as caught:
-        run_with(v, "write", change)
+        run_with_event(v, "write", change)
     assert caught.value.file == str(place)
     assert [path.name for path in v.folder.iterdir()] == ["model"]
 
 
-def test_a_refused_run_takes_the_folders_along_that_it_made(victim: Make) -> None:
+def test_a_refused_run_removes_the_folders_that_it_made(victim: Make) -> None:
     v = victim(0, "llama")
     v.out = v.folder / "a" / "b" / "out"
     with pytest.raises(InputError):
-        run_with(v, "write", lambda: change_weights(v))
+        run_with_event(v, "write", lambda: change_weights(v))
     assert [path.name for path in v.folder.iterdir()] == ["model"]
 
 

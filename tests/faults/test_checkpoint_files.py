@@ -1,4 +1,4 @@
-"""Faults 14 to 18, 25 and 26: which files of a folder are opened, and that none of them runs."""
+"""Faults 14 to 18, 25 and 26: which files of a folder are opened, and that no code in them runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from attacks import INDEX, Outcome, Victim, harmless, invoke, put_together, seeded, snapshot, take_apart
+from attacks import INDEX, Outcome, Victim, harmless, invoke, read_shard, seeded, snapshot, write_shard
 from safetensors.torch import load_file
 
 Make = Callable[..., Victim]
@@ -20,10 +20,10 @@ TOKENIZER_DAMAGE: tuple[dict[str, object], ...] = (
     {"pre_tokenizer": {"type": "FixedLength", "length": 0}},
     {"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "absent"}},
 )  # fmt: skip
-"""Parts of a tokenizer.json that can be loaded and cannot be used: panics of its library, and an exception."""
+"""Parts of a tokenizer.json that load and then fail in use: two panics of the tokenizers library and an exception."""
 
 
-def spoil_tokenizer(folder: Path, damage: dict[str, object]) -> None:
+def damage_tokenizer(folder: Path, damage: dict[str, object]) -> None:
     file = folder / "tokenizer.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **damage}))
 
@@ -135,7 +135,7 @@ def test_fault_17_every_absent_shard_is_listed(victim: Make, seed: int) -> None:
 
 
 def two_shards(v: Victim) -> list[Path]:
-    """Any two that hold more than one tensor: the index still names them when one is gone."""
+    """Two random shards with more than one tensor each, so that the index still names both if a tensor is moved."""
     return v.random.sample([shard for shard in v.shards if len(load_file(shard)) > 1], 2)
 
 
@@ -175,7 +175,7 @@ def test_fault_25_only_pickles(victim: Make, seed: int, name: str) -> None:
 @pytest.mark.parametrize("damage", TOKENIZER_DAMAGE, ids=str)
 def test_a_tokenizer_that_fails_in_use_is_named(victim: Make, damage: dict[str, object]) -> None:
     v = victim(0, "llama")
-    spoil_tokenizer(v.model, damage)
+    damage_tokenizer(v.model, damage)
     before = snapshot(v.folder)
     for done in (v.compress(), invoke("eval", v.model, "--text", v.text)):
         assert done.code == 3, done.stderr
@@ -235,13 +235,13 @@ def test_a_checkpoint_is_measured_as_it_is_compressed(victim: Make, kind: str) -
     elif kind == "other name":
         v.shards[0].rename(v.model / "odd.safetensors")
     else:
-        header, data = take_apart(v.shards[0])
+        header, data = read_shard(v.shards[0])
         header["\x1b[31mx\x9b.\u202eweight"] = {
             "dtype": "BF16",
             "shape": [3],
             "data_offsets": [len(data), len(data) + 6],
         }
-        put_together(v.shards[0], header, data + bytes(6))
+        write_shard(v.shards[0], header, data + bytes(6))
     done = measured(v, v.model)
     assert done.code == 0, done.stderr
     assert json.loads(done.stdout)["perplexity"] == expected
@@ -286,7 +286,7 @@ def test_a_beginning_as_long_as_the_sequences(victim: Make) -> None:
         {"Sequence": {"id": "A", "type_id": 0}}
     ]
     tokens = {"<bos>": {"id": "<bos>", "ids": [1], "tokens": ["<bos>"]}}
-    spoil_tokenizer(
+    damage_tokenizer(
         v.model,
         {
             "post_processor": {

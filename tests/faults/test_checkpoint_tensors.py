@@ -1,4 +1,4 @@
-"""Faults 19 to 21 and 27 to 29: which tensors there are, what the config says, and their names."""
+"""Faults 19 to 21 and 27 to 29: missing and unexpected tensors, sizes in the config, and hostile names."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attacks import (
     finite_predictions,
     harmless,
     invoke,
-    names_of,
-    put_together,
+    read_shard,
     seeded,
-    take_apart,
+    tensor_names,
+    write_shard,
 )
 from safetensors.torch import load_file
 
@@ -29,7 +29,7 @@ RUNS = ("compress", "replace")
 @seeded(2, campaign=10)
 def test_fault_19_missing_tensors_are_counted_and_never_initialised(victim: Make, seed: int) -> None:
     v = victim(seed, "llama", **({"max_shard_size": "30KB"} if seed % 2 else {}))
-    lost = set(v.random.sample(names_of(v), v.random.randrange(1, 8)))
+    lost = set(v.random.sample(tensor_names(v), v.random.randrange(1, 8)))
     for shard in v.shards:
         v.edit_tensors(lambda tensors: [tensors.pop(name, None) for name in lost], shard)
     if (v.model / INDEX).exists():
@@ -94,7 +94,7 @@ def test_fault_20_a_multi_token_prediction_layer_is_said_to_be_dropped(victim: M
 @seeded(2, campaign=4)
 def test_fault_21_an_absent_tied_head_is_counted_once(victim: Make, seed: int) -> None:
     v = victim(seed, "qwen2")
-    assert "lm_head.weight" not in names_of(v)
+    assert "lm_head.weight" not in tensor_names(v)
     _, report = v.succeeds()
     assert report["parameters"] == sum(t.numel() for s in v.shards for t in load_file(s).values())
     finite_predictions(v.out)
@@ -220,9 +220,9 @@ HOSTILE = [
 @pytest.mark.parametrize("wrong", [False, True])
 def test_fault_29_hostile_tensor_names_are_printed_harmless(victim: Make, name: str, wrong: bool) -> None:
     v = victim(0, "llama")
-    header, data = take_apart(v.shards[0])
+    header, data = read_shard(v.shards[0])
     header[name] = {"dtype": "BF16", "shape": [3 + wrong], "data_offsets": [len(data), len(data) + 6]}
-    put_together(v.shards[0], header, data + bytes(6))
+    write_shard(v.shards[0], header, data + bytes(6))
     if wrong:
         done = v.refused("its span has", file="model.safetensors")
         assert len(done.stderr) < 20_000

@@ -1,4 +1,4 @@
-"""Fault 39 and 27 in DeepSeek-V4: tables of expert ids, and numbers in config.json that no run survives."""
+"""Faults 27 and 39 in DeepSeek-V4: tables of expert ids, and sizes in config.json that no run can serve."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 def v4(
     tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """A checkpoint of the family, and its artifact."""
+    """A DeepSeek-V4 checkpoint and its artifact."""
     out = tmp_path_factory.mktemp("v4") / "out"
     source = tiny_checkpoint("deepseek_v4")
     done = invoke("compress", source, out, "--calibration", text, "--ratio", 2, *QUICK)
@@ -27,14 +27,14 @@ def v4(
 
 @pytest.fixture(params=["checkpoint", "artifact"])
 def copy(request: pytest.FixtureRequest, v4: dict[str, Path], tmp_path: Path) -> Path:
-    """One of the two, to be spoilt."""
+    """A copy of the checkpoint or of the artifact, to damage."""
     return Path(shutil.copytree(v4[request.param], tmp_path / request.param))
 
 
 def attacked(folder: Path, text: Path) -> list[Outcome]:
-    """What the commands that read weights say of the folder; none of them touches anything.
+    """Outcomes of the commands that read weights; asserts that none of them changes a file.
 
-    bench opens a model as eval does, in a process of its own, which takes seconds.
+    `bench` is left out: it opens a model as `eval` does, in a process of its own, which takes seconds.
     """
     commands: list[list[object]] = [
         ["inspect", folder],
@@ -50,8 +50,8 @@ def attacked(folder: Path, text: Path) -> list[Outcome]:
     return done
 
 
-def spoil_table(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> str:
-    """Change the one table; returns its name."""
+def change_table(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> str:
+    """Change the only table of expert ids; returns its name."""
     tensors = load_file(folder / "model.safetensors")
     (name,) = (name for name in tensors if name.endswith("gate.tid2eid"))
     tensors[name] = change(tensors[name])
@@ -64,10 +64,10 @@ def test_fault_39_experts_that_are_not_there_are_refused_when_the_model_is_opene
     copy: Path, text: Path, value: int
 ) -> None:
     def change(table: torch.Tensor) -> torch.Tensor:
-        table[7, 1] = value  # of a token that no text has to contain
+        table[7, 1] = value  # a token that the text does not contain
         return table
 
-    name = spoil_table(copy, change)
+    name = change_table(copy, change)
     for done in attacked(copy, text):
         assert done.code == 3 and "expert ids from" in done.stderr and str(value) in done.stderr, done.stderr
         assert (
@@ -76,19 +76,21 @@ def test_fault_39_experts_that_are_not_there_are_refused_when_the_model_is_opene
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16])
-def test_fault_39_a_table_of_what_are_no_whole_numbers(copy: Path, text: Path, dtype: torch.dtype) -> None:
-    name = spoil_table(copy, lambda table: table.to(dtype))
+def test_fault_39_a_table_of_expert_ids_that_are_no_integers(
+    copy: Path, text: Path, dtype: torch.dtype
+) -> None:
+    name = change_table(copy, lambda table: table.to(dtype))
     for done in attacked(copy, text):
         assert done.code == 3 and name in done.field("tensor") and done.field("try"), done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-def test_a_table_of_narrower_whole_numbers_is_read(
+def test_a_table_of_narrower_integers_is_read(
     v4: dict[str, Path], tmp_path: Path, dtype: torch.dtype
 ) -> None:
     for kind, folder in v4.items():
         copy = Path(shutil.copytree(folder, tmp_path / kind))
-        spoil_table(copy, lambda table: table.to(dtype))
+        change_table(copy, lambda table: table.to(dtype))
         done = invoke("inspect", copy)
         assert done.code == 0, done.stderr
 
@@ -112,7 +114,7 @@ def test_fault_27_absurd_counts_and_steps(copy: Path, text: Path, key: str, valu
 
 @pytest.mark.slow
 def test_what_transformers_cannot_run_is_the_fault_of_the_config(copy: Path, text: Path) -> None:
-    """A choice of fewer than no tokens changes no shape: it is found when the model runs."""
+    """A negative number of tokens to choose changes no shape: it shows only when the model runs."""
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "index_topk": -1}))
     _, *running = attacked(copy, text)

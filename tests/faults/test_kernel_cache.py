@@ -1,4 +1,4 @@
-"""Concurrency of the kernel cache: many processes with one empty folder, killed ones, and damaged files."""
+"""The kernel cache under concurrency: processes that share an empty folder, killed processes, damaged files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _compile(place: Path, together: int) -> None:
-    """In a process of its own: ask the cache for a kernel; where it must be compiled, wait for `together` who do."""
+    """In a forked process: ask the cache for a kernel; before compiling, wait until `together` processes compile."""
     real, me = compiler.compile_unit, str(os.getpid())
 
     def compile_unit(*arguments: str) -> bytes:
@@ -49,14 +49,14 @@ def start(cache: Path, together: int = 1) -> BaseProcess:
 
 
 def ends(cache: Path, process: BaseProcess) -> bytes:
-    """The code that it was given."""
+    """Wait for the process; returns the machine code that the cache gave it."""
     process.join(300)
     assert process.exitcode == 0
     return (cache.parents[1] / "results" / str(process.pid)).read_bytes()
 
 
 def only_entry(cache: Path) -> bytes:
-    """The code in the one file of the cache: no other entry, and nothing temporary."""
+    """The machine code in the only file of the cache. Fails if there is another entry or a temporary file."""
     (file,) = cache.iterdir()
     content = file.read_bytes()
     assert hashlib.sha256(content[32:]).digest() == content[:32]
@@ -65,11 +65,11 @@ def only_entry(cache: Path) -> bytes:
 
 def test_processes_that_compile_at_the_same_time_end_with_one_valid_file(cache: Path) -> None:
     found = {ends(cache, process) for process in [start(cache, PROCESSES) for _ in range(PROCESSES)]}
-    assert len(list((cache.parents[1] / "meeting").iterdir())) == PROCESSES, "all of them compiled"
+    assert len(list((cache.parents[1] / "meeting").iterdir())) == PROCESSES, "every process compiled"
     code = only_entry(cache)
     assert code[:4] == b"\x7fELF" and found == {code}
     assert ends(cache, start(cache)) == code
-    assert len(list((cache.parents[1] / "meeting").iterdir())) == PROCESSES, "the next one need not"
+    assert len(list((cache.parents[1] / "meeting").iterdir())) == PROCESSES, "a cached kernel was compiled"
 
 
 @seeded(1, campaign=4)
@@ -92,7 +92,7 @@ def test_killed_processes_leave_a_cache_that_works(cache: Path, seed: int) -> No
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """Compilations, of another kind than NVRTC's: at once, and different every time."""
+    """Results of a fake compiler that replaces NVRTC: it returns at once, with other bytes each time."""
     made: list[bytes] = []
 
     def fake(*arguments: object) -> bytes:
@@ -138,7 +138,7 @@ def test_an_interrupt_while_writing_leaves_nothing(
 
 
 def test_what_a_killed_process_left_is_removed_later(cache: Path, counted: list[bytes]) -> None:
-    """Not at once: it may be what another process is writing at this moment."""
+    """Fresh temporary files stay: another process may be writing them."""
     compiler.cached_unit(*ENTRY)
     (file,) = cache.iterdir()
     old, fresh, foreign = (cache / name for name in (f".{file.stem}-old", f".{file.stem}-new", "other"))

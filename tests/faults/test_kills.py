@@ -1,4 +1,4 @@
-"""Faults 35 and 43: runs that are killed, at every step and at random moments; and what signals leave behind."""
+"""Faults 35 and 43: runs killed at every step and at random moments, and what signals leave behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_fault_43_interrupted_runs_lose_nothing() -> None:
 
 @pytest.mark.campaign
 def test_fault_35_killed_while_it_tidies_up() -> None:
-    """At every touch from the last parts of the output to the end of the journal."""
+    """Kill at every file system call from the last parts of the output to the removal of the journal."""
     said = kills(160, 3 + BASE_SEED, "--last")
     assert "had ended before" in said and "new output complete" in said and "no output yet" in said, said
 
@@ -76,11 +76,12 @@ cli.main()
 
 
 def steps(count: int, chosen: int) -> list[int]:
+    """`chosen` step numbers from 1 to `count`, evenly spaced."""
     return sorted({1 + number * (count - 1) // (chosen - 1) for number in range(chosen)})
 
 
 STEPS = 40
-"""That the journal of this model has."""
+"""Steps in the journal of a run on this model."""
 
 
 @pytest.mark.parametrize("how", ["torn", "done"])
@@ -106,7 +107,8 @@ def test_fault_35_killed_at_a_step_of_the_journal(victim: Make, step: int, how: 
         check=False,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    finished = v.out.exists()  # the last step announces the output, the one before it made the last matrix
+    # The last step announces the output; the step before it saves the last matrix.
+    finished = v.out.exists()
     again = v.compress()
     assert again.code == 0, again.stderr
     assert not finished or "written the output already" in again.stderr
@@ -117,8 +119,8 @@ def test_fault_35_killed_at_a_step_of_the_journal(victim: Make, step: int, how: 
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out", "whole"]
 
 
-def finish_but_for_the_journal(v: Victim, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """A run that is killed after its last step but one; returns what the output is then."""
+def finish_without_removing_the_journal(v: Victim, monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Leave the state of a run that was killed just before it removed its journal; returns the output's snapshot."""
     monkeypatch.setattr("ciuic_cli.compression.journal.Journal.remove", lambda journal: None)
     assert v.compress().code == 0
     monkeypatch.undo()
@@ -129,12 +131,12 @@ def test_fault_35_killed_after_the_output_took_its_name(
     victim: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v = victim(0, "llama")
-    before = finish_but_for_the_journal(v, monkeypatch)
+    before = finish_without_removing_the_journal(v, monkeypatch)
     again = v.compress()
     assert again.code == 0 and "written the output already" in again.stderr, again.stderr
     assert snapshot(v.out) == before
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
-    assert v.compress().code == 3  # and from now on it is an output like any other
+    assert v.compress().code == 3  # now the journal is gone, and the output counts as an existing one
 
 
 @pytest.mark.parametrize("damaged", ["model.safetensors", writer.REPORT])
@@ -142,9 +144,9 @@ def test_fault_35_killed_after_the_output_took_its_name(
 def test_fault_35_an_output_damaged_after_a_kill_is_not_taken_for_whole(
     victim: Make, monkeypatch: pytest.MonkeyPatch, damaged: str, how: str
 ) -> None:
-    """The steps stay until the output is whole; only --force writes it again, as over any other output."""
+    """Finished steps stay until the output is complete. Only --force writes the output again."""
     v = victim(0, "llama")
-    before = finish_but_for_the_journal(v, monkeypatch)
+    before = finish_without_removing_the_journal(v, monkeypatch)
     if how == "removed":
         (v.out / damaged).unlink()
     else:
@@ -162,7 +164,7 @@ def test_fault_35_an_output_damaged_after_a_kill_is_not_taken_for_whole(
 def test_fault_35_killed_between_the_two_steps_of_a_replacement(
     victim: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the system cannot exchange two folders, the old one is put aside first."""
+    """Where the system cannot exchange two folders atomically, the old one is renamed first."""
     v = victim(0, "llama")
     old_artifact(v.folder / ".out.replaced")
     publishing.partial_of(v.out).mkdir()
@@ -195,11 +197,12 @@ def test_fault_34_permissions_that_are_revoked_during_the_run(
 
 
 def wait_for(process: subprocess.Popen[str], word: str) -> None:
+    """Read stderr up to the first line that starts with `word`."""
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith(word):
             return
-    raise AssertionError(f"the run ended before it said {word!r}")
+    raise AssertionError(f"the run ended before it printed {word!r}")
 
 
 @pytest.mark.parametrize(
@@ -215,7 +218,7 @@ def wait_for(process: subprocess.Popen[str], word: str) -> None:
     ],
 )
 def test_fault_35_signals_leave_no_temporary_files(
-    victim: Make, own_temporary_folder: Path, number: signal.Signals, dry_run: bool
+    victim: Make, temporary_folder: Path, number: signal.Signals, dry_run: bool
 ) -> None:
     v = victim(0, "llama")
     options: list[Any] = [
@@ -236,7 +239,7 @@ def test_fault_35_signals_leave_no_temporary_files(
     run.send_signal(number)
     _, said = run.communicate()
     assert run.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
-    assert not list(own_temporary_folder.glob("ciuic-*"))
+    assert not list(temporary_folder.glob("ciuic-*"))
     assert sorted(path.name for path in v.folder.iterdir()) == (
         ["model"] if dry_run else [".out.ciuic", "model"]
     )
@@ -252,7 +255,7 @@ ciuic_cli.apply_ciuic_compression(model, calibration=[sys.argv[2]], effort="fast
 
 
 def test_fault_35_a_model_compressed_in_place_leaves_no_temporary_files(
-    victim: Make, own_temporary_folder: Path
+    victim: Make, temporary_folder: Path
 ) -> None:
     v = victim(0, "llama")
     run = subprocess.Popen(
@@ -262,7 +265,7 @@ def test_fault_35_a_model_compressed_in_place_leaves_no_temporary_files(
     run.terminate()
     run.communicate()
     assert run.returncode == -signal.SIGTERM
-    assert not list(own_temporary_folder.glob("ciuic-*"))
+    assert not list(temporary_folder.glob("ciuic-*"))
 
 
 @pytest.mark.campaign
@@ -287,7 +290,9 @@ def test_fault_43_two_runs_at_once_on_one_output(victim: Make, seed: int) -> Non
     ]
     said = [run.communicate()[1] for run in runs]
     codes = sorted(run.returncode for run in runs)
-    assert codes[0] == 0 and codes[1] in (3, 5), said  # the second comes while the first works, or after it
+    assert codes[0] == 0 and codes[1] in (3, 5), (
+        said
+    )  # the second run meets the first one's lock, or its finished output
     assert all("Traceback" not in text for text in said)
     assert invoke("inspect", v.out, "--verify").code == 0
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 from attacks import (
     Victim,
-    bystanders,
     harmless,
     invoke,
     old_artifact,
     seeded,
     snapshot,
     spawn,
+    temporary_folders,
     unfinished,
     weights,
 )
@@ -58,7 +58,7 @@ def test_fault_34_no_file_may_grow(victim: Make, seed: int) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """`small_disk(kilobytes)`: a file system of that size; needs the right to mount one."""
+    """`small_disk(kilobytes)`: the folder of a new tmpfs of that size; mounting needs root."""
     mounted: list[Path] = []
 
     def make(kilobytes: int) -> Path:
@@ -172,7 +172,7 @@ def test_fault_38_without_a_gpu_the_cpu_is_said_to_be_used(
         (MemoryError(), "memory is exhausted", "free memory"),
     ],
 )
-def test_what_the_machine_refuses_is_no_fault_of_the_config(
+def test_faults_of_the_machine_are_not_blamed_on_the_config(
     victim: Make, monkeypatch: pytest.MonkeyPatch, place: str, error: Exception, said: str, remedy: str
 ) -> None:
     def refuse(*arguments: object, **options: object) -> None:
@@ -184,7 +184,7 @@ def test_what_the_machine_refuses_is_no_fault_of_the_config(
     assert "config.json" not in done.stderr
 
 
-def test_steps_are_kept_where_a_library_refuses_what_had_run_before(
+def test_finished_steps_are_kept_if_a_library_fails_later(
     victim: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     v = victim(0, "llama")
@@ -192,13 +192,13 @@ def test_steps_are_kept_where_a_library_refuses_what_had_run_before(
 
     def refuse(*arguments: object, **options: object) -> None:
         with config_faults(v.model / "config.json"):
-            raise RuntimeError("words that nobody knows")
+            raise RuntimeError("unknown failure")
 
     with monkeypatch.context() as patch:
         patch.setattr("ciuic_cli.compression.run.KLMeter", refuse)
         done = v.compress()
     assert done.code == 3, done.stderr
-    done.says("words that nobody knows", "finished steps are kept")
+    done.says("unknown failure", "finished steps are kept")
     done = v.compress()
     assert done.code == 0 and "forward" not in done.stderr, done.stderr
     done.says("continuing the unfinished run")
@@ -235,7 +235,7 @@ def test_a_signal_that_python_loses_ends_the_run(
 
     monkeypatch.setattr("ciuic_cli.compression.run.collect_statistics", losing)
     v = victim(0, "llama")
-    temporary = bystanders()
+    temporary = temporary_folders()
     done = v.compress(*options)
     assert done.code == 130 and "interrupted" in done.stderr, done.stderr
-    assert "encode" not in done.stderr and not v.out.exists() and bystanders() == temporary
+    assert "encode" not in done.stderr and not v.out.exists() and temporary_folders() == temporary

@@ -1,4 +1,4 @@
-"""Fault 42: adversarial but accepted shapes through the native kernels, between pages that may not be touched.
+"""Fault 42: adversarial but accepted shapes through the native kernels, with arrays between guard pages.
 
 `make faults` and `make sanitize` run this with the library under the sanitizers as well.
 """
@@ -25,7 +25,7 @@ def python(*arguments: object, **environment: str) -> subprocess.CompletedProces
 
 
 def shapes(*options: object, **environment: str) -> tuple[int, str]:
-    """How many matrices went through every function without harm, and the digest of all results."""
+    """(number of matrices that passed through every function, digest of all results)."""
     done = python(SHAPES, "--seed", BASE_SEED, *options, **environment)
     assert done.returncode == 0, done.stderr
     _, count, digest = done.stdout.split()
@@ -45,7 +45,7 @@ def test_fault_42_many_shapes_on_every_instruction_set() -> None:
 
 @pytest.mark.parametrize(("shift", "at"), [(None, 48), (0, -1), (1, -2)])
 def test_fault_42_one_byte_outside_ends_the_process(shift: int | None, at: int) -> None:
-    """Else the tests above could not fail."""
+    """Without this the tests above could not fail."""
     touch = f"""
 import ctypes, sys
 sys.path.insert(0, {str(SHAPES.parent)!r})

@@ -1,4 +1,4 @@
-"""Fault 37: what lies where the output is to go."""
+"""Fault 37: files, folders, links and mounts that are in the way of the output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attacks import (
     harmless,
     invoke,
     old_artifact,
-    run_with,
+    run_with_event,
     snapshot,
 )
 
@@ -36,12 +36,14 @@ Make = Callable[..., Victim]
 
 
 def old_output(v: Victim) -> Path:
+    """An output folder with a file of the user in it."""
     v.out.mkdir()
     (v.out / "mine.txt").write_text("mine")
     return v.out
 
 
 def refused_output(v: Victim, out: Path, *words: str, options: tuple[object, ...] = ()) -> Outcome:
+    """Assert that the output is refused with these words before any work, and that nothing changes."""
     before = snapshot(v.folder)
     done = invoke(*v.arguments(out), *options)
     assert done.code == 3, done.stderr
@@ -143,7 +145,7 @@ def test_fault_37_the_output_is_a_mount_point(victim: Make, options: tuple[str, 
 
 
 def test_fault_37_a_mount_inside_the_output(victim: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """--force would remove what is on it, and could not remove the folder."""
+    """--force would delete the files on the mounted file system and then fail to remove the folder."""
     v = victim(0, "llama")
     out = old_output(v)
     found = SimpleNamespace(mountpoint=str(out / "data"))
@@ -162,7 +164,7 @@ def test_fault_37_an_output_that_appears_during_the_run_is_not_touched(
         "file": lambda: v.out.write_text("mine"),
     }
     with pytest.raises(EnvironmentFault, match="appeared while the run was working"):
-        run_with(v, "write", makers[kind], force=force)
+        run_with_event(v, "write", makers[kind], force=force)
     appeared = v.folder / "appeared"
     v.out.rename(appeared)
     assert sorted(path.name for path in v.folder.iterdir()) == [".out.ciuic", "appeared", "model"]
@@ -282,7 +284,7 @@ def test_fault_37_a_reader_during_a_replacement_sees_one_whole_artifact(victim: 
         try:
             found = ciuic_cli.load(v.out)
         except (InputError, OSError) as error:
-            # Between its opening and its last read the folder may be exchanged: then it must say so.
+            # The folder may be exchanged between opening and last read; then the error must say so.
             assert not isinstance(error, InputError) or error.remedy
             continue
         assert torch.isfinite(found(torch.arange(3, 20)[None]).logits).all()

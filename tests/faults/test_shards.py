@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from attacks import Victim, entries, put_together, seeded, take_apart
+from attacks import Victim, names_by_offset, read_shard, seeded, write_shard
 
 Make = Callable[..., Victim]
 AGAIN = "download it again"
@@ -59,7 +59,7 @@ def test_fault_04_header_over_100_mb(victim: Make, seed: int) -> None:
 def test_fault_05_header_not_utf8_or_not_json(victim: Make, seed: int, way: str) -> None:
     v = victim(seed)
     shard = v.shard()
-    header, data = take_apart(shard)
+    header, data = read_shard(shard)
     raw = json.dumps(header).encode()
     place = v.random.randrange(1, len(raw) - 1)
     spoilt = {
@@ -71,7 +71,7 @@ def test_fault_05_header_not_utf8_or_not_json(victim: Make, seed: int, way: str)
         "text": v.random.randbytes(40).hex().encode(),
         "surrogate": raw.replace(b'weight"', b'weight\\ud800"', 1),
     }[way]
-    put_together(shard, spoilt, data)
+    write_shard(shard, spoilt, data)
     word = {"utf8": "UTF-8", "surrogate": "not valid Unicode"}.get(way, "JSON")
     v.refused(word, file=shard.name, remedy=AGAIN)
 
@@ -80,13 +80,13 @@ def test_fault_05_header_not_utf8_or_not_json(victim: Make, seed: int, way: str)
 def test_fault_06_overlapping_offsets(victim: Make, seed: int) -> None:
     v = victim(seed, "llama")
     shard = v.shard()
-    header, data = take_apart(shard)
-    names = entries(header)
+    header, data = read_shard(shard)
+    names = names_by_offset(header)
     number = v.random.randrange(1, len(names))
     begin, end = header[names[number]]["data_offsets"]
     shift = v.random.randrange(1, begin + 1)
     header[names[number]]["data_offsets"] = [begin - shift, end - shift]
-    put_together(shard, header, data)
+    write_shard(shard, header, data)
     done = v.refused("overlap", file=shard.name, remedy=AGAIN)
     assert done.field("tensor") in names
 
@@ -96,18 +96,18 @@ def test_fault_06_overlapping_offsets(victim: Make, seed: int) -> None:
 def test_fault_07_holes_or_trailing_bytes(victim: Make, seed: int, way: str) -> None:
     v = victim(seed)
     shard = v.shard()
-    header, data = take_apart(shard)
-    names = entries(header)
+    header, data = read_shard(shard)
+    names = names_by_offset(header)
     extra = v.random.choice([1, 2, 64, v.random.randrange(1, 5000)])
     if way == "trailing":
-        put_together(shard, header, data + v.random.randbytes(extra))
+        write_shard(shard, header, data + v.random.randbytes(extra))
         v.refused(f"{extra} bytes trail", file=shard.name, remedy=AGAIN)
         return
     number = 0 if way == "first" else v.random.randrange(len(names))
     place = header[names[number]]["data_offsets"][0]
     for name in names[number:]:
         header[name]["data_offsets"] = [offset + extra for offset in header[name]["data_offsets"]]
-    put_together(shard, header, data[:place] + bytes(extra) + data[place:])
+    write_shard(shard, header, data[:place] + bytes(extra) + data[place:])
     v.refused(f"hole of {extra} bytes", file=shard.name, tensor=names[number], remedy=AGAIN)
 
 
@@ -116,8 +116,8 @@ def test_fault_07_holes_or_trailing_bytes(victim: Make, seed: int, way: str) -> 
 def test_fault_08_shape_times_dtype_differs_from_the_span(victim: Make, seed: int, way: str) -> None:
     v = victim(seed)
     shard = v.shard()
-    header, data = take_apart(shard)
-    name = v.random.choice(entries(header))
+    header, data = read_shard(shard)
+    name = v.random.choice(names_by_offset(header))
     entry = header[name]
     if way == "shape":
         axis = v.random.randrange(len(entry["shape"]))
@@ -126,7 +126,7 @@ def test_fault_08_shape_times_dtype_differs_from_the_span(victim: Make, seed: in
         entry["dtype"] = v.random.choice(["F32", "F64", "U8", "F8_E4M3", "I64", "F4"])
     else:
         entry["data_offsets"][1] -= 1
-    put_together(shard, header, data)
+    write_shard(shard, header, data)
     v.refused("needs", "its span has", file=shard.name, tensor=name, remedy=AGAIN)
 
 
@@ -137,10 +137,10 @@ def test_fault_08_shape_times_dtype_differs_from_the_span(victim: Make, seed: in
 def test_fault_09_shape_product_overflows(victim: Make, seed: int, shape: list[int]) -> None:
     v = victim(seed)
     shard = v.shard()
-    header, data = take_apart(shard)
-    name = v.random.choice(entries(header))
+    header, data = read_shard(shard)
+    name = v.random.choice(names_by_offset(header))
     header[name]["shape"] = shape
-    put_together(shard, header, data)
+    write_shard(shard, header, data)
     done = v.refused(file=shard.name, tensor=name, remedy=AGAIN)
     assert "overflows" in done.stderr or "its span has" in done.stderr
 
@@ -150,10 +150,10 @@ def test_fault_09_shape_product_overflows(victim: Make, seed: int, shape: list[i
 def test_fault_10_unknown_dtype_is_named(victim: Make, seed: int, dtype: str) -> None:
     v = victim(seed)
     shard = v.shard()
-    header, data = take_apart(shard)
-    name = v.random.choice(entries(header))
+    header, data = read_shard(shard)
+    name = v.random.choice(names_by_offset(header))
     header[name]["dtype"] = dtype
-    put_together(shard, header, data)
+    write_shard(shard, header, data)
     v.refused("unknown dtype", repr(dtype), file=shard.name, tensor=name)
 
 
@@ -161,10 +161,10 @@ def test_fault_10_unknown_dtype_is_named(victim: Make, seed: int, dtype: str) ->
 def test_fault_11_truncated_shard(victim: Make, seed: int) -> None:
     v = victim(seed)
     shard = v.shard()
-    header, data = take_apart(shard)
+    header, data = read_shard(shard)
     lost = v.random.choice([1, len(data), v.random.randrange(1, len(data))])
     os.truncate(shard, shard.stat().st_size - lost)
-    v.refused("truncated", file=shard.name, tensor=entries(header)[-1], remedy=AGAIN)
+    v.refused("truncated", file=shard.name, tensor=names_by_offset(header)[-1], remedy=AGAIN)
 
 
 @seeded(2, campaign=8)
@@ -193,8 +193,8 @@ def test_fault_12_a_git_lfs_pointer_instead_of_weights(victim: Make, seed: int, 
 def test_fault_13_duplicate_key_in_the_header(victim: Make, seed: int, way: str) -> None:
     v = victim(seed)
     shard = v.shard()
-    header, data = take_apart(shard)
-    name = v.random.choice(entries(header))
+    header, data = read_shard(shard)
+    name = v.random.choice(names_by_offset(header))
     text = json.dumps(header)
     again: dict[str, Any] = {**header[name], "dtype": "F16"} if way == "other" else header[name]
     if way == "inner":
@@ -204,5 +204,5 @@ def test_fault_13_duplicate_key_in_the_header(victim: Make, seed: int, way: str)
         text, name = text[:-1] + ', "__metadata__": {"format": "pt"}}', "__metadata__"
     else:
         text = text[:-1] + f", {json.dumps(name)}: {json.dumps(again)}}}"
-    put_together(shard, text.encode(), data)
+    write_shard(shard, text.encode(), data)
     v.refused("twice", file=shard.name, tensor=name, remedy=AGAIN)

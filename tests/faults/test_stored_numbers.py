@@ -1,4 +1,4 @@
-"""Faults 22 to 24: the numbers in the tensors, what they are stored as, and their scales."""
+"""Faults 22 to 24: values in tensors, their dtypes, and FP8 scales."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from attacks import Victim, finite_predictions, names_of, seeded
+from attacks import Victim, finite_predictions, seeded, tensor_names
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 
@@ -20,7 +20,7 @@ RUNS = ("compress", "replace")
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_fault_22_nan_or_inf_in_a_weight(victim: Make, seed: int, value: float) -> None:
     v = victim(seed, "llama" if seed % 2 else "deepseek_v3")
-    name = v.random.choice(names_of(v))
+    name = v.random.choice(tensor_names(v))
     count = 0
 
     def spoil(tensors: dict[str, torch.Tensor]) -> None:
@@ -40,7 +40,7 @@ def test_fault_22_weights_that_drive_the_activations_to_infinity(
     victim: Make, seed: int, value: float
 ) -> None:
     v = victim(seed, "llama")
-    name = v.random.choice([n for n in names_of(v) if "down_proj" in n or "o_proj" in n])
+    name = v.random.choice([n for n in tensor_names(v) if "down_proj" in n or "o_proj" in n])
     v.edit_tensors(lambda tensors: tensors[name].fill_(value))
     v.refused("NaN or infin", file="model", commands=["compress"])
 
@@ -49,7 +49,7 @@ def test_fault_22_weights_that_drive_the_activations_to_infinity(
 def test_fault_22_weights_that_drive_the_statistics_to_infinity(victim: Make, name: str) -> None:
     v = victim(0, "llama")
     v.edit_tensors(lambda tensors: tensors[name].fill_(3e38))
-    v.refused("NaN or infin", tensor="", commands=["compress"])
+    v.refused("NaN or infin", commands=["compress"])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -171,7 +171,7 @@ def test_an_artifact_that_our_reader_refuses_is_never_published(
 @pytest.mark.parametrize("value", [0.0, 0.25, -3.0])
 def test_fault_23_a_zero_or_constant_weight(victim: Make, seed: int, value: float) -> None:
     v = victim(seed, "llama" if seed % 2 else "deepseek_v3")
-    name = v.random.choice([n for n in names_of(v) if "proj" in n or "embed" in n or "lm_head" in n])
+    name = v.random.choice([n for n in tensor_names(v) if "proj" in n or "embed" in n or "lm_head" in n])
     v.edit_tensors(lambda tensors: tensors[name].fill_(value))
     v.succeeds()
     finite_predictions(v.out)
@@ -185,7 +185,10 @@ def test_fault_23_everything_is_zero(victim: Make) -> None:
 
 
 def to_fp8(v: Victim, spoil: Callable[[dict[str, torch.Tensor], str], object]) -> str:
-    """Store every projection in FP8 with one scale per 128 x 128; `spoil` gets the tensors and one name."""
+    """Store every projection in FP8 with one scale per 128 x 128 block, then call `spoil(tensors, name)`.
+
+    Returns `name`, a random projection.
+    """
     chosen = ""
 
     def convert(tensors: dict[str, torch.Tensor]) -> None:

@@ -31,7 +31,7 @@ def test_fault_30_an_unreachable_ratio(victim: Make, seed: int, bits: str, optio
         "cannot be reached", "the least is", code=4, remedy="--ratio",
         options=[*arguments, "--ratio", wanted, *options], commands=["compress", "replace"],
     )  # fmt: skip
-    assert "forward" not in done.stderr, "work was done first"
+    assert "forward" not in done.stderr, "the run did work before it refused"
     best = re.search(r"--ratio ([0-9.]+)", done.field("try"))
     assert best is not None
     reachable = v.compress(*arguments, "--ratio", best[1], "--dry-run", "--json")
@@ -100,7 +100,7 @@ def test_fault_31_absent_text_a_folder_and_one_bad_of_two(victim: Make, tmp_path
     v.refused("cannot be read", file="none.txt", commands=["compress"])
     v.text = v.model
     v.refused("cannot be read", file="model", commands=["compress"])
-    for place in (tmp_path / "pipe", Path("/dev/zero")):  # the one never answers, the other never ends
+    for place in (tmp_path / "pipe", Path("/dev/zero")):  # a pipe never answers, /dev/zero never ends
         if not place.exists():
             os.mkfifo(place)
         v.text = place
@@ -178,7 +178,7 @@ def test_fault_33_a_singular_hessian_is_damped_and_said(victim: Make, seed: int,
 
     v.edit_tensors(degenerate)
     done, report = v.succeeds(*(["--seqlen", 32, "--nsamples", 2] if way == "few tokens" else []))
-    if way != "equal inputs":  # those are of less than full rank without any sign of it in the counts
+    if way != "equal inputs":  # the rank falls although enough tokens are counted
         assert report["statistics"]["singular_hessians"] > 0
         done.says("singular Hessian")
     finite_predictions(v.out)

@@ -1,17 +1,15 @@
-"""Changes single bytes of artifacts and looks at what follows: `python corrupting.py --count 1000`.
+"""Changes single bytes of artifacts and checks the consequences: `python corrupting.py --count 1000`.
 
-Two artifacts are made: of the sample model with experts, in one file, and of a tiny llama, with low-rank parts and in
-several files with an index.
-Every case puts another value into one random byte of one of their files; then
+Two artifacts are made: the sample model with experts in one file, and a tiny llama with low-rank parts in several
+files with an index. Every case changes one random byte of one file; then
 
 - `ciuic inspect --verify` must find it: exit code 3 and a message that names the file;
 - the artifact is loaded as `ciuic eval --prompt` loads it, and continues a text by a few tokens: it is refused with
   exit code 3, or it works, with whatever numbers. With the native library under the sanitizers (`make corruptions`)
   this shows that no changed byte leads a kernel outside its memory.
 
-Each of the two is a fork of one process that has imported everything. Whatever else happens is a finding: another exit
-code, a signal, a traceback, a report of a sanitizer, more than LIMIT seconds, or MEMORY more than the undamaged
-artifact takes.
+Both run in forks of one process that has imported everything. Anything else is a finding: another exit code, a signal,
+a traceback, a sanitizer report, more than LIMIT seconds, or MEMORY bytes more than the undamaged artifact needs.
 """
 
 from __future__ import annotations
@@ -53,16 +51,19 @@ SAMPLE = TESTS.parent / "samples" / "deepseek-v3-tiny"
 OPTIONS = ("--effort", "fast", "--nsamples", "4", "--seqlen", "64", "--device", "cpu")
 LOW_RANK = ("--ratio", "2", "--rank", "16")
 SHARD_BYTES = 20_000
+"""Largest file of the llama's artifact; chosen so that it has several."""
 PROMPT = "The river"
 LIMIT = 300
+"""Seconds per command; chosen far above the usual second."""
 MEMORY = 1 << 30
+"""Bytes of resident memory that a damaged artifact may take beyond the undamaged one. Chosen, not tuned."""
 BLOB_HEAD = 96
 """Bytes at the start of a blob that are mostly structure: its header, bit widths and scales."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """How a forked command ended: exit code (negative: a signal), what it said, and its largest resident size."""
+    """How a forked command ended: exit code (negative: a signal), output, and peak resident memory in bytes."""
 
     code: int
     stdout: str
@@ -75,7 +76,7 @@ class Done:
 
     @property
     def clean(self) -> bool:
-        """One refusal with file and remedy, or none; nothing that only a bug says."""
+        """Exit 0 without an error message, or exit 3 with exactly one that names file and remedy; no sign of a bug."""
         bugs = ("Traceback", "AddressSanitizer", "runtime error:")
         refusals = int(self.code == 3)
         return (
@@ -88,12 +89,12 @@ class Done:
 
 @dataclass
 class Target:
-    """An artifact to be damaged, where in its files the structure lies, and what it says undamaged."""
+    """An artifact to damage. text, peak: what it generates undamaged, and the memory in bytes that this takes."""
 
     folder: Path
     files: list[Path] = field(init=False)
     structure: dict[Path, list[range]] = field(init=False)
-    """Of weights: the header, and the first bytes of each blob."""
+    """By weight file: the byte ranges of its header and of the first BLOB_HEAD bytes of each blob."""
     text: str = ""
     peak: int = 0
 
@@ -101,7 +102,7 @@ class Target:
         found = verify(self.folder)
         assert not found.problems and not found.unlisted, "every file of an artifact must have a checksum"
         self.files = sorted(path for path in self.folder.iterdir() if path.stat().st_size)
-        assert len(self.files) == found.files + 1, "all of them, and the list itself"
+        assert len(self.files) == found.files + 1, "every file except the checksums has a checksum"
         opened = open_artifact(self.folder)
         self.structure = {}
         for blob in opened.blobs.values():
@@ -110,8 +111,11 @@ class Target:
             places.append(range(blob.entry.begin, min(blob.entry.end, blob.entry.begin + BLOB_HEAD)))
 
     def byte(self, generator: random.Random) -> tuple[Path, int, str]:
-        """A file, a place in it, and what lies there. Half are anywhere in the bytes, half in any file; and in
-        weights half are in the structure: else the small files and parts would hardly ever be hit."""
+        """A random byte: its file, its offset, and its kind for the table.
+
+        Half of the files are drawn by size, half uniformly, and half of the bytes in weights are in the structure:
+        otherwise small files and headers would hardly ever be hit.
+        """
         sizes = [path.stat().st_size for path in self.files]
         (file,) = generator.choices(self.files, sizes if generator.randrange(2) else None)
         if file not in self.structure:
@@ -131,7 +135,7 @@ class Target:
 
 @dataclass
 class Harness:
-    """Both artifacts, and the counts of what happened."""
+    """Both artifacts, and counts of (kind of byte, outcome)."""
 
     place: Path
     seed: int = 0
@@ -139,7 +143,7 @@ class Harness:
     counts: Counter[tuple[str, str]] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
     peak: int = 0
-    """By how many bytes, at most, a damaged artifact took more memory than the undamaged one."""
+    """Largest excess of memory over the undamaged artifact, bytes."""
 
     def __post_init__(self) -> None:
         torch.set_num_threads(1)
@@ -160,20 +164,20 @@ class Harness:
             assert made.code == 0, made.stderr
             target = Target(out)
             assert (shard_bytes == SHARD_BYTES) == (len(target.structure) > 1) == (out / INDEX_NAME).exists()
-            with open(os.devnull, "w") as unheard, redirect_stdout(unheard), redirect_stderr(unheard):
-                # What these import is there for all forks, which then take a fifth of the time.
+            with open(os.devnull, "w") as ignored, redirect_stdout(ignored), redirect_stderr(ignored):
+                # The forks inherit what these commands import, and then take a fifth of the time.
                 assert self.use(out) == self.command("inspect", out, "--verify") == 0
             undamaged = [self.forked(functools.partial(self.use, out)) for _ in range(2)]
             assert all(done.code == 0 for done in undamaged), undamaged
-            assert undamaged[0].stdout == undamaged[1].stdout, "the same weights must say the same"
+            assert undamaged[0].stdout == undamaged[1].stdout, "the same weights must generate the same text"
             target.text, target.peak = undamaged[0].stdout, undamaged[1].peak
             self.targets.append(target)
 
-    # --- what is done in a fork
+    # --- commands that run in a fork
 
     @staticmethod
     def command(*arguments: object, shard_bytes: int | None = None) -> int:
-        """The command line."""
+        """Run the command line; returns its exit code. shard_bytes: largest size of a file of the output."""
         if shard_bytes is not None:
             writing.lay_out = functools.partial(lay_out, shard_bytes=shard_bytes)  # type: ignore[assignment]
         sys.argv = ["ciuic", *map(str, arguments)]
@@ -185,16 +189,17 @@ class Harness:
 
     @staticmethod
     def use(folder: Path) -> int:
-        """Load the artifact and let it continue a text, with a command's way of telling errors."""
+        """Load the artifact and generate text; errors are reported as by a command."""
         return run(Console(), lambda: print(generate_text(folder, PROMPT, device="cpu", max_new_tokens=4)))
 
     def forked(self, action: Callable[[], int]) -> Done:
+        """Run `action` in a fork; its return value becomes the exit code."""
         said = [self.place / "stdout", self.place / "stderr"]
         pid = os.fork()
         if not pid:
             code = 99
             try:
-                signal.alarm(LIMIT)  # whose signal ends the process, in native code too
+                signal.alarm(LIMIT)  # SIGALRM ends the process even inside native code
                 resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                 tempfile.tempdir = str(self.place / "temporary")
                 for number, file in enumerate(said, start=1):
@@ -211,7 +216,7 @@ class Harness:
     # --- one case
 
     def attack(self, number: int) -> None:
-        """Change a byte, verify, load and run; the byte is as it was afterwards."""
+        """Change a byte, verify, load and generate; then restore the byte."""
         target = self.targets[number % len(self.targets)]
         file, place, kind = target.byte(self.random)
         good = file.read_bytes()
@@ -220,7 +225,7 @@ class Harness:
         file.write_bytes(good[:place] + bytes([other]) + good[place + 1 :])
         try:
             found = self.forked(functools.partial(self.command, "inspect", target.folder, "--verify"))
-            # Where the list itself is damaged, it may be the file of the damaged entry that is named.
+            # If the checksums themselves are damaged, the error may name the file of the damaged entry.
             named = file.name == CHECKSUMS or found.field("file").endswith(f"/{file.name}")
             if found.code != 3 or not found.clean or not named:
                 self.findings.append(f"{what}: --verify ended with {found.code}: {found.stderr[-2000:]}")
@@ -238,7 +243,7 @@ class Harness:
             self.counts[kind, "same text" if used.stdout == target.text else "other text"] += 1
 
     def table(self) -> str:
-        """Counts by the place of the byte and what loading did."""
+        """The counts as a table: kinds of bytes by outcomes."""
         outcomes = ("refused", "other text", "same text")
         kinds = sorted({kind for kind, _ in self.counts})
         rows = [[kind, *(self.counts[kind, outcome] for outcome in outcomes)] for kind in kinds]

@@ -1,9 +1,8 @@
-"""Kills `ciuic compress` and looks at what is left: `python tests/faults/campaigns/killing.py --kills 200`.
+"""Kills `ciuic compress` and checks what is left: `python tests/faults/campaigns/killing.py --kills 200`.
 
-Every run is a fork of one process that has imported everything, so that a run takes about a second. It is killed
-at a random moment, or at the n-th time that it touches the file system beside its output. Afterwards the old
-artifact must be there unharmed (or the new one whole), and the same command must end in the bytes of an
-undisturbed run.
+Every run is a fork of one process that has imported everything, so that a run takes about a second. It is killed at a
+random moment, or at its n-th write access to the folder of the output. Afterwards the old artifact must be intact (or
+the new one complete), and the same command must then write the same bytes as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 OPTIONS = ("--ratio", "3", "--nsamples", "2", "--seqlen", "128", "--effort", "fast", "--device", "cpu")
 INTERRUPTED = 130
 DIFFERS = ("memory_report.json", "memory_report.html", "ciuic_checksums.json")
-"""Files that say how long a run took, and their checksums."""
-_TOUCHES = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
+"""Files that differ between equal runs: they contain run times, or checksums of such files."""
+_WRITE_EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 
 
 @dataclass
 class Harness:
-    """One model, the bytes that it ends in, and the counts of what happened."""
+    """One model, the output of an undisturbed run on it, and counts of outcomes."""
 
     folder: Path
     seed: int = 0
@@ -52,7 +51,7 @@ class Harness:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        assert compress is not None  # imported here, once, for all the runs
+        assert compress is not None  # imported before the forks, which inherit it
         torch.set_num_threads(1)
         self.random = random.Random(self.seed)
         from tiny_checkpoints import make_checkpoint
@@ -67,17 +66,21 @@ class Harness:
         self.place = self.folder / "place"
         self.place.mkdir()
         self.out = self.place / "out"
-        log = self.folder / "touches"
+        log = self.folder / "accesses"
         assert self.wait(self.start(count_in=log)) == 0, self.said()
         self.seconds = time.monotonic() - started
-        self.touches = int(log.read_text())
+        self.accesses = int(log.read_text())
         self.expected = self.bytes_of(self.out)
         shutil.rmtree(self.place)
 
     # --- one run
 
     def start(self, *options: str, kill_at: int = 0, count_in: Path | None = None) -> int:
-        """Fork a run; it kills itself at its `kill_at`-th touch of the file system beside the output."""
+        """Fork a run and return its PID.
+
+        kill_at: the run kills itself at this write access to the output's folder; 0: never.
+        count_in: file to which the run writes the number of its accesses.
+        """
         pid = os.fork()
         if pid:
             return pid
@@ -89,12 +92,12 @@ class Harness:
             cli.main()
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 98
-        except KeyboardInterrupt:  # before the command began, or after it ended
+        except KeyboardInterrupt:  # the signal came before the command began or after it ended
             code = INTERRUPTED
         finally:
             sys.stderr.flush()
             if count_in is not None:
-                count_in.write_text(str(self.touched))
+                count_in.write_text(str(self.accessed))
             os._exit(code)
 
     def _prepare(self, kill_at: int, count_in: Path | None) -> None:
@@ -103,20 +106,20 @@ class Harness:
         os.dup2(said, 1)
         os.dup2(said, 2)
         tempfile.tempdir = str(self.temporary)
-        self.touched = 0
+        self.accessed = 0
         place = str(self.place)
 
-        def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        def count_access(event: str, arguments: tuple[Any, ...]) -> None:
             writes = (
                 event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
             )
-            if (writes or event in _TOUCHES) and _path(event, arguments).startswith(place):
-                self.touched += 1
-                if self.touched == kill_at:
+            if (writes or event in _WRITE_EVENTS) and _path(event, arguments).startswith(place):
+                self.accessed += 1
+                if self.accessed == kill_at:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         if kill_at or count_in is not None:
-            sys.addaudithook(hear)
+            sys.addaudithook(count_access)
 
     @staticmethod
     def wait(pid: int) -> int:
@@ -134,9 +137,9 @@ class Harness:
     # --- one attack
 
     def attack(self, *, old: bool, kill_at: int = 0) -> None:
-        """Kill a run, at a random moment or at a touch; check what is left, run again, check the result.
+        """Kill a run at a random moment or at an access; check what is left, run again, check the result.
 
-        old: there is an output already, to be replaced.
+        old: an output exists already and is to be replaced.
         """
         self.place.mkdir()
         options = ["--force"] if old else []
@@ -154,12 +157,12 @@ class Harness:
         self._check_remains(old, number, code)
         ended = self.out.exists() and not Journal(self.out).folder.exists()
         again = self.wait(self.start(*options))
-        if again == 3 and ended and not old:  # nothing was left to do but to say so
+        if again == 3 and ended and not old:  # the killed run had finished the output
             self.counts["had ended before"] += 1
         else:
             assert again == 0, f"the rerun ended with {again}: {self.said()}"
             self.counts["resumed" if "continuing" in self.said() else "from the start"] += 1
-        assert self.bytes_of(self.out) == self.expected, "other bytes"
+        assert self.bytes_of(self.out) == self.expected, "the output differs from an undisturbed run's"
         left = [path.name for path in self.place.iterdir() if path != self.out]
         assert not left, f"left behind: {left}"
         assert number == signal.SIGKILL or not list(self.temporary.iterdir()), "temporary files"
@@ -186,7 +189,7 @@ class Harness:
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:
-    """What an audited call touches; shutil.rmtree removes by names within folders that it has open."""
+    """The path of an audited call. shutil.rmtree removes names relative to folders that it has open."""
     path = os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else ""
     if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
         path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[1]}"), path)
@@ -198,26 +201,28 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--last", action="store_true", help="at each of the last touches, from the end; twice"
+        "--last", action="store_true", help="kill at each of the last accesses, from the end, twice"
     )
     options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
         harness = Harness(Path(folder), options.seed)
         print(
-            f"an undisturbed run: {harness.seconds:.1f} s, {harness.touches} touches of the file system",
+            f"an undisturbed run: {harness.seconds:.1f} s, {harness.accesses} write accesses",
             flush=True,
         )
         for number in range(options.kills):
             old, kill_at = bool(harness.random.randrange(2)), 0
             if options.last:
-                old, kill_at = bool(number % 2), harness.touches - number // 2
+                old, kill_at = bool(number % 2), harness.accesses - number // 2
             elif number % 2:
-                kill_at = harness.random.randrange(1, harness.touches + 1)
+                kill_at = harness.random.randrange(1, harness.accesses + 1)
             try:
                 harness.attack(old=old, kill_at=kill_at)
             except AssertionError:
-                print(f"kill {number} (seed {options.seed}, touch {kill_at}) lost something", file=sys.stderr)
+                print(
+                    f"kill {number} (seed {options.seed}, access {kill_at}) lost something", file=sys.stderr
+                )
                 raise
         seconds = time.monotonic() - started
         print(f"{options.kills} kills in {seconds:.0f} s: nothing lost, every rerun ended in the same bytes")

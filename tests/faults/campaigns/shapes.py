@@ -1,10 +1,10 @@
-"""Shapes and values that are hard on the kernels and yet accepted, through every native function: `shapes.py [--many]`.
+"""Extreme shapes and values that the reader accepts, through every native function: `shapes.py [--many]`.
 
-Every matrix takes the way of a stranger's artifact (its bytes, read back), and every array that a kernel reads or
-writes lies against a page that may not be touched: behind its last byte in one round, before its first in another.
-One byte too far ends the process. What comes out must be right, too: decoded weights are those of the definition in
-codecs/reference.py, products those of the decoded matrix. Prints the kernels in use, how many matrices there were and
-a digest of all results, which must be the same for every instruction set.
+Every matrix is written to bytes and read back, as from an artifact. Every array that a kernel reads or writes lies
+against a guard page: after its last byte in one round, before its first byte in another. An access one byte outside
+ends the process. Results must also be right: decoded weights equal those of codecs/reference.py, products those of the
+decoded matrix. Prints the kernels in use, the number of matrices, and a digest of all results, which must be the same
+for every instruction set.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SHAPES = (
 )  # fmt: skip
 LONG = ((1, 70_001), (4099, 1), (3, 1 << 14), (2000, 33))
 ROUNDED = 128
-"""Matrices of at most so many rows and columns are also encoded, which takes long."""
+"""Matrices with at most this many rows and columns are also encoded, which is slow."""
 BASES = (0.01, 1e-45, float(np.finfo(np.float32).max) / 2.0**16)
 """Scale bases: an ordinary one, the smallest and the largest that are accepted."""
 THREADS = (1, 3, 64)
@@ -49,9 +49,10 @@ _NO_ACCESS = 0
 
 
 class Guarded:
-    """Memory between two pages that may not be touched. `shift` >= 0: so far behind the first; None: up to the last.
+    """Allocates arrays between two guard pages.
 
-    Where a shift leaves a gap at the other end, the round with None covers that end.
+    shift: bytes between the first guard page and the array; None: the array ends at the last guard page. A shift
+    leaves a gap at the end; another round with None covers that end.
     """
 
     def __init__(self, shift: int | None) -> None:
@@ -61,7 +62,7 @@ class Guarded:
         self.protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def empty(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-        """An array in such memory, all bytes 0xA5."""
+        """An array between guard pages, all bytes 0xA5."""
         kind = np.dtype(dtype)
         size = int(np.prod(shape)) * kind.itemsize
         room = -(-(size + (self.shift or 0)) // _PAGE) * _PAGE
@@ -82,7 +83,7 @@ class Guarded:
         return made
 
 
-# --- what is accepted
+# --- accepted blobs
 
 
 def hostile_matrix(
@@ -135,7 +136,7 @@ def accepted(generator: random.Random, many: bool) -> Iterator[bytes]:
 
 
 def matrices(blob: Array) -> list[PackedMatrix]:
-    """All matrices in a blob, low-rank parts too; they lie in the blob's own memory."""
+    """All matrices in a blob, low-rank factors included; they share the blob's memory."""
     if bytes(blob[:4]) == b"CIUX":
         found = list(ExpertStack.from_buffer(blob, where="stack").experts)
     else:
@@ -143,11 +144,11 @@ def matrices(blob: Array) -> list[PackedMatrix]:
     return [part for matrix in found for part in (matrix, *(matrix.lowrank or ()))]
 
 
-# --- the native functions on one of them
+# --- native functions on one matrix
 
 
 class Kernels:
-    """Calls every native function with guarded arrays; keeps a digest of what they gave."""
+    """Calls every native function with guarded arrays and adds their results to a digest."""
 
     def __init__(self, guarded: Guarded, generator: random.Random, digest: Any) -> None:
         self.guarded, self.random, self.digest = guarded, generator, digest
@@ -159,8 +160,8 @@ class Kernels:
         status = getattr(native.interface(), name)(*passed)
         assert status == 0, f"{name} refused what the reader accepts: {status}"
 
-    def heard(self, array: Array) -> None:
-        """Into the digest; every NaN counts alike."""
+    def add_to_digest(self, array: Array) -> None:
+        """Add an array to the digest. NaNs of different bits count as equal."""
         values = np.where(np.isnan(array), np.float32(-1.5), array) if array.dtype == np.float32 else array
         self.digest.update(np.ascontiguousarray(values).tobytes())
 
@@ -203,7 +204,7 @@ class Kernels:
             self.call("ciuic_decode", *self.packed, first, last, half, 1, self.random.choice(THREADS))
             rounded = torch.from_numpy(part.copy()).to(torch.bfloat16).view(torch.int16).numpy()
             np.testing.assert_array_equal(half.view(np.int16), rounded)
-        self.heard(whole)
+        self.add_to_digest(whole)
         return whole
 
     def decode_rows(self, matrix: PackedMatrix, decoded: Array) -> None:
@@ -240,7 +241,7 @@ class Kernels:
             stored = y if order is None else y[:, order]
             signed = torch.from_numpy(stored.view(np.int16) if half_out else stored)
             found = signed.view(torch.bfloat16).float() if half_out else signed
-            self.heard(found.numpy())
+            self.add_to_digest(found.numpy())
             if kind == "gaussian" and matrix.header.base == np.float32(BASES[0]):
                 inputs = transform(
                     x.to(torch.bfloat16).float() if half_in else x, matrix.header.seed
@@ -279,7 +280,7 @@ class Kernels:
         again = np.empty((rows, cols), np.float32)
         self.call("ciuic_decode", codes, offsets, bits, scales, rows, cols, L, 0, rows, again, 0, 1)
         np.testing.assert_array_equal(again[: matrix.rows], decoded[: matrix.rows])
-        self.heard(decoded)
+        self.add_to_digest(decoded)
 
     def hadamard(self) -> None:
         for cols in (16, 48, 1024, 1040, 3072):
@@ -304,7 +305,7 @@ def main() -> None:
     torch.set_num_threads(1)
     digest = hashlib.sha256()
     count = 0
-    for of_blob, of_arrays in ((None, None), (0, 0), (1, 0)):  # a file may put a blob at an odd address
+    for of_blob, of_arrays in ((None, None), (0, 0), (1, 0)):  # a blob in a file may begin at an odd address
         generator = random.Random(options.seed)
         for blob in accepted(generator, options.many):
             kernels = Kernels(Guarded(of_arrays), generator, digest)
