@@ -32,6 +32,7 @@ from pathlib import Path
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from ciuic_cli.allocation import artifact_size
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.verification import verify
@@ -41,7 +42,6 @@ from ciuic_cli.cli import app as cli
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.codecs import native
-from ciuic_cli.compression import writing
 from ciuic_cli.evaluation.perplexity import generate_text
 
 TESTS = Path(__file__).parents[2]
@@ -179,7 +179,7 @@ class Harness:
     def command(*arguments: object, shard_bytes: int | None = None) -> int:
         """Run the command line; returns its exit code. shard_bytes: largest size of a file of the output."""
         if shard_bytes is not None:
-            writing.lay_out = functools.partial(lay_out, shard_bytes=shard_bytes)  # type: ignore[assignment]
+            artifact_size.lay_out = functools.partial(lay_out, shard_bytes=shard_bytes)  # type: ignore[assignment]
         sys.argv = ["ciuic", *map(str, arguments)]
         try:
             cli.main()

@@ -1,0 +1,59 @@
+"""Long sequences: tokens are paired within stretches of 1024, and whole batches give the sums of their sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ciuic_cli.layerwise.linear_hooks import Product
+from ciuic_cli.statistics.moments import MomentRecorder, Moments
+
+ROWS, COLS = 6, 9
+STRETCH = 1024
+KEY = ("model.layers.0.mlp.up_proj.weight", None)
+
+
+def tokens(sequences: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Inputs (sequences, length, COLS) and gradients (sequences, length, ROWS) with a common direction."""
+    generator = torch.Generator().manual_seed(length)
+    x = 1.0 + torch.randn(sequences, length, COLS, generator=generator)
+    return x, 0.5 + torch.randn(sequences, length, ROWS, generator=generator)
+
+
+def recorded(x: torch.Tensor, gradient: torch.Tensor) -> Moments:
+    recorder = MomentRecorder([], torch.float32, x.shape[1])
+    weight = torch.zeros(ROWS, COLS)
+    product = Product(KEY, weight.shape, slice(0, ROWS), weight, x, gradient)
+    recorder.watch(product)(gradient)
+    return recorder.moments[KEY]
+
+
+def assert_equal(first: Moments, second: Moments) -> None:
+    torch.testing.assert_close(first.inputs, second.inputs, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(first.outputs, second.outputs, rtol=1e-4, atol=1e-3)
+    assert first.numbers == pytest.approx(second.numbers, rel=1e-4)
+
+
+@pytest.mark.parametrize("length", [STRETCH - 24, STRETCH, STRETCH + 100, 2 * STRETCH + 7])
+def test_tokens_of_one_stretch_are_paired_and_no_others(length: int) -> None:
+    x, gradient = tokens(2, length)
+    found = recorded(x, gradient)
+    expected = Moments.zeros(ROWS, COLS, x.device, torch.float32, full_outputs=True)
+    for begin in range(0, length, STRETCH):
+        stretch = slice(begin, begin + STRETCH)
+        expected.add_sequences(x[:, stretch], gradient[:, stretch])
+    assert_equal(found, expected)
+    assert found.tokens == 2 * length
+    if length > STRETCH:
+        whole = Moments.zeros(ROWS, COLS, x.device, torch.float32, full_outputs=True)
+        whole.add_sequences(x, gradient)
+        assert whole.energy > 1.2 * found.energy, "pairs across stretches would count much here"
+
+
+def test_a_batch_is_the_sum_of_its_sequences() -> None:
+    x, gradient = tokens(3, 50)
+    together = recorded(x, gradient)
+    total = recorded(x[:1], gradient[:1])
+    for number in (1, 2):
+        total.include(recorded(x[number : number + 1], gradient[number : number + 1]))
+    assert_equal(together, total)
