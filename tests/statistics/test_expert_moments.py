@@ -155,18 +155,11 @@ def test_a_token_counts_with_the_root_of_its_loss() -> None:
 
 
 @pytest.mark.parametrize(
-<<<<<<< HEAD
-    ("rows", "cols", "method"), [(32, 256, "_add_weight_gradients"), (512, 512, "_add_token_pairs")]
+    ("rows", "cols", "method"),
+    [(32, 256, "_add_weight_gradients"), (256, 256, "_add_weight_gradients"), (512, 512, "_add_token_pairs")],
 )
 def test_the_pair_sum_with_fewer_operations_is_taken(
     rows: int, cols: int, method: str, monkeypatch: pytest.MonkeyPatch
-=======
-    ("rows", "cols", "way"),
-    [(32, 256, "_add_gradients"), (256, 256, "_add_gradients"), (512, 512, "_add_pairs")],
-)
-def test_the_way_with_fewer_operations_is_taken(
-    rows: int, cols: int, way: str, monkeypatch: pytest.MonkeyPatch
->>>>>>> 5f5c6a0 (tests: evaluation reports and pairs of tokens in long sequences)
 ) -> None:
     taken = []
     for name in ("_add_token_pairs", "_add_weight_gradients"):
