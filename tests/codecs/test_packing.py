@@ -258,11 +258,25 @@ def test_a_dense_tensor_is_refused() -> None:
         PackedMatrix.from_buffer(torch.zeros(4, 4), where="w")
 
 
-@pytest.mark.parametrize("at", [0, 4, 8, 12, 16, 23, 24, 32, 40, 48])
-def test_impossible_stacks_are_refused(at: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "message"),
+    [
+        (0, "not a compressed expert stack"),
+        (4, "a stack of 253 experts cannot be in"),
+        (8, "the stack 235 x 40"),
+        (12, "the stack 20 x 215"),
+        (16, "expert offsets"),
+        (23, "expert offsets"),
+        (24, "31 bytes follow"),
+        (32, "expert offsets"),
+        (40, "padding after the expert offsets"),
+        (48, "not a compressed matrix"),
+    ],
+)
+def test_impossible_stacks_are_refused(at: int, message: str) -> None:
     blob = bytearray(ExpertStack((random_matrix(20, 40, 4), random_matrix(20, 40, 2))).to_bytes())
     blob[at] ^= 0xFF
-    with pytest.raises(InputError):
+    with pytest.raises(InputError, match=message):
         ExpertStack.from_buffer(bytes(blob), where="experts")
 
 

@@ -37,11 +37,10 @@ def test_a_write_outside_and_an_unwritten_element_fail(emulator: Emulator, gpu_c
     assert not gpu_checks.Check("unwritten", float("nan"), 1.0).passed
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_the_exit_code_is_5(
     gpu_checks: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if torch.cuda.is_available():
-        return
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     gpu = importlib.import_module("gpu")
     with pytest.warns(RuntimeWarning):

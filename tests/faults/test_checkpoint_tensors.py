@@ -155,8 +155,6 @@ def test_fault_27_another_architecture_than_the_weights(victim: Make) -> None:
         ("llama", {"intermediate_size": 2**40}),
         ("llama", {"head_dim": -12}),
         ("llama", {"head_dim": 10**15}),
-        ("llama", {"num_key_value_heads": 0}),
-        ("llama", {"num_key_value_heads": 3}),
         ("llama", {"vocab_size": 1e300}),
         ("llama", {"vocab_size": 263.5}),
         ("llama", {"num_labels": 10**10}),
@@ -179,9 +177,25 @@ def test_fault_27_another_architecture_than_the_weights(victim: Make) -> None:
     ],
 )
 def test_fault_27_absurd_or_negative_sizes(victim: Make, family: str, values: dict[str, Any]) -> None:
+    (key,) = values
     v = victim(0, family)
     v.edit_config(**values)
-    v.refused(commands=ALL)
+    v.refused({"num_local_experts": "num_experts"}.get(key, key), file="config.json", commands=ALL)
+
+
+@pytest.mark.parametrize(
+    ("heads", "message", "file"),
+    [
+        (0, "no model can be built from the configuration", "config.json"),
+        (3, "stored with shape (24, 48), but config.json makes it (36, 48)", "model.safetensors"),
+    ],
+)
+def test_fault_27_a_number_of_heads_that_the_model_cannot_have(
+    victim: Make, heads: int, message: str, file: str
+) -> None:
+    v = victim(0, "llama")
+    v.edit_config(num_key_value_heads=heads)
+    v.refused(message, file=file, commands=ALL)
 
 
 @pytest.mark.parametrize(
