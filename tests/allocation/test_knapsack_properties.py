@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from ciuic_cli.allocation import knapsack
-from ciuic_cli.allocation.knapsack import allocate, smallest
+from ciuic_cli.allocation.knapsack import allocate, smallest_bytes
 from ciuic_cli.errors import TargetError
 
 Problem = tuple[np.ndarray, np.ndarray]
@@ -35,7 +35,7 @@ def largest(loss: np.ndarray, nbytes: np.ndarray) -> int:
 @given(problem=problems(), share=st.floats(0.0, 1.2))
 def test_the_bytes_are_counted_exactly_and_never_over_the_budget(problem: Problem, share: float) -> None:
     loss, nbytes = problem
-    least = smallest(loss, nbytes)
+    least = smallest_bytes(loss, nbytes)
     budget = least + int(share * (largest(loss, nbytes) - least))
     found = allocate(loss, nbytes, budget)
     items = np.arange(len(loss))
@@ -47,7 +47,7 @@ def test_the_bytes_are_counted_exactly_and_never_over_the_budget(problem: Proble
 @quick
 @given(problem=problems(), missing=st.integers(1, 100))
 def test_a_budget_below_the_smallest_options_is_refused(problem: Problem, missing: int) -> None:
-    least = smallest(*problem)
+    least = smallest_bytes(*problem)
     with pytest.raises(TargetError, match=f"smallest possible {least}"):
         allocate(*problem, least - missing)
     assert allocate(*problem, least).nbytes <= least
@@ -58,7 +58,7 @@ def test_a_budget_below_the_smallest_options_is_refused(problem: Problem, missin
 def test_a_larger_budget_never_raises_the_loss(problem: Problem, share: float, more: int) -> None:
     """No counterexample is known (50,000 random problems); the same examples every time, since no proof is either."""
     loss, nbytes = problem
-    least = smallest(loss, nbytes)
+    least = smallest_bytes(loss, nbytes)
     budget = least + int(share * (largest(loss, nbytes) - least))
     first, second = allocate(loss, nbytes, budget), allocate(loss, nbytes, budget + more)
     assert second.loss <= first.loss * (1 + 1e-6) + 1e-9
@@ -76,12 +76,12 @@ def test_enough_bytes_for_everything_leave_the_least_loss(problem: Problem) -> N
 @given(problem=problems(), share=st.floats(0.0, 1.0), chunk=st.integers(1, 5))
 def test_the_size_of_a_chunk_does_not_change_the_result(problem: Problem, share: float, chunk: int) -> None:
     loss, nbytes = problem
-    least = smallest(loss, nbytes)
+    least = smallest_bytes(loss, nbytes)
     budget = least + int(share * (largest(loss, nbytes) - least))
     whole = allocate(loss, nbytes, budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knapsack, "_ITEMS", chunk)
-        assert smallest(loss, nbytes) == least
+        patch.setattr(knapsack, "_CHUNK_ITEMS", chunk)
+        assert smallest_bytes(loss, nbytes) == least
         in_chunks = allocate(loss, nbytes, budget)
     assert in_chunks.choice.tolist() == whole.choice.tolist()
     assert (in_chunks.loss, in_chunks.nbytes) == (whole.loss, whole.nbytes)

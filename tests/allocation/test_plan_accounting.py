@@ -11,7 +11,9 @@ import pytest
 
 from ciuic_cli.allocation.arms import Arms, PassOptions
 from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, weight_matrices
-from ciuic_cli.allocation.plan import Plan, largest_bytes, make_plan
+from ciuic_cli.allocation.plan import Plan
+from ciuic_cli.allocation.planning import make_plan
+from ciuic_cli.allocation.reachable import largest_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.checkpoint.roles import MTP_ROLES
@@ -35,7 +37,7 @@ def arms_of(model_map: ModelMap, options: PassOptions) -> list[Arms]:
     made = []
     for matrix in weight_matrices(model_map.parameters.values()):
         sensitivity = generator.lognormal(0, 2, matrix.groups)
-        made.append(Arms(matrix, options.widths_for(matrix), options.L, sensitivity, sensitivity.copy()))
+        made.append(Arms(matrix, options.bits_for(matrix), options.L, sensitivity, sensitivity.copy()))
     return made
 
 
@@ -55,7 +57,7 @@ def with_channels(arms: list[Arms], costs: dict[int, float]) -> tuple[list[Arms]
 
 def loss_at(arm: Arms, row_bits: np.ndarray) -> np.ndarray:
     """(groups,) predicted KL of each row group at its bits."""
-    columns = [arm.widths.index(bits) for bits in bits_of(row_bits).tolist()]
+    columns = [arm.bits.index(bits) for bits in bits_of(row_bits).tolist()]
     return np.array([arm.loss[group, column] for group, column in enumerate(columns)])
 
 
@@ -78,13 +80,15 @@ def test_a_structure_goes_if_it_costs_less_than_its_members_loss_and_bytes(
     assert 0 < loss < price
     arms, _ = with_channels(arms, {block: factor * (loss + price)})
     plan = make_plan(model_map, arms, budget, options)
-    assert [(structure.down, structure.block) for structure in plan.removed] == [(down, block)] * removed
+    assert [(structure.down, structure.block) for structure in plan.pruned_structures] == [
+        (down, block)
+    ] * removed
 
 
 def counted(arms: list[Arms], plan: Plan) -> float:
     """KL of all kept row groups and of all removed structures, each once."""
-    gone = {member for structure in plan.removed for member in structure.members}
-    total = sum(structure.loss for structure in plan.removed)
+    gone = {member for structure in plan.pruned_structures for member in structure.members}
+    total = sum(structure.loss for structure in plan.pruned_structures)
     for arm in arms:
         kept = [(arm.matrix.key, group) not in gone for group in range(arm.matrix.groups)]
         total += float(loss_at(arm, plan.matrices[arm.matrix.key].row_bits)[kept].sum())
@@ -95,18 +99,20 @@ def test_every_removal_and_every_group_is_counted_once(model_map: ModelMap) -> N
     options = PassOptions(WIDTHS)
     arms, down = with_channels(arms_of(model_map, options), {1: 1e-5, 4: 2e-5})
     plan = make_plan(model_map, arms, half_of_4_bits(model_map), options)
-    assert {structure.block for structure in plan.removed} == {1, 4}
+    assert {structure.block for structure in plan.pruned_structures} == {1, 4}
     assert plan.predicted_kl == pytest.approx(counted(arms, plan), rel=1e-6)
     assert plan.rounding_kl[down] == pytest.approx(plan.matrices[down].predicted_kl - 3e-5)
     for name in ("gate", "up"):
-        assert np.flatnonzero(plan.gone[down.replace("down", name)]).tolist() == [1, 4]
+        assert np.flatnonzero(plan.structure_masks[down.replace("down", name)]).tolist() == [1, 4]
 
 
 def test_groups_that_are_pruned_by_force_cost_their_removal(model_map: ModelMap) -> None:
     options = PassOptions(WIDTHS, prune=0.2)
     arms = arms_of(model_map, options)
     plan = make_plan(model_map, arms, half_of_4_bits(model_map), options)
-    assert not plan.removed and any((chosen.row_bits == 0).any() for chosen in plan.matrices.values())
+    assert not plan.pruned_structures and any(
+        (chosen.row_bits == 0).any() for chosen in plan.matrices.values()
+    )
     assert plan.predicted_kl == pytest.approx(counted(arms, plan), rel=1e-6)
 
 

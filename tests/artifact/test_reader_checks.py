@@ -21,13 +21,13 @@ from ciuic_cli.artifact.reader import (
 from ciuic_cli.artifact.schema import FORMAT_VERSION
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.errors import InputError
-from ciuic_cli.passes.quantize import round_plain
+from ciuic_cli.passes.rounding import round_without_feedback
 
 ROWS, COLS = 20, 24
 
 
 def blob(rows: int = ROWS, cols: int = COLS) -> torch.Tensor:
-    packed: PackedMatrix = round_plain(torch.ones(rows, cols), 4, L=12)
+    packed: PackedMatrix = round_without_feedback(torch.ones(rows, cols), 4, L=12)
     return torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""What is prepared for rounding: the order of its column blocks shows nowhere outside, and half bits are priced."""
+"""Matrices prepared for rounding: the order of column blocks changes no result; half bits lose what is predicted."""
 
 from __future__ import annotations
 
@@ -9,18 +9,14 @@ import pytest
 import torch
 
 from ciuic_cli.codecs.packing import stored_bits
+from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.codecs.widths import BITS
-from ciuic_cli.passes.quantize import (
-    BLOCK,
-    INPUT_DAMPING,
-    KroneckerFisher,
-    per_group,
-    predicted_loss,
-    prepare,
-    removal_loss,
-    round_prepared,
-)
+from ciuic_cli.passes.feedback import INPUT_DAMPING
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss, removal_loss
+from ciuic_cli.passes.prepare import prepare
+from ciuic_cli.passes.rounding import round_prepared
 
 
 def _random(*shape: int, seed: int) -> torch.Tensor:
@@ -33,11 +29,11 @@ def test_the_spread_of_rows_does_not_depend_on_the_order_of_their_blocks(cols: i
     sizes = torch.exp(2 * _random(cols, seed=1))
     weight = _random(40, cols, seed=2) * sizes
     plain = prepare(weight, KroneckerFisher(torch.eye(cols), torch.ones(40)))
-    in_place = replace(plain, blocks=None).with_weight(weight)
-    moved = replace(plain, blocks=torch.arange(cols // BLOCK).roll(1)).with_weight(weight)
+    in_place = replace(plain, block_order=None).with_weight(weight)
+    moved = replace(plain, block_order=torch.arange(cols // TILE).roll(1)).with_weight(weight)
     assert not torch.equal(moved.weight, in_place.weight)
     torch.testing.assert_close(moved.rms, in_place.rms)
-    assert torch.equal(moved.restored(moved.weight.clone()), in_place.weight)
+    assert torch.equal(moved.in_natural_order(moved.weight.clone()), in_place.weight)
 
 
 @pytest.mark.parametrize("bits", [1.5, 2.5, 3.5, 4.5])
@@ -51,18 +47,19 @@ def test_half_bits_cost_what_is_predicted(bits: float) -> None:
     for seed in range(3):
         weight = _random(rows, cols, seed=6 + seed)
         prepared = prepare(weight, fisher)
-        groups = rows // BLOCK
+        groups = rows // TILE
         packed = round_prepared(prepared, np.full(groups, stored_bits(bits), np.uint8), L=12)
         error = decode_dense(packed) - weight
         measured += 0.5 * float((fisher.outputs * ((error @ damped) * error).sum(1)).sum())
-        predicted += float(predicted_loss(per_group(prepared.row_loss), np.zeros(groups), (bits,), 12).sum())
+        predicted += float(
+            predicted_loss(group_sums(prepared.row_sensitivity), np.zeros(groups), (bits,), 12).sum()
+        )
     assert measured == pytest.approx(predicted, rel=0.12)
 
 
 def test_more_bits_cost_less_at_every_width_and_for_every_row_group() -> None:
-    widths = BITS
     prepared = prepare(_random(40, 48, seed=9), KroneckerFisher(torch.eye(48), torch.ones(40)))
     removal = removal_loss(_random(40, 48, seed=9), KroneckerFisher(torch.eye(48), torch.ones(40)))
     for L in (12, 16):
-        loss = predicted_loss(per_group(prepared.row_loss), per_group(removal), widths, L)
+        loss = predicted_loss(group_sums(prepared.row_sensitivity), group_sums(removal), BITS, L)
         assert (np.diff(loss, axis=1) < 0).all()
