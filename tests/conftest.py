@@ -46,8 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def usual_signals() -> None:
-    """As in a terminal: a background job, and every process that it starts, would ignore SIGINT (nohup: SIGHUP)."""
+def default_signal_handlers() -> None:
+    """Signal handlers as in a terminal. Background jobs and their children ignore SIGINT, those of nohup SIGHUP."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -55,9 +55,9 @@ def usual_signals() -> None:
 
 @pytest.fixture(scope="session")
 def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """`tiny_checkpoint(family, **options)` -> folder, made once per session: read it, never write into it.
+    """`tiny_checkpoint(family, **options)` -> folder, shared by all tests of the session: never write into it.
 
-    Families: the keys of TINY_CONFIGS; options as in `make_checkpoint`.
+    family: a key of TINY_CONFIGS; options: as in `make_checkpoint`.
     """
     made: dict[str, Path] = {}
 
@@ -72,7 +72,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """1154 tokens of the byte-level tokenizer, with the empty line that ends a document."""
+    """A text of 1154 tokens of the byte-level tokenizer, counting the empty line that ends a document."""
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text(SENTENCE * 12, encoding="utf-8")
     return file

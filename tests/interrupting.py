@@ -1,4 +1,4 @@
-"""Signals that Python loses."""
+"""A signal whose KeyboardInterrupt Python drops."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import signal
 
 
 def lose(number: signal.Signals) -> None:
-    """A signal arrives in a `__del__`: nothing can catch the KeyboardInterrupt that it raises."""
+    """Raise the signal inside a `__del__`, where Python drops the KeyboardInterrupt that its handler raises."""
 
-    class Dying:
+    class RaisesWhenDeleted:
         def __del__(self) -> None:
             signal.raise_signal(number)
 
-    Dying()
+    RaisesWhenDeleted()

@@ -1,4 +1,4 @@
-"""Statistics that are known beforehand, for tests of what is made of them."""
+"""Statistics with given H and G, for tests of pricing, planning and encoding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Moment = Callable[[int], torch.Tensor]
 def known_statistics(
     model_map: ModelMap, *, inputs: Moment = lambda cols: torch.eye(cols) / cols, outputs: Moment = torch.eye
 ) -> Statistics:
-    """Of every matrix the same H and G, by their size."""
+    """Statistics that give every matrix inputs(cols) as H and outputs(rows) as G."""
     return cast(Statistics, _Known(model_map, inputs, outputs))
 
 

@@ -1,8 +1,7 @@
 """Imports point one way, loading never reaches the passes, and `import ciuic_cli` stays light.
 
-All imports count, those inside functions and under TYPE_CHECKING too: what a function imports late is still a
-dependency. The package's front door, `ciuic_cli/__init__.py`, is looked at by itself: it names the public API
-lazily, and every module runs it.
+All imports count, also those inside functions and under TYPE_CHECKING. `ciuic_cli/__init__.py` has tests of its own:
+every module runs it, and it imports the public API lazily.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ FLOORS = (
     ("cli",),
     ("__main__",),
 )
-"""The rooms of the package from the lowest floor to the highest. A room imports only from the floors below it."""
+"""The subpackages ("rooms") in layers ("floors"), lowest first. A room imports only from floors below its own."""
 
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -50,7 +49,7 @@ MODULES = _modules()
 
 
 def _imports(module: str) -> dict[str, set[str]]:
-    """Modules of the package that `module` imports, each with the names taken from it."""
+    """Modules of the package that `module` imports, each with the names imported from it."""
     found: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -72,7 +71,7 @@ def _imports(module: str) -> dict[str, set[str]]:
 
 
 def _attributes_of_the_package(module: str) -> set[str]:
-    """What `module` takes from the package by `ciuic_cli.name`."""
+    """Attributes that `module` uses as `ciuic_cli.name`."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     return {
         node.attr
@@ -84,13 +83,13 @@ def _attributes_of_the_package(module: str) -> set[str]:
 IMPORTS = {module: _imports(module) for module in MODULES}
 
 
-def _part(module: str) -> str:
-    """The module's first part below the package: "runtime" of ciuic_cli.runtime.ops."""
+def _room(module: str) -> str:
+    """The room of a module: "runtime" for ciuic_cli.runtime.ops."""
     return module.split(".")[1]
 
 
 def _reached(start: str) -> set[str]:
-    """All modules that running `start` can import, packages' own __init__ included."""
+    """All modules that `start` imports directly or indirectly, the __init__ of their packages included."""
     found: set[str] = set()
     waiting = [start]
     while waiting:
@@ -98,7 +97,7 @@ def _reached(start: str) -> set[str]:
         if module in found or module == PACKAGE:
             continue
         found.add(module)
-        waiting += IMPORTS.get(module, ())  # a folder without __init__.py runs nothing
+        waiting += IMPORTS.get(module, ())  # a folder without __init__.py imports nothing
         waiting.append(module.rpartition(".")[0])
     return found
 
@@ -107,12 +106,12 @@ INNER = [module for module in MODULES if module != PACKAGE]
 
 
 def test_every_room_has_its_floor() -> None:
-    rooms = {_part(module) for module in INNER}
+    rooms = {_room(module) for module in INNER}
     assert rooms - FLOOR.keys() == set(), "give the new room its floor in FLOORS"
-    assert FLOOR.keys() - rooms == set(), "FLOORS names a room that is gone"
+    assert FLOOR.keys() - rooms == set(), "FLOORS names a room that does not exist"
 
 
-def test_the_house_is_small_enough_to_find_things_in() -> None:
+def test_folders_have_at_most_15_files() -> None:
     assert len(list(ROOT.glob("*.py"))) <= 8
     for folder in (ROOT, *(path for path in ROOT.rglob("*") if path.is_dir() and path.name != "__pycache__")):
         files = [path for path in folder.iterdir() if path.is_file()]
@@ -121,67 +120,72 @@ def test_the_house_is_small_enough_to_find_things_in() -> None:
 
 @pytest.mark.parametrize("module", INNER)
 def test_imports_point_one_way(module: str) -> None:
-    own = _part(module)
+    room = _room(module)
     for target, names in IMPORTS[module].items():
         if target == PACKAGE:
-            # The front door imports the top lazily, so only what it defines itself may be taken from it.
-            taken = names | _attributes_of_the_package(module)
-            assert taken <= {"__path__"}, f"{module} imports {taken} from the package itself"
+            # `ciuic_cli/__init__.py` imports the highest floors lazily, so only its own names may be used.
+            used = names | _attributes_of_the_package(module)
+            assert used <= {"__path__"}, f"{module} imports {used} from the package itself"
             continue
-        other = _part(target)
-        assert other == own or FLOOR[other] < FLOOR[own], f"{module} imports {target}, which is not below it"
+        other = _room(target)
+        assert other == room or FLOOR[other] < FLOOR[room], (
+            f"{module} imports {target}, which is not below it"
+        )
 
 
 def test_no_cycles() -> None:
     graph = {module: set(IMPORTS[module]) - {PACKAGE, module} for module in INNER}
-    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
+    order = list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the cycle
     assert set(order) == set(INNER)
 
 
-def test_nothing_but_the_terminal_imports_the_command_line() -> None:
+def test_only_main_imports_the_command_line() -> None:
     assert {
         module
         for module in INNER
-        if _part(module) != "cli" and any(m.startswith(f"{PACKAGE}.cli.") for m in IMPORTS[module])
+        if _room(module) != "cli" and any(m.startswith(f"{PACKAGE}.cli.") for m in IMPORTS[module])
     } == {f"{PACKAGE}.__main__"}
 
 
 def test_loading_never_reaches_what_compresses() -> None:
     compressing = {"passes", "statistics", "layerwise", "allocation", "recovery", "compression"}
     for module in INNER:
-        if _part(module) in ("runtime", "kernels") or module == f"{PACKAGE}.artifact.reader":
-            reached = {_part(found) for found in _reached(module)}
+        if _room(module) in ("runtime", "kernels") or module == f"{PACKAGE}.artifact.reader":
+            reached = {_room(found) for found in _reached(module)}
             assert reached & compressing == set(), module
-    assert "codecs" in {_part(found) for found in _reached(f"{PACKAGE}.runtime.loading")}  # the walk walks
+    assert "codecs" in {
+        _room(found) for found in _reached(f"{PACKAGE}.runtime.loading")
+    }  # _reached follows imports
 
 
 def test_the_passes_touch_no_files_models_or_terminal() -> None:
-    """They are functions of arrays: besides each other they know only codecs, threads, interruption, errors."""
+    """Passes are functions of arrays: they import only each other, codecs, threads, interruption and errors."""
     for module in INNER:
-        if _part(module) == "passes" or module == f"{PACKAGE}.allocation.knapsack":
-            reached = {_part(found) for found in _reached(module)}
+        if _room(module) == "passes" or module == f"{PACKAGE}.allocation.knapsack":
+            reached = {_room(found) for found in _reached(module)}
             assert reached <= {"passes", "allocation", "codecs", "process", "errors"}, module
 
 
-AT_HAND = {
+CHECKED_BY_MAKE_TEST = {
     f"{PACKAGE}.{module}"
     for module in ("cli.app", "compression.in_place", "runtime.loading", "runtime.plugin")
 }
-"""Modules with which `make test` begins too; a process for each of the others takes minutes."""
+"""Modules imported first in `make test`. All others, which take minutes, are left to `make faults`."""
 
 
 @pytest.mark.parametrize(
-    "module", [m if m in AT_HAND else pytest.param(m, marks=pytest.mark.campaign) for m in MODULES]
+    "module",
+    [m if m in CHECKED_BY_MAKE_TEST else pytest.param(m, marks=pytest.mark.campaign) for m in MODULES],
 )
 def test_any_module_may_be_imported_first(module: str) -> None:
-    """Unpickling in a new process does: it imports the module that has the class, whichever that is."""
+    """Unpickling in a new process imports the class's module first, whichever it is."""
     found = subprocess.run(
         [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False, timeout=120
     )
     assert found.returncode == 0, found.stderr
 
 
-def test_the_front_door_imports_nothing_heavy_but_registers() -> None:
+def test_the_package_itself_imports_only_version_and_registration() -> None:
     top_level = {
         node.module
         for node in ast.parse(MODULES[PACKAGE].read_text(encoding="utf-8")).body
@@ -203,7 +207,7 @@ def test_importing_the_package_loads_neither_torch_nor_transformers() -> None:
 
 
 def test_loading_a_model_runs_without_the_passes() -> None:
-    """The same in a real process: what `ciuic_cli.load` imports."""
+    """The same in a process: the modules that `ciuic_cli.load` really imports."""
     code = (
         "import sys, ciuic_cli; ciuic_cli.load; "
         "from ciuic_cli.runtime.registration import register; register(); "
@@ -215,4 +219,4 @@ def test_loading_a_model_runs_without_the_passes() -> None:
     loaded = ast.literal_eval(found.stdout)
     assert "ciuic_cli.runtime.loading" in loaded
     forbidden = {"passes", "statistics", "layerwise", "allocation", "recovery", "compression"}
-    assert {_part(name) for name in loaded} & forbidden == set()
+    assert {_room(name) for name in loaded} & forbidden == set()

@@ -1,4 +1,4 @@
-"""SECURITY.md holds: the tests it names exist, and the package contains no call that could run a checkpoint's code."""
+"""SECURITY.md names existing tests, and the package contains no call that could run a checkpoint's code."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ def test_every_test_that_the_page_names_exists() -> None:
 
 
 def _calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """Every call in a file, with the called name as it is written."""
+    """Every call in a file as (source text of the called function, node)."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 
 
 def _keyword(call: ast.Call, name: str) -> object:
+    """The constant that a call passes for a keyword; None if it passes none."""
     for keyword in call.keywords:
         if keyword.arg == name and isinstance(keyword.value, ast.Constant):
             return keyword.value.value
@@ -51,7 +52,7 @@ def test_the_package_never_unpickles_or_evaluates(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_26_transformers_is_never_left_to_ask_about_remote_code(path: Path) -> None:
-    """Left out, `trust_remote_code` makes transformers ask on the terminal for a config with an `auto_map`."""
+    """Without `trust_remote_code=False` transformers asks on the terminal if a config has an `auto_map`."""
     for name, call in _calls(path):
         if re.fullmatch(r"Auto\w+\.(from_pretrained|from_config)", name):
             assert _keyword(call, "trust_remote_code") is False, f"line {call.lineno}: {name}"

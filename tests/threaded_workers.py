@@ -1,4 +1,4 @@
-"""Workers of a run as threads of one process."""
+"""Workers of a run as threads of one process, for tests without torch.distributed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ciuic_cli.process.workers import Workers
 
 
 class Threads(Workers):
-    """Workers that are threads of this process: the same promises, kept by queues instead of torch.distributed."""
+    """`Workers` as threads of this process, with queues in place of torch.distributed. `meeting` is shared by all."""
 
     def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
         super().__init__(rank, size)
@@ -37,6 +37,8 @@ class Threads(Workers):
 
 
 class Meeting:
+    """What the threads share: a barrier, a slot per thread for `gather`, and a queue per (sender, receiver)."""
+
     def __init__(self, size: int) -> None:
         self.values: dict[int, Any] = {}
         self.barrier = threading.Barrier(size, timeout=30)

@@ -1,6 +1,6 @@
 """Tiny, complete checkpoints of every family, with fixed seeds.
 
-Their sizes are small but odd: some dimensions are no multiple of 16, so that padding is always exercised.
+Some dimensions of each family are no multiple of 16, so that every test exercises padding.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-VOCABULARY = 263  # 256 bytes, three special tokens, four unused: no multiple of 16
+VOCABULARY = 263
+"""Tokens: 256 bytes, three special ones and four unused ones. No multiple of 16, to exercise padding."""
 
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {
@@ -199,7 +200,7 @@ _MODEL_TYPES = {"llama_tied": "llama", "gemma3": "gemma3_text"}
 
 
 def make_tokenizer(folder: Path) -> None:
-    """Write a byte-level tokenizer with VOCABULARY entries, a BOS token it adds itself, and an EOS token."""
+    """Write a byte-level tokenizer with VOCABULARY entries. It has a BOS token, which it prepends, and an EOS token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -247,7 +248,7 @@ def make_checkpoint(
             if not tensor.is_floating_point():
                 tensor.random_(0, getattr(config, "n_routed_experts", 2), generator=generator)
             elif tensor.dim() < 2:
-                # Norms, biases and router biases that differ from their defaults: forgetting one must show.
+                # Norms and biases get values other than their defaults, so that a test notices a forgotten one.
                 noise = torch.rand(tensor.shape, generator=generator) * 0.2
                 tensor.add_(noise.to(tensor.dtype))
             else:

@@ -150,12 +150,12 @@ def main() -> int:
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     name = "ablation.json" if chosen.ablation else "comparison.json"
-    (workshop.place / name).write_text(json.dumps(results, indent=1))
+    (workshop.folder / name).write_text(json.dumps(results, indent=1))
     if chosen.page and chosen.ablation:
         document.write(chosen.page, "ablation", document.ablation(results))
     elif chosen.page:
         publish(results, chosen.page, chosen.tables)
-    print(workshop.place / name)
+    print(workshop.folder / name)
     return 0 if results["texts"] else 1
 
 

@@ -15,6 +15,8 @@ from runs import Failure, Made, Workshop, contents, digest, run
 
 @dataclass(frozen=True)
 class Text:
+    """A text to evaluate on, by the name that the tables show."""
+
     name: str
     file: Path
 
@@ -30,7 +32,7 @@ class Measure:
     def evaluation(self, workshop: Workshop, made: Made, slug: str, text: Text) -> dict[str, Any]:
         """The report of `ciuic eval --json` for a model on a text, kept once measured. Raises Failure("evaluate")."""
         key = digest(made.key, contents(text.file), self.seqlen, self.limit)
-        kept = workshop.place / "evaluations" / f"{slug}.{text.name}.{key}.json"
+        kept = workshop.folder / "evaluations" / f"{slug}.{text.name}.{key}.json"
         if not kept.is_file():
             command: list[Any] = [sys.executable, "-m", "ciuic_cli", "eval", made.folder]
             command += ["--base", workshop.model, "--text", text.file, "--seqlen", self.seqlen, "--json"]
@@ -43,8 +45,8 @@ class Measure:
 
     def row(self, workshop: Workshop, contestant: Contestant, parameters: int) -> dict[str, Any]:
         """Make and measure one contestant. If a step fails, the row has its name (`step`) and the reason (`failed`)."""
-        own = contestant.tool == OURS
-        row: dict[str, Any] = {"name": contestant.name, "tool": contestant.tool, "ours": own}
+        row: dict[str, Any] = {"name": contestant.name, "tool": contestant.tool}
+        row |= {"ours": contestant.tool == OURS}
         row |= {"curve": contestant.curve, "texts": {}}
         try:
             made = workshop.make(contestant)
@@ -79,10 +81,10 @@ def measure_all(
     for number, contestant in enumerate(contestants):
         row = measure.row(workshop, contestant, parameters)
         rows.append(row)
-        said = [f"{row['bpw']:.3f} bits per weight"] if "bpw" in row else []
-        said += [f"{text}: KL {found['kl_mean']:.4f}" for text, found in row["texts"].items()]
-        said += [f"{row['step']} failed: {row['failed']}"] if "failed" in row else []
-        say(f"[{number + 1}/{len(contestants)}] {row['name']}: {'; '.join(said)}")
+        parts = [f"{row['bpw']:.3f} bits per weight"] if "bpw" in row else []
+        parts += [f"{text}: KL {found['kl_mean']:.4f}" for text, found in row["texts"].items()]
+        parts += [f"{row['step']} failed: {row['failed']}"] if "failed" in row else []
+        say(f"[{number + 1}/{len(contestants)}] {row['name']}: {'; '.join(parts)}")
     return {
         "parameters": parameters,
         "calibration": list(workshop.tokens.shape),

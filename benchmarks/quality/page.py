@@ -108,12 +108,16 @@ def comparison(results: dict[str, Any], plot: str | None) -> str:
         text["name"]: f"{text['tokens']:,} tokens in windows of {text['seqlen']:,}"
         for text in results["texts"]
     }
-    alike = len(set(tokens.values())) == 1
+    same_length = len(set(tokens.values())) == 1
     for first in range(0, len(texts), TEXTS_PER_TABLE):
-        some = texts[first : first + TEXTS_PER_TABLE]
-        where = f"{tokens[some[0]]} each" if alike else ", ".join(f"{text} {tokens[text]}" for text in some)
-        parts.append(f"KL in nats per token, smallest model first ({where}). {verdict(rows, some)}")
-        parts.append(divergence_table(rows, some))
+        shown = texts[first : first + TEXTS_PER_TABLE]
+        where = (
+            f"{tokens[shown[0]]} each"
+            if same_length
+            else ", ".join(f"{text} {tokens[text]}" for text in shown)
+        )
+        parts.append(f"KL in nats per token, smallest model first ({where}). {verdict(rows, shown)}")
+        parts.append(divergence_table(rows, shown))
     parts.append(failures(rows))
     return "\n\n".join(part for part in parts if part)
 

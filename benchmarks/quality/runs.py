@@ -102,10 +102,10 @@ class Workshop:
             files_digest(model, ("config.json", "*.safetensors")),
             hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
         )
-        self.place = out / f"{model.name}-{self.inputs}"
-        self.place.mkdir(parents=True, exist_ok=True)
+        self.folder = out / f"{model.name}-{self.inputs}"
+        self.folder.mkdir(parents=True, exist_ok=True)
         self._not_installed: dict[str, Failure] = {}
-        self._tokens_file = self.place / "tokens.safetensors"
+        self._tokens_file = self.folder / "tokens.safetensors"
         save_file({"tokens": tokens.contiguous()}, self._tokens_file)
 
     def environment(self, tool: str) -> Path:
@@ -142,30 +142,31 @@ class Workshop:
         if "folder" in contestant.options:
             folder = Path(contestant.options["folder"])
             return Made(folder, tensor_bytes(folder), digest(files_digest(folder, ("*.safetensors",))))
-        place = self.place / contestant.slug
-        key = digest(self.inputs, contestant.options, self._maker(contestant.tool))
-        done = place / "done.json"
+        workdir = self.folder / contestant.slug
+        key = digest(self.inputs, contestant.options, self._maker_digest(contestant.tool))
+        done = workdir / "done.json"
         if done.is_file() and (found := json.loads(done.read_text()))["key"] == key:
             return Made(Path(found["folder"]), found["bytes"], key)
-        begun = place / "begun.txt"
+        begun = workdir / "begun.txt"
         if begun.is_file() and begun.read_text() != key:  # begun with other inputs: start anew
-            shutil.rmtree(place)
-        place.mkdir(exist_ok=True)
+            shutil.rmtree(workdir)
+        workdir.mkdir(exist_ok=True)
         begun.write_text(key)
         make = self._ours if contestant.tool == OURS else self._peer
-        folder, stored = make(contestant, place)
+        folder, stored = make(contestant, workdir)
         done.write_text(json.dumps({"key": key, "folder": str(folder), "bytes": stored}))
         return Made(folder, stored, key)
 
     @staticmethod
-    def _maker(tool: str) -> str:
+    def _maker_digest(tool: str) -> str:
+        """A digest of the code that makes a tool's models: a change of it makes kept models stale."""
         if tool == OURS:
             return files_digest(Path(ciuic_cli.__file__).parent, ("*.py", "*.cpp", "*.h"))
         scripts = [(SCRIPTS / name).read_text() for name in (PEERS[tool].script, "job.py")]
         return digest(PEERS[tool].install, scripts)
 
-    def _ours(self, contestant: Contestant, place: Path) -> tuple[Path, int]:
-        out = place / "artifact"
+    def _ours(self, contestant: Contestant, workdir: Path) -> tuple[Path, int]:
+        out = workdir / "artifact"
         count, length = self.tokens.shape
         command = [sys.executable, VARIANT]
         for patch in contestant.options.get("patches", ()):
@@ -175,15 +176,15 @@ class Workshop:
         command += ["--calibration", self.calibration] if self.calibration else []
         # No --force: an unfinished run of the same command continues where it stopped.
         if not out.is_dir():
-            run(command, place / "log.txt", "quantize", self.threads)
+            run(command, workdir / "log.txt", "quantize", self.threads)
         return out, tensor_bytes(out)
 
-    def _peer(self, contestant: Contestant, place: Path) -> tuple[Path, int]:
+    def _peer(self, contestant: Contestant, workdir: Path) -> tuple[Path, int]:
         python = self.environment(contestant.tool)
-        shared = self.place / f"{contestant.tool}-shared"
+        shared = self.folder / f"{contestant.tool}-shared"
         shared.mkdir(exist_ok=True)
-        job = place / "job.json"
-        folders = {"artifact": place / "artifact", "dense": place / "dense", "shared": shared}
+        job = workdir / "job.json"
+        folders = {"artifact": workdir / "artifact", "dense": workdir / "dense", "shared": shared}
         paths = {"model": self.model, "tokens": self._tokens_file, **folders}
         job.write_text(
             json.dumps(
@@ -192,5 +193,5 @@ class Workshop:
             )
         )
         script = SCRIPTS / PEERS[contestant.tool].script
-        run([python, script, job], place / "log.txt", "quantize", self.threads)
-        return folders["dense"], int(json.loads((place / "result.json").read_text())["bytes"])
+        run([python, script, job], workdir / "log.txt", "quantize", self.threads)
+        return folders["dense"], int(json.loads((workdir / "result.json").read_text())["bytes"])

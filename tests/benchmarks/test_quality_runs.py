@@ -1,4 +1,4 @@
-"""How the quality benchmark makes its contestants, and what it keeps."""
+"""The quality benchmark: environments, jobs, kept results, and the contestants."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_peer_that_does_not_install_has_a_row_that_says_so(
     assert results["texts"] == []
 
 
-def test_what_is_made_is_kept_until_its_inputs_change(
+def test_a_model_is_kept_until_its_inputs_change(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs, contestants = (

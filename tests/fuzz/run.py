@@ -19,20 +19,22 @@ HERE = Path(__file__).parent
 LIMITS = ("-timeout=300", "-rss_limit_mb=6000", "-max_len=4096", "-print_final_stats=1")
 
 
-class _Place(ctypes.Structure):
+class _PcTableEntry(ctypes.Structure):
+    """An entry of libFuzzer's table of program counters."""
+
     _fields_ = (("address", ctypes.c_size_t), ("flags", ctypes.c_size_t))
 
 
 def watch_library() -> None:
-    """Tell libFuzzer of the native library's counters."""
-    from atheris import core_with_libfuzzer  # its symbols are those of libFuzzer
+    """Register the native library's coverage counters with libFuzzer."""
+    from atheris import core_with_libfuzzer  # contains libFuzzer's symbols
 
     from ciuic_cli.codecs.native import interface
 
     fuzzer, watched = ctypes.CDLL(core_with_libfuzzer.__file__), interface()
     size = ctypes.c_size_t.in_dll(watched, "ciuic_coverage_size").value
     counters = ctypes.addressof((ctypes.c_uint8 * size).in_dll(watched, "ciuic_coverage_counters"))
-    places = (_Place * size)(*((counters + number, 0) for number in range(size)))
+    places = (_PcTableEntry * size)(*((counters + number, 0) for number in range(size)))
     watch_library.places = places  # type: ignore[attr-defined]  # libFuzzer keeps the address
     begin = ctypes.addressof(places)
     pointer = ctypes.c_void_p
@@ -41,7 +43,7 @@ def watch_library() -> None:
 
 
 def read_from_source() -> None:
-    """Let the package be found in this tree: atheris cannot instrument what an editable install's own finder loads."""
+    """Import the package from this tree: atheris cannot instrument modules that an editable install's finder loads."""
     spec = importlib.util.find_spec("ciuic_cli")
     for place in (spec.submodule_search_locations if spec else None) or ():
         for library in Path(place).glob("libciuic_native.*"):

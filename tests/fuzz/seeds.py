@@ -1,4 +1,4 @@
-"""Writes the first inputs of every target's corpus: `python tests/fuzz/seeds.py`. The rest was found by fuzzing."""
+"""Writes the initial inputs of every target's corpus: `python tests/fuzz/seeds.py`. Fuzzing found the others."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ def with_input_scales(plain: PackedMatrix, codes: np.ndarray) -> PackedMatrix:
 
 
 def seeds() -> dict[str, dict[str, bytes]]:
+    """Initial inputs by target and file name."""
     entry = {"dtype": "F32", "shape": [3, 5], "data_offsets": [0, 60]}
     several = {
         "__metadata__": {"format": "pt"},

@@ -1,6 +1,6 @@
-"""What is fuzzed: bytes in, and nothing out but a refusal. Used by run.py (atheris) and by the tests of the corpus.
+"""Fuzz targets: functions of bytes that may only return or refuse. Used by run.py (atheris) and test_corpus.py.
 
-The first byte of an input chooses a way in, so that one corpus reaches raw files as well as well-framed ones.
+The first byte of an input chooses the reader, so that one corpus covers raw files and well-framed ones.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ciuic_cli.errors import InputError
 CONFIG = json.dumps({"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2})
 ARTIFACT_CONFIG = json.dumps({"quantization_config": {"quant_method": "ciuic", "format_version": 1}})
 MOST_WEIGHTS = 1 << 15
-"""Larger matrices are opened but not decoded: an input of a few bytes may stand for many weights."""
+"""Weights of the largest matrix that is decoded (chosen): an input of a few bytes can announce many weights."""
 WIDTHS = stored_bits(BITS).tolist()
 
 
@@ -46,7 +46,7 @@ def small_shard(name: str) -> bytes:
 
 
 class Folder:
-    """One folder that is filled anew for every input."""
+    """A temporary folder, in memory if possible, whose files are replaced for every input."""
 
     def __init__(self) -> None:
         shared = Path("/dev/shm")
@@ -64,7 +64,7 @@ class Folder:
 
 
 def checkpoint(data: bytes, folder: Folder) -> None:
-    """The checkpoint's reader: shards (0 raw, 1 framed), the index (2), the config (3)."""
+    """The checkpoint reader. First byte: 0 raw shard, 1 framed shard, 2 index, else config."""
     way, rest = data[:1], data[1:]
     files = {"config.json": CONFIG.encode(), "model.safetensors": small_shard("w")}
     if way == b"\0":
@@ -86,7 +86,7 @@ def checkpoint(data: bytes, folder: Folder) -> None:
 
 
 def artifact(data: bytes, folder: Folder) -> None:
-    """The artifact's reader: a matrix (0 raw, 4 of the right length), a stack (1), a file (2), a config (3)."""
+    """The artifact reader. First byte: 0 raw matrix, 1 stack, 2 file, 3 config, else a matrix of the right length."""
     way, rest = data[:1], data[1:]
     try:
         if way == b"\0":
@@ -115,29 +115,29 @@ def _decode(matrix: PackedMatrix) -> None:
 
 
 def _of_right_length(data: bytes) -> bytes:
-    """A matrix blob with the header's numbers as they are, small sizes, and exactly the bytes that it needs."""
+    """A matrix blob with the input's header fields, but small sizes, and exactly the bytes that these need."""
     head = bytearray(data[:32].ljust(32, b"\0"))
     rows, cols = 1 + head[8] % 80, 1 + head[12] % 80
     head[:4], head[5] = b"CIU1", head[5] & 4
     head[6] = log2_block(padded(cols))
     head[8:12], head[12:16], head[24:32] = rows.to_bytes(4, "little"), cols.to_bytes(4, "little"), bytes(8)
     bits = bytes(
-        (*WIDTHS, value)[value % (len(WIDTHS) + 1)] for value in _endless(data[32:], padded(rows) // 16)
+        (*WIDTHS, value)[value % (len(WIDTHS) + 1)] for value in _repeated(data[32:], padded(rows) // 16)
     )
-    scales = _endless(data[40:], rows + (cols if head[5] else 0))
+    scales = _repeated(data[40:], rows + (cols if head[5] else 0))
     blob = bytes(head) + bits + scales
     blob += bytes(-len(blob) % 16)
     size = packed_nbytes(rows, cols, np.frombuffer(bits, np.uint8), has_input_scale=bool(head[5]))
-    return blob + _endless(data, size - len(blob))
+    return blob + _repeated(data, size - len(blob))
 
 
-def _endless(data: bytes, length: int) -> bytes:
-    """`data` over and over."""
+def _repeated(data: bytes, length: int) -> bytes:
+    """`length` bytes: `data` repeated, zeros if it is empty."""
     return (data * (1 + length // max(1, len(data))) if data else bytes(length))[:length]
 
 
 def native_functions(data: bytes, folder: Folder) -> None:
-    """The native entry points, with arrays of exactly the promised sizes and arguments of any value."""
+    """The native functions, with arrays of exactly the documented sizes and other arguments of any value."""
     take = iter(data)
 
     def byte() -> int:
@@ -150,10 +150,10 @@ def native_functions(data: bytes, folder: Folder) -> None:
     body = bytes(take)
     bits = np.array(widths, dtype=np.uint8)
     sizes = (tile_nbytes(bits) * tiles).tolist()
-    codes = np.array(np.frombuffer(_endless(body, sum(sizes)), np.uint8))
+    codes = np.array(np.frombuffer(_repeated(body, sum(sizes)), np.uint8))
     offsets = np.cumsum([0, *sizes[:-1]]).astype(np.int64)
-    scale = np.array(np.frombuffer(_endless(body[3:], 4 * rows), np.float32))
-    signed = [int.from_bytes(_endless(body[at:], 1), "little", signed=True) for at in range(6)]
+    scale = np.array(np.frombuffer(_repeated(body[3:], 4 * rows), np.float32))
+    signed = [int.from_bytes(_repeated(body[at:], 1), "little", signed=True) for at in range(6)]
     library = native.interface()
     pointers = [array.ctypes.data for array in (codes, offsets, bits, scale)]
     if which == 0:
@@ -170,7 +170,7 @@ def native_functions(data: bytes, folder: Folder) -> None:
     elif which == 2:
         batch, given, wanted = signed[0] % 10, cols - signed[1] % 17, rows - signed[2] % 17
         x_half, y_half = signed[4] & 1, signed[4] >> 1 & 1
-        x = np.array(np.frombuffer(_endless(body, (2 if x_half else 4) * batch * max(0, given)), np.uint8))
+        x = np.array(np.frombuffer(_repeated(body, (2 if x_half else 4) * batch * max(0, given)), np.uint8))
         y = np.empty((batch, max(0, wanted)), np.uint16 if y_half else np.float32)
         order = np.arange(max(1, wanted), dtype=np.int32)
         order = order[::-1].copy() if signed[5] & 8 else order + np.int32(signed[1] >> 6)
@@ -181,11 +181,11 @@ def native_functions(data: bytes, folder: Folder) -> None:
             signed[5] & 1, 1 + (signed[5] >> 1 & 1),
         )  # fmt: skip
     elif which == 3:
-        x = np.array(np.frombuffer(_endless(body, 4 * rows * cols), np.float32))
+        x = np.array(np.frombuffer(_repeated(body, 4 * rows * cols), np.float32))
         block = signed[0] % 40 - 2
         library.ciuic_hadamard(x.ctypes.data, rows, cols, block, 7, signed[1] & 1, 1 + (signed[2] & 1))
     else:
-        weight = np.array(np.frombuffer(_endless(body, 4 * rows * cols), np.float32)).reshape(rows, cols)
+        weight = np.array(np.frombuffer(_repeated(body, 4 * rows * cols), np.float32)).reshape(rows, cols)
         decoded = np.empty_like(weight)
         library.ciuic_round(
             weight.ctypes.data, rows, cols, None, None, None, None, scale.ctypes.data, bits.ctypes.data,

@@ -1,4 +1,4 @@
-"""Fault 41: every input that fuzzing kept is still refused or read, without a fuzzer and without a crash."""
+"""Fault 41: every input of the fuzzing corpus is refused or read without a crash; needs no fuzzer."""
 
 from __future__ import annotations
 

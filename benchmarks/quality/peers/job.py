@@ -25,6 +25,8 @@ BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "chat_t
 
 @dataclass(frozen=True)
 class Job:
+    """What a peer's script has to do, as the module's docstring describes it."""
+
     model: Path
     tokens: torch.Tensor
     artifact: Path

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault(
-    "GPTQMODEL_CPU_WORKERS", "2"
-)  # on two cores it starts one by default, and then asks for two
+# On two cores GPTQModel starts one worker by default and then waits for two.
+os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
 from gptqmodel.nn_modules.qlinear import BaseQuantLinear
