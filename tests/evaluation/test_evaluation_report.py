@@ -14,7 +14,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import ciuic_cli.evaluation.perplexity as evaluating
+from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import UsageError
+from ciuic_cli.evaluation.opening import expected_bytes
 from ciuic_cli.evaluation.perplexity import evaluate, generate_text, windows_of
 from ciuic_cli.text.tokenizer import tokenize
 
@@ -117,3 +120,27 @@ def test_a_prompt_and_its_continuation_must_fit_the_positions(base: Path) -> Non
     assert generate_text(base, prompt, device="cpu", max_new_tokens=15).startswith(prompt)
     with pytest.raises(UsageError, match="257 tokens, the model has 256 positions"):
         generate_text(base, prompt, device="cpu", max_new_tokens=16)
+
+
+@pytest.mark.parametrize(("missing", "streams"), [(0, False), (2, True)])
+def test_a_checkpoint_runs_from_its_files_if_it_takes_more_than_half_of_the_free_memory(
+    base: Path, text: Path, monkeypatch: pytest.MonkeyPatch, missing: int, streams: bool
+) -> None:
+    free = 2 * expected_bytes(base, torch.float32) - missing
+    monkeypatch.setattr(evaluating, "free_memory", lambda place: free)
+    hints: list[str] = []
+    found = evaluate(base, text=text, seqlen=SEQLEN, limit=1, device="cpu", hint=hints.append)
+    assert found["dtype"] == "float32"
+    assert ["layer by layer" in hint for hint in hints] == [True] * streams
+
+
+def test_an_artifact_computes_as_it_is_stored_if_float32_takes_more_than_half_of_the_free_memory(
+    base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    compress(base, out, ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast")
+    needed = expected_bytes(out, torch.float32)
+    for free, dtype in ((2 * needed, "float32"), (2 * needed - 2, "bfloat16")):
+        monkeypatch.setattr(evaluating, "free_memory", lambda place, free=free: free)
+        found = evaluate(out, text=text, seqlen=SEQLEN, limit=1, device="cpu")
+        assert found["dtype"] == dtype
