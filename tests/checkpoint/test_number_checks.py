@@ -32,7 +32,7 @@ def test_every_value_that_is_not_finite_in_the_wanted_dtype_is_counted(
     tensor = torch.tensor(numbers, dtype=torch.float64).to(stored)
     expected = sum(not math.isfinite(value) for value in tensor.to(wanted).double().tolist())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "_FINITE_PART", part)
+        patch.setattr(formats, "_FINITE_CHUNK", part)
         assert formats.count_nonfinite(tensor, wanted) == expected
 
 
@@ -40,7 +40,7 @@ def test_every_value_that_is_not_finite_in_the_wanted_dtype_is_counted(
     ("value", "message", "remedy"),
     [
         (1e5, "3 of 6 values are NaN or infinite in float16", "config.json needs a wider dtype"),
-        (math.nan, "3 of 6 values are NaN or infinite in float16", "it cannot be compressed"),
+        (math.nan, "3 of 6 values are NaN or infinite in float16", "cannot be compressed"),
     ],
 )
 def test_the_remedy_tells_damage_from_a_narrow_dtype(value: float, message: str, remedy: str) -> None:
