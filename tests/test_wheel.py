@@ -40,7 +40,8 @@ def package_files() -> dict[str, Path]:
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and path.suffix not in (".cpp", ".so")
     }
-    return found | {f"ciuic_cli/cuda/{path.name}": path for path in (ROOT / "cuda").iterdir()}
+    kernels = [path for path in (ROOT / "cuda").iterdir() if path.suffix in (".cu", ".h")]
+    return found | {f"ciuic_cli/cuda/{path.name}": path for path in kernels}
 
 
 def test_its_files_are_those_of_the_tree(wheel: Path) -> None:
