@@ -17,8 +17,7 @@ from ciuic_cli.allocation.reachable import largest_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import bits_of
-from ciuic_cli.codecs.widths import BITS
+from ciuic_cli.codecs.bits import BITS, bits_of
 from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
 
 WIDTHS = BITS[1:]

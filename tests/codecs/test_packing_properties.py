@@ -11,13 +11,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed_samples import random_matrix
 
-from ciuic_cli.codecs.packing import L_VALUES, PackedMatrix, packed_nbytes, stored_bits
+from ciuic_cli.codecs.bits import BITS, stored_bits
+from ciuic_cli.codecs.header import L_VALUES, MatrixHeader
+from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import MAX_BASE, SCALE_STEPS
+from ciuic_cli.codecs.sizes import codes_nbytes
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.codecs.transform import TILE, padded
 from ciuic_cli.codecs.trellis import decode
-from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.errors import InputError
 
 HEADER_FIELDS = {
@@ -51,9 +53,8 @@ def matrices_of(draw: st.DrawFn, rows: int, cols: int, *, may_have_lowrank: bool
     generator = draw(byte_arrays)
     groups = padded(rows) // TILE
     row_bits = stored_bits(draw(st.lists(st.sampled_from(BITS), min_size=groups, max_size=groups)))
-    size = packed_nbytes(rows, cols, row_bits) - packed_nbytes(rows, cols, 0)
     lowrank = None
-    optional = {"row_class": None, "input_scale": None}
+    optional: dict[str, np.ndarray] = {}
     if may_have_lowrank:
         if draw(st.booleans()):
             rank = draw(st.integers(1, min(rows, cols)))
@@ -63,7 +64,7 @@ def matrices_of(draw: st.DrawFn, rows: int, cols: int, *, may_have_lowrank: bool
             optional["row_class"] = generator.integers(0, 16, rows, dtype=np.uint8)
         if draw(st.booleans()):
             optional["input_scale"] = generator.integers(0, 256, cols, dtype=np.uint8)
-    return PackedMatrix(
+    header = MatrixHeader(
         rows=rows,
         cols=cols,
         L=draw(st.sampled_from(L_VALUES)),
@@ -71,23 +72,30 @@ def matrices_of(draw: st.DrawFn, rows: int, cols: int, *, may_have_lowrank: bool
         base=draw(st.floats(0.0, MAX_BASE, width=32, exclude_min=True)),
         row_bits=row_bits,
         row_scale=generator.integers(0, 256, rows, dtype=np.uint8),
-        codes=generator.integers(0, 256, size, dtype=np.uint8),
-        lowrank=lowrank,
         scale_steps=draw(st.integers(SCALE_STEPS[0], SCALE_STEPS[-1])),
         **optional,
     )
+    codes = generator.integers(0, 256, codes_nbytes(row_bits, cols), dtype=np.uint8)
+    return PackedMatrix(header, codes, lowrank)
 
 
-def assert_same(first: PackedMatrix, second: PackedMatrix) -> None:
-    for field in dataclasses.fields(PackedMatrix):
+def assert_same_header(first: MatrixHeader, second: MatrixHeader) -> None:
+    for field in dataclasses.fields(MatrixHeader):
         one, other = getattr(first, field.name), getattr(second, field.name)
         if isinstance(one, tuple):
             for part, other_part in zip(one, other, strict=True):
-                assert_same(part, other_part)
+                assert_same_header(part, other_part)
         elif isinstance(one, np.ndarray):
             np.testing.assert_array_equal(one, other, err_msg=field.name)
         else:
             assert one == other, field.name
+
+
+def assert_same(first: PackedMatrix, second: PackedMatrix) -> None:
+    assert_same_header(first.header, second.header)
+    np.testing.assert_array_equal(first.codes, second.codes)
+    for part, other in zip(first.lowrank or (), second.lowrank or (), strict=True):
+        assert_same(part, other)
 
 
 @quick
@@ -136,11 +144,11 @@ def test_a_corrupted_header_field_is_refused_or_read_as_it_is(
     assert field not in ("magic", "log2(B)")
     assert found.to_bytes() == bytes(blob)
     for part in (found, *(found.lowrank or ())):
-        assert decode(part).shape == (part.rows, part.cols_padded)
+        assert decode(part).shape == (part.rows, part.header.cols_padded)
 
 
-FACTOR = random_matrix(3, 48, 4), random_matrix(3, 40, 4)
-"""The low-rank part of a 40 x 48 matrix of rank 3."""
+RIGHT, LEFT = random_matrix(3, 48).header, random_matrix(3, 40).header
+"""The low-rank factors of a 40 x 48 matrix of rank 3."""
 ROWS = np.zeros(40, np.uint8)
 
 
@@ -149,8 +157,8 @@ ROWS = np.zeros(40, np.uint8)
     [
         ({"rows": 0}, "impossible shape"),
         ({"cols": 2**31}, "impossible shape"),
-        ({"L": 11}, "impossible window length|trellis"),
-        ({"L": 17}, "impossible window length|trellis"),
+        ({"L": 11}, "trellis state bits"),
+        ({"L": 17}, "trellis state bits"),
         ({"seed": -1}, "impossible seed"),
         ({"seed": 2**32}, "impossible seed"),
         ({"base": 0.0}, "impossible scale base"),
@@ -160,31 +168,45 @@ ROWS = np.zeros(40, np.uint8)
         ({"row_bits": np.full(2, 4, np.uint8)}, "row_bits"),
         ({"row_bits": np.full(3, 4, np.int64)}, "row_bits"),
         ({"row_bits": np.full(3, 9, np.uint8)}, "bits per weight"),
-        ({"row_bits": np.full(3, 3, np.uint8)}, "codes must be"),
         ({"row_scale": ROWS[1:]}, "row_scale"),
         ({"row_scale": ROWS.astype(np.float32)}, "row_scale"),
-        ({"codes": np.zeros(2 * 9 * 128, np.uint8)[::2]}, "contiguous"),
         ({"row_class": ROWS[1:]}, "row_class"),
         ({"row_class": ROWS + np.uint8(16)}, "row classes"),
         ({"input_scale": ROWS}, "input_scale"),
-        ({"lowrank": (FACTOR[0], random_matrix(4, 40, 4))}, "ranks 3 and 4"),
-        ({"lowrank": (random_matrix(41, 48, 4), random_matrix(41, 40, 4))}, "rank 41 exceeds"),
-        ({"lowrank": (FACTOR[1], FACTOR[0])}, "do not fit"),
-        ({"lowrank": (FACTOR[0], random_matrix(3, 41, 4))}, "do not fit"),
-        ({"lowrank": (random_matrix(3, 48, 4, rank=1), FACTOR[1])}, "low-rank part itself"),
-        ({"lowrank": (random_matrix(3, 48, 4, is_sorted=True), FACTOR[1])}, "cannot be sorted"),
+        ({"lowrank": (RIGHT, random_matrix(4, 40).header)}, "ranks 3 and 4"),
+        ({"lowrank": (random_matrix(41, 48).header, random_matrix(41, 40).header)}, "rank 41 exceeds"),
+        ({"lowrank": (LEFT, RIGHT)}, "do not fit"),
+        ({"lowrank": (RIGHT, random_matrix(3, 41).header)}, "do not fit"),
+        ({"lowrank": (random_matrix(3, 48, rank=1).header, LEFT)}, "low-rank part itself"),
+        ({"lowrank": (random_matrix(3, 48, is_sorted=True).header, LEFT)}, "cannot be sorted"),
+        ({"lowrank": (RIGHT, random_matrix(3, 40, is_scaled=True).header)}, "no input scales"),
     ],
 )
-def test_no_matrix_is_made_with_one_wrong_field(changes: dict[str, Any], message: str) -> None:
-    right = random_matrix(40, 48, 4)
-    assert dataclasses.replace(right, lowrank=FACTOR).rank == 3
+def test_no_header_is_made_with_one_wrong_field(changes: dict[str, Any], message: str) -> None:
+    right = random_matrix(40, 48).header
+    assert dataclasses.replace(right, lowrank=(RIGHT, LEFT)).rank == 3
     with pytest.raises(InputError, match=message):
         dataclasses.replace(right, **changes)
 
 
+def test_codes_and_factors_must_fit_the_header() -> None:
+    matrix = random_matrix(40, 48, rank=3)
+    header, codes, lowrank = matrix.header, matrix.codes, matrix.lowrank
+    assert lowrank is not None
+    assert_same(PackedMatrix(header, codes, lowrank), matrix)
+    for wrong in (codes[:-1], np.append(codes, codes[:1]), codes.astype(np.int16)):
+        with pytest.raises(InputError, match="codes must be"):
+            PackedMatrix(header, wrong, lowrank)
+    with pytest.raises(InputError, match="contiguous"):
+        PackedMatrix(header, np.repeat(codes, 2)[::2], lowrank)
+    for factors in (None, lowrank[::-1], (lowrank[0], random_matrix(3, 40))):
+        with pytest.raises(InputError, match="other low-rank factors"):
+            PackedMatrix(header, codes, factors)
+
+
 @pytest.mark.parametrize("dtype", [np.int8, np.uint16, np.float32])
 def test_an_array_of_other_numbers_than_bytes_is_no_blob(dtype: type) -> None:
-    blob = np.frombuffer(random_matrix(16, 16, 4).to_bytes(), np.uint8)
+    blob = np.frombuffer(random_matrix(16, 16).to_bytes(), np.uint8)
     with pytest.raises(InputError, match="1-D uint8"):
         PackedMatrix.from_buffer(blob.astype(dtype), where="w")
     with pytest.raises(InputError, match="1-D uint8"):
@@ -193,7 +215,7 @@ def test_an_array_of_other_numbers_than_bytes_is_no_blob(dtype: type) -> None:
 
 def test_the_low_rank_part_has_exactly_the_announced_length() -> None:
     """More bytes between its factors and the codes are refused, also where the announced length counts them."""
-    matrix = random_matrix(40, 48, 4, rank=3)
+    matrix = random_matrix(40, 48, rank=3)
     assert matrix.lowrank is not None
     blob = bytearray(matrix.to_bytes())
     announced = sum(part.nbytes for part in matrix.lowrank)

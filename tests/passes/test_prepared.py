@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from ciuic_cli.codecs.packing import stored_bits
+from ciuic_cli.codecs.bits import BITS, stored_bits
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.codecs.widths import BITS
 from ciuic_cli.passes.feedback import INPUT_DAMPING
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss, removal_loss
