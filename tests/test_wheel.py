@@ -99,10 +99,10 @@ def test_it_compresses_the_sample_without_the_repository(wheel: Path, tmp_path: 
 import ciuic_cli
 from ciuic_cli.codecs.native import interface
 from ciuic_cli.kernels import sources
-from ciuic_cli.text.documents import own_evaluation_text
+from ciuic_cli.text.documents import builtin_evaluation_text
 for unit in sources.UNITS:
     assert sources.source(unit) and sources.headers()
-assert own_evaluation_text()
+assert builtin_evaluation_text()
 for place in (ciuic_cli.__file__, interface()._name, sources.folder()):
     print(place)
 print(type(ciuic_cli.load({str(out)!r})).__name__)
