@@ -7,11 +7,13 @@ that state dicts, device moves, saving and tying work as for any module. Outputs
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 
 from ciuic_cli.runtime import ops
+from ciuic_cli.runtime.attention.mla_products import HeadShape
 from ciuic_cli.runtime.blobs import drop_stale
 
 
@@ -47,18 +49,33 @@ class CompressedLinear(BlobModule):
         self.weight = weight
         self.bias: nn.Parameter | None
         self.register_parameter("bias", bias)
+        self.decoded: torch.Tensor | None
+        self.register_buffer("decoded", None, persistent=False)
 
     @property
     def blob(self) -> torch.Tensor:
         """The parameter `weight`, also after `present_dtype`."""
         return self._parameters["weight"]  # type: ignore[return-value]
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x (..., in_features) floating -> (..., out_features) in the dtype of x."""
+    def forward(self, x: torch.Tensor | HeadShape) -> Any:
+        """x (..., in_features) floating -> (..., out_features) in the dtype of x.
+
+        Called with a `HeadShape`, it returns its rows by head instead (`UpProjection`). That is a call, because
+        accelerate brings the blob of an offloaded module only for calls of the module.
+        """
+        if isinstance(x, HeadShape):
+            return ops.up_projection(self.blob, self.decoded, x)
         # Attribute lookup through nn.Module would take a tenth of the time of a small product.
         bias = self._parameters["bias"]
         y = ops.linear(x, self.blob, self.out_features)
         return y if bias is None else y + bias.to(y.dtype)
+
+    def keep_decoded(self, dtype: torch.dtype) -> None:
+        """Decode the rows once, for `ops.latent_attention`: `decoded`, (out_features, in_features padded) of `dtype`.
+
+        It is a buffer that no state dict contains, so it moves with the module and counts as resident memory.
+        """
+        self.register_buffer("decoded", ops.decoded_rows(self.blob, dtype), persistent=False)
 
     def present_dtype(self, dtype: torch.dtype) -> None:
         """Make the attribute `weight` a meta tensor of the dense shape and of `dtype`.
@@ -94,7 +111,7 @@ class CompressedGroupedLinear(CompressedLinear):
         super().__init__(in_features, out_features, weight, bias)
         self.n_groups = n_groups
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Any) -> torch.Tensor:
         """x (..., n_groups, in_features) -> (..., n_groups, out_features / n_groups)."""
         # No bias: the dense module has none and ignores one, too.
         return ops.grouped_linear(x, self.blob, self.n_groups, self.out_features // self.n_groups)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ciuic_cli.runtime import products
+from ciuic_cli.runtime.attention import mla_products
 from ciuic_cli.runtime.blobs import stack_of, weight_of
 
 
@@ -52,6 +53,44 @@ def routed_linear(x: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, rows: 
     if _skips_dispatcher(x):
         return _routed_linear(x, blob, ids, rows)
     return torch.ops.ciuic.routed_linear(x, blob, ids, rows)
+
+
+def latent_attention(
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    mask: torch.Tensor | None,
+    blob: torch.Tensor,
+    decoded: torch.Tensor | None,
+    *,
+    nope: int,
+    v: int,
+    scaling: float,
+    is_causal: bool,
+) -> torch.Tensor:
+    """MLA over cached latents: query [b, heads, s, nope + rope] to [b, s, heads, v] in its dtype.
+
+    `latents`, `rotary_keys`, `mask`, `scaling`, `is_causal`: as in `mla_products.expanded_attention`.
+    blob: the codes of `kv_b_proj`. decoded: None, or the result of `decoded_rows` for it.
+    """
+    arguments = (query, latents, rotary_keys, mask, blob, decoded, nope, v, scaling, is_causal)
+    return (
+        _latent_attention(*arguments)
+        if _skips_dispatcher(query)
+        else torch.ops.ciuic.latent_attention(*arguments)
+    )
+
+
+def decoded_rows(blob: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of a matrix in the transformed basis, as `latent_attention` takes them: [rows, cols_padded]."""
+    return mla_products.decoded_rows(weight_of(blob).matrix, dtype)
+
+
+def up_projection(
+    blob: torch.Tensor, decoded: torch.Tensor | None, shape: mla_products.HeadShape
+) -> mla_products.UpProjection:
+    """The rows of `kv_b_proj` by head. decoded: None, or the result of `decoded_rows`."""
+    return mla_products.UpProjection.of(weight_of(blob).matrix, shape, decoded)
 
 
 def _skips_dispatcher(x: torch.Tensor) -> bool:
@@ -104,6 +143,24 @@ def _routed_linear_backward(
     return gx.to(grad.dtype)
 
 
+def _latent_attention(
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    mask: torch.Tensor | None,
+    blob: torch.Tensor,
+    decoded: torch.Tensor | None,
+    nope: int,
+    v: int,
+    scaling: float,
+    is_causal: bool,
+) -> torch.Tensor:
+    shape = mla_products.HeadShape(query.shape[1], nope, products.multiply_dtype(query))
+    up = up_projection(blob, decoded, shape)
+    out = mla_products.attention(up, query, latents, rotary_keys, mask, scaling, is_causal=is_causal)
+    return out.transpose(1, 2).contiguous()
+
+
 _library = torch.library.Library("ciuic", "DEF")
 _SCHEMAS = {
     "linear(Tensor x, Tensor blob, SymInt rows) -> Tensor": _linear,
@@ -115,6 +172,10 @@ _SCHEMAS = {
     "routed_linear_backward(Tensor grad, Tensor blob, Tensor ids, SymInt cols) -> Tensor": (
         _routed_linear_backward
     ),
+    (
+        "latent_attention(Tensor query, Tensor latents, Tensor rotary_keys, Tensor? mask, Tensor blob, "
+        "Tensor? decoded, SymInt nope, SymInt v, float scaling, bool is_causal) -> Tensor"
+    ): _latent_attention,
 }
 for _schema, _kernel in _SCHEMAS.items():
     _library.define(_schema)
@@ -139,6 +200,12 @@ torch.library.register_fake(
 )
 torch.library.register_fake(
     "ciuic::routed_linear_backward", lambda grad, blob, ids, cols: grad.new_empty((ids.shape[0], cols))
+)
+torch.library.register_fake(
+    "ciuic::latent_attention",
+    lambda query, latents, rotary_keys, mask, blob, decoded, nope, v, scaling, is_causal: query.new_empty(
+        (query.shape[0], query.shape[2], query.shape[1], v)
+    ),
 )
 
 

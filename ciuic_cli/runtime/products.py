@@ -106,7 +106,7 @@ def _scaled(matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
 
 def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
     """x [..., cols], already times the input factors, times rows of W without the low-rank part."""
-    dtype = _multiply_dtype(x)
+    dtype = multiply_dtype(x)
     transformed = transform(x.reshape(-1, matrix.cols), matrix.seed).to(dtype)
     shape = (*x.shape[:-1], row_end - row_begin)
     whole = row_end - row_begin == matrix.rows
@@ -131,7 +131,7 @@ def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) ->
     return (to_original_order(matrix, y) if whole else y).reshape(shape)
 
 
-def _multiply_dtype(x: torch.Tensor) -> torch.dtype:
+def multiply_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of both factors: x's dtype if the device has fast products of it (with float32 sums), else float32."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return torch.float32

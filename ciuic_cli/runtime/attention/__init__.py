@@ -1,0 +1,1 @@
+"""Attention modules of transformers, adapted to compressed projections."""

@@ -1,0 +1,242 @@
+"""MLA attention modules of transformers, made to attend over cached latents without expanding the whole context.
+
+transformers caches latents, and at every step expands all of them through `kv_b_proj` before it calls an attention
+function. Two small changes of the module's class lead its own `forward` to `runtime.attention.mla_products` instead:
+`expand_kv` hands the latents on as they are, and `config` names an attention function that is registered here.
+Everything else (projections, rotary embedding, cache, indexer of V3.2) stays transformers' own code.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ciuic_cli.codecs.transform import padded
+from ciuic_cli.runtime import ops, products
+from ciuic_cli.runtime.attention import mla_products
+from ciuic_cli.runtime.attention.mla_products import HeadShape, UpProjection
+from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class, original_class
+from ciuic_cli.runtime.modules import CompressedLinear
+
+IMPLEMENTATION = "ciuic_latent"
+"""Name of the attention function among transformers' own."""
+
+UNDERSTOOD = ("eager", "sdpa")
+"""Attention implementations whose masks (None, 4-D bool or 4-D floating) are understood here. With another one (flash
+attention, flex attention, paged) the module expands the whole context and calls it, as transformers does."""
+
+DECODED_SHARE = 0.015
+"""Rows of `kv_b_proj` stay decoded in memory if those of all layers take at most this share of the model's bytes (0.6 %
+of DeepSeek-V3, 1.4 % of V2-Lite); otherwise every call decodes them. With the other derived fields of a loaded model
+(0.5 %, mostly row scales) this keeps the promise of 1.02 times the artifact's bytes."""
+
+
+class LatentAttention(Mixin):
+    """Mixin for the attention classes of DeepSeek V2, V3 and V3.2."""
+
+    @property
+    def config(self: Any) -> Any:
+        """The model's configuration, naming the attention function of this module.
+
+        Changes of the configuration's other fields after the first call are not seen.
+        """
+        known = self.__dict__.get("latent_config")
+        own = self.__dict__["config"]
+        if known is None or known.implementation_of_model != own._attn_implementation:
+            known = copy.copy(own)
+            known.implementation_of_model = own._attn_implementation
+            known._attn_implementation_internal = IMPLEMENTATION
+            self.__dict__["latent_config"] = known
+        return known
+
+    def expand_kv(
+        self, latents: torch.Tensor, rotary_keys: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Nothing is expanded: the attention function takes latents and rotary keys."""
+        return latents, rotary_keys
+
+
+def is_latent_attention(module: nn.Module) -> bool:
+    """Whether the module is an MLA attention with a compressed `kv_b_proj`."""
+    return (
+        isinstance(getattr(module, "kv_b_proj", None), CompressedLinear)
+        and hasattr(type(module), "expand_kv")
+        and all(
+            hasattr(module, name) for name in ("kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "layer_idx")
+        )
+    )
+
+
+def attend_to_latents(module: nn.Module) -> None:
+    """Change the class of an MLA attention module, in place; twice changes nothing more."""
+    if not isinstance(module, LatentAttention):
+        kind: Any = type(module)
+        module.__class__ = mixed_class(LatentAttention, kind)
+        _ = module.config  # made now, so that compiled code only reads it
+
+
+def settle_latent_attention(model: nn.Module) -> None:
+    """Let every MLA attention of a loaded model attend to its latents, and keep `kv_b_proj` decoded if that fits."""
+    modules: list[Any] = [module for module in model.modules() if is_latent_attention(module)]
+    for module in modules:
+        attend_to_latents(module)
+    projections = [module.kv_b_proj for module in modules if _is_at_hand(module.kv_b_proj)]
+    total = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    dtype = getattr(model, "dtype", torch.float32)
+    kept = products.multiply_dtype(torch.empty(0, dtype=dtype))
+    needed = sum(p.out_features * padded(p.in_features) * kept.itemsize for p in projections)
+    if needed <= DECODED_SHARE * total:
+        for projection in projections:
+            projection.keep_decoded(kept)
+
+
+def latent_attention(
+    module: Any,
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    attention_mask: Any,
+    scaling: float,
+    dropout: float = 0.0,
+    indices: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """An attention function of transformers for modules with `LatentAttention`.
+
+    Args:
+        query: [b, heads, s, nope + rope].
+        latents: [b, 1, context, kv_lora_rank].
+        rotary_keys: [b, 1, context, rope].
+        attention_mask: whatever the model's attention implementation uses.
+        scaling: factor of the scores.
+        dropout: of the attention weights, in training.
+        indices: None, or int [b, s, k]: the only tokens that each query sees (the indexer of DeepSeek V3.2).
+        kwargs: handed on where transformers' own attention function is called.
+
+    Returns:
+        ([b, s, heads, v], attention weights [b, heads, s, context] or None).
+    """
+    implementation = module.config.implementation_of_model
+    if implementation not in UNDERSTOOD:
+        return _expanded_by_transformers(
+            module, query, latents, rotary_keys, attention_mask,
+            scaling=scaling, dropout=dropout, indices=indices, **kwargs,
+        )  # fmt: skip
+    if indices is not None:
+        if implementation == "sdpa" and query.shape[2] == 1 and indices.shape[-1] < latents.shape[2]:
+            latents, rotary_keys, attention_mask = _chosen(indices, latents, rotary_keys, attention_mask)
+        else:
+            attention_mask = _hiding_others(indices, attention_mask, query.dtype)
+    if dropout or (torch.is_grad_enabled() and query.requires_grad):
+        return _expanded_by_transformers(
+            module, query, latents, rotary_keys, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    if implementation == "eager":
+        return _eager(module, query, latents, rotary_keys, attention_mask, scaling, **kwargs)
+    is_causal = attention_mask is None and query.shape[2] > 1
+    if is_causal and latents.shape[2] > query.shape[2]:
+        # The first call with an empty static cache: there are no tokens beyond the queries yet.
+        latents, rotary_keys = latents[:, :, : query.shape[2]], rotary_keys[:, :, : query.shape[2]]
+    projection = module.kv_b_proj
+    if _is_untouched(projection) and _is_at_hand(projection):
+        out = ops.latent_attention(
+            query, latents, rotary_keys, attention_mask, projection.blob, projection.decoded,
+            nope=module.qk_nope_head_dim, v=module.v_head_dim, scaling=scaling, is_causal=is_causal,
+        )  # fmt: skip
+        return out, None
+    up = _up_projection(module, query)
+    out = mla_products.attention(
+        up, query, latents, rotary_keys, attention_mask, scaling, is_causal=is_causal
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _eager(
+    module: Any,
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The implementation "eager": attention weights are part of the result, and the mask says what is causal."""
+    shape = {"rank": module.kv_lora_rank, "nope": module.qk_nope_head_dim, "v": module.v_head_dim}
+    rope = module.qk_rope_head_dim
+    if not mla_products.absorbing_is_cheaper(query.shape[2], latents.shape[2], rope=rope, **shape):
+        return _expanded_by_transformers(module, query, latents, rotary_keys, mask, scaling=scaling, **kwargs)
+    up = _up_projection(module, query)
+    out, weights = mla_products.absorbed_attention_weights(up, query, latents, rotary_keys, mask, scaling)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _is_untouched(projection: nn.Module) -> bool:
+    """Whether calling the module would compute x W^T and nothing else: no adapter around it, no hooks on it."""
+    return (
+        type(projection) is CompressedLinear
+        and not projection._forward_hooks
+        and not projection._forward_pre_hooks
+    )
+
+
+def _is_at_hand(projection: nn.Module) -> bool:
+    """Whether the blob is on its device now: accelerate replaces `forward` of modules that it offloads."""
+    return "forward" not in vars(projection) and not projection.blob.is_meta
+
+
+def _up_projection(module: Any, query: torch.Tensor) -> UpProjection:
+    """The rows of `kv_b_proj`, whatever wraps it: from its codes, or else from its output for unit vectors."""
+    projection = module.kv_b_proj
+    rank = module.kv_lora_rank
+    shape = HeadShape(module.num_heads, module.qk_nope_head_dim, products.multiply_dtype(query))
+    if _is_untouched(projection):
+        found: UpProjection = projection(shape)
+        return found
+    unit = torch.eye(rank, dtype=query.dtype, device=query.device)
+    weight = projection(unit).T.to(shape.dtype).reshape(shape.heads, -1, rank)
+    return UpProjection(weight, rank, shape.nope)
+
+
+def _chosen(
+    indices: torch.Tensor, latents: torch.Tensor, rotary_keys: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Latents, rotary keys and mask of the tokens in `indices` [b, 1, k] only."""
+    index = indices.long().transpose(1, 2)[:, None]  # [b, 1, k, 1]
+    chosen = (t.gather(2, index.expand(-1, -1, -1, t.shape[-1])) for t in (latents, rotary_keys))
+    return (*chosen, mask.gather(-1, index.transpose(2, 3)))  # type: ignore[return-value]
+
+
+def _hiding_others(indices: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask [b, 1, s, context], with the tokens that are not in `indices` [b, s, k] hidden too."""
+    hidden = torch.ones(mask.shape[0], indices.shape[1], mask.shape[-1], dtype=torch.bool, device=mask.device)
+    hidden = hidden.scatter(-1, indices.long(), False).unsqueeze(1)
+    if mask.dtype == torch.bool:
+        return mask & ~hidden
+    return mask.masked_fill(hidden, torch.finfo(dtype).min)
+
+
+def _expanded_by_transformers(
+    module: Any,
+    query: torch.Tensor,
+    latents: torch.Tensor,
+    rotary_keys: torch.Tensor,
+    attention_mask: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What transformers does: expand the whole context, then call the model's own attention function."""
+    kind = original_class(module)
+    key, value = kind.expand_kv(module, latents, rotary_keys)
+    eager = sys.modules[kind.__module__].eager_attention_forward
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(module.config.implementation_of_model, eager)
+    found: tuple[torch.Tensor, torch.Tensor | None] = function(
+        module, query, key, value, attention_mask, **kwargs
+    )
+    return found
+
+
+ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, latent_attention)
