@@ -64,4 +64,4 @@ def test_every_folder_of_the_package_is_named() -> None:
 def test_wrong_names_are_noticed() -> None:
     assert _path("allocation/encoding.py") is None
     assert not _defines(ROOT / "ciuic_cli" / "allocation" / "plan.py", "price_matrix")
-    assert not _defines(ROOT / "ciuic_cli" / "native" / "round.cpp", "encode_tiles")
+    assert not _defines(ROOT / "ciuic_cli" / "native" / "round.cpp", "multiply_group")
