@@ -1,11 +1,9 @@
-"""compress() from checkpoint to artifact on tiny models: budget, determinism, resuming, refusals."""
+"""compress() from checkpoint to artifact on tiny models: budget, determinism, refusals."""
 
 from __future__ import annotations
 
-import errno
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,37 +14,13 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
+from tiny_runs import compress_tiny, weights_of
 from transformers import AutoModelForCausalLM
 
 import ciuic_cli
 from ciuic_cli.artifact.verification import verify
-from ciuic_cli.compression import pipeline
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
 from ciuic_cli.report.schema import LowRankPass, MemoryReport, PrunePass
-
-TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen liquor jugs. " * 60
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text(TEXT)
-    return path
-
-
-def _compress(source: Path, out: Path, text: Path, **options: Any) -> MemoryReport:
-    settings: dict[str, Any] = {
-        "effort": "fast",
-        "nsamples": 6,
-        "seqlen": 48,
-        "calibration": [text],
-        "ratio": None if {"target_bpw", "target_size"} & options.keys() else 2.0,
-    }
-    return pipeline.compress(source, out, **{**settings, **options})
-
-
-def _weights(out: Path) -> bytes:
-    return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "qwen2", "deepseek_v2", "deepseek_v3"])
@@ -54,7 +28,7 @@ def test_budget_is_kept_and_every_matrix_compressed(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, family: str
 ) -> None:
     source, out = tiny_checkpoint(family), tmp_path / "out"
-    report = _compress(source, out, text)
+    report = compress_tiny(source, out, text)
     stored = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     assert stored == report.artifact_bytes <= report.budget_bytes
     assert report.original_bytes / stored >= 2.0
@@ -82,7 +56,7 @@ def test_the_model_card_has_the_figures_of_the_report_and_working_code(
 ) -> None:
     """The hub can read README.md, its figures are those of the report, and its code runs unchanged."""
     out = tmp_path / "out"
-    report = _compress(tiny_checkpoint("llama"), out, text)
+    report = compress_tiny(tiny_checkpoint("llama"), out, text)
     card = ModelCard.load(out / "README.md")
     assert card.data.library_name == "transformers"
     assert f"{report.bits_per_weight:.3f} bits per weight" in card.text
@@ -100,65 +74,18 @@ def test_sequences_are_at_most_as_long_as_the_positions(
 ) -> None:
     source, out = tiny_checkpoint("llama"), tmp_path / "out"
     with pytest.raises(UsageError, match="--seqlen 257: the model has 256 positions"):
-        _compress(source, out, text, seqlen=257)
+        compress_tiny(source, out, text, seqlen=257)
     assert not out.exists()
-    assert _compress(source, out, text, seqlen=None, dry_run=True).options["seqlen"] == 256
+    assert compress_tiny(source, out, text, seqlen=None, dry_run=True).options["seqlen"] == 256
 
 
 def test_equal_inputs_give_equal_bytes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     source = tiny_checkpoint("deepseek_v3")
-    _compress(source, tmp_path / "a", text)
-    _compress(source, tmp_path / "b", text)
-    assert _weights(tmp_path / "a") == _weights(tmp_path / "b")
-
-
-@pytest.mark.parametrize("stop_at", ["forward", "arms", "probe", "encode", "write"])
-def test_an_interrupted_run_continues_to_the_same_bytes(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, stop_at: str
-) -> None:
-    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
-    _compress(source, tmp_path / "whole", text)
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == stop_at and 2 * done >= total:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        _compress(source, out, text, progress=interrupt)
-    assert not out.exists()
-    hints: list[str] = []
-    _compress(source, out, text, hint=hints.append)
-    assert any("continuing" in hint for hint in hints)
-    assert _weights(out) == _weights(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
-
-
-def test_a_run_continues_after_a_disk_fault(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
-    _compress(source, tmp_path / "whole", text)
-    encoding: list[str] = []
-    read = os.preadv
-
-    def failing(*arguments: Any) -> int:
-        if encoding:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return read(*arguments)
-
-    monkeypatch.setattr(os, "preadv", failing)
-    with pytest.raises(EnvironmentFault, match="cannot read the file") as caught:
-        _compress(
-            source, out, text, progress=lambda what, *_: encoding.append(what) if what == "encode" else None
-        )
-    assert caught.value.tensor and "continues" in str(caught.value.remedy)
-    encoding.clear()
-    hints: list[str] = []
-    _compress(source, out, text, hint=hints.append)
-    assert any("continuing" in hint for hint in hints)
-    assert _weights(out) == _weights(tmp_path / "whole")
+    compress_tiny(source, tmp_path / "a", text)
+    compress_tiny(source, tmp_path / "b", text)
+    assert weights_of(tmp_path / "a") == weights_of(tmp_path / "b")
 
 
 def test_a_licence_link_that_leads_outside_is_refused_before_any_work(
@@ -170,7 +97,7 @@ def test_a_licence_link_that_leads_outside_is_refused_before_any_work(
     (source / "LICENSE").symlink_to("../LICENSE")
     steps: list[str] = []
     with pytest.raises(InputError, match="leads outside"):
-        _compress(source, tmp_path / "out", text, progress=lambda what, *_: steps.append(what))
+        compress_tiny(source, tmp_path / "out", text, progress=lambda what, *_: steps.append(what))
     assert not steps
 
 
@@ -183,7 +110,7 @@ def test_the_config_of_an_artifact_names_its_dtype(
     config.pop("dtype", None)
     config.pop("torch_dtype", None)
     (source / "config.json").write_text(json.dumps(config))
-    _compress(source, tmp_path / "out", text)
+    compress_tiny(source, tmp_path / "out", text)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
@@ -197,28 +124,11 @@ def test_compression_in_place_by_several_processes_is_refused(
         ciuic_cli.apply_ciuic_compression(model)
 
 
-def test_a_changed_option_is_refused_with_the_difference(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
-) -> None:
-    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
-
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == "arms":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        _compress(source, out, text, progress=interrupt)
-    with pytest.raises(InputError, match="seed"):
-        _compress(source, out, text, seed=1)
-    _compress(source, out, text, seed=1, force=True)
-    assert out.exists()
-
-
 def test_passes_can_be_forced_and_forbidden(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     source = tiny_checkpoint("llama")
-    forced = _compress(source, tmp_path / "forced", text, prune=0.2, rank=16, ratio=1.5)
+    forced = compress_tiny(source, tmp_path / "forced", text, prune=0.2, rank=16, ratio=1.5)
     prune, lowrank, _ = forced.passes
     assert isinstance(prune, PrunePass) and isinstance(lowrank, LowRankPass)
     prunable = sum(
@@ -226,7 +136,7 @@ def test_passes_can_be_forced_and_forbidden(
     )
     assert prune.weights >= 0.18 * prunable
     assert lowrank.matrices > 0 and lowrank.bytes > 0
-    off = _compress(source, tmp_path / "off", text, prune="off", rank="off", bits=(4,), ratio=2.5)
+    off = compress_tiny(source, tmp_path / "off", text, prune="off", rank="off", bits=(4,), ratio=2.5)
     assert {k for row in off.components for k in row.widths or {}} == {"4"}
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "forced") is not None
 
@@ -253,7 +163,7 @@ def test_wrong_options_are_usage_errors_before_anything_is_written(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, option: str, value: object
 ) -> None:
     with pytest.raises(UsageError, match=f"--{option.replace('_', '-')}|is no size of a model"):
-        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, **{option: value})
+        compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, **{option: value})
     assert list(tmp_path.iterdir()) == [text]
 
 
@@ -263,9 +173,9 @@ def test_wrong_paths_and_two_targets_are_usage_errors(
     source: Any = tiny_checkpoint("llama")
     for model, out in ((source, f"{tmp_path}/a\0b"), (source, None), (5, tmp_path / "out")):
         with pytest.raises(UsageError, match="is not a path"):
-            _compress(model, out, text)
+            compress_tiny(model, out, text)
     with pytest.raises(UsageError, match="contradict"):
-        _compress(source, tmp_path / "out", text, ratio=3.0, target_size=10**6)
+        compress_tiny(source, tmp_path / "out", text, ratio=3.0, target_size=10**6)
     assert list(tmp_path.iterdir()) == [text]
 
 
@@ -273,7 +183,7 @@ def test_one_calibration_text_needs_no_list(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     for calibration in (text, str(text), (str(text),)):
-        report = _compress(
+        report = compress_tiny(
             tiny_checkpoint("llama"), tmp_path / "out", text, calibration=calibration, dry_run=True
         )
         assert report.options["nsamples"] == 6
@@ -284,9 +194,9 @@ def test_a_missing_device_does_not_affect_the_next_call(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     with pytest.raises(EnvironmentFault, match="no CUDA device"):
-        _compress(tiny_checkpoint("llama"), tmp_path / "out", text, device="cuda")
+        compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, device="cuda")
     assert list(tmp_path.iterdir()) == [text]
-    _compress(tiny_checkpoint("llama"), tmp_path / "out", text, device="cpu")
+    compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, device="cpu")
 
 
 def test_an_error_before_the_first_step_leaves_nothing(
@@ -298,16 +208,16 @@ def test_an_error_before_the_first_step_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr("ciuic_cli.compression.run.collect_statistics", fail)
         with pytest.raises(ZeroDivisionError):
-            _compress(tiny_checkpoint("llama"), tmp_path / "out", text)
+            compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text)
     assert list(tmp_path.iterdir()) == [text]
-    _compress(tiny_checkpoint("llama"), tmp_path / "out", text, seed=1)
+    compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, seed=1)
 
 
 def test_unreachable_targets_are_refused_before_any_work(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
     with pytest.raises(TargetError, match="ratio"):
-        _compress(
+        compress_tiny(
             tiny_checkpoint("llama"),
             tmp_path / "out",
             text,
@@ -329,7 +239,7 @@ def test_required_disk_space_is_limited_by_the_largest_artifact(
     monkeypatch.setattr(
         "ciuic_cli.process.atomic_files.require_space", lambda out, nbytes: required.append(nbytes)
     )
-    report = _compress(tiny_checkpoint("llama"), tmp_path / "out", text, target_size=size)
+    report = compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, target_size=size)
     assert required == [2 * report.budget_bytes]
     assert 0.8 * report.budget_bytes < report.artifact_bytes <= report.budget_bytes
     assert report.budget_bytes < report.original_bytes
@@ -342,9 +252,9 @@ def test_existing_output_is_kept_unless_forced(
     out.mkdir()
     (out / "mine.txt").write_text("mine")
     with pytest.raises(InputError, match="exists"):
-        _compress(tiny_checkpoint("llama_tied"), out, text)
+        compress_tiny(tiny_checkpoint("llama_tied"), out, text)
     assert (out / "mine.txt").read_text() == "mine"
-    _compress(tiny_checkpoint("llama_tied"), out, text, force=True)
+    compress_tiny(tiny_checkpoint("llama_tied"), out, text, force=True)
     assert not (out / "mine.txt").exists() and (out / "model.safetensors").exists()
 
 
@@ -358,7 +268,7 @@ def test_a_nan_weight_is_refused_with_its_name(
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(InputError, match="up_proj"):
-        _compress(source, tmp_path / "out", text)
+        compress_tiny(source, tmp_path / "out", text)
     assert not (tmp_path / "out").exists()
 
 
@@ -389,7 +299,7 @@ def test_wrong_options_in_place_are_refused_before_the_model_is_saved(
 def test_every_key_of_the_report_is_documented(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
-    report = _compress(tiny_checkpoint("deepseek_v3"), tmp_path / "out", text, dry_run=True)
+    report = compress_tiny(tiny_checkpoint("deepseek_v3"), tmp_path / "out", text, dry_run=True)
 
     def keys(value: Any, skip: tuple[str, ...] = ("options", "widths", "seconds", "shared")) -> set[str]:
         if isinstance(value, list):

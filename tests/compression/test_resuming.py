@@ -1,0 +1,78 @@
+"""A stopped run continues to the same bytes; one with other options is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_runs import compress_tiny, weights_of
+
+from ciuic_cli.errors import EnvironmentFault, InputError
+
+
+@pytest.mark.parametrize("stop_at", ["forward", "arms", "probe", "encode", "write"])
+def test_an_interrupted_run_continues_to_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, stop_at: str
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    compress_tiny(source, tmp_path / "whole", text)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == stop_at and 2 * done >= total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_tiny(source, out, text, progress=interrupt)
+    assert not out.exists()
+    hints: list[str] = []
+    compress_tiny(source, out, text, hint=hints.append)
+    assert any("continuing" in hint for hint in hints)
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
+
+
+def test_a_run_continues_after_a_disk_fault(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    compress_tiny(source, tmp_path / "whole", text)
+    encoding: list[str] = []
+    read = os.preadv
+
+    def failing(*arguments: Any) -> int:
+        if encoding:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(*arguments)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    with pytest.raises(EnvironmentFault, match="cannot read the file") as caught:
+        compress_tiny(
+            source, out, text, progress=lambda what, *_: encoding.append(what) if what == "encode" else None
+        )
+    assert caught.value.tensor and "continues" in str(caught.value.remedy)
+    encoding.clear()
+    hints: list[str] = []
+    compress_tiny(source, out, text, hint=hints.append)
+    assert any("continuing" in hint for hint in hints)
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+
+
+def test_a_changed_option_is_refused_with_the_difference(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "arms":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_tiny(source, out, text, progress=interrupt)
+    with pytest.raises(InputError, match="seed"):
+        compress_tiny(source, out, text, seed=1)
+    compress_tiny(source, out, text, seed=1, force=True)
+    assert out.exists()
