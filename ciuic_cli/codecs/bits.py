@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from ciuic_cli.codecs.rate_distortion import BITS
 from ciuic_cli.codecs.scales import Bytes
-
-BITS: tuple[float, ...] = (0, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8)
-"""Bits per weight of the format. A group of 0 bits has no codes: its rows are zero."""
 
 TILE_BYTES_PER_BIT = 32
 """Bytes of a tile (16 x 16 weights) for each bit per weight."""

@@ -1,12 +1,13 @@
 """Rate-distortion tables of the trellis code on unit Gaussians, measured with tail-biting tiles.
 
 Measured with `benchmarks/codec.py quality` over 8,000 tiles (2,000 for L = 12 and 13);
-docs/experiments/codes/lead-in.md.
+docs/experiments/codes/lead-in.md. Nothing is imported here: the command line checks options without loading torch.
 """
 
 from __future__ import annotations
 
-from ciuic_cli.codecs.bits import BITS
+BITS: tuple[float, ...] = (0, 1, 1.5, 2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8)
+"""Bits per weight of the format. A group of 0 bits has no codes: its rows are zero."""
 
 
 def _by_bits(*values: float) -> dict[float, float]:

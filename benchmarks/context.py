@@ -1,0 +1,122 @@
+"""Time per token of a random model with latent attention (MLA) at several context lengths.
+
+    python benchmarks/context.py --family deepseek_v3 --hidden-size 1024 --layers 4
+
+The model has random codes at 4 bits per weight: every string of bits is valid, so nothing has to be compressed. The
+cache is filled with random latents. With --compare the same steps run once more with the whole context expanded in each
+step, as transformers does it, and the predictions are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
+
+from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.codecs.testing import blob_of, random_matrix
+from ciuic_cli.runtime.attention import mla_products
+from ciuic_cli.runtime.loading import pack_module_inplace
+
+RANK, ROPE = 512, 64
+FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"topk_method": "greedy"},
+    "deepseek_v3": {},
+    "deepseek_v32": {"index_topk": 2048},
+}
+
+
+def random_model(family: str, hidden_size: int, layers: int, dtype: torch.dtype) -> Any:
+    """16 heads of 128, kv_lora_rank 512, 16 experts of which 6 are chosen; weights are random codes at 4 bits."""
+    config = CONFIG_MAPPING[family](
+        vocab_size=8192, hidden_size=hidden_size, intermediate_size=2 * hidden_size,
+        moe_intermediate_size=hidden_size // 2, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=16, q_lora_rank=768, kv_lora_rank=RANK, qk_nope_head_dim=128, qk_rope_head_dim=ROPE,
+        v_head_dim=128, n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=6, n_group=1, topk_group=1,
+        first_k_dense_replace=1, max_position_embeddings=8192, **FAMILIES[family],
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    blobs = {}
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 3:
+            experts, rows, cols = parameter.shape
+            stack = ExpertStack(tuple(random_matrix(rows, cols, seed=expert) for expert in range(experts)))
+            blobs[name] = blob_of(stack)
+        elif parameter.dim() == 2 and not name.endswith(".gate.weight"):
+            blobs[name] = blob_of(random_matrix(*parameter.shape))
+    return pack_module_inplace(model, blobs)
+
+
+def filled_cache(model: Any, context: int) -> DynamicCache:
+    """A cache of random latents, rotary keys and, for V3.2, keys of the indexer."""
+    torch.manual_seed(context)
+    cache = DynamicCache(config=model.config)
+    for layer in range(model.config.num_hidden_layers):
+        latents, rope = torch.randn(1, 1, context, RANK), torch.randn(1, 1, context, ROPE)
+        cache.update(latents.to(model.dtype), rope.to(model.dtype), layer)
+        if model.config.model_type == "deepseek_v32":
+            keys = torch.randn(1, context, model.config.index_head_dim)
+            cache.update_indexer(keys.to(model.dtype), layer)
+    return cache
+
+
+@torch.inference_mode()
+def decode(model: Any, context: int, steps: int) -> tuple[list[float], torch.Tensor]:
+    """(milliseconds of each step, log-probabilities [steps, vocabulary])."""
+    cache, times, found = filled_cache(model, context), [], []
+    for step in range(steps):
+        begin = time.perf_counter()
+        output = model(torch.full((1, 1), 50 + step), past_key_values=cache, use_cache=True)
+        times.append(1e3 * (time.perf_counter() - begin))
+        found.append(output.logits[0, -1].float().log_softmax(-1))
+    return times, torch.stack(found)
+
+
+@contextmanager
+def always_expanded() -> Iterator[None]:
+    chosen = mla_products.absorbing_is_cheaper
+    mla_products.absorbing_is_cheaper = lambda *_, **__: False
+    try:
+        yield
+    finally:
+        mla_products.absorbing_is_cheaper = chosen
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, default="deepseek_v3")
+    parser.add_argument("--hidden-size", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[64, 2048, 4096, 8000])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--compare", type=int, default=0, help="steps to compare with the expanded context")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    model = random_model(
+        arguments.family, arguments.hidden_size, arguments.layers, getattr(torch, arguments.dtype)
+    )
+    first = None
+    for context in arguments.contexts:
+        times, absorbed = decode(model, context, arguments.steps)
+        median = statistics.median(times)
+        first = median if first is None else first
+        line = f"context {context}: {median:.2f} ms per token, {median / first:.2f} of the first"
+        if arguments.compare:
+            with always_expanded():
+                times, expanded = decode(model, context, arguments.compare)
+            ours = absorbed[: arguments.compare]
+            kl = float((expanded.exp() * (expanded - ours)).sum(-1).mean())
+            same = float((expanded.argmax(-1) == ours.argmax(-1)).float().mean())
+            line += f"; expanded {statistics.median(times):.2f} ms, KL {kl:.1e}, same token {same:.1%}"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
