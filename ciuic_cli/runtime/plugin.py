@@ -175,9 +175,9 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
     for router, mask in routers(model, pruned):
         mask_router(router, mask)
     fix_model_dtype(model)
-    from ciuic_cli.runtime.attention.mla import settle_latent_attention  # transformers is whole only now
+    from ciuic_cli.runtime.attention.mla import adapt_latent_attention  # transformers is whole only now
 
-    settle_latent_attention(model)
+    adapt_latent_attention(model)
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:

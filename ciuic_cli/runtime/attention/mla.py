@@ -30,6 +30,9 @@ UNDERSTOOD = ("eager", "sdpa")
 """Attention implementations whose masks (None, 4-D bool or 4-D floating) are understood here. With another one (flash
 attention, flex attention, paged) the module expands the whole context and calls it, as transformers does."""
 
+UNKNOWN_TERMS = ("s_aux", "position_bias", "softcap", "cache")
+"""Arguments of attention functions that change the scores (sinks, biases) or the cache in ways not computed here."""
+
 DECODED_SHARE = 0.015
 """Rows of `kv_b_proj` stay decoded in memory if those of all layers take at most this share of the model's bytes (0.6 %
 of DeepSeek-V3, 1.4 % of V2-Lite); otherwise every call decodes them. With the other derived fields of a loaded model
@@ -41,18 +44,18 @@ class LatentAttention(Mixin):
 
     @property
     def config(self: Any) -> Any:
-        """The model's configuration, naming the attention function of this module.
+        """A copy of the model's configuration that names the attention function of this file.
 
-        Changes of the configuration's other fields after the first call are not seen.
+        The copy is made again when the model's attention implementation has changed, but not for other fields.
         """
-        known = self.__dict__.get("latent_config")
-        own = self.__dict__["config"]
-        if known is None or known.implementation_of_model != own._attn_implementation:
-            known = copy.copy(own)
-            known.implementation_of_model = own._attn_implementation
-            known._attn_implementation_internal = IMPLEMENTATION
-            self.__dict__["latent_config"] = known
-        return known
+        latent_config = self.__dict__.get("latent_config")
+        config = self.__dict__["config"]
+        if latent_config is None or latent_config.implementation_of_model != config._attn_implementation:
+            latent_config = copy.copy(config)
+            latent_config.implementation_of_model = config._attn_implementation
+            latent_config._attn_implementation_internal = IMPLEMENTATION
+            self.__dict__["latent_config"] = latent_config
+        return latent_config
 
     def expand_kv(
         self, latents: torch.Tensor, rotary_keys: torch.Tensor
@@ -80,7 +83,7 @@ def attend_to_latents(module: nn.Module) -> None:
         _ = module.config  # made now, so that compiled code only reads it
 
 
-def settle_latent_attention(model: nn.Module) -> None:
+def adapt_latent_attention(model: nn.Module) -> None:
     """Let every MLA attention of a loaded model attend to its latents, and keep `kv_b_proj` decoded if that fits."""
     modules: list[Any] = [module for module in model.modules() if is_latent_attention(module)]
     for module in modules:
@@ -122,23 +125,26 @@ def latent_attention(
         ([b, s, heads, v], attention weights [b, heads, s, context] or None).
     """
     implementation = module.config.implementation_of_model
-    if implementation not in UNDERSTOOD:
-        return _expanded_by_transformers(
-            module, query, latents, rotary_keys, attention_mask,
-            scaling=scaling, dropout=dropout, indices=indices, **kwargs,
-        )  # fmt: skip
-    if indices is not None:
-        if implementation == "sdpa" and query.shape[2] == 1 and indices.shape[-1] < latents.shape[2]:
+    understood = implementation in UNDERSTOOD
+    needs_graph = torch.is_grad_enabled() and query.requires_grad
+    expands = (
+        not understood or dropout or needs_graph or any(kwargs.get(n) is not None for n in UNKNOWN_TERMS)
+    )
+    if understood and indices is not None:
+        few = query.shape[2] == 1 and indices.shape[-1] < latents.shape[2]
+        if few and implementation == "sdpa" and not expands:
             latents, rotary_keys, attention_mask = _chosen(indices, latents, rotary_keys, attention_mask)
         else:
             attention_mask = _hiding_others(indices, attention_mask, query.dtype)
-    if dropout or (torch.is_grad_enabled() and query.requires_grad):
+    if expands:
+        if not understood:
+            kwargs["indices"] = indices
         return _expanded_by_transformers(
             module, query, latents, rotary_keys, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     if implementation == "eager":
         return _eager(module, query, latents, rotary_keys, attention_mask, scaling, **kwargs)
-    is_causal = attention_mask is None and query.shape[2] > 1
+    is_causal = attention_mask is None and query.shape[2] > 1 and kwargs.get("is_causal") is not False
     if is_causal and latents.shape[2] > query.shape[2]:
         # The first call with an empty static cache: there are no tokens beyond the queries yet.
         latents, rotary_keys = latents[:, :, : query.shape[2]], rotary_keys[:, :, : query.shape[2]]

@@ -311,6 +311,20 @@ def test_implementation_changed_after_loading(
     assert model.model.layers[0].self_attn.config.implementation_of_model == "eager"
 
 
+@torch.inference_mode()
+@pytest.mark.usefixtures("exact_products")
+def test_terms_that_are_not_computed_here_reach_transformers(
+    pair: Callable[..., tuple[Any, Any]], prompt: torch.Tensor
+) -> None:
+    """A bias of the scores, with an indexer's choice of tokens beside it."""
+    logits = []
+    for m in pair("deepseek_v32"):
+        bias = torch.randn(1, 4, 21, 21, generator=torch.Generator().manual_seed(0))
+        logits.append(m(prompt, position_bias=bias).logits)
+    assert relative_error(logits[1], logits[0]) < 5e-5
+    assert relative_error(logits[1], pair("deepseek_v32")[1](prompt).logits) > 1e-2
+
+
 def test_operator_is_registered() -> None:
     case = random_attention(lowrank=0)
     packed = pack(torch.randn(4 * 28, 24, generator=torch.Generator().manual_seed(0)), 4)
