@@ -19,8 +19,8 @@ from ciuic_cli.allocation.arms import PassOptions
 from ciuic_cli.allocation.reachable import check_reachable, largest_bytes
 from ciuic_cli.artifact.writer import companions
 from ciuic_cli.checkpoint.architecture import max_positions
-from ciuic_cli.checkpoint.keeping import keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.mtp_parameters import keep_mtp
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.cost.forecast import Forecast, TextSize, forecast

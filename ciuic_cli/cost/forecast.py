@@ -28,8 +28,8 @@ from ciuic_cli.allocation.matrices import (
     working_bytes,
 )
 from ciuic_cli.allocation.probes import PROBED_LAYERS, with_rounding_noise
-from ciuic_cli.checkpoint.keeping import is_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
+from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense

@@ -27,8 +27,8 @@ from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.header import read_header
-from ciuic_cli.checkpoint.keeping import is_mtp, keep_mtp
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
+from ciuic_cli.checkpoint.mtp_parameters import is_mtp, keep_mtp
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.cli.app import app
