@@ -141,7 +141,7 @@ def windows_of(
     if body < 2:
         raise UsageError(f"--seqlen {seqlen} leaves no room for text", remedy="use 128 or more")
     ids = tokenize(tokenizer, text)
-    windows = [torch.tensor(prefix + ids[start : start + body]) for start in range(0, len(ids), body)]
+    windows = [torch.tensor([*prefix, *ids[start : start + body]]) for start in range(0, len(ids), body)]
     windows = [window for window in windows if len(window) > MIN_WINDOW_TOKENS]
     if not windows:
         raise InputError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -30,7 +31,9 @@ def calibration_batch(
     leading special tokens fill `seqlen`.
     """
     texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
-    ids = [token for text in texts for token in tokenize(tokenizer, text)]
+    ids = array("i")
+    for text in texts:
+        ids.extend(tokenize(tokenizer, text))
     prefix = leading_special_tokens(tokenizer)
     if len(ids) < MINIMUM_TOKENS:
         raise InputError(
@@ -50,4 +53,4 @@ def calibration_batch(
     count = min(nsamples, len(ids) // body)
     step = len(ids) / count
     starts = [min(int(index * step), len(ids) - body) for index in range(count)]
-    return torch.tensor([prefix + ids[start : start + body] for start in starts], dtype=torch.long)
+    return torch.tensor([[*prefix, *ids[start : start + body]] for start in starts], dtype=torch.long)

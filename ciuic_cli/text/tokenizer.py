@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,10 @@ from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.text.documents import split_documents
+
+PIECE_CHARACTERS = 1 << 20
+"""Most characters that are tokenized at a time; the tokenizer library takes up to 200 times their size in memory. No
+document of the package's own texts is longer, so these are never cut."""
 
 
 def open_tokenizer(path: str | Path) -> Any:
@@ -22,13 +27,27 @@ def open_tokenizer(path: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of all documents of `text`, without special tokens."""
-    ids: list[int] = []
+def tokenize(tokenizer: Any, text: str) -> array[int]:
+    """Token ids (int32) of all documents of `text`, without special tokens.
+
+    Documents longer than `PIECE_CHARACTERS` are tokenized in pieces that end with a line.
+    """
+    ids = array("i")
     with tokenizer_faults(tokenizer.name_or_path):
         for document in split_documents(text):
-            ids.extend(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
+            for piece in _pieces(document):
+                ids.extend(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
     return ids
+
+
+def _pieces(document: str) -> Iterator[str]:
+    begin = 0
+    while begin < len(document):
+        end = begin + PIECE_CHARACTERS
+        if end < len(document):
+            end = document.rfind("\n", begin, end) + 1 or end  # a line without an end is cut anywhere
+        yield document[begin:end]
+        begin = end
 
 
 def leading_special_tokens(tokenizer: Any) -> list[int]:
