@@ -13,7 +13,7 @@ from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.text.documents import split_documents
 
-PIECE_CHARACTERS = 1 << 20
+PIECE_CHARACTERS = 2 << 20
 """Most characters that are tokenized at a time; the tokenizer library takes up to 200 times their size in memory. No
 document of the package's own texts is longer, so these are never cut."""
 
