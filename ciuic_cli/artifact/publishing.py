@@ -1,15 +1,22 @@
-"""Renames a finished folder to its final name in one step: a killed run leaves either the old folder or the new one."""
+"""Renames a finished folder to its final name in one step: a killed run leaves either the old folder or the new one.
+
+The new folder is written inside a working folder beside the destination. Only an empty folder, or one that ciuic wrote,
+is ever replaced.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.artifact.schema import is_artifact
+from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.checkpoint.folder import read_config
+from ciuic_cli.errors import CiuicError, EnvironmentFault
+from ciuic_cli.process import work_folders
 from ciuic_cli.process.atomic_files import (
     EXCHANGE,
     NOREPLACE,
-    remove_path,
     rename_with_flag,
     sync_file,
     sync_folder,
@@ -18,60 +25,86 @@ from ciuic_cli.process.file_faults import environment_fault
 
 
 def partial_of(destination: Path) -> Path:
-    """Where the folder is written before it is renamed to `destination`."""
-    return destination.with_name(f".{destination.name}.partial")
+    """The working folder of an unfinished artifact."""
+    return work_folders.work_folder(destination, work_folders.PARTIAL)
 
 
 def _aside_of(destination: Path) -> Path:
     """Where a replaced folder is kept until the new one has its name, if the system cannot exchange folders."""
-    return destination.with_name(f".{destination.name}.replaced")
+    return partial_of(destination) / "old"
 
 
-def recover(destination: Path) -> list[Path]:
-    """Clean up after a killed run: put a set-aside old folder back, and remove an unfinished new one.
+def begin(destination: Path) -> Path:
+    """Make the folder that will be renamed to `destination`, and return it. Removes an unfinished one.
 
-    Returns the paths that cannot be removed. Raises EnvironmentFault if the old folder cannot be put back.
+    Raises InputError if something that ciuic did not make is in the way, and OSError.
     """
-    partial, aside = partial_of(destination), _aside_of(destination)
+    partial = partial_of(destination)
+    work_folders.remove(partial)
+    work_folders.create(partial)
+    folder = partial / "new"
+    folder.mkdir()
+    return folder
+
+
+def recover(destination: Path) -> Path | None:
+    """Clean up after a killed run: put a set-aside old folder back, and remove the working folder.
+
+    Returns the working folder if it cannot be removed, else None. Raises EnvironmentFault if the old folder cannot be
+    put back.
+    """
+    aside = _aside_of(destination)
     try:
-        if aside.exists() and not destination.exists():
+        if work_folders.is_marked(partial_of(destination)) and aside.exists() and not destination.exists():
             aside.rename(destination)
     except OSError as error:
         raise environment_fault(error, destination) from error
-    return [path for path in (partial, aside) if not _removed(path)]
+    return discard(destination)
 
 
-def _removed(path: Path) -> bool:
-    """Remove whatever is at `path`; False if the system refuses."""
+def discard(destination: Path) -> Path | None:
+    """Remove the working folder with everything in it. Returns its path if the system refuses, else None."""
+    partial = partial_of(destination)
     try:
-        remove_path(path)
+        work_folders.remove(partial)
     except OSError:
+        return partial
+    return None
+
+
+def may_replace(destination: Path, *, force: bool) -> bool:
+    """Whether `destination` is a folder that a new artifact may replace: an empty one, or with `force` one that ciuic
+    wrote, which has its list of checksums or its config.json."""
+    if destination.is_symlink() or not destination.is_dir():
         return False
-    return True
+    try:
+        if not os.listdir(destination):
+            return True
+        return force and ((destination / CHECKSUMS).is_file() or is_artifact(read_config(destination)))
+    except (CiuicError, OSError):  # without a config.json, or one that is damaged or cannot be read
+        return False
 
 
-def publish(folder: Path, destination: Path, *, replace: bool) -> Path | None:
-    """Sync the finished `folder` and rename it to `destination`.
+def publish(destination: Path, *, force: bool) -> Path | None:
+    """Sync the finished folder that `begin` returned and rename it to `destination`.
 
-    replace: exchange it with an existing folder there in one step, and remove the old one. Returns the path of an old
-    folder that the system refuses to remove, else None. Raises EnvironmentFault if anything else is at `destination`,
-    and does not touch it.
+    A folder there that it `may_replace` is exchanged in one step, and then removed. Returns the path of the working
+    folder if the system refuses to remove the old folder in it, else None. Raises EnvironmentFault if anything else is
+    at `destination`, and does not touch it.
     """
+    folder = partial_of(destination) / "new"
     for path in folder.iterdir():
         sync_file(path)
     sync_folder(folder)
-    replaced = None
     try:
-        if not (replace and destination.is_dir() and not destination.is_symlink()):
+        if not may_replace(destination, force=force):
             _rename_to_free(folder, destination)
-        elif rename_with_flag(folder, destination, EXCHANGE):
-            replaced = folder
-        else:
-            replaced = _replace_in_two_steps(folder, destination)
+        elif not rename_with_flag(folder, destination, EXCHANGE):
+            _replace_in_two_steps(folder, destination)
     except OSError as error:
         raise environment_fault(error, destination) from error
     sync_folder(destination.parent)
-    return None if replaced is None or _removed(replaced) else replaced
+    return discard(destination)
 
 
 def _rename_to_free(folder: Path, destination: Path) -> None:
@@ -87,10 +120,10 @@ def _rename_to_free(folder: Path, destination: Path) -> None:
     folder.rename(destination)
 
 
-def _replace_in_two_steps(folder: Path, destination: Path) -> Path:
+def _replace_in_two_steps(folder: Path, destination: Path) -> None:
     """Rename the old folder aside and the new one to `destination`, for systems that cannot exchange two folders.
 
-    If the second rename fails, the old folder is put back. Returns where the old folder is.
+    If the second rename fails, the old folder is put back.
     """
     aside = _aside_of(destination)
     destination.rename(aside)
@@ -99,4 +132,3 @@ def _replace_in_two_steps(folder: Path, destination: Path) -> Path:
     except OSError:
         aside.rename(destination)
         raise
-    return aside

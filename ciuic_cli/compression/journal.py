@@ -15,6 +15,7 @@ from typing import Any
 
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.process import work_folders
 from ciuic_cli.process.atomic_files import remove_path, write_atomically
 from ciuic_cli.process.digests import file_digest
 from ciuic_cli.process.file_faults import environment_fault
@@ -23,6 +24,8 @@ _LOCK = "lock"
 """File that a process locks; it contains the PID."""
 _FINGERPRINT = "fingerprint.json"
 """File with the inputs and options of the run."""
+_KEPT = (work_folders.MARK, _LOCK)
+"""Files that stay as long as the folder."""
 _PUBLISHED = "published"
 """Step that is saved just before the artifact takes the output's name."""
 _SHOWN_CHARACTERS = 40
@@ -33,8 +36,8 @@ class Journal:
     """The work folder of one output. As a context manager it locks the folder for one process at a time.
 
     Every finished step is a file. It is written under another name, synced and renamed, so a step is either done or
-    absent; a digest detects torn files. Anything but a regular file or a folder counts as absent: links are not
-    followed, and pipes are not opened.
+    absent; a digest detects torn files. Inside the folder, anything but a regular file or a folder counts as absent:
+    links are not followed, and pipes are not opened.
 
     Attributes:
         out: the output folder. folder: the work folder beside it.
@@ -43,8 +46,8 @@ class Journal:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.folder = out.parent / f".{out.name}.ciuic"
-        self.ended = out.parent / f".{out.name}.ciuic.ended"
+        self.folder = work_folders.work_folder(out, work_folders.JOURNAL)
+        self.ended = work_folders.work_folder(out, work_folders.ENDED)
         self._lock: int | None = None
         self._created_parents: list[Path] = []
 
@@ -66,9 +69,8 @@ class Journal:
     def _open_lock(self) -> int:
         lock = self.folder / _LOCK
         try:
-            _clear_unless(stat.S_ISDIR, self.folder)
             self._created_parents += [parent for parent in self.folder.parents if not parent.exists()]
-            self.folder.mkdir(parents=True, exist_ok=True)
+            work_folders.create(self.folder)
             _clear_unless(stat.S_ISREG, lock)
             handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         except OSError as error:
@@ -122,8 +124,8 @@ class Journal:
                 parent.rmdir()
 
     def has_steps(self) -> bool:
-        """Whether a run can continue from here: there is a file besides the lock and the fingerprint."""
-        bookkeeping = [self.folder / _LOCK, self.folder / _FINGERPRINT]
+        """Whether a run can continue from here: there is a file besides mark, lock and fingerprint."""
+        bookkeeping = [self.folder / name for name in (*_KEPT, _FINGERPRINT)]
         return any(path.is_file() and path not in bookkeeping for path in self.folder.rglob("*"))
 
     def begin(self, fingerprint: dict[str, Any], *, restart: bool) -> bool:
@@ -155,9 +157,9 @@ class Journal:
         return previous is not None
 
     def clear(self) -> None:
-        """Remove everything but the lock."""
+        """Remove everything but the mark and the lock."""
         for path in self.folder.iterdir():
-            if path.name != _LOCK:
+            if path.name not in _KEPT:
                 remove_path(path)
 
     def _tidy(self) -> None:
@@ -171,7 +173,7 @@ class Journal:
                 if not is_ours or name.endswith(".part"):
                     remove_path(path)
         for path in self.folder.iterdir():
-            if path.is_file() and path.name not in (_LOCK, _FINGERPRINT) and self.load(path.name) is None:
+            if path.is_file() and path.name not in (*_KEPT, _FINGERPRINT) and self.load(path.name) is None:
                 path.unlink()
 
     def remove(self) -> None:
@@ -181,13 +183,13 @@ class Journal:
             self.folder.rename(self.ended)
         except OSError:
             with suppress(OSError):
-                remove_path(self.folder)
+                work_folders.remove(self.folder)
         self.sweep()
 
     def sweep(self) -> None:
         """Remove the rest of a journal whose run was killed in `remove`. Needs no lock: no run continues from it."""
         with suppress(OSError):
-            remove_path(self.ended)
+            work_folders.remove(self.ended)
 
     def save(self, name: str, data: bytes) -> None:
         """Save the result of the step `name`, which finishes it. name: a file name, or folder/file."""

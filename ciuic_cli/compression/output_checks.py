@@ -8,11 +8,12 @@ from pathlib import Path
 
 import psutil
 
+from ciuic_cli.artifact import publishing
 from ciuic_cli.artifact.writer import companions
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.errors import InputError
-from ciuic_cli.process import atomic_files
+from ciuic_cli.process import atomic_files, work_folders
 
 
 def check_apart(out: Path, checkpoint: Checkpoint, calibration: Sequence[str | Path]) -> None:
@@ -33,19 +34,37 @@ def check_no_other_run(out: Path) -> None:
         Journal(folder).require_free()
 
 
+def check_no_run_inside(out: Path) -> None:
+    """Raise EnvironmentFault if a run works inside the output, InputError if an unfinished one left its folder there.
+
+    Its finished steps would be lost if the output were replaced.
+    """
+    for parent, names, _ in os.walk(out):
+        for name in names:
+            folder = Path(parent, name)
+            if not (work_folders.is_reserved(name) and work_folders.is_marked(folder)):
+                continue
+            if name.endswith(work_folders.JOURNAL):
+                inner = name.removeprefix(".").removesuffix(work_folders.JOURNAL)
+                Journal(Path(parent, inner)).require_free()
+            raise InputError(
+                "an unfinished run left its working folder inside the output",
+                file=folder,
+                remedy="finish that run or remove the folder, or choose another output folder",
+            )
+
+
 def check_output(out: Path, *, force: bool) -> None:
-    """Raise InputError if the output exists (with `force`: if it is not a folder) or cannot be written."""
+    """Raise InputError if the output holds files (with `force`: files that are no artifact) or cannot be written."""
     parent = _existing_parent(out)
+    _check_name(out)
     for mounted in _mount_points(out):
         raise InputError("a file system is mounted there", file=mounted, remedy="choose a folder inside it")
     if os.path.lexists(out) and not out.is_dir():
         raise InputError("the output is a file", file=out, remedy="choose a folder")
-    if out.exists() and not force and not Journal(out).published():
-        raise InputError(
-            "the output exists already",
-            file=out,
-            remedy="choose another folder, or replace it with --force (in Python: force=True)",
-        )
+    if out.exists() and not publishing.may_replace(out, force=force) and not Journal(out).published():
+        raise _existing(out, force)
+    check_no_run_inside(out)
     for folder in (out, parent):
         if folder.exists() and not atomic_files.is_writable(folder):
             raise InputError(
@@ -57,6 +76,39 @@ def check_output(out: Path, *, force: bool) -> None:
             file=out,
             remedy="choose another output folder",
         )
+
+
+def _existing(out: Path, force: bool) -> InputError:
+    if publishing.may_replace(out, force=True):
+        return InputError(
+            "the output exists already",
+            file=out,
+            remedy="choose another folder, or replace it with --force (in Python: force=True)",
+        )
+    return InputError(
+        f"the output exists already, and ciuic did not write it{': --force does not replace it' if force else ''}",
+        file=out,
+        remedy="choose another folder, or move this one away",
+    )
+
+
+def _check_name(out: Path) -> None:
+    """Raise InputError if the output is a working folder or lies in one, or the names of its own are taken."""
+    if work_folders.is_reserved(out.name):
+        raise InputError(
+            "the output has a name that ciuic keeps for working folders",
+            file=out,
+            remedy="choose another name",
+        )
+    for parent in out.parents:
+        if work_folders.is_marked(parent):
+            raise InputError(
+                "the output lies in a working folder of another run",
+                file=parent,
+                remedy="choose another output folder",
+            )
+    for ending in (work_folders.JOURNAL, work_folders.PARTIAL):
+        work_folders.require_usable(work_folders.work_folder(out, ending))
 
 
 def _mount_points(folder: Path) -> list[Path]:

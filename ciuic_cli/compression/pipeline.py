@@ -134,7 +134,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
     """A whole run, or the rest of an interrupted one; returns the report."""
     out, force = request.out, request.options.force
     with Journal(out) as journal:
-        remnants = publishing.recover(out)
+        remnant = publishing.recover(out)
         check_output(out, force=force)  # another run may have ended since the first check
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
@@ -143,10 +143,10 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         with _disk_faults_of(journal), _keep_or_remove(journal, request.hint):
             if report is not None:
                 request.hint("the earlier run had written the output already")
-            elif remnants:
+            elif remnant is not None:
                 raise EnvironmentFault(
                     "cannot remove a folder that an earlier run left",
-                    file=remnants[0],
+                    file=remnant,
                     remedy="remove it yourself, or choose another output folder",
                 )
             workers.broadcast((out, report))
@@ -155,12 +155,11 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
                 plan = run.plan()
                 run.encode(plan)
                 run.recover(plan)
-                report, old_output = write_artifact(run, plan, out, request.started, replace=force)
-                remnants = [] if old_output is None else [old_output]
+                report, remnant = write_artifact(run, plan, out, request.started, force=force)
         journal.remove()
-        for path in remnants:
+        if remnant is not None:
             request.hint(
-                f"the new output is in place, but the old one cannot be removed: remove {path} yourself"
+                f"the new output is in place, but the old one cannot be removed: remove {remnant} yourself"
             )
         workers.broadcast(report)
     return report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.compression.output_checks import check_no_run_inside
 from ciuic_cli.compression.run import Run
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.evaluation.estimates import Mean
@@ -27,28 +27,27 @@ from ciuic_cli.report.schema import MemoryReport
 
 
 def write_artifact(
-    run: Run, plan: Plan, out: Path, started: float, *, replace: bool
+    run: Run, plan: Plan, out: Path, started: float, *, force: bool
 ) -> tuple[MemoryReport, Path | None]:
-    """Write the artifact under a temporary name and rename it to `out`.
+    """Write the artifact under a temporary name and rename it to `out`. force: replace an older artifact there.
 
-    Returns the report, and the path of a replaced output that cannot be removed (None: it was removed).
+    Returns the report, and the path of a folder with a replaced output that cannot be removed (None: it was removed).
 
     Raises:
         TargetError: the compressed model predicts worse than guessing.
         InputError: a source file changed during the run.
     """
-    partial = publishing.partial_of(out)
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        report = _write_folder(run, plan, partial, started)
-        _require_readable(partial)
+        folder = publishing.begin(out)
+        report = _write_folder(run, plan, folder, started)
+        _require_readable(folder)
         run.task.require_unchanged()
+        check_no_run_inside(out)
         raise_if_interrupted()
-        run.journal.publishing(partial)
-        remnant = publishing.publish(partial, out, replace=replace)
+        run.journal.publishing(folder)
+        remnant = publishing.publish(out, force=force)
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        publishing.discard(out)
         raise
     return report, remnant
 

@@ -39,6 +39,14 @@ def _folder(path: Path, **files: str) -> Path:
     return path
 
 
+def _unfinished(out: Path, **files: str) -> Path:
+    """The folder that will be renamed to `out`, with these files."""
+    folder = publishing.begin(out)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return folder
+
+
 def _content(folder: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in folder.iterdir()}
 
@@ -117,34 +125,34 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_37_publishing_gives_the_folder_its_name(
     tmp_path: Path, way: str, old: dict[str, str] | None
 ) -> None:
-    new = _folder(tmp_path / ".out.partial", **NEW)
+    _unfinished(tmp_path / "out", **NEW)
     out = tmp_path / "out"
     if old is not None:
         _folder(out, **old)
-    assert publishing.publish(new, out, replace=old is not None) is None
+    assert publishing.publish(out, force=bool(old)) is None
     assert _content(out) == NEW
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("replace", [False, True])
-@pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling"])
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize("kind", ["artifact", "folder", "file", "link", "dangling"])
 def test_37_publishing_touches_nothing_that_was_not_to_be_replaced(
-    tmp_path: Path, way: str, kind: str, replace: bool
+    tmp_path: Path, way: str, kind: str, force: bool
 ) -> None:
-    new, out = _folder(tmp_path / ".out.partial", **NEW), tmp_path / "out"
+    new, out = _unfinished(tmp_path / "out", **NEW), tmp_path / "out"
     if kind == "file":
         out.write_text("mine")
     elif kind in ("link", "dangling"):
         out.symlink_to(_folder(tmp_path / "other", **OLD) if kind == "link" else "nowhere")
     else:
-        _folder(out, **OLD)
+        _folder(out, **(OLD if kind == "artifact" else {"mine": "mine", "config.json": "{}"}))
     before = out.lstat()
-    if replace and kind == "folder":
-        publishing.publish(new, out, replace=True)
+    if force and kind == "artifact":
+        publishing.publish(out, force=True)
         assert _content(out) == NEW
         return
     with pytest.raises(EnvironmentFault, match="appeared while the run was working") as caught:
-        publishing.publish(new, out, replace=replace)
+        publishing.publish(out, force=force)
     assert caught.value.file == str(out) and "run the same command again" in str(caught.value.remedy)
     assert (out.lstat().st_ino, out.lstat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert _content(new) == NEW
@@ -153,13 +161,15 @@ def test_37_publishing_touches_nothing_that_was_not_to_be_replaced(
 def test_37_an_old_folder_that_cannot_be_removed_is_named(
     tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
+    _unfinished(tmp_path / "out", **NEW)
+    out = _folder(tmp_path / "out", **OLD)
     monkeypatch.setattr(atomic_files.shutil, "rmtree", _failing(errno.EACCES))
-    left = publishing.publish(new, out, replace=True)
-    assert left is not None and _content(left) == OLD and _content(out) == NEW
-    assert publishing.recover(out) == [left]
+    left = publishing.publish(out, force=True)
+    assert left == tmp_path / ".out.partial" and _content(out) == NEW
+    assert OLD in [_content(folder) for folder in left.iterdir() if folder.is_dir()]
+    assert publishing.recover(out) == left
     monkeypatch.undo()
-    assert publishing.recover(out) == [] and [entry.name for entry in tmp_path.iterdir()] == ["out"]
+    assert publishing.recover(out) is None and [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
 def test_37_an_exchange_is_one_step(tmp_path: Path) -> None:
@@ -187,10 +197,11 @@ def test_a_system_without_renameat2(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_34_publishing_that_fails_leaves_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
+    _unfinished(tmp_path / "out", **NEW)
+    out = _folder(tmp_path / "out", **OLD)
     monkeypatch.setattr(publishing, "rename_with_flag", _failing(errno.EACCES))
     with pytest.raises(EnvironmentFault, match="permissions"):
-        publishing.publish(new, out, replace=True)
+        publishing.publish(out, force=True)
     assert _content(out) == OLD
 
 
@@ -266,7 +277,7 @@ def test_checksums_are_those_of_the_files(tmp_path: Path) -> None:
 def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new, out = _folder(tmp_path / ".out.partial", **NEW), _folder(tmp_path / "out", **OLD)
+    new, out = _unfinished(tmp_path / "out", **NEW), _folder(tmp_path / "out", **OLD)
     monkeypatch.setattr(publishing, "rename_with_flag", lambda first, second, flag: False)
     rename = Path.rename
 
@@ -277,7 +288,7 @@ def test_34_a_fallback_that_fails_half_way_puts_the_old_folder_back(
 
     monkeypatch.setattr(Path, "rename", second_fails)
     with pytest.raises(EnvironmentFault):
-        publishing.publish(new, out, replace=True)
+        publishing.publish(out, force=True)
     assert _content(out) == OLD
 
 

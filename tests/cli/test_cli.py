@@ -161,7 +161,7 @@ def test_existing_output_is_left_alone(tiny_checkpoint: Callable[..., Path], tmp
     (out / "mine.txt").write_text("mine")
     result = invoke("compress", tiny_checkpoint("llama"), out)
     assert result.exit_code == 3
-    assert "exists already" in result.stderr and "--force" in result.stderr
+    assert "exists already" in result.stderr and "move this one away" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert [(path.name, path.read_text()) for path in out.iterdir()] == [("mine.txt", "mine")]
 

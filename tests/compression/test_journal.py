@@ -12,7 +12,9 @@ import pytest
 
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.process import work_folders
 from ciuic_cli.process.atomic_files import remove_path
+from ciuic_cli.process.work_folders import MARK
 
 _HOLD = """
 import sys
@@ -156,9 +158,9 @@ def test_restarting_removes_every_step_but_not_the_lock(tmp_path: Path) -> None:
         assert journal.begin({"seed": 1}, restart=True) is False
         assert journal.load("probe") is None
         assert journal.load("encode/0000000") is None
-        assert sorted(path.name for path in journal.folder.iterdir()) == ["fingerprint.json", "lock"]
+        assert sorted(path.name for path in journal.folder.iterdir()) == [MARK, "fingerprint.json", "lock"]
         journal.clear()
-        assert [path.name for path in journal.folder.iterdir()] == ["lock"]
+        assert sorted(path.name for path in journal.folder.iterdir()) == [MARK, "lock"]
         journal.remove()
         assert not journal.folder.exists()
     assert list(tmp_path.iterdir()) == []
@@ -180,7 +182,7 @@ def test_a_kill_during_removal_leaves_no_partial_journal(
         journal.begin({"ratio": 4}, restart=False)
         journal.save("encode/0", b"step")
         with monkeypatch.context() as patch:
-            patch.setattr("shutil.rmtree", lambda *arguments, **options: None)
+            patch.setattr(work_folders, "remove", lambda folder: None)
             journal.remove()
     assert not journal.folder.exists() and [path.name for path in tmp_path.iterdir()] == [".out.ciuic.ended"]
     with Journal(out) as another:
@@ -214,6 +216,7 @@ SPOILS: dict[str, Callable[[Path], object]] = {
         ".step.part",
         "many/.1.part",
         "many/x.safetensors",
+        MARK,
     ],
 )
 def test_36_anything_but_a_finished_step_counts_as_absent(tmp_path: Path, name: str, kind: str) -> None:
@@ -247,20 +250,40 @@ def test_36_anything_but_a_finished_step_counts_as_absent(tmp_path: Path, name: 
     assert (elsewhere / "0").read_text() == "mine"
 
 
-@pytest.mark.parametrize("kind", ["loop", "pipe", "file", "link"])
-def test_36_a_journal_that_is_not_a_folder_counts_as_absent(tmp_path: Path, kind: str) -> None:
-    elsewhere, parent = tmp_path / "elsewhere", tmp_path / "parent" / "deep"
+@pytest.mark.parametrize("kind", [*SPOILS, "files"])
+def test_37_what_ciuic_did_not_make_is_no_journal(tmp_path: Path, kind: str) -> None:
+    """It is neither used nor removed, also where a journal gets another name before its removal."""
+    parent, elsewhere = tmp_path / "parent" / "deep", tmp_path / "elsewhere"
     parent.mkdir(parents=True)
     with Journal(tmp_path / "out") as journal:
         journal.begin({"seed": 0}, restart=False)
         journal.save("step", b"result")
     journal.folder.rename(elsewhere)
-    SPOILS[kind](Journal(parent / "out").folder)
+    mine = Journal(parent / "out").folder
+    if kind == "files":
+        mine.mkdir()
+        for name in ("lock", "fingerprint.json", "step"):
+            (mine / name).write_text("mine")
+    else:
+        SPOILS[kind](mine)
+    before = snapshot(tmp_path)
+    with pytest.raises(InputError, match="taken") as caught, Journal(parent / "out"):
+        pass
+    assert caught.value.file == str(mine) and "move it away" in (caught.value.remedy or "")
+    assert snapshot(tmp_path) == before
+    mine.rename(Journal(parent / "out").ended)
+    before = snapshot(tmp_path)
     with Journal(parent / "out") as journal:
         assert journal.begin({"seed": 0}, restart=False) is False
+        journal.sweep()
         journal.remove()
-    assert list(parent.iterdir()) == []
-    assert (elsewhere / "fingerprint.json").exists()
+    assert snapshot(tmp_path) == before
+
+
+def snapshot(folder: Path) -> dict[str, tuple[int, int]]:
+    """Inode and time of change of everything below a folder that is no folder."""
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    return {str(path): (path.lstat().st_ino, path.lstat().st_ctime_ns) for path in files}
 
 
 def test_a_lock_without_a_run_leaves_nothing(tmp_path: Path) -> None:

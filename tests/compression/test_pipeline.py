@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import ciuic_cli
 from ciuic_cli.artifact.verification import verify
+from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
 from ciuic_cli.report.schema import LowRankPass, MemoryReport, PrunePass
 
@@ -251,6 +252,9 @@ def test_existing_output_is_kept_unless_forced(
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("mine")
+    with pytest.raises(InputError, match="exists"):
+        compress_tiny(tiny_checkpoint("llama_tied"), out, text)
+    (out / CHECKSUMS).write_text("old")
     with pytest.raises(InputError, match="exists"):
         compress_tiny(tiny_checkpoint("llama_tied"), out, text)
     assert (out / "mine.txt").read_text() == "mine"

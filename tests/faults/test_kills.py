@@ -166,8 +166,7 @@ def test_fault_35_killed_between_the_two_steps_of_a_replacement(
 ) -> None:
     """Where the system cannot exchange two folders atomically, the old one is renamed first."""
     v = victim(0, "llama")
-    old_artifact(v.folder / ".out.replaced")
-    publishing.partial_of(v.out).mkdir()
+    old_artifact(publishing.begin(v.out).with_name("old"))
     refused = v.compress()
     assert refused.code == 3 and "exists already" in refused.stderr
     assert (v.out / writer.CHECKSUMS).read_text() == "old"

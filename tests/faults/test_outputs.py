@@ -30,15 +30,17 @@ from attacks import (
 
 import ciuic_cli
 from ciuic_cli.artifact.writer import CHECKSUMS
+from ciuic_cli.compression.journal import Journal
 from ciuic_cli.errors import EnvironmentFault, InputError
 
 Make = Callable[..., Victim]
 
 
 def old_output(v: Victim) -> Path:
-    """An output folder with a file of the user in it."""
+    """An output folder with files of the user in it."""
     v.out.mkdir()
     (v.out / "mine.txt").write_text("mine")
+    (v.out / "config.json").write_text('{"quantization_config": {"quant_method": "gptq"}}')
     return v.out
 
 
@@ -56,11 +58,99 @@ def refused_output(v: Victim, out: Path, *words: str, options: tuple[object, ...
 
 def test_fault_37_the_output_exists(victim: Make) -> None:
     v = victim(0, "llama")
-    old_output(v)
+    v.succeeds()
+    (v.out / "mine.txt").write_text("mine")
+    assert "--force" in refused_output(v, v.out, "exists already").field("try")
+    (v.out / CHECKSUMS).unlink()
     assert "--force" in refused_output(v, v.out, "exists already").field("try")
     assert v.compress("--force").code == 0
     assert not (v.out / "mine.txt").exists()
     assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
+
+
+def test_fault_37_force_replaces_no_folder_that_was_not_an_artifact(victim: Make) -> None:
+    v = victim(0, "llama")
+    old_output(v)
+    assert "--force" not in refused_output(v, v.out, "exists already").field("try")
+    done = refused_output(v, v.out, "did not write it", options=("--force",))
+    assert "move this one away" in done.field("try")
+    (v.out / "config.json").write_text("{")
+    refused_output(v, v.out, "did not write it", options=("--force",))
+
+
+def test_fault_37_an_empty_output_is_used(victim: Make) -> None:
+    v = victim(0, "llama")
+    v.out.mkdir()
+    v.succeeds()
+    assert sorted(path.name for path in v.folder.iterdir()) == ["model", "out"]
+
+
+ENDINGS = ("partial", "ciuic", "ciuic.ended", "replaced")
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_fault_37_an_output_named_like_a_working_folder(victim: Make, ending: str) -> None:
+    v = victim(0, "llama")
+    for options in ((), ("--force",)):
+        refused_output(v, v.folder / f".out.{ending}", "keeps for working folders", options=options)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("kind", ["artifact", "folder", "file", "link"])
+def test_fault_37_what_looks_like_a_working_folder_is_not_removed(
+    victim: Make, ending: str, kind: str
+) -> None:
+    """Neither an artifact of an earlier version nor anything else without the mark of a working folder."""
+    v = victim(0, "llama")
+    mine = v.folder / f".out.{ending}"
+    makers: dict[str, Callable[[], object]] = {
+        "artifact": lambda: old_artifact(mine),
+        "folder": lambda: old_output(v).rename(mine),
+        "file": lambda: mine.write_text("mine"),
+        "link": lambda: mine.symlink_to(v.text.parent),
+    }
+    makers[kind]()
+    before = snapshot(v.folder)
+    if ending in ("partial", "ciuic"):
+        refused_output(v, v.out, "taken")
+    else:
+        v.succeeds()
+        shutil.rmtree(v.out)
+    assert snapshot(v.folder) == before
+
+
+def test_fault_37_an_output_around_another_run_is_not_replaced(victim: Make) -> None:
+    v = victim(0, "llama")
+    old_artifact(v.out)
+    with Journal(v.out / "deep" / "inner") as journal:
+        journal.save("step", b"result")
+        before = snapshot(v.folder)
+        done = v.compress("--force")
+        assert done.code == 5 and f"PID {os.getpid()}" in done.stderr, done.stderr
+        assert done.field("try") and snapshot(v.folder) == before
+    done = refused_output(v, v.out, "working folder inside", options=("--force",))
+    assert done.field("file") == str(journal.folder)
+
+
+def test_fault_37_an_output_inside_a_working_folder(victim: Make) -> None:
+    v = victim(0, "llama")
+    with Journal(v.folder / "x") as journal:
+        journal.save("step", b"result")
+    refused_output(v, journal.folder / "deep" / "out", "working folder of another run")
+
+
+def test_fault_37_a_run_that_begins_inside_the_output_survives(victim: Make) -> None:
+    v = victim(0, "llama")
+    old_artifact(v.out)
+    with Journal(v.out / "inner") as journal:
+        shutil.move(journal.folder, v.folder / "begun")
+
+        def begin() -> None:
+            (v.folder / "begun").rename(journal.folder)
+
+        with pytest.raises(EnvironmentFault, match="another run"):
+            run_with_event(v, "write", begin, force=True)
+        assert journal.folder.is_dir()
 
 
 def test_fault_37_the_output_is_a_file(victim: Make) -> None:
@@ -147,13 +237,15 @@ def test_fault_37_the_output_is_a_mount_point(victim: Make, options: tuple[str, 
 def test_fault_37_a_mount_inside_the_output(victim: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """--force would delete the files on the mounted file system and then fail to remove the folder."""
     v = victim(0, "llama")
-    out = old_output(v)
+    old_artifact(out := v.out)
     found = SimpleNamespace(mountpoint=str(out / "data"))
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: [found])
     assert str(out / "data") in refused_output(v, out, "mounted there", options=("--force",)).field("file")
 
 
-@pytest.mark.parametrize(("kind", "force"), [("artifact", False), ("folder", False), ("file", True)])
+@pytest.mark.parametrize(
+    ("kind", "force"), [("artifact", False), ("folder", False), ("folder", True), ("file", True)]
+)
 def test_fault_37_an_output_that_appears_during_the_run_is_not_touched(
     victim: Make, kind: str, force: bool
 ) -> None:
