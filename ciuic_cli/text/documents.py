@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from importlib import resources
 from pathlib import Path
@@ -12,16 +13,20 @@ DOCUMENT_SEPARATOR = "<|doc|>"
 """The line between two documents of a text."""
 
 MAXIMUM_BYTES = 64 << 20
-"""Largest accepted text. No effort uses a hundredth of it, and tokenizing needs many times its size in memory."""
+"""Largest accepted text. No effort uses a hundredth of it."""
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 file. Raises InputError if it is missing, unreadable, empty, too long or not UTF-8."""
+    """The content of a UTF-8 file. Raises InputError if it is missing, unreadable, empty, too long or not UTF-8.
+
+    Nothing waits for a writer: pipes and devices are refused, and so are files of /proc, which have size 0.
+    """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise _unreadable(path, "it is not a regular file")
-        with path.open("rb") as file:
-            data = file.read(MAXIMUM_BYTES + 1)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _unreadable(path, "it is not a regular file")
+            data = file.read(MAXIMUM_BYTES + 1) if status.st_size else b""
     except OSError as error:
         raise _unreadable(path, str(error.strerror)) from error
     if len(data) > MAXIMUM_BYTES:

@@ -125,14 +125,14 @@ def test_fault_31_a_text_that_may_not_be_read(
 ) -> None:
     v = victim(0, "llama")
     monkeypatch.setattr("os.access", lambda path, *rest, **named: Path(path) != v.text)
-    opened = Path.open
+    opened = os.open
 
-    def refuse(path: Path, *rest: Any, **named: Any) -> Any:
+    def refuse(path: Any, *rest: Any, **named: Any) -> int:
         if path == v.text:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
         return opened(path, *rest, **named)
 
-    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     done = v.compress() if what == "compress" else invoke("eval", v.model, "--text", v.text)
     assert done.code == 3 and "Permission denied" in done.stderr and v.text.name in done.field("file")
     harmless(done)
