@@ -1,7 +1,7 @@
 """The errors that ciuic raises on purpose, each with an exit code and a remedy.
 
-They are raised where the fact is known, and caught once, in the command line. Any other exception is a bug (exit code
-1).
+They are raised where the fact is known; the command line turns them into exit codes. Any other exception is a bug (exit
+code 1).
 """
 
 from __future__ import annotations

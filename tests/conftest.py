@@ -31,7 +31,13 @@ SLOW_PLACES = (
         "recovery",
         "runtime",
     ),
-    *("statistics", "process/test_workers.py", "codecs/test_native.py", "test_import_direction.py"),
+    *(
+        "statistics",
+        "process/test_workers.py",
+        "codecs/test_native.py",
+        "text/test_tokenizer.py",
+        "test_import_direction.py",
+    ),
 )
 """Folders and files whose tests run whole models, processes or a compiler; `make test-fast` leaves them out."""
 

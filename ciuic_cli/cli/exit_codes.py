@@ -1,4 +1,4 @@
-"""Turns errors into messages and exit codes; the only place where errors are caught.
+"""Turns errors into messages and exit codes; the only place where they become exit codes.
 
 Codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; 5 the machine cannot do it; 130
 interrupted. Codes 2 to 5 are attributes of the error classes in `ciuic_cli/errors.py`.

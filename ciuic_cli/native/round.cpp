@@ -281,7 +281,7 @@ class Schedule {
   const Rounding& m_;
   const long groups_, blocks_;
   std::vector<uint8_t> waiting_;  // per tile: neighbours that are not done yet
-  std::priority_queue<Tile, std::vector<Tile>, EncodedLater> ready_[kMaxHalfBits + 1];  // by H, the earliest front first
+  std::priority_queue<Tile, std::vector<Tile>, EncodedLater> ready_[kMaxHalfBits + 1];  // by half bits, the earliest front first
   long remaining_ = 0;
   std::atomic<bool> out_of_memory_{false}, not_finite_{false};
   bool cancelled_ = false;
