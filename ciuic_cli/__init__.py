@@ -36,5 +36,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         from importlib import import_module
 
+        from ciuic_cli.process.libraries import require_supported_transformers
+
+        require_supported_transformers()
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

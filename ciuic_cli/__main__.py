@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
+from ciuic_cli.errors import CiuicError
+from ciuic_cli.process.libraries import import_fault, require_address_space
+from ciuic_cli.process.memory import machine_fault
 from ciuic_cli.process.signals import INTERRUPTED, interruptible
 from ciuic_cli.process.streams import secure_streams
 
@@ -13,12 +17,24 @@ def main() -> None:
     with interruptible(last=True):
         secure_streams()
         try:
-            from ciuic_cli.cli.app import main as command_line
-
-            command_line()
+            _command_line()()
         except KeyboardInterrupt:  # before the console exists, or after it is closed
             print("interrupted", file=sys.stderr)
             sys.exit(INTERRUPTED)
+
+
+def _command_line() -> Callable[[], None]:
+    """The command line's `main`. Ends the process with a message if the machine is not able to import it."""
+    try:
+        require_address_space()
+        from ciuic_cli.cli.app import main as command_line
+    except Exception as error:
+        fault = error if isinstance(error, CiuicError) else machine_fault(error) or import_fault(error)
+        if fault is None:
+            raise
+        print(f"error: {fault}", file=sys.stderr)
+        sys.exit(fault.exit_code)
+    return command_line
 
 
 if __name__ == "__main__":

@@ -26,9 +26,13 @@ from ciuic_cli.passes.scale import input_scales, scaled
 from ciuic_cli.statistics.files import Statistics
 
 _LOG = logging.getLogger(__name__)
-_DAMPED = "%s: a singular Hessian, damped by a further %.3g of its mean diagonal"
+_DAMPED = (
+    "%s: the calibration text does not show how much some inputs matter; %.3g of the mean over the inputs is added to "
+    "each (damping of a singular Hessian)"
+)
 _FALLBACK = (
-    "%s: a singular Hessian that no damping (%s) makes positive definite; rounded without error feedback"
+    "%s: its inputs on the calibration text are too extreme for error feedback (no damping, up to %s, makes the "
+    "Hessian positive definite); rounded without it"
 )
 
 

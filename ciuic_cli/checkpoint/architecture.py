@@ -63,6 +63,12 @@ _UNCHECKED_COUNT = 64
 """Up to this number, layers and experts are not compared with the stored tensors."""
 _IGNORED_KEYS = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
 
+_CHECK_CONFIG = "download config.json again, or update transformers"
+_CHECK_MODEL = (
+    "compare config.json with the original's; if it is intact, the installed transformers does not support this model: "
+    "try another version"
+)
+
 
 def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedConfig:
     """transformers' configuration for the content `raw` of a config.json, without `auto_map` and `quantization_config`.
@@ -79,13 +85,14 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             file=file,
             remedy="update transformers, or use a checkpoint of a supported architecture",
         )
+    raw = PretrainedConfig._decode_special_floats(raw)
     _check_sizes(raw, CONFIG_MAPPING[model_type], file)
     _check_numbers(raw, file)
     values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _IGNORED_KEYS}
     try:
         config = CONFIG_MAPPING[model_type].from_dict(values)
     except Exception as error:
-        raise _converted("transformers refuses the configuration", error, file) from error
+        raise _converted("transformers refuses the configuration", error, file, _CHECK_CONFIG) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(
             f"model_type {model_type!r:.60} has no causal language model in transformers",
@@ -135,7 +142,9 @@ def build_meta_model(
                 copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
             )
     except Exception as error:
-        raise _converted("no model can be built from the configuration", error, file) from error
+        name = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "__name__", type(config).__name__)
+        folder = None if file is None else file.parent
+        raise _converted(f"transformers cannot build {name}", error, folder, _CHECK_MODEL) from error
     return model.eval()
 
 
@@ -261,7 +270,8 @@ def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path |
                 limit = _MAX_WIDTH
             else:
                 continue
-            minimum = 1 if key in _POSITIVE_KEYS or key in _POSITION_KEYS else 0
+            # With one position nothing can be predicted.
+            minimum = 2 if key in _POSITION_KEYS else 1 if key in _POSITIVE_KEYS else 0
             if not minimum <= value <= limit:
                 _refuse_value(key, value, f"between {minimum} and {limit}", file)
 
@@ -320,17 +330,18 @@ def _refuse_value(key: str, value: object, expected: str, file: Path | None) -> 
 
 @contextmanager
 def config_faults(file: Path, module: str | None = None) -> Iterator[None]:
-    """Convert errors of transformers' code in the block, which runs the model, to an InputError that names config.json.
+    """Convert errors of transformers' code in the block, which runs the model, to an InputError.
 
-    `file` is the config.json; `module` is named too if given. Errors of an artifact's compressed modules pass
-    unchanged: the file does not cause them.
+    It names the function that failed, the folder of `file`, which is the config.json, and `module` if given. Errors of
+    an artifact's compressed modules pass unchanged: the model does not cause them.
     """
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if _is_from_compressed_module(error):
             raise
-        raise _converted("transformers cannot run the model", error, file, module) from error
+        what = "transformers cannot run the model"
+        raise _converted(what, error, file.parent, _CHECK_MODEL, module) from error
 
 
 def _is_from_compressed_module(error: Exception) -> bool:
@@ -338,7 +349,9 @@ def _is_from_compressed_module(error: Exception) -> bool:
     return any(frame.f_globals.get("__name__", "").startswith("ciuic_cli.runtime.") for frame, _ in frames)
 
 
-def _converted(what: str, error: Exception, file: Path | None, module: str | None = None) -> CiuicError:
+def _converted(
+    what: str, error: Exception, file: Path | None, remedy: str, module: str | None = None
+) -> CiuicError:
     """An error of transformers as our own: an EnvironmentFault if the machine is the cause, else an InputError."""
     fault = machine_fault(error)
     if fault is not None and getattr(
@@ -346,9 +359,17 @@ def _converted(what: str, error: Exception, file: Path | None, module: str | Non
     ):  # an OSError that transformers itself raises has no number
         return fault
     reason = " ".join(str(error).split())
+    function = _failed_function(error)
+    place = "" if function is None else f" in {function}"
     return InputError(
-        f"{what}: {type(error).__name__}: {reason:.300}",
-        file=file,
-        tensor=module,
-        remedy="download config.json again, or update transformers",
+        f"{what}: {type(error).__name__}{place}: {reason:.300}", file=file, tensor=module, remedy=remedy
     )
+
+
+def _failed_function(error: Exception) -> str | None:
+    """Class and name of the innermost function of a model in transformers that the error passed; None without one."""
+    found = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").startswith("transformers.models."):
+            found = frame.f_code.co_qualname
+    return found

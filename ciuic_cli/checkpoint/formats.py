@@ -54,6 +54,8 @@ FP4_DTYPES = ("I8", "U8", "F4")
 """Stored dtypes that packed FP4 weights can have. I8 and U8 are FP4 only beside a scale."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
 """Stored dtypes that scales can have."""
+SCALES_ONLY = "F8_E8M0"
+"""Stored dtype that only scales have: powers of two without sign."""
 
 FP4_BLOCK = 32
 """Values of a row that share one scale in the microscaling formats."""

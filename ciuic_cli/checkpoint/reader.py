@@ -15,7 +15,7 @@ import torch
 
 from ciuic_cli.checkpoint import formats
 from ciuic_cli.checkpoint.folder import check_files, checked_file, locate, read_config
-from ciuic_cli.checkpoint.formats import FP4_DTYPES, FP8_DTYPES, SCALE_DTYPES, TORCH_DTYPES
+from ciuic_cli.checkpoint.formats import FP4_DTYPES, FP8_DTYPES, SCALE_DTYPES, SCALES_ONLY, TORCH_DTYPES
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.shards import check_index, shard_names
 from ciuic_cli.errors import InputError
@@ -104,10 +104,17 @@ class Checkpoint:
     def read_dense(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The decoded tensor: FP8 and FP4 times their scales as float32, any other dtype as stored.
 
-        `rows` as in `read`. Raises InputError if an FP8 or FP4 weight has no scale or one of the wrong shape, and as
-        `read` does.
+        `rows` as in `read`. Raises InputError if an FP8 or FP4 weight has no scale or one of the wrong shape, if the
+        tensor is stored in a format of scales, and as `read` does.
         """
         fp4 = self.is_fp4(name)
+        if self.entry(name).dtype == SCALES_ONLY:
+            raise InputError(
+                f"the tensor is stored as {SCALES_ONLY}, a format of scales: it holds powers of two and no weights",
+                file=self.entry(name).file,
+                tensor=name,
+                remedy=formats.SCALE_REMEDY,
+            )
         if not (fp4 or self.is_fp8(name)):
             return self.read(name, rows)
         entry = self.entry(name)
@@ -140,7 +147,8 @@ class Checkpoint:
     def check_scales(self) -> None:
         """Raise InputError if an FP8 or FP4 weight has no scale of the right shape. Reads no values."""
         for name, entry in self.tensors.items():
-            if entry.dtype in FP8_DTYPES and name not in self.scales and name.endswith("weight"):
+            without_scale = entry.dtype in FP8_DTYPES and name not in self.scales
+            if (without_scale or entry.dtype == SCALES_ONLY) and name.endswith("weight"):
                 self.read_dense(name, (0, 0))
             elif name in self.scales and (entry.dtype in FP8_DTYPES or self.is_fp4(name)):
                 self._scale_block(name, self.is_fp4(name))

@@ -30,6 +30,7 @@ app = typer.Typer(
     help="Compress a causal language model to a byte budget, and measure what was lost.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(compress)
 app.command()(inspect)

@@ -13,6 +13,7 @@ import typer
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.process.libraries import require_supported_transformers
 
 Model = Annotated[
     str, typer.Argument(metavar="MODEL", help="Checkpoint: a folder, or a hub id such as org/name.")
@@ -30,6 +31,7 @@ def execute(console: Console, action: Callable[[], None]) -> NoReturn:
 
     def guarded() -> None:
         _require_working_directory()
+        require_supported_transformers()
         with redirect_stdout(sys.stderr):
             action()
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ciuic_cli.cli.console import Console
 from ciuic_cli.errors import CiuicError
+from ciuic_cli.process.libraries import import_fault
 from ciuic_cli.process.memory import machine_fault
 from ciuic_cli.process.signals import INTERRUPTED, Interruption, interruptible
 from ciuic_cli.process.streams import silence_stdout
@@ -48,7 +49,7 @@ def _report(console: Console, error: BaseException, interruption: Interruption) 
         silence_stdout()
         console.hint("stdout was closed early; the rest is not printed")
         return 0
-    fault = error if isinstance(error, CiuicError) else machine_fault(error)
+    fault = error if isinstance(error, CiuicError) else machine_fault(error) or import_fault(error)
     if fault is None:
         console.bug(error)
         return _BUG

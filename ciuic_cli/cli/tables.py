@@ -83,8 +83,8 @@ def _show_notes(console: Console, report: MemoryReport) -> None:
     singular = report.statistics.singular_hessians
     if singular:
         console.hint(
-            f"{singular} matrices have a singular Hessian, which was damped: fewer calibration tokens than inputs, or "
-            "inputs that are always 0"
+            f"the calibration text does not show how much some inputs of {singular} matrices matter (fewer tokens than "
+            "inputs, or inputs that are always 0); they count as equally important there: more text may help"
         )
     if warning := large_loss_warning(report):
         console.warning(warning)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from safetensors import safe_open
 from torch import nn
 
+from ciuic_cli.codecs import native
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import UsageError
@@ -48,6 +49,7 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         raise UsageError("a model is compressed in place without dry_run or force", remedy="leave them out")
     compress_options = {name: value for name, value in options.items() if name not in ("progress", "hint")}
     CompressOptions(**compress_options)  # wrong options are refused before the model is written
+    native.interface()
     if tokenizer is None:
         tokenizer = _tokenizer_of(model)
     with interruptible(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:

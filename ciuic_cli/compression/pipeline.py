@@ -18,6 +18,7 @@ from ciuic_cli.allocation.artifact_size import require_readable
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.codecs import native
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.options import CompressOptions, check_path
 from ciuic_cli.compression.output_checks import check_apart, check_no_other_run, check_output
@@ -72,6 +73,7 @@ def compress(
         hint=hint,
         started=time.monotonic(),
     )
+    native.interface()  # raises if the library is missing; the first rounding comes late
     configure_allocators()
     with join_workers() as workers:
         return _lead(request, workers) if workers.is_leader else _follow(request, workers)

@@ -29,7 +29,7 @@ from ciuic_cli.checkpoint.architecture import (
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
-from ciuic_cli.evaluation.opening import file_bytes, free_memory, open_model
+from ciuic_cli.evaluation.opening import file_bytes, free_memory, open_model, require_runnable
 from ciuic_cli.process.memory import exhaustion, peak_resident_bytes, resident_bytes, return_freed_memory
 from ciuic_cli.process.streams import reserve_stdout
 from ciuic_cli.runtime.loading import choose_device
@@ -66,6 +66,7 @@ def measure(
     """
     target = choose_device(device)
     folder = locate(path)
+    require_runnable(folder, device)
     config = build_config(read_config(folder), folder / "config.json")
     positions = max_positions(config)
     prompt_tokens, new_tokens = fitted(prompt_tokens, new_tokens, positions)

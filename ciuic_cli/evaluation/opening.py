@@ -14,6 +14,7 @@ from ciuic_cli.checkpoint.architecture import require_token_ids
 from ciuic_cli.checkpoint.folder import locate, read_config, read_json, require_unreplaced
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.codecs import native
 from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.runtime.loading import choose_device, load
 
@@ -68,6 +69,12 @@ def open_generation_config(folder: Path) -> Any:
             file=folder / name,
             remedy="download it again, or remove it",
         ) from error
+
+
+def require_runnable(path: str | Path, device: str = "auto") -> None:
+    """Raise EnvironmentFault if `path` is an artifact, the device is a CPU, and the native library does not load."""
+    if is_artifact(read_config(locate(path))) and choose_device(device).type == "cpu":
+        native.interface()
 
 
 def file_bytes(path: str | Path) -> int:

@@ -23,7 +23,7 @@ from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, mean_of
 from ciuic_cli.evaluation.logits import PredictWindow, loaded, streamed
-from ciuic_cli.evaluation.opening import expected_bytes, free_memory, open_model
+from ciuic_cli.evaluation.opening import expected_bytes, free_memory, open_model, require_runnable
 from ciuic_cli.layerwise.layer_stream import compute_dtype
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.runtime.loading import choose_device
@@ -40,6 +40,8 @@ MIN_WINDOW_TOKENS = 32
 """A partial window counts if it predicts at least this many tokens."""
 OWN_TEXT = "ciuic's own text"
 """Name of the package's evaluation text in results."""
+_COMPARED_TOKENS = 4096
+"""Tokens of the text by which two tokenizers are compared. Chosen, not tuned."""
 BLOCK_BYTES = 32 << 20
 """Bytes of one float64 block (tokens, vocabulary), of which a few exist at a time. No measurement is on record."""
 
@@ -88,13 +90,23 @@ def evaluate(
     """
     configure_allocators()
     folders = [locate(folder) for folder in (path, base) if folder is not None]
+    for folder in folders:
+        require_runnable(folder, device)
     content = read_text(Path(text)) if text is not None else builtin_evaluation_text()
     configs = [build_config(read_config(folder), folder / "config.json") for folder in folders]
     positions = min((count for config in configs if (count := max_positions(config))), default=seqlen)
     if positions < seqlen:
         hint(f"windows of {positions:,} tokens instead of {seqlen:,}: the model has no more positions")
         seqlen = positions
+    vocabularies = [config.get_text_config().vocab_size for config in configs]
+    if len(set(vocabularies)) > 1:
+        raise _other_vocabulary(folders[1], vocabularies[1], vocabularies[0])
     tokenizer = open_tokenizer(folders[0])
+    if base is not None and not _same_tokens(tokenizer, folders[1], content):
+        hint(
+            f"warning: the tokenizer of {folders[1]} gives other tokens for this text than that of {folders[0]}: the "
+            "comparison means little unless both models were trained with the same tokenizer"
+        )
     windows = windows_of(content, tokenizer, seqlen, limit, text)
     highest = (int(window.max()) for window in windows)
     require_known_tokens(tokenizer, highest, configs[0].get_text_config().vocab_size)
@@ -120,6 +132,23 @@ def evaluate(
     }
 
 
+def _other_vocabulary(base: Path, base_tokens: int, tokens: int) -> InputError:
+    return InputError(
+        f"the vocabularies differ: the base predicts {base_tokens} tokens, the model {tokens}",
+        file=base,
+        remedy="compare with the checkpoint that the artifact was made from",
+    )
+
+
+def _same_tokens(tokenizer: Any, base: Path, text: str) -> bool:
+    """Whether the base's tokenizer gives the same tokens for the beginning of the text; True if it has none."""
+    try:
+        other = open_tokenizer(base)
+    except InputError:  # the base needs none: its predictions are for the tokens of the first tokenizer
+        return True
+    return tokenize(other, text, _COMPARED_TOKENS) == tokenize(tokenizer, text, _COMPARED_TOKENS)
+
+
 def windows_of(
     text: str, tokenizer: Any, seqlen: int, limit: int | None, file: str | Path | None = None
 ) -> list[torch.Tensor]:
@@ -139,8 +168,11 @@ def windows_of(
     prefix = leading_special_tokens(tokenizer)
     body = seqlen - len(prefix)
     if body < 2:
-        raise UsageError(f"--seqlen {seqlen} leaves no room for text", remedy="use 128 or more")
-    ids = tokenize(tokenizer, text)
+        raise UsageError(
+            f"windows of {seqlen} tokens leave no room for text",
+            remedy="use --seqlen 128 or more; the model needs as many positions",
+        )
+    ids = tokenize(tokenizer, text, None if limit is None else limit * body)
     windows = [torch.tensor([*prefix, *ids[start : start + body]]) for start in range(0, len(ids), body)]
     windows = [window for window in windows if len(window) > MIN_WINDOW_TOKENS]
     if not windows:
@@ -192,11 +224,7 @@ def _window_metrics(
     begin = 1  # nothing predicts the first token
     for logits, base_logits in zip(parts, base_parts, strict=False):
         if base_logits is not None and base_logits.shape != logits.shape:
-            raise InputError(
-                f"the base predicts {base_logits.shape[-1]} tokens, the model {logits.shape[-1]}",
-                file=folders[1],
-                remedy="compare with the checkpoint that the artifact was made from",
-            )
+            raise _other_vocabulary(folders[1], base_logits.shape[-1], logits.shape[-1])
         targets = window[begin : begin + len(logits)].to(logits.device)
         metrics.append(token_metrics(logits, base_logits, targets))
         begin += len(logits)

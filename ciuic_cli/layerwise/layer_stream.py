@@ -344,7 +344,7 @@ class LayerStream:
         return range(len(self.chunks)) if chunks is None else chunks
 
     def _blaming_config(self, prefix: str) -> AbstractContextManager[None]:
-        """Turns errors of the layer into an InputError about config.json.
+        """Turns errors of the layer into an InputError about the model.
 
         Only for the original's weights: overrides run after these have run without an error.
         """

@@ -41,7 +41,13 @@ def reading(file: Path, tensor: str | None = None) -> Iterator[None]:
 
 
 def environment_fault(error: OSError | SafetensorError, path: Path) -> EnvironmentFault:
-    """The EnvironmentFault for a failed write to `path`: full disk, exceeded quota, missing permission, ..."""
+    """The EnvironmentFault for a failed write to `path`: full disk, exceeded quota, missing permission, ...
+
+    Exhausted memory or file descriptors are not a failed write.
+    """
+    fault = exhaustion(error)
+    if fault is not None:
+        return fault
     remedies = {
         errno.ENOSPC: "free disk space and run the same command again: it continues where it stopped",
         errno.EDQUOT: "your disk quota is used up; free some and run the same command again",

@@ -34,10 +34,12 @@ _NO_MEMORY = (
 """Lower-case parts of messages that mean exhausted memory."""
 _NO_THREAD = ("can't start new thread", "threadpoolbuilderror")
 """Lower-case parts of messages that mean no more threads: of Python, and of rayon, which tokenizers use."""
+_NO_FILE = "too many open files"
+"""Lower-case part of messages that mean no more file descriptors, also of the dynamic linker."""
 
 
 def exhaustion(error: BaseException) -> EnvironmentFault | None:
-    """The EnvironmentFault for an exception that means exhausted memory or threads; None for any other exception.
+    """The EnvironmentFault for an exception that means exhausted memory, threads or file descriptors; None for others.
 
     Libraries report this with many exception types, so the message decides too.
     """
@@ -48,6 +50,11 @@ def exhaustion(error: BaseException) -> EnvironmentFault | None:
         return EnvironmentFault(
             "no more threads can be started",
             remedy="end other processes, free memory, or raise the limits (ulimit -u, ulimit -v)",
+        )
+    if _NO_FILE in message:
+        return EnvironmentFault(
+            "no more files can be opened",
+            remedy="raise the limit on open files (ulimit -n)",
         )
     if (
         isinstance(error, MemoryError)

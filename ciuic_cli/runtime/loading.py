@@ -12,6 +12,7 @@ from torch import nn
 
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.checkpoint.folder import locate
+from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
@@ -50,6 +51,8 @@ def load(
 
         verify_files(path).require_intact(locate(path))
     artifact = open_artifact(path)
+    if target.type == "cpu":
+        native.interface()
     from transformers import AutoModelForCausalLM
 
     from ciuic_cli.checkpoint.architecture import build_config, require_plausible

@@ -13,6 +13,9 @@ import importlib.machinery
 import sys
 import types
 from collections.abc import Sequence
+from typing import Any
+
+from ciuic_cli.process.libraries import require_supported_transformers, transformers_fault
 
 REGISTRY_MODULE = "transformers.quantizers.auto"
 """The module that holds transformers' mapping from `quant_method` to quantizer classes."""
@@ -21,9 +24,18 @@ PLUGIN_MODULE = "ciuic_cli.runtime.plugin"
 
 
 def register() -> None:
-    """Register the quantizer and its config class now. Imports transformers. Idempotent."""
+    """Register the quantizer and its config class now. Imports transformers. Idempotent.
+
+    In a version of transformers that is not supported, other models can be loaded, and artifacts are refused.
+    """
     # The registry first: if the plug-in imported it, registration would run while the plug-in is half loaded.
-    importlib.import_module(REGISTRY_MODULE)
+    registry = importlib.import_module(REGISTRY_MODULE)
+    if transformers_fault() is not None:
+        from ciuic_cli.artifact.schema import QUANT_METHOD
+
+        for mapping in ("AUTO_QUANTIZATION_CONFIG_MAPPING", "AUTO_QUANTIZER_MAPPING"):
+            getattr(registry, mapping, {})[QUANT_METHOD] = _Refusal
+        return
     from ciuic_cli.runtime.plugin import register_with_transformers
 
     register_with_transformers()
@@ -36,6 +48,18 @@ def install() -> None:
         sys.meta_path.insert(0, _RegistryFinder())
     if REGISTRY_MODULE in sys.modules:
         register()
+
+
+class _Refusal:
+    """In the place of the quantizer and its config in a version of transformers that is not supported."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        require_supported_transformers()
+
+    @classmethod
+    def from_dict(cls, *arguments: Any, **options: Any) -> None:
+        """Called for an artifact's config. Raises EnvironmentFault."""
+        require_supported_transformers()
 
 
 class _RegistryFinder(importlib.abc.MetaPathFinder):

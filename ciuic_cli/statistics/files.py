@@ -16,20 +16,23 @@ tokens gets the pool's moments, scaled to one token: it is nearly free to change
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from ciuic_cli.checkpoint.formats import count_nonfinite
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.layerwise.activation_store import has_digest
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.digests import file_digest
+from ciuic_cli.process.file_faults import reading
+from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, with_diagonal
 from ciuic_cli.statistics.moments import Moments
@@ -157,10 +160,11 @@ class Statistics:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        index = json.loads((folder / INDEX).read_text())
-        self.total_tokens: int = index["tokens"]
-        self._files: dict[str, dict[str, str]] = index["files"]
-        self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
+        with _damage(folder / INDEX):
+            index = json.loads((folder / INDEX).read_text())
+            self.total_tokens: int = index["tokens"]
+            self._files: dict[str, dict[str, str]] = index["files"]
+            self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
 
     def covers(self, name: str) -> bool:
         """Whether anything was recorded for the parameter, or for any expert of a stack.
@@ -240,8 +244,27 @@ class Statistics:
         if name not in self._files[MOMENTS]:
             return None
         key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
-        with safe_open(self.folder / self._files[MOMENTS][name], framework="pt") as file:
+        path = self.folder / self._files[MOMENTS][name]
+        with _damage(path), safe_open(path, framework="pt") as file:
             return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
 
     def _single(self, kind: str, name: str) -> torch.Tensor:
-        return load_file(self.folder / self._files[kind][name])[kind]
+        path = self.folder / self._files[kind][name]
+        with _damage(path):
+            return load_file(path)[kind]
+
+
+@contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    """Convert errors of reading a file that this run wrote itself to an EnvironmentFault that names the file."""
+    try:
+        with reading(path):
+            yield
+    except (SafetensorError, LookupError, TypeError, ValueError) as error:
+        if exhaustion(error) is not None:
+            raise
+        raise EnvironmentFault(
+            f"the statistics of this run were damaged on the disk: {type(error).__name__}: {error!s:.200}",
+            file=path,
+            remedy="run the same command again: it collects them again",
+        ) from error

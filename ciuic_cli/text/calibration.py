@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
@@ -12,7 +11,12 @@ import torch
 
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.text.documents import builtin_calibration_text, read_text
-from ciuic_cli.text.tokenizer import leading_special_tokens, require_known_tokens, tokenize, tokenizer_file
+from ciuic_cli.text.tokenizer import (
+    leading_special_tokens,
+    require_known_tokens,
+    tokenize_evenly,
+    tokenizer_file,
+)
 
 MINIMUM_TOKENS = 256
 """Fewest calibration tokens that are accepted. Chosen, not tuned."""
@@ -21,7 +25,7 @@ MINIMUM_TOKENS = 256
 def calibration_batch(
     tokenizer: Any, files: Sequence[Path], *, nsamples: int, seqlen: int, vocab_size: int
 ) -> torch.Tensor:
-    """Sequences of calibration tokens at even distances over all the text.
+    """Sequences of calibration tokens at even distances over all the text (see `tokenize_evenly` for a large one).
 
     Returns a LongTensor (n, seqlen) with n <= nsamples. Every sequence begins with the tokenizer's leading special
     tokens (BOS). The sequences do not overlap, and their even distances let a short run see every part of the text.
@@ -31,9 +35,7 @@ def calibration_batch(
     leading special tokens fill `seqlen`.
     """
     texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
-    ids = array("i")
-    for text in texts:
-        ids.extend(tokenize(tokenizer, text))
+    ids = tokenize_evenly(tokenizer, texts, nsamples * seqlen)
     prefix = leading_special_tokens(tokenizer)
     if len(ids) < MINIMUM_TOKENS:
         raise InputError(
@@ -46,9 +48,9 @@ def calibration_batch(
     body = seqlen - len(prefix)
     if body < 1:
         raise UsageError(
-            f"--seqlen {seqlen} leaves no room after the {len(prefix)} tokens that the tokenizer puts first",
+            f"sequences of {seqlen} tokens leave no room after the {len(prefix)} that the tokenizer puts first",
             file=tokenizer_file(tokenizer.name_or_path),
-            remedy="use longer sequences, or check the tokenizer",
+            remedy="use a larger --seqlen if the model has as many positions, or check the tokenizer",
         )
     count = min(nsamples, len(ids) // body)
     step = len(ids) / count

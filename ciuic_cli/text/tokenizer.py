@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from ciuic_cli.text.documents import split_documents
 PIECE_CHARACTERS = 2 << 20
 """Most characters that are tokenized at a time; the tokenizer library takes up to 200 times their size in memory. No
 document of the package's own texts is longer, so these are never cut."""
+WHOLE_CHARACTERS = 16 << 20
+"""Texts of up to this many characters are tokenized completely by `tokenize_evenly`: about ten seconds of work."""
 
 
 def open_tokenizer(path: str | Path) -> Any:
@@ -27,17 +29,46 @@ def open_tokenizer(path: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
-def tokenize(tokenizer: Any, text: str) -> array[int]:
-    """Token ids (int32) of all documents of `text`, without special tokens.
+def tokenize(tokenizer: Any, text: str, limit: int | None = None) -> array[int]:
+    """Token ids (int32) of the documents of `text`, without special tokens; at most the first `limit`.
 
     Documents longer than `PIECE_CHARACTERS` are tokenized in pieces that end with a line.
     """
     ids = array("i")
-    with tokenizer_faults(tokenizer.name_or_path):
-        for document in split_documents(text):
-            for piece in _pieces(document):
-                ids.extend(tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
+    for document in split_documents(text):
+        for piece in _pieces(document):
+            ids.extend(_tokenize_piece(tokenizer, piece))
+            if limit is not None and len(ids) >= limit:
+                return ids[:limit]
     return ids
+
+
+def tokenize_evenly(tokenizer: Any, texts: Sequence[str], needed: int) -> array[int]:
+    """Token ids (int32) of all documents of the texts or, beyond WHOLE_CHARACTERS, of a part of their pieces.
+
+    The part is every second, fourth, ... piece: the smallest that has WHOLE_CHARACTERS and `needed` tokens.
+    """
+    pieces = [piece for text in texts for document in split_documents(text) for piece in _pieces(document)]
+    stride = 1
+    while sum(map(len, pieces[:: 2 * stride])) >= WHOLE_CHARACTERS:
+        stride *= 2
+    tokens: dict[int, array[int]] = {}
+    while True:
+        for number in range(0, len(pieces), stride):
+            if number not in tokens:
+                tokens[number] = _tokenize_piece(tokenizer, pieces[number])
+        if stride == 1 or sum(map(len, tokens.values())) >= needed:
+            break
+        stride //= 2
+    ids = array("i")
+    for number in sorted(tokens):
+        ids.extend(tokens[number])
+    return ids
+
+
+def _tokenize_piece(tokenizer: Any, piece: str) -> array[int]:
+    with tokenizer_faults(tokenizer.name_or_path):
+        return array("i", tokenizer(piece, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def _pieces(document: str) -> Iterator[str]:

@@ -110,7 +110,7 @@ def test_large_numbers_of_real_models_are_accepted() -> None:
 
 def test_27_what_transformers_itself_refuses_is_an_input_error() -> None:
     assert "transformers refuses" in refusal(num_key_value_heads="many").message
-    with pytest.raises(InputError, match="no model can be built"):
+    with pytest.raises(InputError, match="transformers cannot build LlamaForCausalLM: KeyError in Llama"):
         build_meta_model(build_config({**LLAMA, "hidden_act": "nonsense"}), torch.bfloat16)
 
 

@@ -57,7 +57,7 @@ def test_an_absent_base_is_refused_before_any_model_is_loaded(
 def test_models_of_other_vocabularies_are_not_compared(
     tiny_checkpoint: Callable[..., Path], text: Path
 ) -> None:
-    with pytest.raises(InputError, match="the base predicts 300 tokens, the model 263"):
+    with pytest.raises(InputError, match="vocabularies differ: the base predicts 300 tokens, the model 263"):
         evaluate(
             tiny_checkpoint("llama"), base=tiny_checkpoint("llama", vocab_size=300), text=text, device="cpu"
         )

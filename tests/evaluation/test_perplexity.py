@@ -166,5 +166,5 @@ def test_windows_are_limited_to_the_positions_with_a_hint(
 
 
 def test_a_seqlen_without_room_for_text_is_refused(tiny_checkpoint: Callable[..., Path], text: Path) -> None:
-    with pytest.raises(UsageError, match="--seqlen 2"):
+    with pytest.raises(UsageError, match="windows of 2 tokens leave no room"):
         evaluate(tiny_checkpoint("llama"), text=text, seqlen=2)

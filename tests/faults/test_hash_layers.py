@@ -113,11 +113,12 @@ def test_fault_27_absurd_counts_and_steps(copy: Path, text: Path, key: str, valu
 
 
 @pytest.mark.slow
-def test_what_transformers_cannot_run_is_the_fault_of_the_config(copy: Path, text: Path) -> None:
+def test_what_transformers_cannot_run_names_the_function_that_failed(copy: Path, text: Path) -> None:
     """A negative number of tokens to choose changes no shape: it shows only when the model runs."""
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "index_topk": -1}))
     _, *running = attacked(copy, text)
     for done in [*running, invoke("bench", copy, "-p", 16, "-n", 1, "-r", 1)]:
-        assert done.code == 3 and "transformers cannot run the model" in done.stderr, done.stderr
-        assert "config.json" in done.field("file") and done.field("try")
+        assert done.code == 3 and "transformers cannot run the model: " in done.stderr, done.stderr
+        assert " in DeepseekV4" in done.field("error") and copy.name in done.field("file")
+        assert "config.json" in done.field("try") and "another version" in done.field("try")
