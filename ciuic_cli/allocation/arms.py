@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import UNPRUNED_ROLES, WeightMatrix
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import InputError
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.predicted_loss import predicted_loss
@@ -45,10 +46,16 @@ class PassOptions:
 
     def ranks_for(self, matrix: WeightMatrix) -> tuple[int, ...]:
         """Ranks that a low-rank part of this matrix may have, all below its full rank."""
-        if self.rank == "off" or matrix.role in UNPRUNED_ROLES:
+        if self.rank == "off":
             return ()
         ranks = lowrank.RANKS if self.rank == "auto" else (int(self.rank),)
-        return tuple(rank for rank in ranks if rank < min(matrix.rows, matrix.cols))
+        return tuple(rank for rank in ranks if rank <= highest_rank(matrix))
+
+
+def highest_rank(matrix: WeightMatrix) -> int:
+    """The highest rank that a low-rank part of this matrix may have: below its full rank, a multiple of the tile's
+    side; 0 if it may have none."""
+    return 0 if matrix.role in UNPRUNED_ROLES else (min(matrix.rows, matrix.cols) - 1) // TILE * TILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,26 +6,33 @@ from dataclasses import replace
 
 import numpy as np
 
-from ciuic_cli.allocation.arms import Arms, PassOptions
+from ciuic_cli.allocation.arms import Arms, PassOptions, highest_rank
 from ciuic_cli.allocation.artifact_size import blob_sizes, shards_of
 from ciuic_cli.allocation.group_knapsack import GroupKnapsack
 from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.artifact.layout import stored_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.bits import stored_bits
-from ciuic_cli.errors import UsageError
+from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.passes import lowrank
 
 
 def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> None:
-    """Raise TargetError if even the smallest arms exceed the budget, and UsageError for a rank that no matrix can
-    have."""
+    """Raise TargetError if even the smallest arms exceed the budget, UsageError for a rank that no matrix can have, and
+    InputError for a model without any matrix to compress."""
     arms = _lossless_arms(model_map, options)
+    if not arms:
+        raise InputError(
+            "the model has no matrix that is worth compressing",
+            file=model_map.checkpoint.folder,
+            remedy="keep it as it is; `ciuic inspect` shows what it consists of",
+        )
     if isinstance(options.rank, int):
         if not any(arm.lowrank for arm in arms):
+            highest = max(highest_rank(arm.matrix) for arm in arms)
             raise UsageError(
                 f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
-                remedy="use a smaller one, or auto",
+                remedy=f"use at most {highest}, or auto" if highest else "use auto or off",
             )
         arms = [replace(arm, rank=options.rank) for arm in arms]
     GroupKnapsack(model_map, arms, budget, {}).solve()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ from ciuic_cli.errors import InputError
 from ciuic_cli.process.file_faults import reading
 
 _DAMAGED = "the artifact is damaged or was not written by ciuic; fetch or compress it again"
+_NUMBER = re.compile(r"\.[0-9]+(?=\.)")
+"""Number of a layer or an expert in a name."""
 _MIXED = "the files of two artifacts are mixed; fetch or compress it again"
 
 
@@ -156,6 +159,25 @@ def check_format(quantization: Mapping[str, Any], file: Path | None = None) -> N
             file=file,
             remedy="update ciuic: pip install --upgrade ciuic-cli",
         )
+
+
+def require_counted(
+    artifact: ArtifactFiles, unknown: Iterable[str], expected: Iterable[str], mtp: PredictionLayers
+) -> None:
+    """Refuse files with more layers than the config counts: the model would lack its last layers, or some experts.
+
+    unknown: names of stored tensors that the model does not have. expected: the model's names. A tensor is of a missing
+    layer if the model has the same one under another number; layers of `mtp` have such numbers. Raises InputError.
+    """
+    numberless = {_NUMBER.sub(".#", name) for name in expected}
+    for name in unknown:
+        if _NUMBER.sub(".#", name) in numberless and not mtp.owns(name):
+            raise InputError(
+                "config.json counts fewer layers than the files hold: the tensor is not part of the model",
+                file=artifact.tensors[name].file.with_name("config.json"),
+                tensor=name,
+                remedy=_DAMAGED,
+            )
 
 
 def require_dense(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:

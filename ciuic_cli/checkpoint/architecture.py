@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +22,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import build_glob_alternation
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ciuic_cli.errors import CiuicError, InputError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 from ciuic_cli.process.memory import machine_fault
 
 # The limits below are far above any real model. They keep the time and memory for a config.json at the limit small.
@@ -59,6 +60,9 @@ _UNLIMITED_KEYS = ("model_max_length",)
 """Keys without that limit: transformers' tokenizers write 1e30 for "no limit"."""
 _TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MAX_TOKEN = 2**31 - 1
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes in which transformers loads a model."""
 _UNCHECKED_COUNT = 64
 """Up to this number, layers and experts are not compared with the stored tensors."""
 _IGNORED_KEYS = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
@@ -77,6 +81,7 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
     implausible, and for what transformers' own validation refuses; EnvironmentFault if memory or a temporary folder is
     missing.
     """
+    _require_docstrings()
     model_type = raw.get("model_type")
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         code = "; its own Python code (auto_map) is never executed" if raw.get("auto_map") else ""
@@ -103,6 +108,15 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
         _refuse_value("is_encoder_decoder", True, "false: only decoder models can be compressed", file)
     _check_routing(config, file)
     return config
+
+
+def _require_docstrings() -> None:
+    """Raise EnvironmentFault under `python -OO`, which drops docstrings: transformers reads those of its own."""
+    if sys.flags.optimize > 1:
+        raise EnvironmentFault(
+            "transformers does not work in Python without docstrings (python -OO, or PYTHONOPTIMIZE=2)",
+            remedy="run it without -OO and unset PYTHONOPTIMIZE",
+        )
 
 
 def require_plausible(
@@ -253,6 +267,7 @@ def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path |
     ]
     for section in sections:
         require_token_ids(section, file)
+        _check_dtype(section, file)
         for key, value in section.items():
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 if key in _POSITIVE_KEYS and value is not None:
@@ -274,6 +289,18 @@ def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path |
             minimum = 2 if key in _POSITION_KEYS else 1 if key in _POSITIVE_KEYS else 0
             if not minimum <= value <= limit:
                 _refuse_value(key, value, f"between {minimum} and {limit}", file)
+
+
+def _check_dtype(section: dict[str, Any], file: Path | None) -> None:
+    """Refuse a dtype in which transformers does not load a model. None is allowed: the weights decide."""
+    for key in _DTYPE_KEYS:
+        value = section.get(key)
+        if value is not None and not (isinstance(value, str) and getattr(torch, value, None) in _DTYPES):
+            raise InputError(
+                f"config.json has {key} = {value!r:.60}, in which transformers loads no model",
+                file=file,
+                remedy=f"set {key} to bfloat16, float16 or float32, or download config.json again",
+            )
 
 
 def require_token_ids(values: dict[str, Any], file: Path | None = None) -> None:

@@ -53,7 +53,7 @@ def compress(
         typer.Argument(
             metavar="OUT",
             readable=False,  # Typer would exit with code 2 for an unreadable path; here that is bad input (code 3)
-            help="Folder to write; it must not exist, except with --force.",
+            help="Folder to write; it must be absent or empty, except with --force.",
         ),
     ],
     ratio: Annotated[
@@ -67,7 +67,7 @@ def compress(
         float | None, typer.Option(help="Instead of --ratio: stored bits per weight.")
     ] = None,
     target_size: Annotated[
-        str | None, typer.Option(help="Instead of --ratio: bytes, such as 8GiB, 500MB or 4365952.")
+        str | None, typer.Option(help="Instead of --ratio: bytes, such as 8GiB, 500M or 4365952.")
     ] = None,
     calibration: Annotated[
         list[Path] | None,
@@ -123,7 +123,7 @@ def compress(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Replace an existing OUT; discard an unfinished run with other options."
+            "--force", help="Replace an older artifact at OUT; discard an unfinished run with other options."
         ),
     ] = False,
     json: Json = False,

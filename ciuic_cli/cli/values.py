@@ -13,13 +13,16 @@ from ciuic_cli.errors import UsageError
 _UNITS = {
     unit: base**power
     for power, letter in enumerate("KMGT", start=1)
-    for unit, base in ((f"{letter}B", 1000), (f"{letter}IB", 1024))
+    for unit, base in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 
 
 def parse_size(text: str) -> int:
-    """The bytes of "8GiB", "500MB", "1.5GB" or "4365952"; raises UsageError for anything else."""
+    """The bytes of "8GiB", "500MB", "1.5G" or "4365952"; raises UsageError for anything else.
+
+    Units are powers of 1000, with "i" of 1024; upper and lower case are the same, and the "B" may be left out.
+    """
     match = _SIZE.fullmatch(text.strip())
     unit = match[2].upper() if match else ""
     if match is None or unit not in ("", "B", *_UNITS):
@@ -48,4 +51,4 @@ def parse_prune(text: str) -> str | float:
 
 def parse_rank(text: str) -> str | int:
     """A rank as a number; "off", "auto" and any other text stay as they are."""
-    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else text
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else text

@@ -14,6 +14,7 @@ from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import UsageError
 from ciuic_cli.process.signals import interruptible
+from ciuic_cli.process.torch_modes import default_modes
 from ciuic_cli.process.workers import is_distributed
 from ciuic_cli.runtime.loading import pack_module_inplace
 
@@ -52,7 +53,11 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
     native.interface()
     if tokenizer is None:
         tokenizer = _tokenizer_of(model)
-    with interruptible(resend=True), tempfile.TemporaryDirectory(prefix="ciuic-") as folder:
+    with (
+        interruptible(resend=True),
+        tempfile.TemporaryDirectory(prefix="ciuic-") as folder,
+        default_modes(),
+    ):
         source, out = Path(folder) / "source", Path(folder) / "out"
         cast(Any, model).save_pretrained(source)
         tokenizer.save_pretrained(source)

@@ -79,7 +79,7 @@ class CompressOptions:
         mtp: "keep" or "drop" the multi-token-prediction layers. Kept layers count as parameters.
         device: "auto", "cpu", "cuda" or "cuda:N".
         dry_run: stop at the plan and write nothing.
-        force: replace an existing output, and discard an unfinished run that had other options.
+        force: replace an older artifact at the output, and discard an unfinished run that had other options.
 
     Raises:
         UsageError: a value that the option cannot have, or two byte targets at once.
@@ -233,7 +233,7 @@ def _checked_rank(rank: object) -> str | int:
     if rank % RANK_STEP:
         raise UsageError(
             f"--rank {_shown(rank)} is not a multiple of {RANK_STEP}",
-            remedy=f"use {_shown(rank + -rank % RANK_STEP)}",
+            remedy=f"use {_shown(max(RANK_STEP, rank - rank % RANK_STEP))}",
         )
     return rank
 

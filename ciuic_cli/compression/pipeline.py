@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +32,14 @@ from ciuic_cli.process import atomic_files
 from ciuic_cli.process.file_faults import environment_fault
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.numeric_libraries import make_products_reproducible
+from ciuic_cli.process.torch_modes import default_modes
 from ciuic_cli.process.workers import Workers, join_workers
 from ciuic_cli.report.schema import ForecastReport, MemoryReport
 from ciuic_cli.runtime.loading import choose_device
 
 Hint = Callable[[str], None]
+_running = threading.Lock()
+"""Held by the run of this process."""
 _CONTINUABLE = "finished steps are kept in {}; the same command continues from there"
 
 
@@ -54,14 +58,15 @@ def compress(
 
     Args:
         model: folder or hub id of a safetensors checkpoint.
-        out: folder of the artifact; it must not exist unless `force`, and must not be created by others during the run.
+        out: folder of the artifact; it must be absent or empty unless `force`, and others must not write into it during
+            the run.
         progress: called as progress(phase, done, total). hint: called with a message for the user.
         **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
             effort, prune, rank, bits, mtp, device, dry_run, force. A dry run's report has a "forecast" of the run.
 
     Raises:
         TypeError: an option that does not exist.
-        CiuicError: see errors.py; the output is as it was before.
+        CiuicError: see errors.py; the output is as it was before. A process makes one run at a time.
     """
     make_products_reproducible()
     check_path("model", model)
@@ -73,10 +78,28 @@ def compress(
         hint=hint,
         started=time.monotonic(),
     )
-    native.interface()  # raises if the library is missing; the first rounding comes late
-    configure_allocators()
-    with join_workers() as workers:
-        return _lead(request, workers) if workers.is_leader else _follow(request, workers)
+    with _only_run_of_the_process(), default_modes():
+        native.interface()  # raises if the library is missing; the first rounding comes late
+        configure_allocators()
+        with join_workers() as workers:
+            return _lead(request, workers) if workers.is_leader else _follow(request, workers)
+
+
+@contextmanager
+def _only_run_of_the_process() -> Iterator[None]:
+    """Raise EnvironmentFault if a run is under way in this process.
+
+    Runs change torch's number of threads and default dtype for a while, and those belong to the whole process.
+    """
+    if not _running.acquire(blocking=False):
+        raise EnvironmentFault(
+            "another compression is running in this process",
+            remedy="start it when the other one has ended, or in a process of its own",
+        )
+    try:
+        yield
+    finally:
+        _running.release()
 
 
 @dataclass(frozen=True)

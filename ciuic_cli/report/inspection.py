@@ -20,6 +20,7 @@ from ciuic_cli.artifact.reader import (
     Blob,
     open_artifact,
     require_compressed,
+    require_counted,
     require_dense,
     require_expert_ids,
 )
@@ -176,6 +177,7 @@ def _describe_artifact(artifact: Artifact) -> Description:
     _require_complete(artifact, [name for name in classified if name not in ties])
     mtp_tensors = _mtp_tensors(artifact, set(classified))
     expected = {name: tensor for name, (_, tensor) in classified.items()}
+    require_counted(artifact, sorted(artifact.tensors.keys() - expected.keys()), expected, artifact.mtp)
     require_dense(artifact, expected)
     require_compressed(artifact, expected)
     require_expert_ids(artifact, expert_tables(classified))

@@ -20,7 +20,13 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ciuic_cli.artifact.reader import check_format, read_blobs, require_dense, require_expert_ids
+from ciuic_cli.artifact.reader import (
+    check_format,
+    read_blobs,
+    require_counted,
+    require_dense,
+    require_expert_ids,
+)
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
 from ciuic_cli.checkpoint.expert_ids import expert_tables
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
@@ -89,6 +95,8 @@ class CiuicQuantizer(HfQuantizer):
         present = {
             name: expected[model_name] for name, model_name in in_model.items() if model_name in expected
         }
+        unknown = [name for name in in_model if name not in present]
+        require_counted(artifact, unknown, present, _predictors(self.quantization_config))
         require_dense(artifact, present)
         tables = expert_tables(classify(model))
         require_expert_ids(

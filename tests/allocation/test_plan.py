@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -354,8 +355,14 @@ def test_a_forced_rank_lowers_the_highest_ratio(tiny_checkpoint: Callable[..., P
 
 def test_a_rank_that_no_matrix_can_have_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
-    with pytest.raises(UsageError, match="--rank 999999984"):
+    with pytest.raises(UsageError, match="--rank 999999984") as caught:
         check_reachable(model_map, model_map.stored_numel * 2, PassOptions(BITS, rank=999_999_984))
+    advised = re.fullmatch("use at most ([0-9]+), or auto", caught.value.remedy or "")
+    assert advised is not None
+    rank = int(advised[1])
+    check_reachable(model_map, model_map.stored_numel * 2, PassOptions(BITS, rank=rank))
+    with pytest.raises(UsageError, match="no matrix has room"):
+        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(BITS, rank=rank + 16))
 
 
 @pytest.mark.parametrize(("rank", "share"), [("off", 0.95), ("auto", 0.0), (16, 0.0)])

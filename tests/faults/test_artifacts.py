@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from attacks import (
     BASE_SEED,
     QUICK,
@@ -27,6 +28,7 @@ from attacks import (
     snapshot,
     write_shard,
 )
+from transformers import AutoModel, AutoModelForCausalLM
 
 import ciuic_cli
 from ciuic_cli.artifact.schema import FORMAT_VERSION
@@ -98,6 +100,44 @@ def test_fault_39_loading_compares_checksums_on_request(copy: Path, seed: int) -
     with pytest.raises(InputError, match="checksum") as caught:
         ciuic_cli.load(copy, verify=True)
     assert caught.value.file == str(file)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_fault_39_a_config_that_counts_fewer_layers(
+    victim: Make, copy: Path, text: Path, count: int, kept: bool
+) -> None:
+    """The model would predict without its last layers. A kept multi-token-prediction layer is no such layer."""
+    if kept:
+        v = victim(0, "deepseek_v3")
+        add_prediction_layer(v)
+        v.succeeds("--mtp", "keep")
+        copy = v.out
+        assert ciuic_cli.load(copy) is not None and invoke("inspect", copy).code == 0
+    edit_config(copy, num_hidden_layers=count)
+    for arguments in (["inspect", copy], ["eval", copy, "--text", text, "--seqlen", 64]):
+        done = invoke(*arguments)
+        assert done.code == 3 and "counts fewer layers" in done.stderr, done.stderr
+        assert done.field("file").endswith("config.json") and ".layers." in done.field("tensor")
+        assert done.field("try")
+        harmless(done)
+    for load in (ciuic_cli.load, AutoModelForCausalLM.from_pretrained, AutoModel.from_pretrained):
+        with pytest.raises(InputError, match="counts fewer layers"):
+            load(copy)
+
+
+def add_prediction_layer(v: Victim) -> None:
+    """Add a multi-token-prediction layer with the tensors of the last layer."""
+
+    def add(tensors: dict[str, torch.Tensor]) -> None:
+        last = {n: t for n, t in tensors.items() if n.startswith("model.layers.2.")}
+        tensors.update({n.replace("layers.2.", "layers.3."): t.clone() for n, t in last.items()})
+        tensors["model.layers.3.eh_proj.weight"] = torch.zeros(56, 112, dtype=torch.bfloat16)
+        for norm in ("enorm", "hnorm", "shared_head.norm"):
+            tensors[f"model.layers.3.{norm}.weight"] = torch.ones(56, dtype=torch.bfloat16)
+
+    v.edit_config(num_nextn_predict_layers=1)
+    v.edit_tensors(add)
 
 
 IMPOSSIBLE = {

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from attacks import (
     write_shard,
 )
 from safetensors.torch import load_file
+from tiny_checkpoints import make_checkpoint
 
 Make = Callable[..., Victim]
 ALL = ("compress", "replace", "inspect")
@@ -129,6 +132,38 @@ def test_fault_27_no_language_model(victim: Make, model_type: object) -> None:
     v = victim(0, "llama")
     v.edit_config(model_type=model_type)
     v.refused(file="config.json")
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+@pytest.mark.parametrize(
+    "value",
+    ["float8_e4m3fn", "int8", "bool", "complex64", "1", "nn", "torch.bfloat16", "", 1, True, {}, ["float16"]],
+)
+def test_fault_27_a_dtype_that_no_model_has(victim: Make, key: str, value: object) -> None:
+    v = victim(0, "llama")
+    v.edit_config(dtype=None)
+    v.edit_config(**{key: value})
+    v.refused(f"{key} = {value!r}", file="config.json", remedy=f"set {key} to bfloat16")
+
+
+@pytest.mark.parametrize("value", ["float64", "half", "float32", None])
+def test_fault_27_every_other_dtype_is_loaded(victim: Make, value: str | None) -> None:
+    v = victim(0, "llama")
+    v.edit_config(dtype=value)
+    v.succeeds()
+    finite_predictions(v.out)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_fault_27_no_matrix_is_worth_compressing(tmp_path: Path, text: Path, size: int) -> None:
+    v = Victim(tmp_path, text, random.Random(0))
+    make_checkpoint(
+        "llama_tied", v.model, hidden_size=size, intermediate_size=2 * size, num_attention_heads=1,
+        num_key_value_heads=1, tie_word_embeddings=False,
+    )  # fmt: skip
+    for options in ((), ("--dry-run",)):
+        v.refused("no matrix that is worth compressing", file="model", commands=["compress"], options=options)
+    assert invoke("inspect", v.model).code == 0
 
 
 def test_fault_27_another_architecture_than_the_weights(victim: Make) -> None:

@@ -239,3 +239,17 @@ def test_a_signal_that_python_loses_ends_the_run(
     done = v.compress(*options)
     assert done.code == 130 and "interrupted" in done.stderr, done.stderr
     assert "encode" not in done.stderr and not v.out.exists() and temporary_folders() == temporary
+
+
+# --- Python's own switches
+
+
+@pytest.mark.parametrize("name", ["compress", "inspect"])
+def test_fault_38_python_without_docstrings_is_named(victim: Make, name: str) -> None:
+    """transformers reads its own docstrings; config.json is not at fault."""
+    v = victim(0, "llama")
+    arguments = v.arguments() if name == "compress" else ["inspect", v.model]
+    done = spawn(*arguments, env={**os.environ, "PYTHONOPTIMIZE": "2"})
+    assert done.code == 5 and "without docstrings" in done.stderr and "-OO" in done.field("try"), done.stderr
+    harmless(done)
+    assert spawn(*arguments, env={**os.environ, "PYTHONOPTIMIZE": "1"}).code == 0

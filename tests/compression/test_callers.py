@@ -1,0 +1,127 @@
+"""`compress` in a program that has set torch's modes, or that starts several runs at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_runs import compress_tiny, weights_of
+from transformers import AutoModelForCausalLM
+
+import ciuic_cli
+from ciuic_cli.errors import EnvironmentFault
+
+
+@contextmanager
+def default(setter: Callable[[Any], object], value: Any, before: Any) -> Any:
+    setter(value)
+    try:
+        yield
+    finally:
+        setter(before)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "float64": lambda: default(torch.set_default_dtype, torch.float64, torch.float32),
+    "bfloat16": lambda: default(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "meta device": lambda: default(torch.set_default_device, "meta", None),
+    "device block": lambda: torch.device("meta"),
+}
+
+
+def state() -> tuple[object, ...]:
+    """The modes of torch that a run must leave as they were."""
+    return (
+        torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"),
+        torch.get_default_dtype(), torch.get_default_device(), torch.get_num_threads(),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(
+    tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Path], bytes]:
+    """The weights of a run without any mode, by effort."""
+    made: dict[str, bytes] = {}
+
+    def make(effort: str, text: Path) -> bytes:
+        if effort not in made:
+            out = tmp_path_factory.mktemp("plain") / "out"
+            compress_tiny(tiny_checkpoint("deepseek_v3"), out, text, effort=effort)
+            made[effort] = weights_of(out)
+        return made[effort]
+
+    return make
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_callers_modes_change_no_byte(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, plain: Callable[..., bytes], mode: str
+) -> None:
+    source, expected = tiny_checkpoint("deepseek_v3"), plain("fast", text)
+    with MODES[mode]():
+        before = state()
+        compress_tiny(source, tmp_path / "out", text)
+        assert state() == before
+    assert weights_of(tmp_path / "out") == expected
+
+
+def test_a_callers_modes_do_not_reach_recovery(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    text: Path,
+    plain: Callable[..., bytes],
+) -> None:
+    source, expected = tiny_checkpoint("deepseek_v3"), plain("best", text)
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        compress_tiny(source, tmp_path / "out", text, effort="best")
+    assert weights_of(tmp_path / "out") == expected
+
+
+@pytest.mark.parametrize("mode", ["inference_mode", "float64", "meta device"])
+def test_a_model_is_compressed_in_place_in_any_mode(
+    tiny_checkpoint: Callable[..., Path], text: Path, mode: str
+) -> None:
+    ids, logits = torch.arange(10)[None], []
+    for context in (nullcontext, MODES[mode]):
+        model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama_tied"))
+        with context():
+            ciuic_cli.apply_ciuic_compression(
+                model, effort="fast", nsamples=6, seqlen=48, calibration=[text], ratio=2.0
+            )
+        logits.append(model(ids).logits)
+    assert torch.equal(*logits)
+
+
+def test_a_second_run_of_a_process_is_refused_and_harms_nothing(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, plain: Callable[..., bytes]
+) -> None:
+    source, expected, before = tiny_checkpoint("deepseek_v3"), plain("fast", text), state()
+    started, refused = threading.Event(), threading.Event()
+
+    def wait(phase: str, done: int, total: int) -> None:
+        started.set()
+        assert refused.wait(60)
+
+    first = threading.Thread(
+        target=lambda: compress_tiny(source, tmp_path / "first", text, progress=wait), daemon=True
+    )
+    first.start()
+    assert started.wait(60)
+    with pytest.raises(EnvironmentFault, match="another compression is running") as caught:
+        compress_tiny(source, tmp_path / "second", text)
+    assert "has ended" in (caught.value.remedy or "")
+    refused.set()
+    first.join()
+    assert weights_of(tmp_path / "first") == expected
+    assert state() == before and not (tmp_path / "second").exists()
+    compress_tiny(source, tmp_path / "second", text)
+    assert weights_of(tmp_path / "second") == expected
