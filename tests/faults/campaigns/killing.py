@@ -175,7 +175,9 @@ class Harness:
             pieces = [p.name for p in self.place.rglob("*") if p.name.endswith((".part", ".partial"))]
             assert not pieces, f"not tidied up after {number}: {pieces}"
         if not self.out.exists():
-            assert not old or self.out.with_name(".out.replaced").exists(), "the old artifact is gone"
+            assert not old or (self.out.with_name(".out.partial") / "old").exists(), (
+                "the old artifact is gone"
+            )
             self.counts["no output yet"] += 1
         elif (self.out / "old.txt").exists():
             assert {path.name: path.read_text() for path in self.out.iterdir()} == {
