@@ -19,7 +19,9 @@ from ciuic_cli.passes import prune
 
 
 def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassOptions) -> Plan:
-    """The arms with the least predicted loss whose safetensors files take at most `budget` bytes.
+    """The plan with the least predicted loss whose safetensors files take at most `budget` bytes.
+
+    arms: the arms of every matrix.
 
     Raises:
         InputError: a predicted loss that is NaN or infinite.
@@ -55,13 +57,13 @@ def _choose_arms(knapsack: GroupKnapsack, options: PassOptions) -> Plan:
 
 def _add_low_rank_parts(knapsack: GroupKnapsack, allocation: Allocation) -> Allocation:
     """Choose every matrix's rank at the allocation's Lagrange multiplier, and solve again."""
-    without = knapsack.arms
-    knapsack.arms = [_with_best_rank(arm, allocation.multiplier) for arm in without]
+    without_parts = knapsack.arms
+    knapsack.arms = [_with_best_rank(arm, allocation.multiplier) for arm in without_parts]
     if any(arm.rank for arm in knapsack.arms):
         try:
             return knapsack.solve()
         except TargetError:  # the codes alone take (nearly) all bytes, so the multiplier means nothing
-            knapsack.arms = [replace(arm, rank=0) for arm in without]
+            knapsack.arms = [replace(arm, rank=0) for arm in without_parts]
     return allocation
 
 
@@ -77,7 +79,7 @@ def _with_best_rank(arm: Arms, multiplier: float) -> Arms:
 
 
 def _prune_structures(knapsack: GroupKnapsack, allocation: Allocation) -> Allocation:
-    """Prune the structures that lose less than they cost in this allocation, and solve again."""
+    """Prune structures whose removal loses less than keeping costs (loss + multiplier · bytes), and solve again."""
     cost = knapsack.cost_of(allocation)
     knapsack.structures = [
         structure
@@ -92,7 +94,7 @@ def _prune_structures(knapsack: GroupKnapsack, allocation: Allocation) -> Alloca
 
 
 def _router_can_mask(down: str, model_map: ModelMap) -> bool:
-    """Whether the router of an expert's layer can avoid the expert: a table from tokens to experts (V4) cannot."""
+    """Whether the router can avoid the expert. It cannot if a table assigns tokens to experts (V4)."""
     return f"{down.partition('.experts.')[0]}.gate.tid2eid" not in model_map.parameters
 
 

@@ -118,7 +118,7 @@ def _damaged_list(file: Path, problem: str) -> InputError:
 
 
 def _check_file(folder: Path, name: str, digest: str, size: int) -> str | None:
-    """What is wrong with the file, or None."""
+    """The fault of the file as a message; None if it is intact."""
     if not os.path.exists(folder / name):  # Path.exists would raise for a name that no file can have
         return "the file is missing"
     try:

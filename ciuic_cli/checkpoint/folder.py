@@ -62,7 +62,7 @@ def locate(path: str | Path) -> Path:
 def require_unreplaced(folder: Path) -> Iterator[None]:
     """Raise InputError if the folder is replaced by another one during the block.
 
-    What the block read, or the error that it raised, then mixes files of both folders.
+    In that case the block has read files of both folders.
     """
 
     def identity() -> tuple[int, int] | None:

@@ -125,7 +125,7 @@ def _roles(components: Sequence[ComponentReport]) -> list[list[object]]:
 
 
 def show_description(console: Console, description: Description, tensors: bool) -> None:
-    """What a checkpoint or artifact is, its bytes by component, and with `tensors` every tensor."""
+    """Print the kind of a checkpoint or artifact, its bytes by component, and with `tensors` every tensor."""
     for note in (*description.warnings, *(f"left out: {note}" for note in description.dropped)):
         console.warning(note)
     for note in description.kept:

@@ -19,7 +19,7 @@ from ciuic_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Effort:
-    """What an effort level spends.
+    """The work of one effort level.
 
     L: trellis state bits; the search has 2^L states. nsamples: calibration sequences. recovery_steps: optimizer steps
     that tune row scales and norms after rounding.
@@ -36,7 +36,7 @@ text gains little (docs/experiments/statistics/calibration-text.md). 90 recovery
 calibration text once (docs/experiments/recovery/factors-and-norms.md). The numbers of "fast" were chosen, not
 tuned."""
 MTP = ("keep", "drop")
-"""What can be done with multi-token-prediction layers."""
+"""Choices for multi-token-prediction layers."""
 BITS = tuple(MSE_BY_L[16])
 """The bits per weight that the trellis code offers."""
 DEFAULT_BITS = tuple(bits for bits in BITS if bits >= 2)

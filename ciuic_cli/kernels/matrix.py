@@ -1,4 +1,4 @@
-"""What the kernels read of a compressed matrix or a stack of experts: the blob on the device, and where codes begin."""
+"""Compressed matrices and expert stacks as kernels read them: the blob on the device, and where codes begin."""
 
 from __future__ import annotations
 

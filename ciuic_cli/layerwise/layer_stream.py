@@ -7,11 +7,12 @@ The text is cut into chunks, one forward call each. The steps, and what is in me
    the model calls each layer: masks, rotary embeddings. So the model's own code supplies them, for any family.
 2. `forward_layer` loads one layer and runs it on one chunk after the other, from inputs on disk to outputs on disk.
 3. `tail` runs what follows the last layer, again with everything but the layers in memory. It passes the logits on in
-   parts of at most `LOGIT_BYTES`, and writes the gradient at the last layer's output to disk, if there is one.
+   parts of at most `LOGIT_BYTES`, and writes the gradient at the last layer's output to disk, if `visit` made one.
 4. `backward_layer` loads one layer, recomputes its output from its inputs on disk, and carries the gradient from its
    output on disk to its input on disk. In memory: the layer, and autograd's graph of one chunk.
 
-Layer weights are float32, but expert stacks keep a 16-bit dtype and stay in main memory (`expert_offload.py`). Matrix
+Layer weights are float32, but expert stacks have the dtype of `_load_weights` and stay in main memory
+(`expert_offload.py`). Matrix
 products are in `dtype`, the residual stream is float32. `release` and `delete_released` remove what is not needed any
 more.
 """
@@ -40,6 +41,7 @@ from ciuic_cli.process.memory import (
     matrix_bytes,
     return_freed_memory,
 )
+from ciuic_cli.process.processor import multiplies_bfloat16
 from ciuic_cli.process.threads import parallel_map
 
 LOGIT_BYTES = 1 << 27
@@ -86,16 +88,14 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     """bfloat16 where the device multiplies it faster than float32 (twice as fast on recent CPUs), else float32."""
     if device.type == "cuda":
         return torch.bfloat16
-    capabilities = torch.cpu.get_capabilities()
-    fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16") or capabilities.get("bf16")
-    return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
 
 class LayerStream:
     """The layers of one model, run one by one over all chunks of a text.
 
-    hidden, gradient: float32 tensors on disk. "<number>.<chunk>" in `hidden` is the input of layer `number` for a
-    chunk, and in `gradient` the gradient there; the number after the last layer stands for the last layer's output.
+    hidden, gradient: float32 tensors on disk. `hidden["<n>.<c>"]` is the input of layer n for chunk c, and
+    `gradient["<n>.<c>"]` the gradient there; n = number of layers stands for the last layer's output.
     prefixes: of the layers' parameter names. embedding_scale: factor between the embedding's rows and the first layer's
     inputs, known after `begin`.
 
@@ -188,7 +188,7 @@ class LayerStream:
 
     @contextmanager
     def tail(self, visit: VisitLogits) -> Iterator[RunChunks]:
-        """For running what follows the last layer: `visit` gets the logits of every sequence, span by span.
+        """Context that yields a function which runs what follows the last layer: `visit` gets all logits, span by span.
 
         If `visit` leaves a gradient in hidden.grad, it is written as the gradient at the last layer's output.
         """
@@ -211,11 +211,11 @@ class LayerStream:
 
     @contextmanager
     def tail_logits(self) -> Iterator[LogitsOfChunk]:
-        """For running what follows the last layer on one chunk after the other, as `tail` does."""
+        """Context that yields a function from a chunk to its spans, hidden states and logits after the last layer."""
         last, head = len(self.prefixes), self.model.get_output_embeddings()
         size = logit_tokens(head.weight.shape[0])
         with self._without_layers() as stand_ins:
-            # As autocast would round it, but once: rounding it for every span takes longer than the product.
+            # Cast once, as autocast would for every span: repeated casting takes longer than the product.
             head.weight = nn.Parameter(head.weight.to(self.dtype), requires_grad=False)
 
             def logits_of_chunk(index: int) -> Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]:
@@ -313,7 +313,7 @@ class LayerStream:
 
     @staticmethod
     def _replace_weights(module: nn.Module, prefix: str, override: Override) -> None:
-        """Copy what `override` gives into the module's parameters, expert by expert; small ones side by side."""
+        """Copy what `override` gives into the module's parameters, expert by expert; small ones in parallel."""
         targets: dict[tuple[str, int | None], torch.Tensor] = {}
         for name, parameter in module.named_parameters():
             experts = enumerate(parameter) if parameter.dim() == 3 else [(None, parameter)]

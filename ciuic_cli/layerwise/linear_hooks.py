@@ -70,7 +70,7 @@ class LinearHook(TorchFunctionMode, ABC):
 
     @abstractmethod
     def watch(self, product: Product) -> Hook:
-        """What to call with the gradient of the product's outputs."""
+        """Function that is called with the gradient of the product's outputs."""
 
     def __torch_function__(
         self,

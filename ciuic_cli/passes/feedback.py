@@ -1,4 +1,4 @@
-"""Error feedback: block LDL factors of H and G, and one further direction for each row of an embedding or head.
+"""Factors for error feedback: block LDL factors of H and G, and a direction for each row of an embedding or head.
 
 Factor the moments as H = L D Lᵀ and G = M C Mᵀ: L and M are unit block lower triangular, D and C block diagonal, all in
 blocks of 16. Rounding with feedback through L and M reduces the loss ½ tr(Eᵀ G E H) of the error E to
@@ -8,7 +8,8 @@ Sources: LDLQ in QuIP# (Tseng et al. 2024); both sides in YAQA (Tseng et al. 202
 Rows of an embedding or head may have moments H_r = H + v_r v_rᵀ: a token's logit matters only in contexts where the
 token is likely, and those contexts are similar. No factorisation per row is needed. In the basis of L the second term
 is one direction z_r = L⁻¹ v_r. Let d = Σ η_j · z_j be the error that row r has accumulated along it; the best
-compensation moves each later block j of the row by D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i). (Measured:
+compensation moves each block j that is not yet rounded (rounding goes from the last column to the first) by
+D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i). (Measured:
 docs/experiments/codes/row-feedback.md.)
 """
 
@@ -42,7 +43,8 @@ class BlockLDL:
     Attributes:
         factor: L, (n, n) float32 unit block lower triangular; None if the moment is diagonal or could not be factored.
         d_diagonal: (n,) float32 diagonal of D, the weight of the code's error with feedback.
-        damping: share of the mean diagonal that was added until the moment factored; infinity if it never did.
+        damping: share of the mean diagonal that was added, beyond the usual damping, until the moment factored;
+            infinity if it never did.
         whitening: X, (n / 16, 16, 16) float32 with X_j D_j X_jᵀ = 1; None without a factor.
     """
 
@@ -67,14 +69,15 @@ def block_ldl(moment: torch.Tensor) -> BlockLDL:
     for j, block in enumerate(inverse):
         columns = factor[j * TILE :, j * TILE : (j + 1) * TILE]
         columns.copy_(columns @ block)
-    d_diagonal = corners.square().sum(2).reshape(-1)  # D_j = C_j C_jᵀ for the diagonal block C_j of `lower`
+    d_diagonal = corners.square().sum(2).reshape(-1)  # D_j = R_j R_jᵀ for the diagonal block R_j of `lower`
     return BlockLDL(factor, d_diagonal.float(), damping, inverse)
 
 
 class FactoredInputs(NamedTuple):
     """H factored for rounding, in the transformed basis.
 
-    block_order: (n16 / 16,) int64; position i holds the matrix's block of columns block_order[i].
+    block_order: (n / 16,) int64, n padded to a multiple of 16; position i holds the matrix's block of columns
+        block_order[i].
     ldl: the factors of H with its blocks in that order.
     """
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+
+from ciuic_cli.process.processor import is_intel
 
 
 def configure_numeric_libraries() -> None:
@@ -34,12 +35,5 @@ def make_products_reproducible() -> None:
     processors its products did not depend on it, and the setting would choose slower code. MKL reads the variable at
     its first product; after that this function has no effect.
     """
-    if _is_intel():
+    if is_intel():
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
-
-
-def _is_intel() -> bool:
-    try:
-        return "GenuineIntel" in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return False

@@ -1,8 +1,8 @@
 """Recovery: after rounding, factors of rows and norms are tuned by gradient descent on the KL divergence.
 
-Rounding decides matrix by matrix. Tuning numbers that are stored anyway undoes part of what all rounding errors do
-together. Row i of a linear has a factor f_i, and so has each weight of a norm (`row_factors.py`). All factors start at
-1 and follow the gradient of
+Each matrix was rounded by itself. Tuning numbers that are stored anyway corrects part of the combined error. Row i of
+a linear has a factor f_i, and so has each weight of a norm (`row_factors.py`). All factors start at 1 and follow the
+gradient of
 
     loss = mean over tokens of 2 (KL_t + KL_FLOOR)^½,     KL_t = KL(original || compressed) at token t,
 
@@ -13,7 +13,7 @@ Before the first step the original runs over the text of all steps, layer by lay
 disk. A step takes `STEP_SEQUENCES` sequences (`_accumulate_gradients`):
 
 1. Forward: the layers run one by one, with the rounded weights times the current factors.
-2. Predictions: the original's p and the compressed model's q give the gradient of the loss in the logits,
+2. Predictions: the original's p and the compressed model's q give the gradient of the loss with respect to the logits,
    (q - p) (KL_t + KL_FLOOR)^-½ per token (`root_kl_gradient`).
 3. Backward: the layers run one by one in reverse. With outputs y_t = W x_t, bias excluded, and their gradients g_t, the
    gradient in f_i is Σ_t g_ti y_ti / f_i (`RowGradients`); for a norm's weight w_j it is w_j (∂ loss / ∂ w_j) / f_j.
@@ -132,7 +132,7 @@ class Recovery:
         """
         if not self._kls:
             self._kls.append(measure({}))
-        # Otherwise an earlier process made all steps, or other workers have all sequences.
+        # Skipped if an earlier process made all steps, or this worker has no sequences.
         if self._has_steps_left() and self._sequences:
             self._original.forward(lambda phase, done, total: progress("recovery, the original", done, total))
             self._tuned.begin()
@@ -204,7 +204,7 @@ class Recovery:
             run_chunks(chunks)
         gradients = []
         with self._tuned.tail(compare) as run_chunks:
-            norms = self._require_norm_gradients(self._tuned.model, "")
+            norms = self._enable_norm_gradients(self._tuned.model, "")
             for chunk in chunks:
                 run_chunks([chunk])
                 gradients.append(_take_norm_gradients(norms))
@@ -216,7 +216,7 @@ class Recovery:
         prefix, gradients = self._tuned.prefixes[number], []
         with self._tuned.backward_layer(number) as (layer, run_chunks):
             watched = linears_of(layer, prefix, self.map.parameters)
-            norms = self._require_norm_gradients(layer, prefix)
+            norms = self._enable_norm_gradients(layer, prefix)
             for chunk in chunks:
                 with RowGradients(watched) as rows:
                     run_chunks([chunk])
@@ -224,7 +224,7 @@ class Recovery:
                 gradients.append({**of_rows, **_take_norm_gradients(norms)})
         return gradients
 
-    def _require_norm_gradients(self, module: nn.Module, prefix: str) -> dict[Key, torch.Tensor]:
+    def _enable_norm_gradients(self, module: nn.Module, prefix: str) -> dict[Key, torch.Tensor]:
         """The norm weights of a module that are tuned; from now on they require gradients.
 
         LayerNorm is left out: torch adds up the gradients of its weights thread by thread, and bits must not depend on

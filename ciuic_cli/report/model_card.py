@@ -38,7 +38,7 @@ class Source:
 
 
 def source_of(model_map: ModelMap) -> Source:
-    """What the checkpoint's folder and config.json tell about the original."""
+    """The original as the checkpoint's folder and config.json describe it."""
     folder = model_map.checkpoint.folder
     base_model = _hub_id(folder) or _named_in_config(model_map.checkpoint.config)
     return Source(str(model_map.config.model_type), base_model, _license_of(folder))

@@ -161,7 +161,7 @@ class MtpReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ForecastReport:
-    """What a whole run is expected to take: seconds by phase and in total, disk space, and peak memory."""
+    """Forecast of a whole run: seconds by phase and in total, disk space, and peak memory."""
 
     seconds: dict[str, float]
     disk_bytes: int

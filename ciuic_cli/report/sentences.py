@@ -19,7 +19,7 @@ LARGE_LOSS = 0.3
 
 
 def pass_sentence(step: Pass) -> str:
-    """What one pass did."""
+    """A sentence that describes the result of one pass."""
     if isinstance(step, PrunePass):
         return f"{step.weights:,} weights removed, among them {step.structures:,} whole structures"
     if isinstance(step, LowRankPass):
@@ -57,7 +57,7 @@ def unrouted_experts_warning(report: MemoryReport) -> str | None:
 
 
 def padding_sentence(padding: PaddingReport) -> str:
-    """What padding to whole tiles costs."""
+    """A sentence on the cost of padding to whole tiles."""
     if not padding.matrices:
         return "none"
     return (

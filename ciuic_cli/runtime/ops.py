@@ -56,29 +56,23 @@ def routed_linear(x: torch.Tensor, blob: torch.Tensor, ids: torch.Tensor, rows: 
 
 
 def latent_attention(
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    rotary_keys: torch.Tensor,
-    mask: torch.Tensor | None,
+    inputs: mla_products.AttentionInputs,
     blob: torch.Tensor,
     decoded: torch.Tensor | None,
     *,
     nope: int,
     v: int,
-    scaling: float,
     is_causal: bool,
 ) -> torch.Tensor:
-    """MLA over cached latents: query [b, heads, s, nope + rope] to [b, s, heads, v] in its dtype.
+    """MLA over cached latents: `mla_products.attention`, [b, s, heads, v] in the dtype of the query.
 
-    `latents`, `rotary_keys`, `mask`, `scaling`, `is_causal`: as in `mla_products.expanded_attention`.
     blob: the codes of `kv_b_proj`. decoded: None, or the result of `decoded_rows` for it.
     """
-    arguments = (query, latents, rotary_keys, mask, blob, decoded, nope, v, scaling, is_causal)
-    return (
-        _latent_attention(*arguments)
-        if _skips_dispatcher(query)
-        else torch.ops.ciuic.latent_attention(*arguments)
-    )
+    skips = _skips_dispatcher(inputs.query)
+    operator = _latent_attention if skips else torch.ops.ciuic.latent_attention
+    tensors = (inputs.query, inputs.latents, inputs.rotary_keys, inputs.mask, blob, decoded)
+    out: torch.Tensor = operator(*tensors, nope, v, inputs.scaling, is_causal)
+    return out
 
 
 def decoded_rows(blob: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -157,7 +151,8 @@ def _latent_attention(
 ) -> torch.Tensor:
     shape = mla_products.HeadShape(query.shape[1], nope, products.multiply_dtype(query))
     up = up_projection(blob, decoded, shape)
-    out = mla_products.attention(up, query, latents, rotary_keys, mask, scaling, is_causal=is_causal)
+    inputs = mla_products.AttentionInputs(query, latents, rotary_keys, mask, scaling)
+    out = mla_products.attention(up, inputs, is_causal=is_causal)
     return out.transpose(1, 2).contiguous()
 
 

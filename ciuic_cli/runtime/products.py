@@ -7,11 +7,10 @@ of rows whose decoded weights fit PANEL_BYTES.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from ciuic_cli.codecs.transform import TILE, inverse_transform, transform
+from ciuic_cli.process.processor import multiplies_bfloat16
 from ciuic_cli.runtime.matrices import Matrix
 
 SMALL_BATCH = 8
@@ -135,16 +134,9 @@ def multiply_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of both factors: x's dtype if the device has fast products of it (with float32 sums), else float32."""
     if x.dtype not in (torch.bfloat16, torch.float16):
         return torch.float32
-    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and _cpu_multiplies_bfloat16()):
+    if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and multiplies_bfloat16()):
         return x.dtype
     return torch.float32
-
-
-@functools.lru_cache(maxsize=1)
-def _cpu_multiplies_bfloat16() -> bool:
-    # torch has no public function for this. Without these private ones, float32 is correct and only slower.
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
 def _panels(

@@ -116,7 +116,7 @@ class StatisticsWriter:
         for expert, each in members.items():
             label = name if expert is None else f"{name}|{expert}"
             tensors[f"{label}|inputs"] = each.inputs.div_(max(each.trace, 1e-30))
-            tensors[f"{label}|outputs"] = each.outputs.mul_(each.loss_ratio / self.tokens)
+            tensors[f"{label}|outputs"] = each.outputs.mul_(each.energy_ratio / self.tokens)
         self._save(MOMENTS, name, f"{name}.safetensors", tensors)
 
     def _save(self, kind: str, name: str, file: str, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -9,9 +9,9 @@ error E (m, n) is predicted to cost, in nats per token,
 
 In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the following, in this order.
 
-1. Tokens are weighted (`Moments._weighted_gradients`). A few tokens have most of the loss |x|² |g|², and in other text
-   these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½; then a token counts with the root of its loss,
-   |x_t| |g_t| (measured: docs/experiments/statistics/heavy-tails.md).
+1. Tokens are weighted (`Moments._weighted_gradients`). A few tokens have most of the squared gradient norm
+   |x|² |g|², and in other text these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½; then a token
+   counts with the root, |x_t| |g_t| (measured: docs/experiments/statistics/heavy-tails.md).
 
 2. Products are summed over pairs of tokens s, t of one sequence (`Moments.add_sequences`), one step of power iteration
    from the identity (Tseng et al., "Model-Preserving Adaptive Rounding", 2025):
@@ -26,11 +26,11 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    The tokens of an expert, or of a product that pools tokens, form no sequence: only s = t counts
    (`Moments.add_tokens`).
 
-3. The pair sums have two equal forms, over (t, t) products of tokens or from the gradients (m, n) of W. The cheaper one
-   is taken (`pair_sum_work`).
+3. The pair sums can be computed in two equivalent ways: from (t, t) products of tokens, or from gradients (m, n) of W.
+   The cheaper one is taken (`pair_sum_work`).
 
 4. When they are written (`files.py`), the sums are normalised: H to unit trace, and G to one token of the text, times
-   Σ |x|² |g|² / Σ |x| |g|, which undoes what step 1 did to the sum of all losses.
+   Σ |x|² |g|² / Σ |x| |g|, which restores the sum of squared gradient norms that step 1 changed.
 
 Two corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when they
 are read (`files.py`), and both factors are damped before they are factorised (`passes/feedback.py`; measured:
@@ -126,16 +126,16 @@ class Moments:
     """Running sums of H and G of one matrix (m, n), not normalised.
 
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
-    (m,). trace: of the full sum, which both have in common. tokens: how many were added. loss: Σ |x|² |g|² of the
-    tokens as they are; weighted_loss: Σ |x| |g|, the same after weighting. dtype: of products, see `symmetric_product`.
+    (m,). trace: of the full sum, equal for both. tokens: how many were added. gradient_energy: Σ |x|² |g|² of the
+    tokens; weighted_energy: Σ |x| |g|, the same after weighting. dtype: of products, see `symmetric_product`.
     """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
     trace: float = 0.0
     tokens: int = 0
-    loss: float = 0.0
-    weighted_loss: float = 0.0
+    gradient_energy: float = 0.0
+    weighted_energy: float = 0.0
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -157,12 +157,12 @@ class Moments:
     @property
     def scalars(self) -> tuple[float, int, float, float]:
         """All fields that are plain numbers, in their order."""
-        return self.trace, self.tokens, self.loss, self.weighted_loss
+        return self.trace, self.tokens, self.gradient_energy, self.weighted_energy
 
     @property
-    def loss_ratio(self) -> float:
-        """Loss of the tokens as they are over their weighted loss."""
-        return self.loss / self.weighted_loss if self.weighted_loss else 1.0
+    def energy_ratio(self) -> float:
+        """Squared gradient norm of the tokens over its weighted sum; 1 without tokens."""
+        return self.gradient_energy / self.weighted_energy if self.weighted_energy else 1.0
 
     def add_tokens(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Add tokens without pairs: inputs x (t, n) and gradients g (t, m), float32."""
@@ -186,15 +186,15 @@ class Moments:
         self.outputs += other.outputs
         self.trace += other.trace
         self.tokens += other.tokens
-        self.loss += other.loss
-        self.weighted_loss += other.weighted_loss
+        self.gradient_energy += other.gradient_energy
+        self.weighted_energy += other.weighted_energy
 
     def _weighted_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """g / (|x| |g|)^½ (.., m), with which a token's loss |x|² |g|² becomes its root; sums up both losses."""
+        """g / (|x| |g|)^½ (.., m), with which a token's |x|² |g|² becomes its root; adds both to the sums."""
         root = x.norm(dim=-1, keepdim=True) * g.norm(dim=-1, keepdim=True)
         with one_thread():
-            self.loss += float(root.square().sum())
-            self.weighted_loss += float(root.sum())
+            self.gradient_energy += float(root.square().sum())
+            self.weighted_energy += float(root.sum())
         return g * root.clamp_min(1e-30).rsqrt()
 
     def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:

@@ -34,13 +34,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_mkl_is_set_on_intel_processors_only(
     environment: pytest.MonkeyPatch, vendor: str, expected: str | None
 ) -> None:
-    environment.setattr(numeric_libraries, "_is_intel", lambda: vendor == "intel")
+    environment.setattr(numeric_libraries, "is_intel", lambda: vendor == "intel")
     numeric_libraries.make_products_reproducible()
     assert os.environ.get("MKL_CBWR") == expected
 
 
 def test_the_user_s_setting_wins(environment: pytest.MonkeyPatch) -> None:
-    environment.setattr(numeric_libraries, "_is_intel", lambda: True)
+    environment.setattr(numeric_libraries, "is_intel", lambda: True)
     environment.setenv("MKL_CBWR", "COMPATIBLE")
     numeric_libraries.make_products_reproducible()
     assert os.environ["MKL_CBWR"] == "COMPATIBLE"

@@ -149,7 +149,7 @@ def test_a_token_counts_with_the_root_of_its_loss() -> None:
     for moment in (found.inputs, found.outputs):
         torch.testing.assert_close(moment.diagonal(), torch.tensor([1.0, 1.0, 1.0, 1000.0]))
     # The sum of all losses, which an even error has, does not depend on the weighting.
-    assert float(found.outputs.trace()) * found.loss_ratio == pytest.approx(
+    assert float(found.outputs.trace()) * found.energy_ratio == pytest.approx(
         float((x.norm(dim=1) * g.norm(dim=1)).square().sum())
     )
 

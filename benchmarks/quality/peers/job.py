@@ -25,7 +25,7 @@ BESIDE_WEIGHTS = ("config.json", "generation_config.json", "tokenizer*", "chat_t
 
 @dataclass(frozen=True)
 class Job:
-    """What a peer's script has to do, as the module's docstring describes it."""
+    """The job of a peer's script (see the module's docstring)."""
 
     model: Path
     tokens: torch.Tensor

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ciuic_cli.codecs.transform import padded
 from ciuic_cli.runtime import ops, products
 from ciuic_cli.runtime.attention import mla_products
-from ciuic_cli.runtime.attention.mla_products import HeadShape, UpProjection
+from ciuic_cli.runtime.attention.mla_products import AttentionInputs, HeadShape, UpProjection
 from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class, original_class
 from ciuic_cli.runtime.modules import CompressedLinear
 
@@ -148,17 +148,15 @@ def latent_attention(
     if is_causal and latents.shape[2] > query.shape[2]:
         # The first call with an empty static cache: there are no tokens beyond the queries yet.
         latents, rotary_keys = latents[:, :, : query.shape[2]], rotary_keys[:, :, : query.shape[2]]
+    inputs = AttentionInputs(query, latents, rotary_keys, attention_mask, scaling)
     projection = module.kv_b_proj
     if _is_untouched(projection) and _is_at_hand(projection):
         out = ops.latent_attention(
-            query, latents, rotary_keys, attention_mask, projection.blob, projection.decoded,
-            nope=module.qk_nope_head_dim, v=module.v_head_dim, scaling=scaling, is_causal=is_causal,
+            inputs, projection.blob, projection.decoded,
+            nope=module.qk_nope_head_dim, v=module.v_head_dim, is_causal=is_causal,
         )  # fmt: skip
         return out, None
-    up = _up_projection(module, query)
-    out = mla_products.attention(
-        up, query, latents, rotary_keys, attention_mask, scaling, is_causal=is_causal
-    )
+    out = mla_products.attention(_up_projection(module, query), inputs, is_causal=is_causal)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -176,8 +174,8 @@ def _eager(
     rope = module.qk_rope_head_dim
     if not mla_products.absorbing_is_cheaper(query.shape[2], latents.shape[2], rope=rope, **shape):
         return _expanded_by_transformers(module, query, latents, rotary_keys, mask, scaling=scaling, **kwargs)
-    up = _up_projection(module, query)
-    out, weights = mla_products.absorbed_attention_weights(up, query, latents, rotary_keys, mask, scaling)
+    inputs = AttentionInputs(query, latents, rotary_keys, mask, scaling)
+    out, weights = mla_products.absorbed_attention_weights(_up_projection(module, query), inputs)
     return out.transpose(1, 2).contiguous(), weights
 
 
@@ -234,7 +232,7 @@ def _expanded_by_transformers(
     attention_mask: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What transformers does: expand the whole context, then call the model's own attention function."""
+    """Expand the whole context and call the model's own attention function, as transformers does."""
     kind = original_class(module)
     key, value = kind.expand_kv(module, latents, rotary_keys)
     eager = sys.modules[kind.__module__].eager_attention_forward

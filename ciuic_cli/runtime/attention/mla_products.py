@@ -16,7 +16,7 @@ Source: DeepSeek-V2 (DeepSeek-AI 2024, arXiv 2405.04434), section 2.1.2 and appe
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.nn import functional as F
@@ -27,6 +27,25 @@ from ciuic_cli.runtime.matrices import Matrix
 EXPANDED_BYTES = 64 << 20
 """Scratch for expanded keys and values: heads are expanded in groups that fit. Chosen, not tuned: several times the
 last-level cache share of a core, and small beside a model's weights."""
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """The arguments of one call of an attention function.
+
+    Attributes:
+        query: [b, heads, s, nope + rope].
+        latents: [b, 1, context, rank].
+        rotary_keys: [b, 1, context, rope].
+        mask: [b, 1 or heads, s, context] or None: bool (True: the token is seen), or floating, added to the scores.
+        scaling: factor of the scores.
+    """
+
+    query: torch.Tensor
+    latents: torch.Tensor
+    rotary_keys: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float
 
 
 @dataclass(frozen=True)
@@ -134,50 +153,33 @@ def absorbing_is_cheaper(queries: int, context: int, *, rank: int, nope: int, ro
     return absorbed < expanded
 
 
-def attention(
-    up: UpProjection,
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    rotary_keys: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    *,
-    is_causal: bool,
-) -> torch.Tensor:
-    """Absorbed or expanded attention, whichever multiplies less; arguments and result as `expanded_attention`."""
-    queries, context = query.shape[2], latents.shape[2]
-    if absorbing_is_cheaper(queries, context, rank=up.rank, nope=up.nope, rope=rotary_keys.shape[-1], v=up.v):
-        if is_causal:
-            mask = torch.ones(queries, context, dtype=torch.bool, device=query.device).tril()[None, None]
-        return absorbed_attention(up, query, latents, rotary_keys, mask, scaling)
-    return expanded_attention(up, query, latents, rotary_keys, mask, scaling, is_causal=is_causal)
+def attention(up: UpProjection, inputs: AttentionInputs, *, is_causal: bool) -> torch.Tensor:
+    """Absorbed or expanded attention, whichever multiplies less; result as `absorbed_attention`.
+
+    is_causal: query i sees the first i + 1 tokens; the mask is None then.
+    """
+    queries, context = inputs.query.shape[2], inputs.latents.shape[2]
+    rope = inputs.rotary_keys.shape[-1]
+    if not absorbing_is_cheaper(queries, context, rank=up.rank, nope=up.nope, rope=rope, v=up.v):
+        return expanded_attention(up, inputs, is_causal=is_causal)
+    if is_causal:
+        seen = torch.ones(queries, context, dtype=torch.bool, device=inputs.query.device).tril()
+        inputs = replace(inputs, mask=seen[None, None])
+    return absorbed_attention(up, inputs)
 
 
-def absorbed_attention(
-    up: UpProjection,
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    rotary_keys: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-) -> torch.Tensor:
+def absorbed_attention(up: UpProjection, inputs: AttentionInputs) -> torch.Tensor:
     """Attention of every head over the latents themselves.
 
-    Args:
-        query: [b, heads, s, nope + rope].
-        latents: [b, 1, context, rank].
-        rotary_keys: [b, 1, context, rope].
-        mask: [b, 1 or heads, s, context] or None: bool (True: the token is seen), or floating, added to the scores.
-        scaling: factor of the scores.
-
     Returns:
-        [b, heads, s, v] in the dtype of `query`. Scores and sums are float32.
+        [b, heads, s, v] in the dtype of the query. Scores and sums are float32.
     """
+    query, latents, scaling = inputs.query, inputs.latents, inputs.scaling
     b, heads, s, _ = query.shape
     q_nope, q_rot = query.split([up.nope, query.shape[-1] - up.nope], dim=-1)
     # The rotary half of the scores enters as a bias, so that queries, keys and values all have `rank` numbers, which
     # is what torch's flash kernel for CPUs asks for. All heads share the keys: they are the rows of one long query.
-    bias = _masked(_rotary_scores(q_rot, rotary_keys) * scaling, mask)
+    bias = _masked(_rotary_scores(q_rot, inputs.rotary_keys) * scaling, inputs.mask)
     out = F.scaled_dot_product_attention(
         up.absorb(q_nope).to(query.dtype).reshape(b, 1, heads * s, -1),
         latents,
@@ -189,55 +191,41 @@ def absorbed_attention(
 
 
 def absorbed_attention_weights(
-    up: UpProjection,
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    rotary_keys: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
+    up: UpProjection, inputs: AttentionInputs
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `absorbed_attention`, for callers that want the attention weights too: (result, [b, heads, s, context])."""
+    query, latents = inputs.query, inputs.latents
     q_nope, q_rot = query.split([up.nope, query.shape[-1] - up.nope], dim=-1)
     scores = torch.matmul(up.absorb(q_nope), latents.float().mT)
-    scores += _rotary_scores(q_rot, rotary_keys)
-    weights = _masked(scores * scaling, mask).softmax(-1).to(query.dtype)
+    scores += _rotary_scores(q_rot, inputs.rotary_keys)
+    weights = _masked(scores * inputs.scaling, inputs.mask).softmax(-1).to(query.dtype)
     return up.values(torch.matmul(weights, latents)).to(query.dtype), weights
 
 
-def expanded_attention(
-    up: UpProjection,
-    query: torch.Tensor,
-    latents: torch.Tensor,
-    rotary_keys: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    *,
-    is_causal: bool,
-) -> torch.Tensor:
+def expanded_attention(up: UpProjection, inputs: AttentionInputs, *, is_causal: bool) -> torch.Tensor:
     """Attention over keys and values that are expanded from the latents a few heads at a time.
 
-    Args and result as `absorbed_attention`. is_causal: query i sees the first i + 1 tokens; `mask` is None then.
+    is_causal: as in `attention`. Result as `absorbed_attention`.
     """
+    query, mask = inputs.query, inputs.mask
     b, heads, _, dim = query.shape
-    context = latents.shape[2]
     out = query.new_empty((*query.shape[:-1], up.v))
-    in_basis = up.into_basis(latents)
+    in_basis = up.into_basis(inputs.latents)
     width = max(dim, up.v)
-    per_head = b * context * (up.nope + up.v + 2 * width) * query.element_size()
+    per_head = b * inputs.latents.shape[2] * (up.nope + up.v + 2 * width) * query.element_size()
     step = max(1, EXPANDED_BYTES // per_head)
     for begin in range(0, heads, step):
         end = min(heads, begin + step)
         k_nope, v = up.expand(in_basis, begin, end)
-        key = torch.cat([k_nope, rotary_keys.expand(-1, end - begin, -1, -1)], dim=-1)
-        part = mask if mask is None or mask.shape[1] == 1 else mask[:, begin:end]
+        key = torch.cat([k_nope, inputs.rotary_keys.expand(-1, end - begin, -1, -1)], dim=-1)
         # torch's flash kernel for CPUs wants one width for keys and values; without it all scores are in memory.
         found = F.scaled_dot_product_attention(
             _widened(query[:, begin:end], width),
             _widened(key.to(query.dtype), width),
             _widened(v.to(query.dtype), width),
-            attn_mask=part,
+            attn_mask=mask if mask is None or mask.shape[1] == 1 else mask[:, begin:end],
             is_causal=is_causal,
-            scale=scaling,
+            scale=inputs.scaling,
         )
         out[:, begin:end] = found[..., : up.v]
     return out

@@ -70,6 +70,12 @@ def random_attention(
     }
 
 
+def inputs_of(case: dict[str, Any], mask: torch.Tensor | None) -> mla_products.AttentionInputs:
+    return mla_products.AttentionInputs(
+        case["query"], case["latents"], case["rotary_keys"], mask, case["scaling"]
+    )
+
+
 def reference(case: dict[str, Any], mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention with everything expanded, in float64: (result, weights)."""
     up, query = case["up"], case["query"].double()
@@ -100,10 +106,10 @@ def test_both_ways_are_attention(kind: str, scaled: bool) -> None:
     case = random_attention(scaled=scaled, lowrank=0 if scaled else 5)
     mask = some_mask(3, 40, kind)
     expected, weights = reference(case, mask)
-    shared = {k: case[k] for k in ("up", "query", "latents", "rotary_keys", "scaling")}
-    absorbed = mla_products.absorbed_attention(mask=mask, **shared)
-    expanded = mla_products.expanded_attention(mask=mask, is_causal=False, **shared)
-    found, found_weights = mla_products.absorbed_attention_weights(mask=mask, **shared)
+    up = case["up"]
+    absorbed = mla_products.absorbed_attention(up, inputs_of(case, mask))
+    expanded = mla_products.expanded_attention(up, inputs_of(case, mask), is_causal=False)
+    found, found_weights = mla_products.absorbed_attention_weights(up, inputs_of(case, mask))
     for result in (absorbed, expanded, found):
         assert result.shape == expected.shape and result.dtype == torch.float32
         assert relative_error(result, expected) < 1e-5
@@ -112,8 +118,8 @@ def test_both_ways_are_attention(kind: str, scaled: bool) -> None:
 
 def test_heads_are_expanded_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_attention(queries=40)
-    shared = {k: case[k] for k in ("up", "query", "latents", "rotary_keys", "scaling")}
-    whole = mla_products.expanded_attention(mask=None, is_causal=True, **shared)
+    up = case["up"]
+    whole = mla_products.expanded_attention(up, inputs_of(case, None), is_causal=True)
     expected, _ = reference(case, torch.ones(40, 40, dtype=torch.bool).tril())
     assert relative_error(whole, expected) < 1e-5
     groups = []
@@ -125,7 +131,7 @@ def test_heads_are_expanded_in_groups_that_fit(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(mla_products.UpProjection, "expand", counted)
     monkeypatch.setattr(mla_products, "EXPANDED_BYTES", 2 * 3 * 40 * (16 + 12 + 2 * 24) * 4)
-    assert torch.equal(mla_products.expanded_attention(mask=None, is_causal=True, **shared), whole)
+    assert torch.equal(mla_products.expanded_attention(up, inputs_of(case, None), is_causal=True), whole)
     assert groups == [3, 1]
 
 
@@ -142,9 +148,9 @@ def test_which_way_multiplies_less() -> None:
 
 def test_a_query_whose_tokens_are_all_hidden_stays_finite() -> None:
     case = random_attention()
-    shared = {k: case[k] for k in ("up", "query", "latents", "rotary_keys", "scaling")}
+    up = case["up"]
     mask = torch.zeros(2, 1, 3, 40, dtype=torch.bool)
-    assert mla_products.absorbed_attention(mask=mask, **shared).isfinite().all()
+    assert mla_products.absorbed_attention(up, inputs_of(case, mask)).isfinite().all()
 
 
 @pytest.fixture
@@ -334,5 +340,6 @@ def test_operator_is_registered() -> None:
         *(None, blob, None, 16, 12, 0.2, False),
     )
     torch.library.opcheck(torch.ops.ciuic.latent_attention.default, arguments)
-    direct = ops.latent_attention(*arguments[:6], nope=16, v=12, scaling=0.2, is_causal=False)
+    inputs = mla_products.AttentionInputs(*arguments[:4], scaling=0.2)
+    direct = ops.latent_attention(inputs, blob, None, nope=16, v=12, is_causal=False)
     assert torch.equal(direct, torch.ops.ciuic.latent_attention(*arguments))
