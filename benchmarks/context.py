@@ -21,6 +21,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import blob_of, random_matrix
+from ciuic_cli.evaluation.bench_process import cache_keyword
 from ciuic_cli.runtime.attention import mla_products
 from ciuic_cli.runtime.loading import pack_module_inplace
 
@@ -69,10 +70,11 @@ def filled_cache(model: Any, context: int) -> DynamicCache:
 @torch.inference_mode()
 def decode(model: Any, context: int, steps: int) -> tuple[list[float], torch.Tensor]:
     """(milliseconds of each step, log-probabilities [steps, vocabulary])."""
-    cache, times, found = filled_cache(model, context), [], []
+    cache = {cache_keyword(model): filled_cache(model, context)}
+    times, found = [], []
     for step in range(steps):
         begin = time.perf_counter()
-        output = model(torch.full((1, 1), 50 + step), past_key_values=cache, use_cache=True)
+        output = model(torch.full((1, 1), 50 + step), use_cache=True, **cache)
         times.append(1e3 * (time.perf_counter() - begin))
         found.append(output.logits[0, -1].float().log_softmax(-1))
     return times, torch.stack(found)

@@ -120,16 +120,16 @@ def seconds_per_token(model: nn.Module, device: str, tokens: int = 32) -> dict[s
     """
     from transformers import StaticCache
 
-    cache = StaticCache(config=model.config, max_cache_len=_CONTEXT + tokens + 8)
+    from ciuic_cli.evaluation.bench_process import cache_keyword
+
+    cache = {cache_keyword(model): StaticCache(config=model.config, max_cache_len=_CONTEXT + tokens + 8)}
     prompt = torch.randint(0, model.config.vocab_size, (1, _CONTEXT), device=device)
-    model(prompt, past_key_values=cache, use_cache=True)
+    model(prompt, use_cache=True, **cache)
     token = torch.zeros((1, 1), dtype=torch.int64, device=device)
     position = torch.tensor([_CONTEXT], device=device)
 
     def step() -> torch.Tensor:
-        out = model(
-            token, past_key_values=cache, cache_position=position, position_ids=position[None], use_cache=True
-        )
+        out = model(token, cache_position=position, position_ids=position[None], use_cache=True, **cache)
         return out.logits[:, -1].argmax(-1)
 
     step()

@@ -7,6 +7,7 @@ total]} while it works, then the figures or the error.
 from __future__ import annotations
 
 import gc
+import inspect
 import json
 import math
 import os
@@ -134,14 +135,20 @@ def _time_once(model: Any, ids: torch.Tensor, new_tokens: int, target: torch.dev
     """Seconds for the prompt (batch, prompt_tokens), and for `new_tokens` greedy steps with the KV cache."""
     _synchronize(target)
     started = time.perf_counter()
-    output = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    cache = {cache_keyword(model): DynamicCache(config=model.config)}
+    output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache)
     _synchronize(target)
     middle = time.perf_counter()
     for _ in range(new_tokens):
         token = output.logits[:, -1:].argmax(-1)
-        output = model(input_ids=token, past_key_values=output.past_key_values, use_cache=True)
+        output = model(input_ids=token, use_cache=True, **cache)
     _synchronize(target)
     return middle - started, time.perf_counter() - middle
+
+
+def cache_keyword(model: Any) -> str:
+    """The keyword by which the model's forward takes its cache: transformers renamed it in version 5.24."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def _synchronize(target: torch.device) -> None:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tiny_checkpoints import TINY_CONFIGS
+from transformers import DynamicCache
 
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.tables import show_bench
@@ -134,9 +135,10 @@ def test_every_step_reuses_the_cache(tiny_checkpoint: Callable[..., Path]) -> No
 
     model = open_model(tiny_checkpoint("llama"), "cpu")
     lengths: list[tuple[int, int]] = []
+    keyword = bench_process.cache_keyword(model)
 
-    def note(_module: Any, arguments: Any, keywords: dict[str, Any], output: Any) -> None:
-        lengths.append((keywords["input_ids"].shape[1], output.past_key_values.get_seq_length()))
+    def note(_module: Any, arguments: Any, keywords: dict[str, Any], _output: Any) -> None:
+        lengths.append((keywords["input_ids"].shape[1], keywords[keyword].get_seq_length()))
 
     model.register_forward_hook(note, with_kwargs=True)
     with torch.inference_mode():
@@ -225,7 +227,8 @@ def test_token_bytes_are_a_lower_bound_of_the_cache(
     batch, prompt = 2, 24
     with torch.inference_mode():
         ids = torch.ones(batch, prompt, dtype=torch.long)
-        cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        cache = DynamicCache(config=model.config)
+        model(input_ids=ids, use_cache=True, logits_to_keep=1, **{bench_process.cache_keyword(model): cache})
     held = storage_bytes(
         tensor for layer in cache.layers for tensor in (layer.keys, layer.values) if tensor is not None
     )

@@ -72,7 +72,7 @@ def test_fault_27_a_number_that_makes_the_activations_nan(victim: Make) -> None:
     [
         ("llama", "model.norm.weight"),
         ("qwen2", "model.layers.0.self_attn.q_proj.bias"),
-        ("deepseek_v3", "model.layers.1.mlp.gate.weight"),
+        ("deepseek_v3", "model.layers.1.post_attention_layernorm.weight"),
         ("llama", "lm_head.weight"),
         ("llama", "model.layers.0.mlp.down_proj.weight"),
     ],

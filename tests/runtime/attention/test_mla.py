@@ -11,9 +11,10 @@ import pytest
 import torch
 from packed_weights import pack, relative_error
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from ciuic_cli.codecs import native, trellis
+from ciuic_cli.evaluation.bench_process import cache_keyword
 from ciuic_cli.runtime import blobs, ops
 from ciuic_cli.runtime.attention import mla, mla_products
 from ciuic_cli.runtime.attention.mla import LatentAttention
@@ -177,16 +178,14 @@ def test_decoding_a_padded_batch(
     generator = torch.Generator().manual_seed(1)
     mask = torch.ones(2, 21, dtype=torch.long)
     mask[0, :6] = 0
-    caches: list[Any] = [None, None]
+    caches = [{cache_keyword(m): DynamicCache(config=m.config)} for m in (dense, model)]
     for tokens in (21, 1, 1, 5, 1):  # the prompt, single tokens, and a few at once as a draft is verified
         ids = torch.randint(3, 260, (2, tokens), generator=generator)
         if tokens < 21:
             mask = F.pad(mask, (0, tokens), value=1)
         outputs = [
-            m(ids, attention_mask=mask, past_key_values=cache)
-            for m, cache in zip((dense, model), caches, strict=True)
+            m(ids, attention_mask=mask, **cache) for m, cache in zip((dense, model), caches, strict=True)
         ]
-        caches = [output.past_key_values for output in outputs]
         seen = mask[:, -tokens:].bool()
         assert relative_error(outputs[1].logits[seen], outputs[0].logits[seen]) < 5e-5
     with monkeypatch.context() as patch:  # the expanded context is not touched while decoding
@@ -196,7 +195,7 @@ def test_decoding_a_padded_batch(
 
         patch.setattr(mla_products, "expanded_attention", refuse)
         patch.setattr(mla, "_expanded_by_transformers", refuse)
-        model(ids[:, :1], attention_mask=F.pad(mask, (0, 1), value=1), past_key_values=caches[1])
+        model(ids[:, :1], attention_mask=F.pad(mask, (0, 1), value=1), **caches[1])
 
 
 @torch.inference_mode()
@@ -228,9 +227,9 @@ def test_static_cache_by_hand(pair: Callable[..., tuple[Any, Any]], prompt: torc
     dense, model = pair("deepseek_v3")
     found = []
     for m in (dense, model):
-        cache = StaticCache(config=m.config, max_cache_len=64)
-        m(prompt, past_key_values=cache)
-        found.append(m(prompt[:, :1], past_key_values=cache).logits)
+        cache = {cache_keyword(m): StaticCache(config=m.config, max_cache_len=64)}
+        m(prompt, **cache)
+        found.append(m(prompt[:, :1], **cache).logits)
     assert relative_error(found[1], found[0]) < 5e-5
 
 
