@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -31,16 +31,45 @@ _long = ctypes.c_long
 _int = ctypes.c_int
 _uint32 = ctypes.c_uint32
 _MATRIX = (*[_pointer] * 4, _long, _long, _int)  # codes, group offsets, bits, scales, rows, columns, L
+
+
+class Matrix(ctypes.Structure):
+    """CiuicMatrix of `ciuic_native.h`: the addresses and numbers that describe a compressed matrix as a factor."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("codes", "group_offset", "row_bits", "scale")),
+        *((name, _pointer) for name in ("order", "input_factors", "bias")),
+        *((name, ctypes.c_int64) for name in ("rows", "cols", "rows_out", "cols_in")),
+        ("L", ctypes.c_int32),
+        ("log2_block", ctypes.c_int32),
+        ("seed", _uint32),
+        ("unused", _uint32),
+    )
+
+
+class Step(ctypes.Structure):
+    """CiuicStep of `ciuic_native.h`: one step of a program."""
+
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in ("kind", "source", "second", "out")),
+        *((name, ctypes.c_int32) for name in ("matrix", "argument", "activation", "unused")),
+        ("size", ctypes.c_int64),
+        ("number", ctypes.c_float),
+        ("unused_too", ctypes.c_float),
+        ("vector", _pointer),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_abi_version": (_int, ()),
     "ciuic_cpu_kernels": (ctypes.c_char_p, ()),
     "ciuic_round": (_int, (_pointer, _long, _long, *[_pointer] * 6, _int, _int, *[_pointer] * 4)),
     "ciuic_decode": (_int, (*_MATRIX, _long, _long, _pointer, _int, _int)),
     "ciuic_decode_rows": (_int, (*_MATRIX, _pointer, _long, _pointer, _int)),
-    "ciuic_matmul": (
-        _int,
-        (*_MATRIX, _int, _uint32, _pointer, _int, _long, _long, _pointer, _int, _long, _pointer, _int, _int),
-    ),
+    "ciuic_matmul": (_int, (_pointer, _pointer, _int, _long, _pointer, _int, _int, _int)),
+    "ciuic_program_create": (_int, (_pointer, _int, _pointer, _int, _pointer, _int, _pointer)),
+    "ciuic_program_free": (None, (_pointer,)),
+    "ciuic_program_run": (_int, (_pointer, _pointer, _int, _long, _int, _int, _int)),
     "ciuic_hadamard": (_int, (_pointer, _long, _long, _int, _uint32, _int, _int)),
 }
 

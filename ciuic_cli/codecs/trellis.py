@@ -209,6 +209,116 @@ def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None
     return out
 
 
+class Factor:
+    """A packed matrix as the factor of products: what the native library has to know of it, collected once.
+
+    Args:
+        packed: the matrix; its low-rank part is ignored.
+        order: int32 [rows], CPU, contiguous: the element of y that each stored row makes (`MatrixHeader.order`).
+            Default: y's elements are in stored order.
+        input_factors: float32 [cols], CPU, contiguous: inputs are multiplied by these first. Default: they are not.
+        bias: float32 [rows], CPU, contiguous: added to y. Default: nothing is.
+
+    Raises:
+        UsageError: order, input_factors or bias has another shape, dtype or place.
+    """
+
+    def __init__(
+        self,
+        packed: PackedMatrix,
+        *,
+        order: torch.Tensor | None = None,
+        input_factors: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
+    ) -> None:
+        header = packed.header
+        for tensor, dtype, length, name in (
+            (order, torch.int32, header.rows, "order"),
+            (input_factors, torch.float32, header.cols, "input_factors"),
+            (bias, torch.float32, header.rows, "bias"),
+        ):
+            if tensor is not None and not (_is_plain(tensor, dtype) and tensor.shape == (length,)):
+                raise UsageError(f"{name} must be contiguous {dtype} [{length}] on the CPU")
+        self.rows, self.cols = header.rows, header.cols
+        self.packed = packed
+        self._alive = (order, input_factors, bias)  # `native` has their addresses
+        codes, offsets, bits, scales, rows, cols, L = packed.native_arguments
+        self.native = native.Matrix(
+            codes=codes,
+            group_offset=offsets,
+            row_bits=bits,
+            scale=scales,
+            order=_address(order),
+            input_factors=_address(input_factors),
+            bias=_address(bias),
+            rows=rows,
+            cols=cols,
+            rows_out=header.rows,
+            cols_in=header.cols,
+            L=L,
+            log2_block=header.log2_block,
+            seed=header.seed,
+        )
+        self._reference = ctypes.addressof(self.native)
+
+    def multiply(
+        self,
+        x: torch.Tensor,
+        out_dtype: torch.dtype = torch.float32,
+        *,
+        precise: bool | None = None,
+        threads: int | None = None,
+    ) -> torch.Tensor:
+        """y = (x * input_factors) W^T + bias straight from the codes; meant for batches of 1 to 8.
+
+        Activations are transformed and rounded per block of 256 inputs; the rest is exact but for float32 sums of
+        blocks. On Gaussian activations the relative error against the product with the decoded matrix is 5e-5 with 15
+        bits and 6e-3 with int8. (The error of 4-bit weights is 7e-2.) int8 takes two thirds of the time for one row.
+
+        Args:
+            x: float [..., cols], CPU, in the original basis.
+            precise: round activations to 15 bits for every row group; otherwise to int8 for groups of up to 4 bits per
+                weight. Default: True unless x is float16 or bfloat16.
+            threads: default torch.get_num_threads(). The result depends neither on it nor on the instruction set.
+
+        Returns:
+            `out_dtype` [..., rows], from float32 sums.
+
+        Raises:
+            UsageError: x has another number of columns, or `order` is not a permutation of the rows.
+        """
+        shape = x.shape
+        if not shape or shape[-1] != self.cols:
+            raise UsageError(f"expected activations of shape [..., {self.cols}], got {tuple(shape)}")
+        if precise is None:
+            precise = is_precise(x.dtype)
+        x_bf16, y_bf16 = x.dtype == torch.bfloat16, out_dtype == torch.bfloat16
+        if not x_bf16 and x.dtype != torch.float32:
+            x = x.to(torch.float32)
+        x = x.contiguous()
+        y = torch.empty((*shape[:-1], self.rows), dtype=torch.bfloat16 if y_bf16 else torch.float32)
+        batch = x.numel() // self.cols
+        if batch == 0:
+            return y.to(out_dtype)
+        status = native.interface().ciuic_matmul(
+            self._reference,
+            x.data_ptr(),
+            x_bf16,
+            batch,
+            y.data_ptr(),
+            y_bf16,
+            precise,
+            threads or torch.get_num_threads(),
+        )
+        native.check(status, "multiplying")
+        return y if y.dtype == out_dtype else y.to(out_dtype)
+
+
+def is_precise(dtype: torch.dtype) -> bool:
+    """Whether activations of this dtype are rounded to 15 bits for every row group: all but the 16-bit floats."""
+    return dtype not in (torch.bfloat16, torch.float16)
+
+
 def matmul(
     packed: PackedMatrix,
     x: torch.Tensor,
@@ -218,59 +328,8 @@ def matmul(
     precise: bool | None = None,
     threads: int | None = None,
 ) -> torch.Tensor:
-    """y = x W^T straight from the codes, without low-rank part and input scales; meant for batches of 1 to 8.
-
-    Activations are transformed and rounded per block of 256 inputs; the rest is exact but for float32 sums of blocks.
-    On Gaussian activations the relative error against the product with the decoded matrix is 5e-5 with 15 bits and 6e-3
-    with int8. (The error of 4-bit weights is 7e-2.) int8 takes two thirds of the time for one row.
-
-    Args:
-        x: float [..., cols], CPU, in the original basis.
-        order: int32 [rows], CPU, contiguous: the element of y that each stored row makes (`MatrixHeader.order`).
-            Default: y's elements are in stored order.
-        precise: round activations to 15 bits for every row group; otherwise to int8 for groups of up to 4 bits per
-            weight. Default: True unless x is float16 or bfloat16.
-        threads: default torch.get_num_threads(). The result depends neither on it nor on the instruction set.
-
-    Returns:
-        `out_dtype` [..., rows], from float32 sums.
-
-    Raises:
-        UsageError: x has another number of columns, or `order` is not a permutation of the rows.
-    """
-    shape, header = x.shape, packed.header
-    rows, cols = header.rows, header.cols
-    if not shape or shape[-1] != cols:
-        raise UsageError(f"expected activations of shape [..., {cols}], got {tuple(shape)}")
-    if order is not None and not (_is_plain(order, torch.int32) and order.shape == (rows,)):
-        raise UsageError(f"the order of {rows} rows must be contiguous int32 of that length")
-    if precise is None:
-        precise = x.dtype not in (torch.bfloat16, torch.float16)
-    x_bf16, y_bf16 = x.dtype == torch.bfloat16, out_dtype == torch.bfloat16
-    if not x_bf16 and x.dtype != torch.float32:
-        x = x.to(torch.float32)
-    x = x.contiguous()
-    y = torch.empty((*shape[:-1], rows), dtype=torch.bfloat16 if y_bf16 else torch.float32)
-    batch = x.numel() // cols
-    if batch == 0:
-        return y.to(out_dtype)
-    status = native.interface().ciuic_matmul(
-        *packed.native_arguments,
-        header.log2_block,
-        header.seed,
-        x.data_ptr(),
-        x_bf16,
-        batch,
-        cols,
-        y.data_ptr(),
-        y_bf16,
-        rows,
-        None if order is None else order.data_ptr(),
-        int(precise),
-        threads or torch.get_num_threads(),
-    )
-    native.check(status, "multiplying")
-    return y if y.dtype == out_dtype else y.to(out_dtype)
+    """One product with a matrix that is not multiplied again; see `Factor`."""
+    return Factor(packed, order=order).multiply(x, out_dtype, precise=precise, threads=threads)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

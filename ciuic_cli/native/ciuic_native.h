@@ -53,17 +53,60 @@ CIUIC_EXPORT int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_of
                                    const float* scale, long rows, long cols, int L, const int64_t* row_index, long count,
                                    float* out, int threads);
 
-// y (batch x rows_out, rows_out <= rows) = W T(x), where x (batch x cols_in) is not transformed yet. x and y are
-// bfloat16 if x_bf16 and y_bf16 are not 0. The call pads x with zeros to `cols` and applies T: signs, then the block
-// Hadamard transform of size 2^log2_block. It quantizes the result per block of 256 columns, to int8 for row groups of
-// up to 4 bits unless `precise`, to 15 bits for the others, and multiplies straight from the codes. It suits small
-// batches: the codes are decoded again for every 4 to 8 rows of x. `order`, if not null, maps each of the rows_out
-// stored rows to its column of y; it must be a permutation of 0 .. rows_out - 1, and the call fails if a column is out
-// of range.
-CIUIC_EXPORT int ciuic_matmul(const uint8_t* codes, const int64_t* group_offset, const uint8_t* row_bits,
-                              const float* scale, long rows, long cols, int L, int log2_block, uint32_t seed,
-                              const void* x, int x_bf16, long batch, long cols_in, void* y, int y_bf16, long rows_out,
-                              const int32_t* order, int precise, int threads);
+// A compressed matrix as the factor of a product: y (rows_out <= rows) = W T(x * input_factors) + bias, where T pads x
+// (cols_in <= cols) with zeros to `cols` and applies signs, then the block Hadamard transform of size 2^log2_block.
+struct CiuicMatrix {
+  const uint8_t* codes;
+  const int64_t* group_offset;
+  const uint8_t* row_bits;
+  const float* scale;
+  const int32_t* order;        // null, or the element of y of each stored row: a permutation of 0 .. rows_out - 1
+  const float* input_factors;  // null, or cols_in floats
+  const float* bias;           // null, or rows_out floats
+  int64_t rows, cols, rows_out, cols_in;
+  int32_t L, log2_block;
+  uint32_t seed, unused;
+};
+
+// y (batch x rows_out) from x (batch x cols_in), each bfloat16 if x_bf16 or y_bf16 is not 0. The call quantizes T(x) per
+// block of 256 columns, to int8 for row groups of up to 4 bits unless `precise`, to 15 bits for the others, and multiplies
+// straight from the codes. It suits small batches: the codes are decoded again for every 4 to 8 rows of x.
+CIUIC_EXPORT int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batch, void* y, int y_bf16,
+                              int precise, int threads);
+
+// A step of a program. Buffers are float32, one row per token; `in`, `second` and `out` are their numbers. Steps run in
+// order, but neighbouring CIUIC_MULTIPLY steps run together, so none of them may read what another of them writes.
+enum CiuicStepKind {
+  CIUIC_LOAD = 0,      // out = argument `argument`, `size` values per row
+  CIUIC_STORE = 1,     // argument `argument` = in
+  CIUIC_NORM = 2,      // out = in / sqrt(mean(in^2) + number) * vector, for each run of `size` values (RMSNorm)
+  CIUIC_MULTIPLY = 3,  // out = product of matrix `matrix` with in
+  CIUIC_ROTATE = 4,    // rotary embedding of in, in place, for each run of `size` values: (a, b), the halves of a run, become
+                       // (a cos - b sin, b cos + a sin); arguments `argument` and `argument` + 1 are the cosines and sines
+  CIUIC_GATE = 5,      // out = activation(in) * second
+  CIUIC_ADD = 6,       // out = in + second
+};
+
+enum CiuicActivation { CIUIC_SILU = 0, CIUIC_GELU_TANH = 1 };
+
+struct CiuicStep {
+  int32_t kind, in, second, out;
+  int32_t matrix, argument, activation, unused;
+  int64_t size;
+  float number, unused_too;
+  const float* vector;
+};
+
+// Checks and prepares a program. The arrays that `matrices` and `steps` point to must outlive it; the two lists themselves
+// are copied. `buffer_sizes` holds the values per row of each buffer. Returns CIUIC_OK and the handle in *program.
+CIUIC_EXPORT int ciuic_program_create(const CiuicMatrix* matrices, int matrix_count, const CiuicStep* steps, int step_count,
+                                      const int64_t* buffer_sizes, int buffer_count, void** program);
+CIUIC_EXPORT void ciuic_program_free(void* program);
+
+// Runs the steps for `rows` tokens. `arguments` are arrays of the caller, each rows x size, bfloat16 if `bf16` is not 0 and
+// float32 otherwise. `precise` is as for ciuic_matmul. Several threads may run one program at once.
+CIUIC_EXPORT int ciuic_program_run(const void* program, void* const* arguments, int argument_count, long rows, int bf16,
+                                   int precise, int threads);
 
 // Transforms each row of x (n_rows x cols) in place: signs, then the orthonormal block Hadamard transform of size
 // 2^log2_block, which must divide cols. `inverse` applies the inverse.

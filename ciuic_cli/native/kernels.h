@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "activations.h"
+#include "ciuic_native.h"
 
 namespace ciuic {
 
@@ -54,6 +55,11 @@ struct Kernels {
                        Precision precision, const uint8_t* activations, long batch, float* y, long y_stride, int rows);
   // Quantizes one row of `cols` values (a multiple of 16) into the layout of activations.h.
   void (*quantize_row)(const float* x, long cols, Precision precision, uint8_t* activations);
+
+  // out = x / sqrt(mean(x^2) + epsilon) * weight. out may be x.
+  void (*rms_norm)(const float* x, long count, float epsilon, const float* weight, float* out);
+  // out = activation(x) * other. out may be x or other.
+  void (*gate)(CiuicActivation activation, const float* x, const float* other, long count, float* out);
 };
 
 // The kernels in use: the newest instruction set of this machine, or the one that CIUIC_CPU_KERNELS selects.

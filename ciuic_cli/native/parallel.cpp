@@ -145,14 +145,55 @@ void run_on_openmp(OpenMpParallel parallel, long count, int threads, const std::
   parallel([](void* shared) { run_items(*static_cast<Job*>(shared)); }, &job, static_cast<unsigned>(threads), 0);
 }
 
+// The items of several stages, each taken in ascending order.
+struct StagedJob {
+  int stages;
+  const std::function<long(int)>* items;
+  const std::function<void(int, long)>* work;
+  std::atomic<long>* next;  // one per stage
+  void (*barrier)();
+};
+
+void run_stages(void* shared) {
+  const StagedJob& job = *static_cast<StagedJob*>(shared);
+  for (int stage = 0; stage < job.stages; ++stage) {
+    const long count = (*job.items)(stage);
+    for (long i = job.next[stage].fetch_add(1); i < count; i = job.next[stage].fetch_add(1)) (*job.work)(stage, i);
+    if (stage + 1 < job.stages) job.barrier();
+  }
+}
+
+constexpr int kMaxStages = 64;
+
+// One caller at a time uses the OpenMP threads.
+std::mutex openmp_busy;
+
 }  // namespace
+
+void parallel_stages(int stages, int threads, const std::function<long(int)>& items,
+                     const std::function<void(int, long)>& work) {
+  threads = std::min(threads, kMaxThreads);
+  static const auto barrier = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "GOMP_barrier"));
+  const OpenMpParallel parallel = openmp();
+  if (threads > 1 && stages <= kMaxStages && parallel != nullptr && barrier != nullptr) {
+    std::unique_lock<std::mutex> lock(openmp_busy, std::try_to_lock);
+    if (lock.owns_lock()) {
+      std::atomic<long> next[kMaxStages];
+      for (int stage = 0; stage < stages; ++stage) next[stage].store(0, std::memory_order_relaxed);
+      StagedJob job = {stages, &items, &work, next, barrier};
+      parallel(run_stages, &job, static_cast<unsigned>(threads), 0);
+      return;
+    }
+  }
+  for (int stage = 0; stage < stages; ++stage)
+    parallel_for(items(stage), threads, [&](long item) { work(stage, item); });
+}
 
 void parallel_for(long count, int threads, const std::function<void(long)>& work) {
   threads = std::min(threads, kMaxThreads);
   if (count > 1 && threads > 1) {
     if (const OpenMpParallel parallel = openmp()) {
-      static std::mutex busy;
-      std::unique_lock<std::mutex> lock(busy, std::try_to_lock);
+      std::unique_lock<std::mutex> lock(openmp_busy, std::try_to_lock);
       if (lock.owns_lock()) {
         // All `threads` even for few items: the runtime ends and starts threads whenever a team changes its size.
         run_on_openmp(parallel, count, threads, work);

@@ -11,6 +11,11 @@ namespace ciuic {
 // work, everything runs on the caller's thread, so results must not depend on the thread that computes them.
 void parallel_for(long count, int threads, const std::function<void(long)>& work);
 
+// Runs `stages` stages one after another in one team of threads. Stage s has items(s) items; work(s, item) is called for each
+// of them, and every call of a stage returns before the next stage begins. `items` must be cheap: each thread calls it.
+void parallel_stages(int stages, int threads, const std::function<long(int)>& items,
+                     const std::function<void(int, long)>& work);
+
 }  // namespace ciuic
 
 #endif

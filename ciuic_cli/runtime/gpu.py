@@ -67,6 +67,8 @@ class GpuMatrix:
         return kernels.embedding(self.on_device, rows, torch.float32, transformed=True)
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor:
+        if self.input_factors is not None:
+            x = (x * self.input_factors).to(x.dtype)
         return products.to_original_order(
             self, kernels.linear([self.on_device], x, torch.float32, bare=True)[0]
         )

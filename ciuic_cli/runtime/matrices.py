@@ -65,8 +65,7 @@ class Matrix(Protocol):
         ...
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x T^-1(C)^T straight from the codes, for x [..., cols] that includes the input scales: [..., rows] in W's
-        order.
+        """x S T^-1(C)^T straight from the codes, for x [..., cols]: [..., rows] in W's order.
 
         The dtype is float32, or x's if there is no low-rank part to add. None if the device has no kernel for it.
         """
@@ -88,8 +87,12 @@ class CpuMatrix:
         self.is_zero = header.is_zero
         self.position = header.position_on(cpu)
         order = header.order
-        self.order = None if order is None else torch.from_numpy(order.astype(np.int32))
         self.input_factors = header.input_factors_on(cpu)
+        self.factor = trellis.Factor(
+            packed,
+            order=None if order is None else torch.from_numpy(order.astype(np.int32)),
+            input_factors=self.input_factors,
+        )
         self.lowrank: tuple[CpuMatrix, CpuMatrix] | None = None
         if packed.lowrank is not None:
             right, left = packed.lowrank
@@ -103,7 +106,7 @@ class CpuMatrix:
 
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
         dtype = x.dtype if self.lowrank is None else torch.float32
-        return trellis.matmul(self.packed, x, dtype, order=self.order)
+        return self.factor.multiply(x, dtype)
 
 
 class TorchMatrix:

@@ -43,10 +43,12 @@ def product(
     batch = x.shape[:-1].numel()
     if matrix.is_zero or batch == 0:
         return torch.zeros((*x.shape[:-1], row_end - row_begin), dtype=torch.float32, device=x.device)
-    if matrix.input_factors is not None:
-        x = (x * matrix.input_factors).to(x.dtype)
     whole = row_end - row_begin == matrix.rows
     y = matrix.small_product(x) if whole and batch <= small_batch else None
+    if y is not None and matrix.lowrank is None:
+        return y
+    if matrix.input_factors is not None:
+        x = (x * matrix.input_factors).to(x.dtype)
     if y is None:
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:

@@ -19,6 +19,8 @@ const Kernels table = {
     hadamard_row,
     matmul_group,
     quantize_row,
+    rms_norm,
+    gate,
 };
 
 }  // namespace CIUIC_ISA

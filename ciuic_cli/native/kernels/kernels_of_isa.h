@@ -20,6 +20,8 @@ void hadamard_row(float* row, long cols, int log2_block, const float* signs, int
 void matmul_group(const uint8_t* codes, long tiles, int half_bits, int L, const float* row_factor, Precision precision,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows);
 void quantize_row(const float* x, long cols, Precision precision, uint8_t* activations);
+void rms_norm(const float* x, long count, float epsilon, const float* weight, float* out);
+void gate(CiuicActivation activation, const float* x, const float* other, long count, float* out);
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic

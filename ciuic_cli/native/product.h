@@ -1,0 +1,61 @@
+// A product with a compressed matrix, in the parts that threads share: prepare the input, then multiply row groups.
+#ifndef CIUIC_PRODUCT_H
+#define CIUIC_PRODUCT_H
+
+#include <cstddef>
+#include <cstdint>
+
+#include "activations.h"
+#include "ciuic_native.h"
+#include "kernels.h"
+
+namespace ciuic {
+
+// CIUIC_OK, or what is wrong with the matrix.
+int check_product_matrix(const CiuicMatrix& matrix);
+
+// Which precisions of the prepared input the row groups of a matrix read.
+struct Precisions {
+  bool needed[2] = {false, false};
+
+  void add(const CiuicMatrix& matrix, bool precise);
+};
+
+// Where the prepared rows of one input lie: all rows at one precision, then all at the other.
+struct PreparedLayout {
+  Precisions precisions;
+  size_t row_bytes[2], offset[2], bytes;
+
+  PreparedLayout(const Precisions& wanted, long cols, long batch);
+};
+
+// Prepares row b: `row` (cols floats, of which the first cols_in are set) is multiplied by the matrix's input factors,
+// transformed and quantized. `row` is overwritten. `signs` holds the `cols` signs of the matrix's seed.
+void prepare_row(const CiuicMatrix& matrix, const float* signs, float* row, const PreparedLayout& layout, long b,
+                 uint8_t* prepared);
+
+// The output of a product: batch x rows_out, bfloat16 or float32.
+struct Output {
+  void* y;
+  bool bf16;
+};
+
+// y of the row groups first .. last - 1, for all `batch` prepared rows; the bias is added.
+void multiply_groups(const CiuicMatrix& matrix, bool precise, const PreparedLayout& layout, const uint8_t* prepared,
+                     long batch, long first, long last, const Output& output);
+
+inline long output_groups(const CiuicMatrix& matrix) { return (matrix.rows_out + kTile - 1) / kTile; }
+
+// Row groups per work item, so that threads finish at about the same time. Neighbouring groups stay together to avoid
+// false sharing: if the stored rows are sorted, neighbouring elements of y come from groups that are near each other.
+long groups_per_item(long groups, int threads);
+
+// A stage of fewer weights runs on one thread: waking other threads takes about as long as multiplying this many.
+constexpr long kWeightsWorthThreads = 65536;
+
+// 64-byte alignment for prepared rows.
+inline uint8_t* aligned(uint8_t* memory) { return memory + (64 - reinterpret_cast<uintptr_t>(memory) % 64) % 64; }
+
+}  // namespace ciuic
+
+#endif
