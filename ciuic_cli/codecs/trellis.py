@@ -241,7 +241,11 @@ class Factor:
                 raise UsageError(f"{name} must be contiguous {dtype} [{length}] on the CPU")
         self.rows, self.cols = header.rows, header.cols
         self.packed = packed
-        self._alive = (order, input_factors, bias)  # `native` has their addresses
+        self._order, self._input_factors, self._bias = (
+            order,
+            input_factors,
+            bias,
+        )  # `native` has their addresses
         codes, offsets, bits, scales, rows, cols, L = packed.native_arguments
         self.native = native.Matrix(
             codes=codes,
@@ -260,6 +264,11 @@ class Factor:
             seed=header.seed,
         )
         self._reference = ctypes.addressof(self.native)
+
+    def with_bias(self, bias: torch.Tensor) -> Factor:
+        """The same factor with another bias, which is copied."""
+        bias = bias.clone(memory_format=torch.contiguous_format)
+        return Factor(self.packed, order=self._order, input_factors=self._input_factors, bias=bias)
 
     def multiply(
         self,

@@ -104,6 +104,10 @@ class CpuMatrix:
     def decode_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return trellis.decode_rows(self.packed, rows)
 
+    def factor_with(self, bias: torch.Tensor | None) -> trellis.Factor:
+        """The factor of products without the low-rank part, with a bias [rows]."""
+        return self.factor if bias is None else self.factor.with_bias(bias.detach().to(torch.float32))
+
     def small_product(self, x: torch.Tensor) -> torch.Tensor | None:
         dtype = x.dtype if self.lowrank is None else torch.float32
         return self.factor.multiply(x, dtype)

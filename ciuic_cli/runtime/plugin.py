@@ -186,6 +186,9 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
     from ciuic_cli.runtime.attention.mla import adapt_latent_attention  # transformers is whole only now
 
     adapt_latent_attention(model)
+    from ciuic_cli.runtime.decoding.layer import adapt_decoder_layers
+
+    adapt_decoder_layers(model)
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:

@@ -5,6 +5,7 @@ The first byte of an input chooses the reader, so that one corpus covers raw fil
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import shutil
@@ -175,9 +176,12 @@ def native_functions(data: bytes, folder: Folder) -> None:
         order = np.arange(max(1, wanted), dtype=np.int32)
         order = order[::-1].copy() if signed[5] & 8 else order + np.int32(signed[1] >> 6)
         block = signed[3] % 12 if signed[3] & 1 else log2_block(cols)
+        matrix = native.Matrix(
+            *pointers, order.ctypes.data if signed[5] & 4 else None, None, None, rows, cols, wanted, given,
+            L, block, signed[4] & 0xFFFF,
+        )  # fmt: skip
         library.ciuic_matmul(
-            *pointers, rows, cols, L, block, signed[4] & 0xFFFF, x.ctypes.data, x_half, batch, given,
-            y.ctypes.data, y_half, wanted, order.ctypes.data if signed[5] & 4 else None,
+            ctypes.addressof(matrix), x.ctypes.data, x_half, batch, y.ctypes.data, y_half,
             signed[5] & 1, 1 + (signed[5] >> 1 & 1),
         )  # fmt: skip
     elif which == 3:

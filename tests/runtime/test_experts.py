@@ -83,12 +83,12 @@ def test_only_routed_experts_are_decoded(monkeypatch: pytest.MonkeyPatch) -> Non
     packed = compressed(v3(), prune=2)
     seen: list[int] = []
 
-    def spy(matrix: Any, x: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
-        seen.append(matrix.header.seed)  # the expert's number
-        return multiply(matrix, x, *options, **named)
+    def spy(factor: trellis.Factor, x: torch.Tensor, *options: Any, **named: Any) -> torch.Tensor:
+        seen.append(factor.packed.header.seed)  # the expert's number
+        return multiply(factor, x, *options, **named)
 
-    multiply = trellis.matmul
-    monkeypatch.setattr(trellis, "matmul", spy)
+    multiply = trellis.Factor.multiply
+    monkeypatch.setattr(trellis.Factor, "multiply", spy)
     x, _, weights = routing(2)
     packed(x, torch.tensor([[3, 2], [3, 2]]), weights)
     assert seen == [3, 3]  # gate_up and down of expert 3; expert 2 is pruned

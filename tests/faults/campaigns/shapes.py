@@ -233,10 +233,16 @@ class Kernels:
             given = x.to(torch.bfloat16).view(torch.int16).numpy() if half_in else x.numpy()
             y = self.guarded.empty((batch, matrix.rows), np.uint16 if half_out else np.float32)
             order = exact.permutation(matrix.rows).astype(np.int32) if self.random.random() < 0.5 else None
+            order_in_place = None if order is None else self.guarded.copy(order)
+            arrays, (rows, cols, L) = self.packed[:4], self.packed[4:]
+            factor = native.Matrix(
+                *(array.ctypes.data for array in arrays),
+                None if order_in_place is None else order_in_place.ctypes.data, None, None,
+                rows, cols, matrix.rows, matrix.cols, L, matrix.header.log2_block, matrix.header.seed,
+            )  # fmt: skip
             self.call(
-                "ciuic_matmul", *self.packed, matrix.header.log2_block, matrix.header.seed,
-                self.guarded.copy(given), half_in, batch, matrix.cols, y, half_out, matrix.rows,
-                None if order is None else self.guarded.copy(order), precise, self.random.choice(THREADS),
+                "ciuic_matmul", ctypes.addressof(factor), self.guarded.copy(given), half_in, batch, y, half_out,
+                precise, self.random.choice(THREADS),
             )  # fmt: skip
             stored = y if order is None else y[:, order]
             signed = torch.from_numpy(stored.view(np.int16) if half_out else stored)
