@@ -9,7 +9,8 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import Parameter
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.codecs.transform import TILE, padded
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.chunk_size import chunk_rows
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.process.memory import matrix_bytes
@@ -56,12 +57,12 @@ class WeightMatrix:
 
     @property
     def padded_cols(self) -> int:
-        return -(-self.cols // TILE) * TILE
+        return padded(self.cols)
 
     @property
     def groups(self) -> int:
         """Groups of 16 rows, the last one perhaps incomplete."""
-        return -(-self.rows // TILE)
+        return ceil_div(self.rows, TILE)
 
     @property
     def weights(self) -> int:

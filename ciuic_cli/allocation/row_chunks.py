@@ -13,6 +13,7 @@ from ciuic_cli.allocation.matrices import WeightMatrix, row_slices
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.feedback import FactoredInputs, factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
@@ -44,7 +45,7 @@ class RowChunk:
     @property
     def groups(self) -> slice:
         """Slice of the groups of 16 stored rows."""
-        return slice(self.stored.start // TILE, -(-self.stored.stop // TILE))
+        return slice(self.stored.start // TILE, ceil_div(self.stored.stop, TILE))
 
 
 def row_chunks(

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
+from ciuic_cli.integers import round_up
 
 _TILE = 16  # rows and columns of a tile of the trellis code; a matrix is padded to whole tiles
 _PACKED_OVERHEAD = 48  # header bytes of a packed matrix, without the one byte per row
@@ -202,7 +203,7 @@ def _classify_unless_fault(
 def _classify_by_size(role: str, tensor: torch.Tensor) -> Classification:
     """Compress unless padding to whole tiles would make the packed matrix as large as the original."""
     rows, cols = tensor.shape[-2:]
-    padded = -(-rows // _TILE) * _TILE * -(-cols // _TILE) * _TILE
+    padded = round_up(rows, _TILE) * round_up(cols, _TILE)
     # At 4 bits per weight, the packed matrix with its padding must be smaller than the weights at 2 bytes each.
     if padded // 2 + rows + _PACKED_OVERHEAD >= 2 * rows * cols:
         return Classification(

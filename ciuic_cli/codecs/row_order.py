@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ciuic_cli.codecs.scales import Bytes
+from ciuic_cli.integers import ceil_div
 
 CLASSES = 16
 """Number of row classes: a class takes four bits."""
@@ -28,7 +29,7 @@ def stored_position(row_class: Bytes) -> npt.NDArray[np.int64]:
 
 def class_nbytes(rows: int) -> int:
     """Bytes of the classes of `rows` rows."""
-    return -(-rows // 2)
+    return ceil_div(rows, 2)
 
 
 def classes_to_bytes(row_class: Bytes) -> bytes:

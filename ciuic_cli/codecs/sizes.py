@@ -8,6 +8,7 @@ import numpy.typing as npt
 from ciuic_cli.codecs.bits import tile_nbytes
 from ciuic_cli.codecs.row_order import class_nbytes
 from ciuic_cli.codecs.transform import TILE, padded
+from ciuic_cli.integers import round_up
 
 FIXED_NBYTES = 32
 """Bytes of a matrix blob before its first array; the struct in layout.py."""
@@ -55,4 +56,4 @@ def group_offsets(row_bits: npt.ArrayLike, cols: int) -> npt.NDArray[np.int64]:
 
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to a multiple of ALIGN."""
-    return nbytes + -nbytes % ALIGN
+    return round_up(nbytes, ALIGN)

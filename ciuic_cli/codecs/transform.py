@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ciuic_cli.codecs import native
+from ciuic_cli.integers import round_up
 
 MAX_BLOCK = 1024
 """Largest block of the Hadamard transform, in inputs; part of the format."""
@@ -23,7 +24,7 @@ TILE = 16
 
 def padded(length: int) -> int:
     """`length` rounded up to a multiple of 16."""
-    return -(-length // TILE) * TILE
+    return round_up(length, TILE)
 
 
 def log2_block(cols_padded: int) -> int:

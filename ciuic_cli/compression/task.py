@@ -26,6 +26,7 @@ from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.cost.forecast import Forecast, TextSize, forecast
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.recovery.tuning import STEP_SEQUENCES
@@ -83,7 +84,7 @@ class Task:
             for part in (self.batches[unseen], self.calibration)
         ]
         needed, once = STEP_SEQUENCES * self.options.level.recovery_steps, torch.cat(parts)
-        return once.repeat(-(-needed // len(once)), 1)[:needed]
+        return once.repeat(ceil_div(needed, len(once)), 1)[:needed]
 
     @property
     def _sampled(self) -> torch.Tensor:

@@ -8,6 +8,7 @@ import torch
 
 from ciuic_cli.codecs.transform import log2_block, padded
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div, round_up
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import Launch, Launcher
 
@@ -72,7 +73,7 @@ def forward(
     """
     rows, cols = x.shape
     # The product's kernels read whole steps of 64 columns; beyond cols_padded there are zeros.
-    width = padded(cols) if mode == p.TO_BFLOAT else -(-cols // STEP_COLUMNS) * STEP_COLUMNS
+    width = padded(cols) if mode == p.TO_BFLOAT else round_up(cols, STEP_COLUMNS)
     if mode == p.TO_BYTES:
         values = launcher.empty((rows, 2, width), torch.int8)
     else:
@@ -129,7 +130,7 @@ def inverse(launcher: Launcher, x: torch.Tensor, cols: int, seed: int) -> torch.
 def warps_for(launcher: Launcher, width: int, max_warps: int = _MAX_WARPS) -> int:
     """Warps per block that transforms rows of this width: one per chunk, limited by shared memory and `max_warps`."""
     fitting = (launcher.limits.shared_bytes - _STATIC_SHARED) // p.EXCHANGE_BYTES
-    return max(1, min(-(-width // p.CHUNK), max_warps, fitting))
+    return max(1, min(ceil_div(width, p.CHUNK), max_warps, fitting))
 
 
 def _launch(launcher: Launcher, rows: int, width: int, parameters: p.Transform) -> None:

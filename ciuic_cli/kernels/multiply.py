@@ -8,6 +8,7 @@ import torch
 
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.kernels import activations, product, rows
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import Activations
@@ -118,7 +119,7 @@ def _small_lowrank(
         rank=left.rows,
         cols_padded=left.cols_padded,
     )
-    grid = (-(-left.cols_padded // (64 * _LOWRANK_WARPS)), x.shape[0])
+    grid = (ceil_div(left.cols_padded, 64 * _LOWRANK_WARPS), x.shape[0])
     launcher.launch(Launch("lowrank_columns", grid, 32 * _LOWRANK_WARPS, 0, parameters, left.L))
     return activations.inverse(launcher, summed, left.cols, left.seed)
 

@@ -9,6 +9,7 @@ import torch
 
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import STEP_COLUMNS, TYPES, Activations
 from ciuic_cli.kernels.launcher import Launch, Launcher
@@ -106,7 +107,7 @@ def choose(variants: Sequence[Kernel], launcher: Launcher, groups: Sequence[int]
         groups: row groups of every matrix of the launch.
         repeats: how often each is multiplied in the launch.
     """
-    blocks = repeats * sum(-(-count // variants[-1].groups) for count in groups)
+    blocks = repeats * sum(ceil_div(count, variants[-1].groups) for count in groups)
     return variants[-1] if 4 * blocks >= 3 * launcher.limits.multiprocessors else variants[0]
 
 
@@ -134,11 +135,11 @@ def launch(
     width = weights[0].cols_padded
     # The ring must hold the widest group of every weight.
     max_words = max(2, *(weight.max_words for weight in weights))
-    warps = min(_MAX_WARPS, -(-width // STEP_COLUMNS))
+    warps = min(_MAX_WARPS, ceil_div(width, STEP_COLUMNS))
     room = launcher.limits.shared_bytes - _STATIC_SHARED
     while warps > 1 and kernel.shared_bytes(warps, max_words) > room:
         warps -= 1
-    if -(-width // (STEP_COLUMNS * warps)) * STEP_COLUMNS > WARP_COLUMNS:
+    if ceil_div(width, STEP_COLUMNS * warps) * STEP_COLUMNS > WARP_COLUMNS:
         raise UsageError(f"the kernels multiply up to {WARP_COLUMNS * warps} columns here, not {width}")
     if x.values.nbytes >= 1 << 32:
         raise UsageError(f"the kernels take less than 4 GiB of activations, not {x.values.nbytes} bytes")
@@ -171,8 +172,8 @@ def launch(
         part.groups = weight.groups
         part.first_block = blocks
         part.y_type = TYPES[y.dtype]
-        blocks += -(-weight.groups // kernel.groups)
+        blocks += ceil_div(weight.groups, kernel.groups)
     # Every pair may begin a new run of one expert; rows of a batch fill whole fragments.
-    repeats = parameters.pairs if pairs is not None else -(-parameters.pairs // kernel.pairs)
+    repeats = parameters.pairs if pairs is not None else ceil_div(parameters.pairs, kernel.pairs)
     shared = kernel.shared_bytes(warps, max_words)
     launcher.launch(Launch(kernel.name, (blocks, repeats), 32 * warps, shared, parameters, weights[0].L))

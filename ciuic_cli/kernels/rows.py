@@ -6,6 +6,7 @@ import torch
 
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import TYPES, warps_for
 from ciuic_cli.kernels.launcher import Launch, launcher_for
@@ -66,7 +67,7 @@ def decode(
         )
     else:
         result = out.reshape(-1)[: count * width].reshape(count, width)
-    groups = -(-count // TILE)
+    groups = ceil_div(count, TILE)
     for first in range(0, groups, _MAX_GRID_Y):
         rows_before = first * TILE
         begin, end = row_begin + rows_before, min(row_end, row_begin + rows_before + _MAX_GRID_Y * TILE)
@@ -80,7 +81,7 @@ def decode(
             row_end=end,
             out_type=TYPES[dtype],
         )
-        grid = (-(-width // (4 * TILE * _DECODE_WARPS)), min(groups - first, _MAX_GRID_Y))
+        grid = (ceil_div(width, 4 * TILE * _DECODE_WARPS), min(groups - first, _MAX_GRID_Y))
         launcher.launch(Launch("decode_rows", grid, 32 * _DECODE_WARPS, 0, parameters, matrix.L))
     return result
 

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower, solve_transposed
 
@@ -76,7 +77,7 @@ def channel_loss(down: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.floa
     g, h = fisher.outputs, fisher.inputs
     weighted = down * g[:, None] if g.dim() == 1 else g @ down
     gram = down.T @ weighted  # (n, n): wᵢᵀ G wⱼ
-    count = -(-down.shape[1] // TILE)
+    count = ceil_div(down.shape[1], TILE)
     losses = np.zeros(count)
     for block in range(count):
         columns = slice(block * TILE, min((block + 1) * TILE, down.shape[1]))
@@ -89,7 +90,7 @@ def removed_columns(structures: Iterable[Structure], key: str, cols: int) -> tor
     blocks = [s.block for s in structures if s.down == key and s.block is not None]
     if not blocks:
         return None
-    mask = torch.zeros(-(-cols // TILE), TILE, dtype=torch.bool)
+    mask = torch.zeros(ceil_div(cols, TILE), TILE, dtype=torch.bool)
     mask[blocks] = True
     return mask.reshape(-1)[:cols]
 

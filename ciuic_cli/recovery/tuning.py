@@ -40,6 +40,7 @@ from torch import nn
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.evaluation.divergence import kl_divergence
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream, Progress, TokenSpan, compute_dtype
 from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, WatchedLinear, linears_of
@@ -138,7 +139,7 @@ class Recovery:
             self._tuned.begin()
         while self._has_steps_left() and self._take_step():
             progress("recovery", self._step, self._steps)
-            if self._step % -(-self._steps // CHECKS) == 0 or self._step == self._steps:
+            if self._step % ceil_div(self._steps, CHECKS) == 0 or self._step == self._steps:
                 values = {key: factor.detach() for key, factor in self._factors.items()}
                 changed = {key: value.clone() for key, value in values.items() if bool((value != 1).any())}
                 kl = measure(changed)

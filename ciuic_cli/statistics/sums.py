@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.moments import Moments
@@ -28,7 +29,7 @@ def segments_of(chunks: int) -> list[range]:
 
 def share_of(segments: Sequence[range], workers: Workers) -> list[range]:
     """This worker's segment in each round; empty in the last round if there is none left for it."""
-    rounds = -(-len(segments) // workers.size)
+    rounds = ceil_div(len(segments), workers.size)
     numbers = [turn * workers.size + workers.rank for turn in range(rounds)]
     return [segments[number] if number < len(segments) else range(0) for number in numbers]
 
