@@ -81,12 +81,15 @@ struct Output {
   }
 };
 
+// No measurement of these constants is on record.
+
 // Rows of the transform per work item, so that a thread fetches items rarely.
 constexpr long kRowsPerItem = 4;
 // A product of fewer weights runs on one thread: waking other threads takes about as long as multiplying this many weights.
 constexpr long kWeightsWorthThreads = 65536;
-// A work item of a product is a run of row groups, short enough that threads finish at about the same time. Runs also avoid
-// false sharing: if the stored rows are sorted, neighbouring elements of y come from groups that are near each other.
+// A work item of a product is a few neighbouring row groups. Small items let the threads finish at about the same time.
+// Items of more than one group avoid false sharing where stored rows are sorted: neighbouring elements of y then come
+// from groups that are near each other.
 constexpr long kItemsPerThread = 8, kMaxGroupsPerItem = 16;
 // Batch rows that are multiplied before their results are stored: a multiple of every kernel's largest batch.
 constexpr long kStoredBatch = 48;
