@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from ciuic_cli.allocation.arms import Arms, rescale_uncovered
+from ciuic_cli.allocation.arms import ArmTable, rescale_uncovered
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices, working_bytes
 from ciuic_cli.allocation.plan import Plan
@@ -100,29 +100,32 @@ class Run:
         first = self._first_plan()
         return_freed_memory()
         self.corrections = self._corrections(first)
-        arms = [
-            arm.row_sorted
-            if arm.row_sorted is not None and first.matrices[arm.matrix.key].row_class is not None
-            else arm
-            for arm in self._arms()  # read again: the probes needed the memory
+        tables = [
+            table.row_sorted
+            if table.row_sorted is not None and first.matrices[table.matrix.key].row_class is not None
+            else table
+            for table in self._arms()  # read again: the probes needed the memory
         ]
-        arms = [replace(arm, correction=role_correction(arm.matrix.role, self.corrections)) for arm in arms]
-        return make_plan(self.map, arms, self.task.budget, self.task.passes)
+        tables = [
+            replace(table, correction=role_correction(table.matrix.role, self.corrections))
+            for table in tables
+        ]
+        return make_plan(self.map, tables, self.task.budget, self.task.passes)
 
-    def _arms(self) -> list[Arms]:
+    def _arms(self) -> list[ArmTable]:
         """The arms of all matrices, from the journal."""
-        arms = [
+        tables = [
             arms_from_bytes(self._steps.result("arms", number), matrix, self.task.passes)
             for number, matrix in enumerate(self.matrices)
         ]
-        return rescale_uncovered(arms, self.statistics)
+        return rescale_uncovered(tables, self.statistics)
 
     def _first_plan(self) -> Plan:
         """The plan without corrections; rows are sorted where that pays, if the budget has room for the row classes."""
-        arms = self._arms()
-        self.singular = sum(arm.singular for arm in arms)
-        plan = make_plan(self.map, arms, self.task.budget, self.task.passes)
-        candidates = with_sorted_rows(arms, plan)
+        tables = self._arms()
+        self.singular = sum(table.singular for table in tables)
+        plan = make_plan(self.map, tables, self.task.budget, self.task.passes)
+        candidates = with_sorted_rows(tables, plan)
         try:
             return make_plan(self.map, candidates, self.task.budget, self.task.passes)
         except TargetError:

@@ -37,7 +37,7 @@ from ciuic_cli.layerwise.layer_stream import compute_dtype, logit_tokens
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.feedback import factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.predicted_loss import removal_loss
+from ciuic_cli.passes.predicted_loss import pruning_loss
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales
@@ -324,7 +324,7 @@ def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
     preparing = factor_growth * clock(lambda: prepare(weight, fisher))
     perturbing = factor_growth * clock(perturb)
     pricing = area_growth * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_sensitivity)
-    pricing += area_growth * clock(lambda: removal_loss(weight, fisher))
+    pricing += area_growth * clock(lambda: pruning_loss(weight, fisher))
     if matrix.expert is None and matrix.role not in UNPROBED_ROLES:
         input_growth = _factor_work(matrix.rows, matrix.cols, False) / _factor_work(rows, cols, False)
         # Where input scales pay, H is factorised once more.

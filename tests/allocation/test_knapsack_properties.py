@@ -73,14 +73,14 @@ def test_enough_bytes_for_everything_leave_the_least_loss(problem: Problem) -> N
 
 
 @quick
-@given(problem=problems(), share=st.floats(0.0, 1.0), chunk=st.integers(1, 5))
-def test_the_size_of_a_chunk_does_not_change_the_result(problem: Problem, share: float, chunk: int) -> None:
+@given(problem=problems(), share=st.floats(0.0, 1.0), items=st.integers(1, 5))
+def test_the_size_of_a_slice_does_not_change_the_result(problem: Problem, share: float, items: int) -> None:
     loss, nbytes = problem
     least = smallest_bytes(loss, nbytes)
     budget = least + int(share * (largest(loss, nbytes) - least))
     whole = allocate(loss, nbytes, budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knapsack, "_CHUNK_ITEMS", chunk)
+        patch.setattr(knapsack, "_SLICE_ITEMS", items)
         assert smallest_bytes(loss, nbytes) == least
         in_chunks = allocate(loss, nbytes, budget)
     assert in_chunks.choice.tolist() == whole.choice.tolist()
