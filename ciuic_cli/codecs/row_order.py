@@ -18,7 +18,7 @@ CLASSES = 16
 
 
 def stored_order(row_class: Bytes) -> npt.NDArray[np.int64]:
-    """int64 [rows]: the matrix's row that each stored row is."""
+    """int64 [rows]: for each stored row, its number in the matrix."""
     return np.argsort(row_class, kind="stable")
 
 

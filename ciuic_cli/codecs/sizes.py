@@ -14,7 +14,7 @@ FIXED_NBYTES = 32
 """Bytes of a matrix blob before its first array; the struct in layout.py."""
 
 ALIGN = 16
-"""Headers are padded to a multiple of this; with it every blob and every part of one is aligned for the kernels."""
+"""Headers are padded to a multiple of this, so that every part of a blob is aligned for the kernels."""
 
 
 def packed_nbytes(
@@ -29,8 +29,8 @@ def packed_nbytes(
     """Bytes of a matrix blob: header, padding, low-rank part and codes.
 
     Args:
-        row_bits: uint8 [ceil(rows / 16)], as `codecs.bits.stored_bits` makes them.
-        lowrank_bytes: of both factors' blobs.
+        row_bits: uint8 [ceil(rows / 16)], encoded by `codecs.bits.stored_bits`.
+        lowrank_bytes: bytes of both factors' blobs.
     """
     header = header_nbytes(rows, cols, is_sorted=is_sorted, has_input_scale=has_input_scale)
     return header + lowrank_bytes + codes_nbytes(row_bits, cols)

@@ -1,4 +1,4 @@
-"""Decoding rows: a range of them for a dense product, single ones for an embedding."""
+"""Decoding rows: a range of them for torch's product, single ones for an embedding."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ciuic_cli.kernels.launcher import Launch, launcher_for
 from ciuic_cli.kernels.matrix import DeviceMatrix
 
 _DECODE_WARPS = 8
-"""Warps per block of `decode_rows`; chosen, not tuned."""
+"""Warps per block of `decode_rows` (chosen, not tuned)."""
 
 _EMBEDDING_WARPS = 8
-"""Most warps per block of `embedding_rows`; chosen, not tuned."""
+"""Most warps per block of `embedding_rows` (chosen, not tuned)."""
 
 _MAX_GRID_Y = 65535
 """CUDA's limit for a grid's second dimension."""
@@ -93,8 +93,8 @@ def embedding(
 
     Args:
         matrix: the table, without a low-rank part unless `transformed`.
-        tokens: rows, int64 [...] on the matrix's device. A row outside the table gives zeros, so that nothing waits for
-            the host.
+        tokens: row numbers, int64 [...] on the matrix's device. A number outside the table gives zeros: an error would
+            need a wait for the device.
         dtype: float32, float16 or bfloat16.
         transformed: leave the rows in the transformed basis, without the low-rank part and input scales.
 
