@@ -24,7 +24,8 @@ _DECODED_WEIGHTS = 1 << 20
 
 
 class Matrix(Protocol):
-    """The stored rows of W, (T^-1(C) + L R) S: decoded codes C, input transform T, low-rank part L R, input scales S.
+    """The stored rows of W, (T^-1(C) + left right) S: decoded codes C, input transform T, low-rank factors, input
+    scales S.
 
     `position` leads from W's rows to the stored ones. See `MatrixHeader`.
     """
@@ -54,7 +55,7 @@ class Matrix(Protocol):
 
     @property
     def lowrank(self) -> tuple[Matrix, Matrix] | None:
-        """(R, L transposed), or None."""
+        """(right, left transposed), or None."""
         ...
 
     def decode(self, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

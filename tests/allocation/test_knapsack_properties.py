@@ -82,9 +82,9 @@ def test_the_size_of_a_slice_does_not_change_the_result(problem: Problem, share:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(knapsack, "_SLICE_ITEMS", items)
         assert smallest_bytes(loss, nbytes) == least
-        in_chunks = allocate(loss, nbytes, budget)
-    assert in_chunks.choice.tolist() == whole.choice.tolist()
-    assert (in_chunks.loss, in_chunks.nbytes) == (whole.loss, whole.nbytes)
+        in_slices = allocate(loss, nbytes, budget)
+    assert in_slices.choice.tolist() == whole.choice.tolist()
+    assert (in_slices.loss, in_slices.nbytes) == (whole.loss, whole.nbytes)
 
 
 def test_the_last_bytes_go_to_the_item_that_gains_most_per_byte() -> None:

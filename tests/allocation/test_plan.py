@@ -231,8 +231,8 @@ def test_a_low_rank_part_is_chosen_for_a_nearly_low_rank_matrix(
     assert plans["auto"].predicted_kl < 0.9 * plans["off"].predicted_kl
     assert plans["auto"].file_bytes <= budget
     assert not any(plan.rank for plan in plans["off"].matrices.values())
-    forced = {plan.rank for plan in plans[32].matrices.values() if plan.matrix.role not in EMBEDDING_ROLES}
-    assert forced == {32}
+    ranks = {plan.rank for plan in plans[32].matrices.values() if plan.matrix.role not in EMBEDDING_ROLES}
+    assert ranks == {32}
     assert plans[32].file_bytes <= budget
 
 
@@ -315,7 +315,7 @@ def test_a_pruned_expert_has_no_low_rank_part(tiny_checkpoint: Callable[..., Pat
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
-def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -> None:
+def test_a_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     options = PassOptions(BITS, prune=share)
     tables = _arms(model_map, options)
@@ -341,7 +341,7 @@ def test_the_error_of_an_unreachable_target_reports_the_highest_ratio(
         check_reachable(model_map, _budget(model_map, best + 0.02), options)
 
 
-def test_a_forced_rank_lowers_the_highest_ratio(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_a_given_rank_lowers_the_highest_ratio(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     with pytest.raises(TargetError) as caught:
         check_reachable(model_map, 1000, PassOptions(BITS, rank="off"))

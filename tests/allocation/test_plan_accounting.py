@@ -1,4 +1,4 @@
-"""What a plan says it loses and takes: removals at their price, each loss counted once, an upper bound of its bytes."""
+"""What a plan says it loses and takes: pruning at its price, each loss counted once, an upper bound of its bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ciuic_cli.passes.lowrank import LowRankPart, factor_bytes
 
 WIDTHS = BITS[1:]
 EXPENSIVE = 1e9
-"""KL of a removal that never pays."""
+"""KL of pruning that never pays."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def model_map(tiny_checkpoint: Callable[..., Path]) -> ModelMap:
 
 
 def arms_of(model_map: ModelMap, options: PassOptions) -> list[ArmTable]:
-    """Arms with sensitivities over orders of magnitude; removing a group costs what coding it with no bits would."""
+    """Arms with sensitivities over orders of magnitude; pruning a group loses what a code of no bits would."""
     generator = np.random.default_rng(0)
     made = []
     for matrix in weight_matrices(model_map.parameters.values()):
@@ -45,12 +45,12 @@ def half_of_4_bits(model_map: ModelMap) -> int:
     return int(2 * model_map.stored_numel / 2.5)
 
 
-def with_channels(tables: list[ArmTable], costs: dict[int, float]) -> tuple[list[ArmTable], str]:
-    """The arms with the removal costs of channel blocks of the first down projection; returns its key too."""
+def with_channels(tables: list[ArmTable], losses: dict[int, float]) -> tuple[list[ArmTable], str]:
+    """The tables with the pruning losses of channel blocks of the first down projection; returns its key too."""
     down = next(table for table in tables if table.matrix.role == "down")
     channels = np.full(-(-down.matrix.cols // 16), EXPENSIVE)
-    for block, cost in costs.items():
-        channels[block] = cost
+    for block, loss in losses.items():
+        channels[block] = loss
     return [
         replace(table, channels=channels) if table is down else table for table in tables
     ], down.matrix.key
@@ -62,9 +62,9 @@ def loss_at(table: ArmTable, row_bits: np.ndarray) -> np.ndarray:
     return np.array([table.loss[group, column] for group, column in enumerate(columns)])
 
 
-@pytest.mark.parametrize(("factor", "removed"), [(0.97, True), (1.03, False)])
+@pytest.mark.parametrize(("factor", "pruned"), [(0.97, True), (1.03, False)])
 def test_a_structure_goes_if_it_costs_less_than_its_members_loss_and_bytes(
-    model_map: ModelMap, factor: float, removed: bool
+    model_map: ModelMap, factor: float, pruned: bool
 ) -> None:
     """Bytes are priced at the Lagrange multiplier. The loss alone is far less than loss and bytes together."""
     options, block = PassOptions(WIDTHS), 1
@@ -83,11 +83,11 @@ def test_a_structure_goes_if_it_costs_less_than_its_members_loss_and_bytes(
     plan = make_plan(model_map, tables, budget, options)
     assert [(structure.down, structure.block) for structure in plan.pruned_structures] == [
         (down, block)
-    ] * removed
+    ] * pruned
 
 
 def counted(tables: list[ArmTable], plan: Plan) -> float:
-    """KL of all kept row groups and of all removed structures, each once."""
+    """KL of all kept row groups and of all pruned structures, each once."""
     gone = {member for structure in plan.pruned_structures for member in structure.members}
     total = sum(structure.loss for structure in plan.pruned_structures)
     for table in tables:
@@ -96,7 +96,7 @@ def counted(tables: list[ArmTable], plan: Plan) -> float:
     return total
 
 
-def test_every_removal_and_every_group_is_counted_once(model_map: ModelMap) -> None:
+def test_every_pruned_structure_and_every_group_is_counted_once(model_map: ModelMap) -> None:
     options = PassOptions(WIDTHS)
     tables, down = with_channels(arms_of(model_map, options), {1: 1e-5, 4: 2e-5})
     plan = make_plan(model_map, tables, half_of_4_bits(model_map), options)
@@ -107,7 +107,7 @@ def test_every_removal_and_every_group_is_counted_once(model_map: ModelMap) -> N
         assert np.flatnonzero(plan.structure_masks[down.replace("down", name)]).tolist() == [1, 4]
 
 
-def test_groups_that_are_pruned_by_force_cost_their_removal(model_map: ModelMap) -> None:
+def test_groups_that_are_pruned_by_force_cost_their_pruning_loss(model_map: ModelMap) -> None:
     options = PassOptions(WIDTHS, prune=0.2)
     tables = arms_of(model_map, options)
     plan = make_plan(model_map, tables, half_of_4_bits(model_map), options)

@@ -54,13 +54,13 @@ def test_factors_do_not_depend_on_the_global_generator() -> None:
 def test_remaining_is_the_share_of_energy_that_truncation_leaves() -> None:
     weight, importance = _steep(72, 112, 5), _importance(72, 6)
     offered = parts(residual_energies(weight, importance, (16, 32)), importance, 112)
-    assert [arm.rank for arm in offered] == [16, 32]
-    for arm in offered:
+    assert [part.rank for part in offered] == [16, 32]
+    for part in offered:
         # From the exact SVD: the share of weighted energy that the truncation leaves in each group.
         root = importance.sqrt()[:, None]
         u, s, vh = torch.linalg.svd(root * weight, full_matrices=False)
-        residual = (u[:, arm.rank :] * s[arm.rank :]) @ vh[arm.rank :]
-        for group, remaining in enumerate(arm.remaining):
+        residual = (u[:, part.rank :] * s[part.rank :]) @ vh[part.rank :]
+        for group, remaining in enumerate(part.remaining):
             rows = slice(16 * group, 16 * (group + 1))
             exact = float(residual[rows].square().sum() / (root * weight)[rows].square().sum())
             assert remaining == pytest.approx(exact, rel=0.05)
@@ -83,7 +83,7 @@ def test_a_low_rank_matrix_leaves_nothing_and_a_zero_matrix_stays_finite() -> No
 def test_ranks_above_the_full_rank_are_not_offered() -> None:
     weight = _random(40, 24)
     offered = parts(residual_energies(weight, torch.ones(40), (16, 32, 64)), torch.ones(40), 24)
-    assert [arm.rank for arm in offered] == [16]
+    assert [part.rank for part in offered] == [16]
     assert parts(residual_energies(_random(16, 200), torch.ones(16), (16, 32)), torch.ones(16), 200) == []
 
 

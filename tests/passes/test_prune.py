@@ -1,4 +1,4 @@
-"""The prune pass: losses against brute force, the least-squares correction, forced shares and masks."""
+"""The prune pass: losses against brute force, the least-squares correction, shares and masks."""
 
 from __future__ import annotations
 
