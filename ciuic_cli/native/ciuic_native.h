@@ -37,7 +37,7 @@ CIUIC_EXPORT const char* ciuic_cpu_kernels();
 // `direction` and `pull` (each rows x cols, or both null; they require A) add feedback of each row along one direction:
 // row r of tile J also moves by pull_rJ d_r, where d_r = sum_{J'>J} P_rJ' . direction_rJ'.
 //
-// A row whose scale is 0 is padding: its weights cost nothing, and its rows of What are 0. What (rows x cols) receives
+// A row whose scale is 0 is padding: its error is ignored, and its row of What is 0. What (rows x cols) receives
 // the decoded matrix and must not overlap W. `progress`, if not null, counts finished tiles. If another thread sets it
 // far below 0, beyond what counting can undo, the call stops within the time of a few tiles; so it does at the first
 // target that is NaN or infinite. After an error, `codes` and What mean nothing.
