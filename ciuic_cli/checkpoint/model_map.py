@@ -143,7 +143,7 @@ class ModelMap:
         return model
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter in its in-memory shape, in the checkpoint's dtype; float32 if FP8 or FP4 was decoded.
+        """A parameter in its in-memory shape, in the checkpoint's dtype; float32 if it had scales.
 
         An expert stack is read as a whole; prefer `read_expert` for large stacks. `read`, `read_expert` and `read_rows`
         raise InputError for a value that is NaN or infinite, or becomes so in the model's dtype.
@@ -352,7 +352,7 @@ def _require_kind(parameter: Parameter, dtype: torch.dtype, checkpoint: Checkpoi
     """Raise InputError if the stored numbers cannot be read as the parameter's `dtype`."""
     for source in parameter.sources:
         entry = checkpoint.tensors[source]
-        decoded = checkpoint.is_fp4(source) or checkpoint.is_fp8(source)
+        decoded = checkpoint.format_of(source) is not None
         if decoded and source not in checkpoint.scales:
             checkpoint.read_dense(source, (0, 0))  # raises InputError, which names the expected scales
         if not can_hold(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):

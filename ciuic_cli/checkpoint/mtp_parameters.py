@@ -12,7 +12,6 @@ from dataclasses import replace
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.naming import Assembly
-from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import MTP_ROLES, classify_mtp
 from ciuic_cli.checkpoint.tying import same_values
 from ciuic_cli.errors import InputError
@@ -39,7 +38,7 @@ def keep_mtp(model_map: ModelMap) -> ModelMap:
     dtypes = {
         name: TORCH_DTYPES[checkpoint.entry(name).dtype]
         for name in assemblies
-        if not _is_decoded(checkpoint, name)
+        if checkpoint.format_of(name) is None
     }
     return replace(
         model_map,
@@ -60,14 +59,10 @@ def is_mtp(parameter: Parameter) -> bool:
     return parameter.role in MTP_ROLES
 
 
-def _is_decoded(checkpoint: Checkpoint, name: str) -> bool:
-    return checkpoint.is_fp8(name) or checkpoint.is_fp4(name)
-
-
 def _parameter(model_map: ModelMap, name: str) -> Parameter:
     checkpoint = model_map.checkpoint
     entry = checkpoint.entry(name)
-    if _is_decoded(checkpoint, name):
+    if checkpoint.format_of(name) is not None:
         checkpoint.read_dense(name, (0, 0))  # raises InputError if the scale is absent
         floating = True
     elif entry.dtype in _STORABLE:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ciuic_cli.checkpoint import formats
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.shards import INDEX_NAME
@@ -138,6 +139,32 @@ def test_fp4_experts_as_v4_stores_them(tmp_path: Path, dtype: torch.dtype) -> No
     nibble = (packed[row, col // 2].item() >> 4) & 15
     assert found[row, col] == values[nibble] * 2.0 ** (scale.view(torch.uint8)[row, col // 32].item() - 127)
     assert torch.equal(opened.read_dense("w1.weight", (2, 5)), found[2:5])
+
+
+def test_a_new_format_is_one_row_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four codes per int16, one scale per 8 values: read by an opened checkpoint without a change elsewhere."""
+    values = tuple(float(code**2 - 40) for code in range(16))
+    row = formats.NumberFormat("squares", 4, values, packed_in=("I16",), scale_block=(1, 8))
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, row))
+    codes = torch.randint(0, 16, (5, 24), generator=torch.Generator().manual_seed(0))
+    packed = (codes.reshape(5, 6, 4) << torch.tensor([0, 4, 8, 12])).sum(-1).to(torch.int16)
+    scale = torch.rand(5, 3) + 0.5
+    opened = checkpoint(tmp_path / "m", {"a.weight": packed, "a.weight_scale": scale, "b": packed.clone()})
+    found = opened.format_of("a.weight")
+    assert found is not None and found.name == "squares" and opened.format_of("b") is None
+    assert opened.dense_shape("a.weight") == (5, 24) and opened.dense_shape("b") == (5, 6)
+    expected = torch.tensor(values)[codes] * scale.repeat_interleave(8, 1)
+    assert torch.equal(opened.read_dense("a.weight"), expected)
+    assert torch.equal(opened.read_dense("a.weight", (1, 3)), expected[1:3])
+    with pytest.raises(InputError, match=r"needs \(5, 3\)"):
+        checkpoint(tmp_path / "n", {"a.weight": packed, "a.weight_scale": torch.ones(5, 4)})
+
+
+def test_rows_of_f4_end_with_a_whole_byte() -> None:
+    assert formats.stored_shape("F4", (3, 6)) == (3, 3) and formats.stored_shape("F32", (3, 5)) == (3, 5)
+    for shape in ((3, 5), ()):
+        with pytest.raises(ValueError, match="must fill whole bytes"):
+            formats.stored_shape("F4", shape)
 
 
 def test_24_fp8_without_its_scale(tmp_path: Path) -> None:
