@@ -12,14 +12,17 @@ from ciuic_cli.allocation.group_knapsack import GroupKnapsack
 from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.artifact.layout import stored_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.bits import stored_bits
-from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.codecs.bits import BITS, stored_bits
+from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.passes import lowrank
 
 
 def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> None:
     """Raise TargetError if even the smallest arms exceed the budget, UsageError for a rank that no matrix can have, and
-    InputError for a model without any matrix to compress."""
+    InputError for a model without any matrix to compress.
+
+    The TargetError's remedy names the highest ratio with these options, and with each option that raises it.
+    """
     arms = _lossless_arms(model_map, options)
     if not arms:
         raise InputError(
@@ -34,8 +37,35 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
                 f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
                 remedy=f"use at most {highest}, or auto" if highest else "use auto or off",
             )
+    knapsack = _smallest(model_map, options, budget)
+    try:
+        knapsack.solve()
+    except TargetError as error:
+        least_bits = min(bits for bits in BITS if bits)
+        alternatives = {
+            "--prune auto": replace(options, prune="auto"),
+            "--rank auto": replace(options, rank="auto"),
+            f"--bits with {least_bits:g}": replace(options, bits=tuple(sorted({least_bits, *options.bits}))),
+        }
+        others = []
+        for option, changed in alternatives.items():
+            reached = _two_decimals(_smallest(model_map, changed, budget).highest_ratio())
+            if float(reached) > float(_two_decimals(knapsack.highest_ratio())):
+                others.append(f"; {option} allows up to {reached}")
+        raise TargetError(error.message, remedy=f"{error.remedy}{''.join(others)}") from error
+
+
+def _smallest(model_map: ModelMap, options: PassOptions, budget: int) -> GroupKnapsack:
+    """The knapsack of arms without losses, each with the rank that the user demands, if any."""
+    arms = _lossless_arms(model_map, options)
+    if isinstance(options.rank, int):
         arms = [replace(arm, rank=options.rank) for arm in arms]
-    GroupKnapsack(model_map, arms, budget, {}).solve()
+    return GroupKnapsack(model_map, arms, budget, {})
+
+
+def _two_decimals(ratio: float) -> str:
+    """The ratio, rounded down."""
+    return f"{np.floor(ratio * 100) / 100:.2f}"
 
 
 def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:
