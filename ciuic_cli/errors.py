@@ -81,7 +81,7 @@ class CiuicError(Exception):
 
 
 class UsageError(CiuicError):
-    """The command or call is wrong: an unknown option, contradictory arguments."""
+    """The command or call is wrong: an unknown option, a value that the option cannot have."""
 
     exit_code = 2
 

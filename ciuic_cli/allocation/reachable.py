@@ -30,13 +30,12 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
             file=model_map.checkpoint.folder,
             remedy="keep it as it is; `ciuic inspect` shows what it consists of",
         )
-    if isinstance(options.rank, int):
-        if not any(arm.lowrank for arm in arms):
-            highest = max(highest_rank(arm.matrix) for arm in arms)
-            raise UsageError(
-                f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
-                remedy=f"use at most {highest}, or auto" if highest else "use auto or off",
-            )
+    if isinstance(options.rank, int) and not any(arm.lowrank for arm in arms):
+        highest = max(highest_rank(arm.matrix) for arm in arms)
+        raise UsageError(
+            f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
+            remedy=f"use at most {highest}, or auto" if highest else "use auto or off",
+        )
     knapsack = _smallest(model_map, options, budget)
     try:
         knapsack.solve()

@@ -100,10 +100,22 @@ def _download(name: str) -> Path:
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
-            f"no such folder, and the hub cannot be reached ({type(error).__name__})",
+            f"no such folder, and {_hub_failure(error)}",
             file=name,
             remedy="check the path and the network, or download the model elsewhere and give its folder",
         ) from error
+
+
+def _hub_failure(error: Exception) -> str:
+    """What went wrong with a download, for a message."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"the hub answers with HTTP status {response.status_code}"
+    if isinstance(error, ValueError):
+        return "the name is no hub id"
+    if isinstance(error, OSError) and error.strerror:
+        return f"the download from the hub failed: {error.strerror}"
+    return "the hub cannot be reached"
 
 
 def is_outside(name: str) -> bool:

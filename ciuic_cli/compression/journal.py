@@ -276,8 +276,12 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
             differences += _differences(before, after)[:5]
-        elif max(len(str(before)), len(str(after))) > _SHOWN_CHARACTERS:
+            continue
+        shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (before, after)]
+        if shown[0] == shown[1]:  # floats that differ only beyond the fourth digit
+            shown = [str(before), str(after)]
+        if max(map(len, shown)) > _SHOWN_CHARACTERS:
             differences.append(f"{key} changed")
         else:
-            differences.append(f"{key}: {before} before, {after} now")
+            differences.append(f"{key}: {shown[0]} before, {shown[1]} now")
     return differences

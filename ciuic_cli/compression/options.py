@@ -194,7 +194,7 @@ def _check_target(ratio: object, target_bpw: object, target_size: object) -> Non
     given = {"--ratio": ratio, "--target-bpw": target_bpw, "--target-size": target_size}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} contradict each other", remedy="give one of them")
+        raise UsageError(f"{' and '.join(named)} each set the budget", remedy="give only one of them")
     if target_size is not None and not (_is_whole(target_size) and target_size >= 1):
         raise UsageError(
             f"--target-size: {_shown(target_size)} is not a positive number of bytes",

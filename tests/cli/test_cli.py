@@ -49,7 +49,7 @@ def made(
         (["--ratio", "nan"], "--ratio nan"),
         (["--ratio", "inf"], "--ratio inf"),
         (["--ratio", "four"], "--ratio"),
-        (["--ratio", "4", "--target-bpw", "4"], "contradict"),
+        (["--ratio", "4", "--target-bpw", "4"], "each set the budget"),
         (["--target-bpw", "0"], "--target-bpw"),
         (["--target-bpw", "17"], "--target-bpw"),
         (["--target-size", "8X"], "is not a size"),
