@@ -26,7 +26,7 @@ class Bars:
         self._display = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}", markup=False),
             rich_progress.BarColumn(),
-            rich_progress.TaskProgressColumn(),
+            rich_progress.TextColumn("{task.percentage:>3.0f} %", markup=False),
             rich_progress.TimeRemainingColumn(),
             console=console,
             transient=True,

@@ -38,7 +38,7 @@ from ciuic_cli.text.tokenizer import (
 
 MIN_WINDOW_TOKENS = 32
 """A partial window counts if it predicts at least this many tokens."""
-OWN_TEXT = "ciuic's own text"
+OWN_TEXT = "the package's own evaluation text"
 """Name of the package's evaluation text in results."""
 _COMPARED_TOKENS = 4096
 """Tokens of the text by which two tokenizers are compared. Chosen, not tuned."""
