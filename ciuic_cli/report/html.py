@@ -44,7 +44,7 @@ def _headline(report: MemoryReport) -> list[tuple[str, str]]:
     return [
         (f"{report.ratio:.3f} : 1", "compression of 2 bytes per weight"),
         (readable_bytes(report.artifact_bytes), f"from {readable_bytes(report.original_bytes)}"),
-        (f"{report.bits_per_weight:.3f}", "bits per weight, every stored byte counted"),
+        (f"{report.bits_per_weight:.3f}", "bits per weight, all bytes of the safetensors files counted"),
         (readable_kl(report.predicted_kl), "predicted KL, nats per token"),
         (_measured_kl(report), "measured KL on held-out calibration text"),
     ]
