@@ -25,7 +25,7 @@ from ciuic_cli.allocation.probes import (
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.journal import Journal
-from ciuic_cli.compression.steps import Progress, Steps
+from ciuic_cli.compression.steps import Steps
 from ciuic_cli.compression.task import Task
 from ciuic_cli.errors import TargetError
 from ciuic_cli.evaluation.estimates import Mean
@@ -34,6 +34,7 @@ from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, return_freed_memory
+from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
 from ciuic_cli.recovery.tuning import Recovery, RecoveryResult
@@ -53,15 +54,18 @@ RECOVERY = "recovery"
 class Run:
     """One worker's view of a run. Finished steps are read from the journal; the workers make the missing ones.
 
-    Creating it collects the statistics. Then call, in this order, `plan`, `encode`, `recover`, and
-    `writing.write_artifact`.
+    Call the phases in this order: `collect`, `plan`, `encode`, `recover`, and then `writing.write_artifact`. A dry run
+    ends after `plan`.
 
     Attributes:
         matrices: all weight matrices; their indices are the step numbers.
-        corrections: the result of `probe_corrections`, once `plan` has run.
-        singular: number of matrices whose H was singular before damping, once `plan` has run.
-        recovered: the result of recovery; None before, and if the effort level has none.
+        statistics: set by `collect`.
+        corrections: the result of `probe_corrections`; set by `plan`.
+        singular: number of matrices whose H was singular before damping; set by `plan`.
+        recovered: the result of recovery; set by `recover`, None if the effort level has no recovery steps.
     """
+
+    statistics: Statistics
 
     def __init__(self, task: Task, journal: Journal, workers: Workers, progress: Progress) -> None:
         self.task, self.journal, self.workers, self.progress = task, journal, workers, progress
@@ -73,9 +77,11 @@ class Run:
         self.recovered: RecoveryResult | None = None
         self._steps = Steps(journal, workers, progress)
         self._kl_meter: KLMeter | None = None
-        self.statistics = self._statistics()
 
-    def _statistics(self) -> Statistics:
+    # --- collect
+
+    def collect(self) -> None:
+        """Collect the statistics, unless the journal has them."""
         folder = self.journal.folder / "statistics"
         if not self.workers.broadcast(self.workers.is_leader and self.journal.sealed(STATISTICS, folder)):
             if self.workers.is_leader:
@@ -87,7 +93,7 @@ class Run:
             )  # fmt: skip
             if self.workers.is_leader:
                 self.journal.seal(STATISTICS, folder)
-        return Statistics(folder)
+        self.statistics = Statistics(folder)
 
     # --- plan
 
@@ -220,7 +226,7 @@ class Run:
             remove_path(folder)  # left by a killed run
             self._kl_meter = KLMeter(
                 self.map, self.task.held_out, folder,
-                device=self.device, progress=lambda phase, done, total: None,
+                device=self.device, progress=no_progress,
             )  # fmt: skip
         return self._kl_meter
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.process.memory import return_freed_memory
+from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.process.workers import Workers
-
-Progress = Callable[[str, int, int], None]
-"""`progress(phase, done, total)`: how much of a phase's work is done, in any unit."""
 
 
 class Steps:

@@ -26,6 +26,7 @@ from ciuic_cli.evaluation.logits import PredictWindow, loaded, streamed
 from ciuic_cli.evaluation.opening import expected_bytes, free_memory, open_model, require_runnable
 from ciuic_cli.layerwise.layer_stream import compute_dtype
 from ciuic_cli.process.memory import configure_allocators
+from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.documents import builtin_evaluation_text, read_text
 from ciuic_cli.text.tokenizer import (
@@ -45,9 +46,6 @@ _COMPARED_TOKENS = 4096
 BLOCK_BYTES = 32 << 20
 """Bytes of one float64 block (tokens, vocabulary), of which a few exist at a time. No measurement is on record."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with the phase, the steps that are done, and all steps."""
-
 
 @torch.inference_mode()
 def evaluate(
@@ -58,7 +56,7 @@ def evaluate(
     seqlen: int = 1024,
     limit: int | None = None,
     device: str = "auto",
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
     hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Perplexity of a model on a text; with `base`, also the KL divergence from it.

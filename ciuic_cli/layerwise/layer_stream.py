@@ -42,14 +42,13 @@ from ciuic_cli.process.memory import (
     return_freed_memory,
 )
 from ciuic_cli.process.processor import multiplies_bfloat16
+from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 
 LOGIT_BYTES = 1 << 27
 """Most bytes of float32 logits that exist at a time; longer sequences go through the head in parts. No measurement is
 on record; see also docs/experiments/scale/vocabulary-chunks.md."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with the phase, the steps that are done, and all steps."""
 Override = Callable[[str, int | None], torch.Tensor | None]
 """Gives other values for a parameter by its name, or for one expert (out, in) of a stack; None keeps the original.
 Called from several threads."""
