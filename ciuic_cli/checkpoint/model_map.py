@@ -29,7 +29,7 @@ from ciuic_cli.checkpoint.architecture import (
 from ciuic_cli.checkpoint.expert_ids import expert_tables, require_expert_table
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES, can_hold
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers, sort_unexpected
-from ciuic_cli.checkpoint.naming import Assembly, plan_names
+from ciuic_cli.checkpoint.naming import Assembly, map_names
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.checkpoint.tying import resolve_ties
@@ -74,7 +74,7 @@ class ModelMap:
         layer_prefixes: name prefixes of the decoder layers ("model.layers.0.").
         warnings: messages for the user.
         mtp: the checkpoint's multi-token-prediction layers.
-        mtp_tensors: names of their tensors, which `keeping.keep_mtp` turns into parameters.
+        mtp_tensors: names of their tensors, which `mtp_parameters.keep_mtp` turns into parameters.
         assemblies: how each stored parameter is built from tensors of the checkpoint.
         dtype_rules: requested dtype -> parameter -> dtype, for the parameters that get another dtype.
     """
@@ -253,14 +253,14 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
     dtype = _model_dtype(config, checkpoint)
     model = build_meta_model(config, dtype, file)
     scales = set(checkpoint.scales.values())
-    shapes = {name: checkpoint.dense_shape(name) for name in checkpoint.tensors if name not in scales}
+    shapes = {name: checkpoint.decoded_shape(name) for name in checkpoint.tensors if name not in scales}
     try:
-        plan = plan_names(model, shapes)
+        names = map_names(model, shapes)
     except InputError as error:
         raise InputError(
             error.message, file=checkpoint.folder, tensor=error.tensor, remedy=error.remedy
         ) from error
-    ties, assemblies, warnings = resolve_ties(model, plan.assemblies, checkpoint)
+    ties, assemblies, warnings = resolve_ties(model, names.assemblies, checkpoint)
     if ties.broken:
         config.tie_word_embeddings = False
     parameters = {}
@@ -291,7 +291,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         require_expert_table(
             checkpoint.entry(parameters[name].sources[0]), experts, "download the checkpoint again"
         )
-    unexpected_warnings, mtp, mtp_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
+    unexpected_warnings, mtp, mtp_tensors = sort_unexpected(names.unexpected, config, checkpoint)
     return ModelMap(
         checkpoint=checkpoint,
         config=config,
@@ -354,7 +354,7 @@ def _require_kind(parameter: Parameter, dtype: torch.dtype, checkpoint: Checkpoi
         entry = checkpoint.tensors[source]
         decoded = checkpoint.format_of(source) is not None
         if decoded and source not in checkpoint.scales:
-            checkpoint.read_dense(source, (0, 0))  # raises InputError, which names the expected scales
+            checkpoint.read_decoded(source, (0, 0))  # raises InputError, which names the expected scales
         if not can_hold(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):
             scale = " without a scale" if dtype.is_floating_point else ""
             raise InputError(

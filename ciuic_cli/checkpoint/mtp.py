@@ -4,8 +4,8 @@ MTP layers draft tokens ahead for speculative decoding. DeepSeek-V3 ships one as
 `mtp.0`. transformers' model has no parameters for them, and its predictions do not depend on them.
 
 `sort_unexpected` takes the names that match no parameter and returns warnings and the MTP layers among them.
-`PredictionLayers` records these layers in reports and artifacts. `keeping.keep_mtp` turns their tensors into parameters
-for `compress --mtp keep`; otherwise they are dropped, and the report says so.
+`PredictionLayers` records these layers in reports and artifacts. For `compress --mtp keep`, `mtp_parameters.keep_mtp`
+turns their tensors into parameters; otherwise they are dropped, and the report says so.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def _parameter(model_map: ModelMap, name: str) -> Parameter:
     checkpoint = model_map.checkpoint
     entry = checkpoint.entry(name)
     if checkpoint.format_of(name) is not None:
-        checkpoint.read_dense(name, (0, 0))  # raises InputError if the scale is absent
+        checkpoint.read_decoded(name, (0, 0))  # raises InputError if the scale is absent
         floating = True
     elif entry.dtype in _STORABLE:
         floating = TORCH_DTYPES[entry.dtype].is_floating_point
@@ -74,7 +74,7 @@ def _parameter(model_map: ModelMap, name: str) -> Parameter:
             tensor=name,
             remedy="leave these layers out with --mtp drop",
         )
-    shape = checkpoint.dense_shape(name)
+    shape = checkpoint.decoded_shape(name)
     original = _equal_embedding_or_head(model_map, name, shape)
     if original is not None:
         reason = f"equal to {original}: stored there"

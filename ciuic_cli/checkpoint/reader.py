@@ -82,12 +82,12 @@ class Checkpoint:
         """The tensor's format if it is stored with scales; None if it is stored as plain numbers."""
         return formats.format_of(self.entry(name).dtype, has_scale=name in self.scales)
 
-    def dense_shape(self, name: str) -> tuple[int, ...]:
+    def decoded_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the decoded tensor."""
         entry, number_format = self.entry(name), self.format_of(name)
         return entry.shape if number_format is None else number_format.decoded_shape(entry.dtype, entry.shape)
 
-    def read_dense(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+    def read_decoded(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """The decoded tensor: weights with scales as float32, any other tensor in its stored dtype.
 
         `rows` as in `read`. Raises InputError if a weight in one of `formats.FORMATS` has no scale or one of the wrong
@@ -118,8 +118,8 @@ class Checkpoint:
     def read_finite(
         self, name: str, rows: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """`read_dense`, but raises InputError if a value is NaN or infinite, or becomes so in `dtype`."""
-        values = self.read_dense(name, rows)
+        """`read_decoded`, but raises InputError if a value is NaN or infinite, or becomes so in `dtype`."""
+        values = self.read_decoded(name, rows)
         if formats.count_nonfinite(values, dtype):
             scale = self.scales.get(name)
             if scale is not None:  # name the scale if the fault is there
@@ -135,10 +135,10 @@ class Checkpoint:
             if number_format is not None and name in self.scales:
                 self._scale_block(name, number_format)
             elif (number_format is not None or entry.dtype == SCALES_ONLY) and name.endswith("weight"):
-                self.read_dense(name, (0, 0))
+                self.read_decoded(name, (0, 0))
 
     def _scale_block(self, name: str, number_format: NumberFormat) -> tuple[int, int]:
-        """Rows and columns of the weight that share one scale; raises InputError as `read_dense`."""
+        """Rows and columns of the weight that share one scale; raises InputError as `read_decoded`."""
         entry = self.entry(name)
         scale = self.entry(self.scales[name])
         if scale.dtype not in SCALE_DTYPES:
@@ -149,7 +149,7 @@ class Checkpoint:
                 remedy=formats.SCALE_REMEDY,
             )
         return formats.scale_block(
-            self.dense_shape(name),
+            self.decoded_shape(name),
             scale.shape,
             _weight_block(self.config, self.folder / "config.json"),
             fixed=number_format.scale_block,

@@ -67,8 +67,8 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
         [*_roles(report.components), [_OVERHEAD, None, None, "", _bytes(overhead), "", ""]],
     )
     console.data("")
-    for step in report.passes:
-        console.data(f"{step.name}: {pass_sentence(step)}")
+    for result in report.passes:
+        console.data(f"{result.name}: {pass_sentence(result)}")
     console.data(f"padding: {padding_sentence(report.padding)}")
     console.data(f"{report.seconds:.0f} s, {readable_bytes(report.peak_rss_bytes)} of peak memory")
 

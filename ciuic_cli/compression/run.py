@@ -184,7 +184,7 @@ class Run:
         """Tune row scales and norms, if the effort level has recovery steps."""
         if not self.options.level.recovery_steps:
             return
-        folder = self.journal.folder / f"recovery-{self.workers.rank}"
+        folder = self.journal.folder / f"recovery-{self.workers.number}"
         remove_path(folder)  # left by a killed run
         recovery = Recovery(
             self.map, self._encoded_or_none, self._expert_masks(plan), self.task.recovery, folder,
@@ -200,7 +200,7 @@ class Run:
             if self.workers.is_leader:
                 self.journal.save(RECOVERY, state())
 
-        self.recovered = recovery.run(measure, keep, self.progress)
+        self.recovered = recovery.tune(measure, keep, self.progress)
         remove_path(folder)
 
     def _recovered_kl(self, plan: Plan, factors: Factors) -> float:
@@ -222,7 +222,7 @@ class Run:
     def _meter(self) -> KLMeter:
         """The meter of KL on the held-out sequences, made at the first call, with the original model's predictions."""
         if self._kl_meter is None:
-            folder = self.journal.folder / f"meter-{self.workers.rank}"
+            folder = self.journal.folder / f"meter-{self.workers.number}"
             remove_path(folder)  # left by a killed run
             self._kl_meter = KLMeter(
                 self.map, self.task.held_out, folder,

@@ -28,7 +28,7 @@ from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
-from ciuic_cli.recovery.tuning import STEP_SEQUENCES
+from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.calibration import calibration_batch
 from ciuic_cli.text.tokenizer import open_tokenizer

@@ -43,7 +43,8 @@ from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, resident_bytes
 from ciuic_cli.process.threads import parallel_map
-from ciuic_cli.recovery.tuning import CHECKS, STEP_SEQUENCES
+from ciuic_cli.recovery.gradients import STEP_SEQUENCES
+from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
@@ -258,7 +259,7 @@ def _seconds(
         # reads and decodes every layer twice.
         total["recovery"] += 4 * text.recovery * text.length * active * product
         total["recovery"] += 2 * (text.recovery // STEP_SEQUENCES) * (weights * read + decoding)
-        total["recovery"] += (CHECKS + 1) * total["measure"]
+        total["recovery"] += (EVALUATIONS + 1) * total["measure"]
     return total
 
 

@@ -163,15 +163,15 @@ def windows_of(
         InputError: the text is too short for one window.
         UsageError: `seqlen` is too small.
     """
-    prefix = leading_special_tokens(tokenizer)
-    body = seqlen - len(prefix)
+    leading = leading_special_tokens(tokenizer)
+    body = seqlen - len(leading)
     if body < 2:
         raise UsageError(
             f"windows of {seqlen} tokens leave no room for text",
             remedy="use --seqlen 128 or more; the model needs as many positions",
         )
     ids = tokenize(tokenizer, text, None if limit is None else limit * body)
-    windows = [torch.tensor([*prefix, *ids[start : start + body]]) for start in range(0, len(ids), body)]
+    windows = [torch.tensor([*leading, *ids[start : start + body]]) for start in range(0, len(ids), body)]
     windows = [window for window in windows if len(window) > MIN_WINDOW_TOKENS]
     if not windows:
         raise InputError(

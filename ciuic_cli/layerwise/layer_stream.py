@@ -13,7 +13,7 @@ The text is cut into chunks, one forward call each. The steps, and what is in me
 
 Layer weights are float32, but expert stacks have the dtype of `_load_weights` and stay in main memory
 (`expert_offload.py`). Matrix
-products are in `dtype`, the residual stream is float32. `release` and `delete_released` remove what is not needed any
+products are in `dtype`, the residual stream is float32. `drop` and `delete_dropped` remove what is not needed any
 more.
 """
 
@@ -166,8 +166,8 @@ class LayerStream:
         self.begin()
         for number in range(len(self.prefixes)):
             self.forward_layer(number)
-            self.release(number)
-            self.delete_released()
+            self.drop(number)
+            self.delete_dropped()
             progress("forward", number + 1, len(self.prefixes))
 
     def forward_layer(self, number: int, chunks: Sequence[int] | None = None) -> None:
@@ -250,17 +250,18 @@ class LayerStream:
 
             yield layer, run_chunks
 
-    def release(self, number: int, chunks: Sequence[int] | None = None) -> None:
+    def drop(self, number: int, chunks: Sequence[int] | None = None) -> None:
         """Drop a layer's inputs and the gradients at its output, of these chunks (default: all).
 
-        The number after the last layer drops the last layer's outputs. The files stay until `delete_released`.
+        The number after the last layer drops the last layer's outputs; -1 drops the gradients at the first layer's
+        inputs. The files stay until `delete_dropped`.
         """
         for index in self._chunks_or_all(chunks):
             self.hidden.drop(f"{number}.{index}")
             self.gradient.drop(f"{number + 1}.{index}")
 
-    def delete_released(self) -> None:
-        """Delete the files of what was released."""
+    def delete_dropped(self) -> None:
+        """Delete the files of what was dropped."""
         self.hidden.delete_dropped()
         self.gradient.delete_dropped()
 

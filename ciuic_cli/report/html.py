@@ -34,7 +34,7 @@ def render_html(report: MemoryReport) -> str:
         probe_chart=_probe_chart(report),
         probe_text=_probe_text(report),
         unpredicted=" ".join(sorted({component.unpredicted or "" for component in compressed})),
-        passes=[(step, pass_sentence(step)) for step in report.passes],
+        passes=[(result, pass_sentence(result)) for result in report.passes],
         dense=_by_reason(report.components),
         facts=_facts(report),
     )

@@ -97,7 +97,7 @@ def collect_statistics(
     chunk_numbers = [number for share in shares for number in share]
     ends = itertools.accumulate((len(share) for share in shares), initial=0)
     stream = LayerStream(
-        model_map, [chunks[number] for number in chunk_numbers], folder / f"stream-{workers.rank}",
+        model_map, [chunks[number] for number in chunk_numbers], folder / f"stream-{workers.number}",
         device=device, dtype=compute_dtype(device),
     )  # fmt: skip
     writer = StatisticsWriter(folder, batches.numel(), model_map.checkpoint.folder)
@@ -142,10 +142,10 @@ class _Collection:
         for number, (phase, step) in enumerate(steps[first:], first):
             step()
             if number >= layers:
-                # Deletes what the previous step released. All workers have marked that step, or they would not have
+                # Deletes what the previous step dropped. All workers have marked that step, or they would not have
                 # met in this one; so none can resume before it.
-                self.stream.delete_released()
-                self.stream.release(2 * layers - number)
+                self.stream.delete_dropped()
+                self.stream.drop(2 * layers - number)
             self.marks.save(number, self._state())
             if phase in ("forward", "backward"):
                 self.progress(phase, number % (layers + 1) + 1, layers)

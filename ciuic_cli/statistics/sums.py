@@ -29,7 +29,7 @@ def segments_of(chunks: int) -> list[range]:
 def share_of(segments: Sequence[range], workers: Workers) -> list[range]:
     """This worker's segment in each round; empty in the last round if there is none left for it."""
     rounds = -(-len(segments) // workers.size)
-    numbers = [turn * workers.size + workers.rank for turn in range(rounds)]
+    numbers = [turn * workers.size + workers.number for turn in range(rounds)]
     return [segments[number] if number < len(segments) else range(0) for number in numbers]
 
 
@@ -56,21 +56,21 @@ class OrderedSums:
         everyone = self.workers.gather(headers)
         for key in _all_keys(everyone):
             owner = self.owner[key[0]]
-            for rank, theirs in enumerate(everyone):
+            for sender, theirs in enumerate(everyone):
                 if key not in theirs:
                     continue
-                if self.workers.rank == rank == owner:
+                if self.workers.number == sender == owner:
                     self._include(key, moments[key])
-                elif self.workers.rank == rank:
+                elif self.workers.number == sender:
                     self.workers.send(moments[key].inputs, owner)
                     self.workers.send(moments[key].outputs, owner)
-                elif self.workers.rank == owner:
+                elif self.workers.number == owner:
                     inputs, outputs, scalars = theirs[key]
                     self._include(
                         key,
                         Moments(
-                            self.workers.receive(inputs, self.device, rank),
-                            self.workers.receive(outputs, self.device, rank),
+                            self.workers.receive(inputs, self.device, sender),
+                            self.workers.receive(outputs, self.device, sender),
                             *scalars,
                         ),
                     )

@@ -36,23 +36,23 @@ def calibration_batch(
     """
     texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
     ids = tokenize_evenly(tokenizer, texts, nsamples * seqlen)
-    prefix = leading_special_tokens(tokenizer)
+    leading = leading_special_tokens(tokenizer)
     if len(ids) < MINIMUM_TOKENS:
         raise InputError(
             f"calibration text has {len(ids)} tokens; at least {MINIMUM_TOKENS} are needed",
             file=files[0] if files else None,
             remedy="give more text (--calibration can be repeated)",
         )
-    require_known_tokens(tokenizer, chain(prefix, ids), vocab_size)
-    seqlen = min(seqlen, len(ids) + len(prefix))
-    body = seqlen - len(prefix)
+    require_known_tokens(tokenizer, chain(leading, ids), vocab_size)
+    seqlen = min(seqlen, len(ids) + len(leading))
+    body = seqlen - len(leading)
     if body < 1:
         raise UsageError(
-            f"sequences of {seqlen} tokens leave no room after the {len(prefix)} that the tokenizer puts first",
+            f"sequences of {seqlen} tokens leave no room after the {len(leading)} that the tokenizer puts first",
             file=tokenizer_file(tokenizer.name_or_path),
             remedy="use a larger --seqlen if the model has as many positions, or check the tokenizer",
         )
     count = min(nsamples, len(ids) // body)
-    step = len(ids) / count
-    starts = [min(int(index * step), len(ids) - body) for index in range(count)]
-    return torch.tensor([[*prefix, *ids[start : start + body]] for start in starts], dtype=torch.long)
+    distance = len(ids) / count
+    starts = [min(int(index * distance), len(ids) - body) for index in range(count)]
+    return torch.tensor([[*leading, *ids[start : start + body]] for start in starts], dtype=torch.long)
