@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
 """Patterns of the files that are downloaded from the hub: no Python code, no pickles."""
 _OPENED_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", "LICENSE")
-"""Endings of the file names that this package or a tokenizer's loader opens."""
+"""Endings of the names of files that this package or a tokenizer's loader opens."""
 _TEMPLATES = "additional_chat_templates"
 """Subfolder from which transformers reads chat templates."""
 _DOWNLOAD_AGAIN = "download the checkpoint again"

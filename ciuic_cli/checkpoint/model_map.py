@@ -47,7 +47,7 @@ class Parameter:
         role, compress, reason: as in `roles.Classification`.
         sources: names of the checkpoint's tensors that it is made of.
         tied_to: the parameter whose values it shares. A tied parameter is stored and counted only there.
-        buffer: it is no trained weight (a router's bias, a lookup table). It is stored but counts as no parameter.
+        buffer: whether it is a buffer (a router's bias, a lookup table): stored, but not counted as a parameter.
     """
 
     name: str
@@ -157,7 +157,7 @@ class ModelMap:
         return assembly.build(self._reader(name), self._conversion_model)[name]
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
-        """One expert (out, in) of a fused stack. Other experts are not read, unless a converter needs them."""
+        """One expert (rows, columns) of a fused stack. Other experts are read only if a converter needs them."""
         assembly = self._assembly(name)
         shape = self.parameters[name].shape
         if len(shape) != 3 or not 0 <= expert < shape[0]:
@@ -188,8 +188,8 @@ class ModelMap:
         """Fill `module` with its weights, in place. It is the submodule of a `skeleton` at the name `prefix`.
 
         Weights are converted to `dtype` (default: the model's), except those that transformers keeps in another one,
-        and require no gradient. Expert stacks take `stack_dtype` and `stack_device` if these are given. Non-persistent
-        buffers move to `device`. Raises ValueError if these are on the meta device: the module is of no `skeleton`.
+        and require no gradient. Expert stacks get `stack_dtype` and `stack_device` if these are given. Non-persistent
+        buffers move to `device`. Raises ValueError if they are on the meta device, as in a module of `meta_model`.
         """
         loaded: dict[str, torch.Tensor] = {}
         for owner, short, name, is_buffer in stored_tensors(module, prefix):

@@ -1,8 +1,7 @@
 """`compress --mtp keep`: turns the tensors of multi-token-prediction layers into parameters of the `ModelMap`.
 
 transformers' model has no place for them, so they keep their names and shapes from the checkpoint. They are read,
-coded and counted like any other parameter. Only their effect on the predictions is unknown: the model's predictions do
-not depend on them.
+coded and counted like any other parameter. They have no predicted KL: the model's predictions do not depend on them.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ class Assembly:
     """How tensors of the checkpoint become one parameter, or several if a converter splits.
 
     Attributes:
-        target: the parameter's name; the first one if there are several.
+        target: the parameter's name; the first name if there are several parameters.
         sources: pattern of the converter -> names of the checkpoint's tensors, in order.
-        converter: transformers' converter; None if the only source is the parameter itself, under another name.
+        converter: transformers' converter; None if the parameter is one tensor, perhaps under another name.
         shapes: parameter -> shape, for all parameters made.
     """
 
@@ -138,7 +138,7 @@ def _stacks_experts(converter: WeightConverter) -> bool:
 
 
 def _lazy_read(read: Read, name: str) -> Any:
-    return lambda: read(name)  # a function of its own, because a lambda in a loop would bind the last name
+    return lambda: read(name)  # a function, because a lambda in the loop would read the last name
 
 
 def _assemble(

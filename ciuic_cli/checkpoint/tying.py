@@ -20,7 +20,12 @@ _COMPARED_ROWS = 4096
 
 @dataclass(frozen=True)
 class Ties:
-    """`tied`: parameter -> the parameter that holds its values. `broken`: tied by the config, but with other values."""
+    """The parameters that config.json ties.
+
+    Attributes:
+        tied: parameter -> the parameter that holds its values.
+        broken: parameters that stay apart, because their stored values differ.
+    """
 
     tied: dict[str, str]
     broken: tuple[str, ...]
@@ -31,8 +36,8 @@ def resolve_ties(
 ) -> tuple[Ties, dict[str, Assembly], list[str]]:
     """Decide which parameters of the meta `model` are tied.
 
-    Returns the ties, the assemblies by the names of the parameters that hold values, and warnings for the user. Values
-    are read only if both parameters of a tie are stored.
+    Returns the ties, the assemblies of all parameters that hold values, and warnings for the user. Values are read only
+    if both parameters of a tie are stored.
     """
     tied: dict[str, str] = {}
     broken: list[str] = []
