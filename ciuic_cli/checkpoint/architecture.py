@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 from ciuic_cli.process.memory import machine_fault
 
-# Limits of the numbers in a config.json, by what a key counts. They are chosen: far above any real model, and low enough
-# that checking and building a model at the limit takes little time and memory.
+# Limits of the numbers in a config.json, by what a key counts. They are chosen: far above any real model, and so low
+# that a model at the limit is checked and built in little time and memory.
 _MAX_LAYERS = 4096
 _LAYER_KEYS = (
     "num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "first_k_dense_replace",

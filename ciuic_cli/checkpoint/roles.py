@@ -20,7 +20,7 @@ from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
 _TILE = 16
 """Rows and columns of a tile of the trellis code (docs/FORMAT.md). A matrix is padded to whole tiles."""
 _PACKED_OVERHEAD = 48
-"""Bytes of a packed matrix besides codes and the one byte per row: an upper bound of its header and padding."""
+"""Bytes of a packed matrix besides codes and rows: 32 of the header, and up to 16 of padding (docs/FORMAT.md)."""
 
 _LINEAR_ROLES = {
     "q_proj": "q",

@@ -10,11 +10,11 @@ The steps, in the order in which `_Collection.run` takes them:
    (`moments.py`) and writes them (`files.py`). Inputs and gradients that are not needed any more are deleted.
 4. embedding: the gradients below layer 0 give the Fisher information of the embedding's rows (`embedding_fisher.py`).
 
-In memory at a time: one layer, its statistics twice (of one segment of the text, and the sum of those before it), and
-one chunk of sequences.
+In memory at a time: one layer, one chunk of sequences, and the layer's statistics twice: of the current segment of the
+text, and the sum over the earlier ones.
 
-Workers share the text by segments, and segments are added up in their order, so that the files have the same bytes for
-any number of workers (`sums.py`). Each finished step is marked in the journal, from which a killed run continues
+Workers share the text by segments. The sums of segments are added in their order, so that the files have the same bytes
+for any number of workers (`sums.py`). Each finished step is marked in the journal, from which a killed run continues
 (`marks.py`).
 """
 
@@ -128,7 +128,7 @@ class _Collection:
     segments: list[range]
 
     def run(self) -> Statistics:
-        """Take all steps in order, from the first that is not finished."""
+        """Take all steps in order, beginning with the first that is not finished."""
         layers = len(self.stream.prefixes)
         steps: list[tuple[str, Callable[[], None]]] = [
             *(("forward", partial(self.stream.forward_layer, number)) for number in range(layers)),

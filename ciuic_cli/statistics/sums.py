@@ -16,7 +16,7 @@ from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.moments import Moments
 
 SEGMENTS = 8
-"""Segments of the text; more workers than this do not make the statistics faster. No measurement is on record."""
+"""Segments of the text, and so the most workers that have work in the statistics. No measurement is on record."""
 
 
 def segments_of(chunks: int) -> list[range]:
@@ -27,7 +27,7 @@ def segments_of(chunks: int) -> list[range]:
 
 
 def share_of(segments: Sequence[range], workers: Workers) -> list[range]:
-    """This worker's segment in each round; empty in the last round if there is none left for it."""
+    """This worker's segment in each round. In the last round it is empty if no segment is left."""
     rounds = -(-len(segments) // workers.size)
     numbers = [turn * workers.size + workers.number for turn in range(rounds)]
     return [segments[number] if number < len(segments) else range(0) for number in numbers]
@@ -48,7 +48,7 @@ class OrderedSums:
     def add(self, moments: Mapping[Key, Moments]) -> None:
         """Add the sums of this worker's segment of one round; all workers must call it once per round.
 
-        `moments` may be kept and changed.
+        The object takes over `moments` and may change them.
         """
         headers = {
             key: (each.inputs.shape, each.outputs.shape, each.scalars) for key, each in moments.items()

@@ -1,4 +1,4 @@
-"""Calibration text to token sequences, from the user's files or the text that ships with the package."""
+"""Calibration sequences, from the user's files or from the text that ships with the package."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ MINIMUM_TOKENS = 256
 def calibration_batch(
     tokenizer: Any, files: Sequence[Path], *, nsamples: int, seqlen: int, vocab_size: int
 ) -> torch.Tensor:
-    """Sequences of calibration tokens at even distances over all the text (see `tokenize_evenly` for a large one).
+    """Sequences of calibration tokens, at even distances over the whole text.
 
     Returns a LongTensor (n, seqlen) with n <= nsamples. Every sequence begins with the tokenizer's leading special
-    tokens (BOS). The sequences do not overlap, and their even distances let a short run see every part of the text.
-    `seqlen` is reduced to the length of the text if that is shorter.
+    tokens (BOS). The sequences do not overlap. `seqlen` is reduced to the length of the text if that is shorter.
+    `tokenize_evenly` leaves out parts of a large text.
 
     Raises InputError for text that is unreadable or too short, and for tokens outside `vocab_size`; UsageError if the
     leading special tokens fill `seqlen`.
