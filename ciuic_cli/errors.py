@@ -99,6 +99,6 @@ class TargetError(CiuicError):
 
 
 class EnvironmentFault(CiuicError):
-    """The machine cannot do it: disk, device, memory, lock, or native library."""
+    """The machine cannot do it: a fault of disk, device, memory, lock, or native library."""
 
     exit_code = 5

@@ -119,7 +119,7 @@ class Console:
     def progress(self) -> Iterator[Progress]:
         """Provide a `Progress`: bars on a terminal, a line every few seconds elsewhere.
 
-        All long work calls it at every step, so it also raises a KeyboardInterrupt that a library swallowed.
+        It also raises the KeyboardInterrupt of a signal that a library swallowed: all long work calls it at every step.
         """
         with self._shown() as show:
 

@@ -35,9 +35,9 @@ _SHOWN_CHARACTERS = 40
 class Journal:
     """The work folder of one output. As a context manager it locks the folder for one process at a time.
 
-    Every finished step is a file. It is written under another name, synced and renamed, so a step is either done or
-    absent; a digest detects torn files. Inside the folder, anything but a regular file or a folder counts as absent:
-    links are not followed, and pipes are not opened.
+    Every finished step is a file. It is written under another name, synced and renamed, so a step is either finished or
+    absent; a digest detects torn files. Anything in the folder that is neither a regular file nor a folder counts as
+    absent: links are not followed, and pipes are not opened.
 
     Attributes:
         out: the output folder. folder: the work folder beside it.
@@ -56,7 +56,7 @@ class Journal:
             handle = self._open_lock()
             if self._is_current(handle):
                 self._lock = handle
-            else:  # another run ended, and removed the folder between our open and our lock
+            else:  # another run ended and removed the folder after this one opened the file
                 os.close(handle)
         try:
             os.truncate(self._lock, 0)
@@ -187,7 +187,7 @@ class Journal:
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove the rest of a journal whose run was killed in `remove`. Needs no lock: no run continues from it."""
+        """Remove what a killed `remove` left. Needs no lock: no run continues from it."""
         with suppress(OSError):
             work_folders.remove(self.ended)
 
@@ -203,9 +203,9 @@ class Journal:
         self.save(_PUBLISHED, (folder / CHECKSUMS).read_bytes())
 
     def published(self) -> bool:
-        """Whether the output is the artifact that `publishing` recorded: then only the journal's removal is left to do.
+        """Whether the output is the artifact that `publishing` recorded, so that only the journal is left to remove.
 
-        The artifact's files may have been damaged since.
+        Compares the lists of checksums only: the other files may have been damaged since.
         """
         announced = self.load(_PUBLISHED)
         try:

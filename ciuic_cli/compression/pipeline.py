@@ -40,7 +40,7 @@ from ciuic_cli.runtime.loading import choose_device
 Hint = Callable[[str], None]
 _running = threading.Lock()
 """Held by the run of this process."""
-_CONTINUABLE = "finished steps are kept in {}; the same command continues from there"
+_KEPT_STEPS = "finished steps are kept in {}; the same command continues from there"
 
 
 def compress(
@@ -238,18 +238,18 @@ def _keep_or_remove(journal: Journal, hint: Hint) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if journal.has_steps():
-            hint(_CONTINUABLE.format(journal.folder))
+            hint(_KEPT_STEPS.format(journal.folder))
         raise
     except (InputError, TargetError) as error:
         if _may_be_transient(error, journal):
-            hint(_CONTINUABLE.format(journal.folder))
+            hint(_KEPT_STEPS.format(journal.folder))
         else:
             journal.remove()
         raise
 
 
 def _may_be_transient(error: CiuicError, journal: Journal) -> bool:
-    """Whether a library failed, perhaps for lack of memory, at work that had succeeded once before."""
+    """Whether a library failed at work that had succeeded before; the cause may be a lack of memory."""
     of_a_library = error.__cause__ is not None and not isinstance(error.__cause__, CiuicError)
     return of_a_library and journal.load(STATISTICS) is not None
 

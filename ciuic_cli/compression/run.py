@@ -98,7 +98,7 @@ class Run:
     # --- plan
 
     def plan(self) -> Plan:
-        """Price every arm, make a first plan, measure how far its prediction is off, and plan again."""
+        """Price every arm, make a first plan, measure the error of its prediction, and plan again."""
         self._finish_matrices(
             "arms",
             lambda matrix: arms_to_bytes(price_matrix(self.map, self.statistics, matrix, self.task.passes)),
@@ -124,7 +124,7 @@ class Run:
         return rescale_uncovered(arms, self.statistics)
 
     def _first_plan(self) -> Plan:
-        """The plan without corrections; rows are sorted where that pays, if the budget has room for the row classes."""
+        """The plan without corrections, with rows sorted where that pays and the budget has room for their order."""
         arms = self._arms()
         self.singular = sum(arm.singular for arm in arms)
         plan = make_plan(self.map, arms, self.task.budget, self.task.passes)
@@ -150,7 +150,7 @@ class Run:
 
     def encode(self, plan: Plan) -> None:
         """Round and code every matrix as the plan says."""
-        return_freed_memory()  # of planning, which grows with the model; the largest matrices come first
+        return_freed_memory()  # of the plan, because the largest matrices come first
         L = self.options.level.L
         self._finish_matrices(
             "encode",
@@ -220,7 +220,7 @@ class Run:
         return self._meter().measure(weights, self._expert_masks(plan))
 
     def _meter(self) -> KLMeter:
-        """The meter of KL on the held-out sequences, made at the first call, with the original model's predictions."""
+        """The meter of KL on the held-out sequences. The first call makes it, which runs the original model."""
         if self._kl_meter is None:
             folder = self.journal.folder / f"meter-{self.workers.number}"
             remove_path(folder)  # left by a killed run
@@ -231,7 +231,7 @@ class Run:
         return self._kl_meter
 
     def _expert_masks(self, plan: Plan) -> Adjust:
-        """Masks for the routers, so that they choose no pruned expert, as in the loaded artifact."""
+        """Masks for the routers: they choose no pruned expert, as in the loaded artifact."""
         experts: dict[str, list[bool]] = {}
         for matrix in self.matrices:
             if matrix.name.endswith(".down_proj"):

@@ -52,8 +52,8 @@ def bench(
 
     Returns:
         {"options", "model", "base", "ratios"}, the last two only with a base. `bench_process.measure` describes the
-        figures of "model" and "base". Ratios are base over model for bytes and model over base for speeds: above 1 the
-        model is better. A base that cannot be measured on this machine has only file_bytes and weight_bytes.
+        figures of "model" and "base". Ratios are base over model for bytes, and model over base for speeds: above 1 the
+        model is better. If the base cannot be measured on this machine, it has only file_bytes and weight_bytes.
 
     Raises:
         InputError: a model cannot be opened.

@@ -113,7 +113,7 @@ def _loss_chart(compressed: Sequence[ComponentReport]) -> BarChart:
         order.setdefault(name, position)
     names = sorted(losses, key=lambda name: order[name])
     lines = [Bars(name, (losses[name],), readable_kl(losses[name])) for name in names]
-    return bar_chart("Predicted loss by layer", ("after",), lines)
+    return bar_chart("Predicted KL by layer", ("after",), lines)
 
 
 def _probe_chart(report: MemoryReport) -> BarChart | None:
@@ -129,7 +129,7 @@ def _probe_chart(report: MemoryReport) -> BarChart | None:
     ]
     if not lines:
         return None
-    return bar_chart("Predicted and measured loss by component", ("after", "measured"), lines)
+    return bar_chart("Predicted and measured KL by component", ("after", "measured"), lines)
 
 
 def _probe_text(report: MemoryReport) -> str:

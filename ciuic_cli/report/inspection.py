@@ -1,7 +1,7 @@
-"""Description of a checkpoint or artifact, from its headers: the pure part of `ciuic inspect`.
+"""Description of a checkpoint or artifact from its headers, for `ciuic inspect`.
 
-Folders in, dataclasses out; nothing is printed and no weight is decoded. Of each compressed matrix the header is read
-as well: it holds the bits per weight of every row group.
+Nothing is printed and no weight is decoded. The header of each compressed matrix is read too: it holds the bits per
+weight of every row group.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Per matrix or expert stack there is one safetensors file with H and G, normalised: H to unit trace, G to one token of
 the text. `statistics.json` lists the files, and how many tokens each expert saw.
 
-An expert sees only few tokens, so `Statistics._shrunk` shrinks its moments towards the pool, the sum over all experts of
-its layer. An expert has k tokens, and the pool of an n-dimensional moment counts for n tokens:
+An expert sees only few tokens, so `Statistics._shrunk` shrinks its moments towards the pool, the sum over all experts
+of its layer. An expert has k tokens, and the pool of an n-dimensional moment counts for n tokens:
 
     H_expert = (k H_own + n H_pool) / (k + n)
 
