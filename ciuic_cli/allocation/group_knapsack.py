@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 
 from ciuic_cli.allocation.arms import ArmTable
 from ciuic_cli.allocation.artifact_size import blob_sizes, shards_of
-from ciuic_cli.allocation.knapsack import Allocation, allocate, smallest_bytes
+from ciuic_cli.allocation.knapsack import Allocation, allocate
 from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.artifact.layout import Shard, stored_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.bits import BITS, bits_of, stored_bits
+from ciuic_cli.codecs.bits import bits_of, stored_bits
 from ciuic_cli.errors import TargetError
 from ciuic_cli.passes import prune
 
@@ -70,16 +70,23 @@ class GroupKnapsack:
         try:
             return allocate(loss, nbytes, self.budget - self._overhead())
         except TargetError as error:
-            least = smallest_bytes(loss, nbytes) + self._overhead()
-            original = 2 * self.map.stored_numel
+            least, highest = self.least_bytes(), self.highest_ratio()
             raise TargetError(
                 f"the target of {self.budget:,} bytes cannot be reached: the least is {least:,} bytes, "
-                f"a ratio of {original / least:.3f}",
-                remedy=f"ask for --ratio {np.floor(original / least * 100) / 100:.2f} or less"
-                + (", or allow fewer bits per weight with --bits" if BITS[1] not in self.bits else "")
-                + (", or --prune auto" if 0 not in self.bits else "")
-                + (", or --rank auto" if any(table.rank for table in self.tables) else ""),
+                f"a ratio of {highest:.3f}",
+                remedy=f"ask for --ratio {np.floor(highest * 100) / 100:.2f} or less",
             ) from error
+
+    def least_bytes(self) -> int:
+        """Bytes of the safetensors files with every row group at its fewest bits."""
+        codes = sum(
+            int(min(table.bits) * 2 * table.matrix.padded_cols) * table.matrix.groups for table in self.tables
+        )
+        return codes + self._overhead()
+
+    def highest_ratio(self) -> float:
+        """All parameters at 2 bytes each, over `least_bytes`."""
+        return 2 * self.map.stored_numel / self.least_bytes()
 
     def plan(self, allocation: Allocation) -> Plan:
         """The plan for an allocation."""

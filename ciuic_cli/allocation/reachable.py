@@ -12,8 +12,8 @@ from ciuic_cli.allocation.group_knapsack import GroupKnapsack
 from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.artifact.layout import stored_bytes
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.codecs.bits import stored_bits
-from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.codecs.bits import BITS, stored_bits
+from ciuic_cli.errors import InputError, TargetError, UsageError
 from ciuic_cli.passes import lowrank
 
 
@@ -21,7 +21,8 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
     """Check that the budget can be met.
 
     Raises:
-        TargetError: even the smallest arms exceed the budget.
+        TargetError: even the smallest arms exceed the budget. The remedy names the highest ratio with these options,
+            and with each option that raises it.
         UsageError: no matrix can have a low-rank part of the rank that the user chose.
         InputError: the model has no matrix to compress.
     """
@@ -32,15 +33,41 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
             file=model_map.checkpoint.folder,
             remedy="keep it as it is; `ciuic inspect` shows what it consists of",
         )
+    if isinstance(options.rank, int) and not any(table.lowrank for table in tables):
+        highest = max(highest_rank(table.matrix) for table in tables)
+        raise UsageError(
+            f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
+            remedy=f"use at most {highest}, or auto" if highest else "use auto or off",
+        )
+    knapsack = _smallest(model_map, options, budget)
+    try:
+        knapsack.solve()
+    except TargetError as error:
+        least_bits = min(bits for bits in BITS if bits)
+        alternatives = {
+            "--prune auto": replace(options, prune="auto"),
+            "--rank auto": replace(options, rank="auto"),
+            f"--bits with {least_bits:g}": replace(options, bits=tuple(sorted({least_bits, *options.bits}))),
+        }
+        others = []
+        for option, changed in alternatives.items():
+            reached = _two_decimals(_smallest(model_map, changed, budget).highest_ratio())
+            if float(reached) > float(_two_decimals(knapsack.highest_ratio())):
+                others.append(f"; {option} allows up to {reached}")
+        raise TargetError(error.message, remedy=f"{error.remedy}{''.join(others)}") from error
+
+
+def _smallest(model_map: ModelMap, options: PassOptions, budget: int) -> GroupKnapsack:
+    """The knapsack of arms with a predicted loss of 0, with the rank that the user chose, if any."""
+    tables = _lossless_tables(model_map, options)
     if isinstance(options.rank, int):
-        if not any(table.lowrank for table in tables):
-            highest = max(highest_rank(table.matrix) for table in tables)
-            raise UsageError(
-                f"--rank {options.rank}: no matrix has room for a low-rank part of that rank",
-                remedy=f"use at most {highest}, or auto" if highest else "use auto or off",
-            )
         tables = [replace(table, rank=options.rank) for table in tables]
-    GroupKnapsack(model_map, tables, budget).solve()
+    return GroupKnapsack(model_map, tables, budget)
+
+
+def _two_decimals(ratio: float) -> str:
+    """The ratio, rounded down."""
+    return f"{np.floor(ratio * 100) / 100:.2f}"
 
 
 def largest_bytes(model_map: ModelMap, options: PassOptions) -> int:

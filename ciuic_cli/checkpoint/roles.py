@@ -18,8 +18,10 @@ from torch import nn
 from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
 from ciuic_cli.integers import round_up
 
-_TILE = 16  # rows and columns of a tile of the trellis code; a matrix is padded to whole tiles
-_PACKED_OVERHEAD = 48  # header bytes of a packed matrix, without the one byte per row
+_TILE = 16
+"""Rows and columns of a tile of the trellis code (docs/FORMAT.md). A matrix is padded to whole tiles."""
+_PACKED_OVERHEAD = 48
+"""Bytes of a packed matrix besides codes and rows: 32 of the header, and up to 16 of padding (docs/FORMAT.md)."""
 
 _LINEAR_ROLES = {
     "q_proj": "q",
@@ -65,7 +67,7 @@ class Classification:
         role: a short, stable word for reports.
         compress: whether the tensor is compressed.
         reason: why it is not; empty if it is.
-        buffer: it is no trained weight and counts as no parameter.
+        buffer: whether it is a buffer: no trained weight, and not counted as a parameter.
     """
 
     role: str

@@ -53,9 +53,10 @@ def encode_matrix(
 def _encode_in_chunks(
     weight: torch.Tensor, fisher: KroneckerFisher, matrix_plan: MatrixPlan, L: int
 ) -> PackedMatrix:
-    """The same for an embedding or head in row chunks; it has no low-rank part and no feedback between rows.
+    """Encode an embedding or a head in row chunks. It has no low-rank part and no feedback between rows.
 
-    Row scales share one base, so all rows are prepared once for their rms, without contexts, and again for rounding.
+    All rows are prepared twice: first without contexts, for the rms from which the common base of the row scales
+    follows, and then for rounding.
     """
     matrix, factored = matrix_plan.matrix, factor_inputs(fisher.inputs)
     plain = row_chunks(weight, replace(fisher, contexts=None), matrix, matrix_plan.row_class, factored)

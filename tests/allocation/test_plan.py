@@ -339,6 +339,24 @@ def test_the_error_of_an_unreachable_target_reports_the_highest_ratio(
     check_reachable(model_map, _budget(model_map, best), options)
     with pytest.raises(TargetError):
         check_reachable(model_map, _budget(model_map, best + 0.02), options)
+    # Each other option that is named reaches the ratio that is promised for it, and no more.
+    changed = {"--prune auto": PassOptions(bits), "--bits with 1": PassOptions((1, *bits), prune="off")}
+    promised = dict(re.findall(r"; (--[a-z 0-9]+) allows up to ([0-9.]+)", str(caught.value.remedy)))
+    assert set(promised) == set(changed) - ({"--bits with 1"} if 1 in bits else set())
+    for option, ratio in promised.items():
+        assert float(ratio) > best
+        check_reachable(model_map, _budget(model_map, float(ratio)), changed[option])
+        with pytest.raises(TargetError):
+            check_reachable(model_map, _budget(model_map, float(ratio) + 0.02), changed[option])
+
+
+def test_options_that_do_not_raise_the_highest_ratio_are_not_named(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """All rows may be pruned, so fewer bits per weight gain nothing."""
+    with pytest.raises(TargetError) as caught:
+        check_reachable(_map(tiny_checkpoint("llama")), 1000, PassOptions((4,)))
+    assert re.fullmatch(r"ask for --ratio [0-9.]+ or less", str(caught.value.remedy))
 
 
 def test_a_given_rank_lowers_the_highest_ratio(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -297,7 +297,7 @@ def test_a_beginning_as_long_as_the_sequences(victim: Make) -> None:
             }
         },
     )
-    v.refused("--seqlen 64", code=2, file="tokenizer.json", commands=["compress"])
+    v.refused("sequences of 64 tokens", "--seqlen", code=2, file="tokenizer.json", commands=["compress"])
 
 
 @pytest.mark.parametrize(
@@ -306,5 +306,5 @@ def test_a_beginning_as_long_as_the_sequences(victim: Make) -> None:
 def test_fault_27_a_choice_that_the_layers_cannot_run_with(victim: Make, values: dict[str, object]) -> None:
     v = victim(0, "deepseek_v3")
     v.edit_config(**values)
-    v.refused(file="config.json", commands=["compress"])
+    v.refused("transformers cannot run the model", file="model", remedy="config.json", commands=["compress"])
     assert measured(v, v.model).code == 3

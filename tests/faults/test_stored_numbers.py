@@ -92,9 +92,7 @@ def test_fault_22_finite_numbers_that_the_models_dtype_cannot_hold(
 @pytest.mark.parametrize(
     "name", ["model.norm.weight", "lm_head.weight", "model.layers.0.mlp.down_proj.weight"]
 )
-@pytest.mark.parametrize(
-    ("dtype", "value"), [(torch.float64, 1e300), (torch.float32, 3.4028e38), (torch.float8_e8m0fnu, math.nan)]
-)
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float64, 1e300), (torch.float32, 3.4028e38)])
 def test_fault_22_wider_numbers_than_the_model_has_name_file_and_tensor(
     victim: Make, name: str, dtype: torch.dtype, value: float
 ) -> None:
