@@ -160,7 +160,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
     """A whole run, or the rest of an interrupted one; returns the report."""
     out, force = request.out, request.options.force
     with Journal(out) as journal:
-        remnant = publishing.recover(out)
+        undeleted = publishing.recover(out)
         check_output(out, force=force)  # another run may have ended since the first check
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
@@ -169,10 +169,10 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         with _disk_faults_of(journal), _keep_or_remove(journal, request.hint):
             if report is not None:
                 request.hint("the earlier run had written the output already")
-            elif remnant is not None:
+            elif undeleted is not None:
                 raise EnvironmentFault(
                     "cannot remove a folder that an earlier run left",
-                    file=remnant,
+                    file=undeleted,
                     remedy="remove it yourself, or choose another output folder",
                 )
             workers.broadcast((out, report))
@@ -182,11 +182,11 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
                 plan = run.plan()
                 run.encode(plan)
                 run.recover(plan)
-                report, remnant = write_artifact(run, plan, out, request.started, force=force)
+                report, undeleted = write_artifact(run, plan, out, request.started, force=force)
         journal.remove()
-        if remnant is not None:
+        if undeleted is not None:
             request.hint(
-                f"the new output is in place, but the old one cannot be removed: remove {remnant} yourself"
+                f"the new output is in place, but the old one cannot be removed: remove {undeleted} yourself"
             )
         workers.broadcast(report)
     return report
