@@ -81,7 +81,7 @@ class CiuicError(Exception):
 
 
 class UsageError(CiuicError):
-    """The command or call is wrong: an unknown option, contradictory arguments."""
+    """The command or call is wrong: an unknown option, a value that the option cannot have."""
 
     exit_code = 2
 
@@ -99,6 +99,6 @@ class TargetError(CiuicError):
 
 
 class EnvironmentFault(CiuicError):
-    """The machine cannot do it: disk, device, memory, lock, or native library."""
+    """The machine cannot do it: a fault of disk, device, memory, lock, or native library."""
 
     exit_code = 5

@@ -1,5 +1,5 @@
-// Kernels that decode without a tensor-core product: a range of rows for a dense product (decode_rows), single rows of an
-// embedding (embedding_rows), and the product with the transposed left factor of a low-rank part (lowrank_columns).
+// Kernels that decode without tensor cores: a range of rows for torch's product (decode_rows), single rows of an embedding
+// (embedding_rows), and the product with the transposed left factor of a low-rank part (lowrank_columns).
 #include "parameters.h"
 #include "decode_lane.h"
 #include "hadamard.h"
@@ -67,9 +67,9 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) decode_rows(CIUIC_PARAM(CiuicDecode) p) {
 }
 
 // out[i] = row tokens[i] of the table, zeros for a token outside the table (a kernel cannot raise an error). A block
-// makes one row (grid x: tokens); its warps share the chunks of 1024 columns, and a lane decodes the 32 positions of
-// hadamard.h. With log2_block the row is transformed back and multiplied by signs and input factors. Dynamic shared
-// memory: EXCHANGE_FLOATS floats per warp.
+// decodes one row (grid x: tokens). Its warps share the chunks of 1024 columns; a lane decodes the 32 positions of
+// hadamard.h. If log2_block is not 0, the row is transformed back and multiplied by signs and input factors. Dynamic
+// shared memory: EXCHANGE_FLOATS floats per warp.
 CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding) p) {
   CIUIC_DYNAMIC_SHARED(memory);
   const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32;

@@ -1,8 +1,8 @@
 // Decodes four neighbouring tiles of a row group with one warp.
 //
-// Lane l takes all 16 columns of rows 2g and 2g + 1 of tile t, with g = l / 4 and t = l % 4. Both rows of a unit lie in
-// one 32-bit word, and a tensor-core fragment needs exactly two rows per lane. The order of columns along k of a
-// fragment does not matter as long as weights and activations use the same one. Tiles are 4-byte aligned.
+// Lane l takes all 16 columns of rows 2g and 2g + 1 of tile t, with g = l / 4 and t = l % 4. In a unit both rows lie in one
+// 32-bit word, and a tensor-core fragment needs exactly two rows per lane. Columns may have any order along k of a
+// fragment if weights and activations have the same one. Tiles are 4-byte aligned.
 //
 // H is twice the bits per weight (trellis_decode.h) and a template argument, so that all shifts are constants. CIUIC_L
 // is L.
@@ -60,7 +60,7 @@ CIUIC_DEVICE u32 lane_hash(const LaneWords<H>& words, int row, int column) {
   return ciuic_hash(ciuic_window(both >> 16, both & 0xFFFFu, shift, CIUIC_L));
 }
 
-// byte sum + 1024 as fp16: the sum is added to the mantissa of 1024 (0x6400), whose last place is 1.
+// Byte sum + 1024 as fp16: the sum is added to the bits of 1024 (0x6400), whose last place has the value 1.
 CIUIC_DEVICE u32 half_of_byte_sum(u32 hash) { return dot4(hash, 0x01010101u, 0x6400u); }
 
 // The levels of two weights as fp16: (byte sum + 1024) - (1024 + 510), which is exact.
@@ -72,8 +72,8 @@ CIUIC_DEVICE u32 half_levels(u32 hash_low, u32 hash_high) {
 // The factor from level to weight for a row, from its scale byte: base * 2^(byte / steps per octave) / SIGMA.
 CIUIC_DEVICE float row_factor(const u8* blob, u32 groups, u32 row) {
   const float base = *(const float*)(blob + CIUIC_BLOB_BASE);
-  const float step = 1.0f / (float)(16 + blob[CIUIC_BLOB_STEPS]);
-  return ciuic_row_factor(base * exp2f((float)blob[CIUIC_BLOB_ROW_BITS + groups + row] * step));
+  const float octaves_per_step = 1.0f / (float)(16 + blob[CIUIC_BLOB_STEPS]);
+  return ciuic_row_factor(base * exp2f((float)blob[CIUIC_BLOB_ROW_BITS + groups + row] * octaves_per_step));
 }
 
 // H of a row group. An invalid byte counts as 0 bits; the host checks blobs when it reads them.
@@ -82,8 +82,8 @@ CIUIC_DEVICE u32 group_half_bits(const u8* blob, u32 group) {
   return half_bits < 0 ? 0u : (u32)half_bits;
 }
 
-// Expands to call(H) for the run-time H, or to nothing for 0 and invalid values. There are two switches because
-// linear.cu spills registers on sm_80 with one switch over all values.
+// Expands to call(H) for the run-time H, or to nothing for 0 and invalid values. With one switch over all values linear.cu
+// would spill registers on sm_80, so there are two.
 #define CIUIC_FOR_HALF_BITS(half_bits, call) \
   if ((half_bits) % 2 == 0) {         \
     switch ((half_bits) / 2) {        \

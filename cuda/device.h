@@ -36,7 +36,7 @@ CIUIC_DEVICE float shuffle_xor(float value, int mask) { return __shfl_xor_sync(0
 CIUIC_DEVICE s32 shuffle_xor(s32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 CIUIC_DEVICE u32 shuffle_xor(u32 value, int mask) { return __shfl_xor_sync(0xFFFFFFFFu, value, mask); }
 
-// Byte i of the result is byte n of the eight bytes b:a (a is the low half), where n is nibble i of `selector`.
+// Byte i of the result is byte n of the eight bytes of a (0 to 3) and b (4 to 7), where n is nibble i of `selector`.
 CIUIC_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 // accumulator + sum over four bytes of a_i * b_i, all unsigned.

@@ -1,18 +1,18 @@
-// The encoder: a tail-biting Viterbi search for every tile of 256 targets. A block encodes one tile at a time and takes
-// tiles index = block, block + grid x, ...; up to 512 threads.
+// The encoder: a tail-biting Viterbi search for every tile of 256 targets. A block of up to 512 threads encodes one tile
+// at a time: tiles block, block + grid x, ...
 //
 // A weight has `in` new bits and the next weight `out`. Both are K, or K - 1/2 and K + 1/2 alternate if K is not whole.
-// A window is w = (h << (L - out)) | p: the next step drops the bits h and keeps the prefix p. The path reaches w from
-// prefix w >> in. So
+// A window is w = (h << (L - out)) | p: the next step shifts out the bits h and keeps the prefix p. A path reaches w from
+// the prefix w >> in, its predecessor. So
 //   best[p] = min over h of best'[w >> in] + (level(w) - x)^2.
-// Prefixes that share p >> in have the same 2^out predecessors, so a thread takes up to eight neighbouring prefixes and
-// reads each predecessor once. Levels are computed, not looked up: hash, byte sum, subtraction, multiply-add and
-// minimum are five instructions.
+// Prefixes that share p >> in have the same 2^out predecessors. A thread takes up to eight neighbouring ones and reads
+// each predecessor once. Levels are computed, not looked up: hash, byte sum, subtraction, multiply-add and minimum are
+// five instructions.
 //
-// Costs are relative to the cost of prefix 0 one step before, which keeps them small. They are stored as fp16 for every
-// step; the traceback recomputes each minimum from them, and no decisions are stored. The path of the traceback is thus
-// the best one up to the rounding of the costs to fp16. Tail-biting: the search enters the tile through its own last
-// CIUIC_LEAD_IN weights; see close_path().
+// Costs are relative to the cost of prefix 0 one step before, which keeps them small. The costs of every step are saved as
+// fp16, but no decisions: the traceback recomputes each minimum from the costs. So its path is the best one up to the
+// rounding to fp16. Tail-biting: before its first weight the search runs through the tile's last CIUIC_LEAD_IN weights;
+// see close_path().
 //
 // Dynamic shared memory: 2^(L - floor(H / 2)) floats.
 #include "parameters.h"
@@ -24,7 +24,7 @@
 
 #define WEIGHTS 256
 #define ENCODE_THREADS 512
-#define REPAIR 64  // weights that are searched again if no closed path is found
+#define REPAIR 64  // weights that are searched again if no closed path is found; no measurement is on record
 #define UNREACHABLE 60000.0f  // below the largest fp16 number, above costs that matter (see clamp_target)
 #define RENORMALISE_BELOW 50000.0f  // costs of prefix 0 up to which it serves as the reference
 
@@ -32,11 +32,11 @@
 // place is 2^-10.
 CIUIC_DEVICE float level_plus_8192(u32 window) { return bits_to_float(dot4(ciuic_hash(window), 0x40404040u, 0x46000000u)); }
 
-// The same number for a target, so that their difference is (level - target) / 16. Targets are clamped to +-600:
-// beyond, every path takes the outermost level anyway. This bounds the cost of a step by 4820. Every prefix can be
-// reached within seven steps at 2 bits and ten at 1.5 bits, at a cost below 49000. At 1 bit it takes fifteen steps, and
-// if all targets are outliers, a few prefixes may cost more; these are the worst ones, so no path of least cost goes
-// through them.
+// The same number for a target, so that their difference is (level - target) / 16. Targets are clamped to +-600, beyond
+// which every path takes the outermost level. So a step costs at most 4820. From any prefix, every other one can be
+// reached within seven steps at 2 bits and ten at 1.5 bits, at a cost below 49000. At 1 bit it takes fifteen steps; if all
+// targets are outliers, the costs of a few prefixes then exceed UNREACHABLE and are cut to it. These prefixes are the
+// worst ones, and no path of least cost goes through them.
 CIUIC_DEVICE float clamp_target(float target) {
   const float level = fminf(fmaxf(target * CIUIC_SIGMA, -600.0f), 600.0f);
   return 8192.0f + ((float)CIUIC_LEVEL_CENTRE + level) / 16.0f;
@@ -85,10 +85,10 @@ CIUIC_DEVICE void store_halves(u16* to, const u16 (&v)[8]) {
 template <int In, int Out>
 CIUIC_DEVICE void forward_step(float* best, u16* history, float target) {
   typedef Trellis<In, Out> T;
-  // Equal to thread_index(), because targets are positive; the compiler cannot know that. Otherwise it would keep the
-  // hashes of all the thread's windows, which are the same in every step, in registers and spill them.
+  // Equal to thread_index(), because targets are positive, but the compiler does not know that. If it did, it would keep
+  // the hashes of the thread's windows, which are the same in every step, in registers and spill them.
   const u32 thread = thread_index() | float_to_bits(target) >> 31;
-  // A compile-time true if all threads work. With a branch, `result` would stay live from step to step and spill.
+  // True at compile time if all threads work: with a branch, `result` would stay live from step to step and spill.
   const bool is_active = T::THREADS == ENCODE_THREADS || thread < T::THREADS;
   float result[T::PER_THREAD];
   if (is_active) {
@@ -188,8 +188,8 @@ struct Tile {
 };
 
 // Traces the cheapest path to `prefix` before weight `steps` back to its beginning and returns the prefix that it
-// starts from. With have_trail it stops where it meets the path traced before, because the two are the same from there
-// on. All lanes of one warp call it.
+// starts from. With have_trail the trace ends where it meets the path traced before, because before that point the two
+// are the same. All lanes of one warp call it.
 template <int H>
 CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bool have_trail, u32 lane) {
   for (u32 s = steps; s > 0; --s) {
@@ -210,10 +210,10 @@ CIUIC_DEVICE u32 trace(Tile& tile, const u16* history, u32 steps, u32 prefix, bo
   return prefix;
 }
 
-// Finds a closed path, one that ends in the prefix that it starts from. Nearly all paths have the same start, so the
-// path that ends in the start of the best path is usually closed; if not, the next attempt ends in that path's start.
-// After three failures, tile.closed is 0 and the path that ends in the best path's start is traced. All lanes of one
-// warp call it.
+// Finds a closed path, one that ends in the prefix that it starts from. Nearly all paths start from the same prefix. So
+// the path that ends in the start of the best path is usually closed. If it is not, the next attempt is the path that
+// ends in its start. After three failures, tile.closed is 0 and the path that ends in the best path's start is traced.
+// All lanes of one warp call it.
 template <int H>
 CIUIC_DEVICE void close_path(Tile& tile, const float* best, const u16* history, u32 lane) {
   float cost = 8.0f * UNREACHABLE;

@@ -1,5 +1,5 @@
-// The block Hadamard transform of a chunk of 1024 values by one warp: five butterfly levels in registers, an exchange
-// among the lanes through shared memory, five more levels in registers.
+// The block Hadamard transform of a chunk of 1024 values by one warp: five stages of butterflies in registers, an exchange
+// among the lanes through shared memory, five more stages in registers.
 //
 // Layout: position j = 256 c + 8 lane + e of the chunk is v[8 c + e] of that lane, so that a lane loads and stores eight
 // neighbours at a time.
@@ -13,7 +13,7 @@
 // The position of v[i].
 CIUIC_DEVICE u32 chunk_position(u32 lane, u32 i) { return 256 * (i / 8) + 8 * lane + i % 8; }
 
-// One butterfly level among a lane's values.
+// One stage of butterflies among a lane's values.
 template <int stride>
 CIUIC_DEVICE void butterflies(float (&v)[32]) {
 #pragma unroll
@@ -34,7 +34,8 @@ CIUIC_DEVICE void hadamard(float (&v)[32], u32 lane, u32 log2_block, float* exch
   if (log2_block > 8) butterflies<8>(v);
   if (log2_block > 9) butterflies<16>(v);
 
-  // No barrier is needed before these stores: a lane overwrites only values that it alone read at the end of the last call.
+  // No barrier is needed before these stores: a lane overwrites only values that it alone read, at the end of the last
+  // call.
 #pragma unroll
   for (int c = 0; c < 4; ++c)
 #pragma unroll

@@ -1,28 +1,28 @@
-// y = W x for small batches, decoded inside the product. The same kernel serves one matrix, several matrices that share
-// their input, and routed experts. Activations are transformed and quantized before (transform.cu). Limits and choices:
+// y = W x for small batches, straight from the codes. The same kernel serves one matrix, several matrices that share
+// their input, and routed experts. transform.cu transforms and quantizes the activations first. Limits and choices:
 // docs/experiments/runtime/gpu-product.md.
 //
-// Grid x: blocks of R row groups (16 R rows), all parts one after the other. Grid y: without experts, blocks of
-// Act::PAIRS rows of x; with experts, one block per pair, of which only those that begin a block of pairs of one expert
-// do work. The warps of a block (up to 16) share the columns: a step is four tiles (64 columns), and warp w takes steps
-// w, w + warps, ... A lane decodes two rows of one tile (decode_lane.h).
+// Grid x: blocks of R row groups (16 R rows), of one part (CiuicPart) after the other. Grid y: without experts, blocks of
+// Act::PAIRS rows of x. With experts there is one block per pair; the first of every Act::PAIRS pairs of one expert
+// multiplies them all, and the others return. The warps of a block (up to 16) share the columns: a step is four tiles (64
+// columns), and warp w takes steps w, w + warps, ... A lane decodes two rows of one tile (decode_lane.h).
 //
-// Codes stream through a ring of shared memory, STAGES steps deep and one ring per warp, so that the loop has no
-// block-wide barrier. Tensor cores multiply. For int8 activations the four bytes of a weight's hash take four positions
-// along k of an integer fragment, and the activation byte is repeated four times. The fragment thus sums the bytes and
-// multiplies, a weight needs no instruction beyond its hash, and eight columns of B cost as much as one. Four columns
-// hold activations rounded to int8, four hold their residuals in steps of 1/254.
+// Codes stream through a ring of shared memory, RING_STEPS steps deep. Every warp has its own ring, so that the loop has
+// no block-wide barrier. Tensor cores multiply. With int8 activations, the four bytes of a weight's hash take four
+// positions along k of an integer fragment, and the activation byte is repeated four times. So the fragment sums the
+// bytes and multiplies, a weight needs no instruction beyond its hash, and eight columns of operand B take as long as
+// one. Four columns hold the int8 values of the activations, four hold their residuals, in units of 1/254.
 //
 // Alignment: codes of a group at 16 bytes, x at 16 bytes. Dynamic shared memory: ciuic_cli/kernels/product.py.
 #include "parameters.h"
 #include "decode_lane.h"
 
-#define STAGES 4
+#define RING_STEPS 4
 #define STEP_TILES 4
-#define RESIDUAL_STEP (1.0f / 254.0f)
+#define RESIDUAL_UNIT (1.0f / 254.0f)  // a residual is at most 1/2 in magnitude, and 127 units are 1/2
 #define NO_ROW 0xFFFFFFFFu  // byte offset of a missing row of x; real offsets are multiples of 16
 
-// Operand B from int8 activations: NT fragments of 8 columns, which hold 4 NT pairs and their residuals.
+// Operand B from int8 activations: NT fragments of 8 columns, each with 4 pairs and their residuals.
 template <int NT>
 struct Int8Activations {
   static const int PAIRS = 4 * NT;
@@ -30,7 +30,7 @@ struct Int8Activations {
   static const int FRAGMENTS = NT;
   u32 x[NT][16];  // for each of the tile's 16 columns, the activation byte four times
 
-  // Byte offset in x of row `row` for column n of a fragment: the rounded values for n < 4, the residuals for n >= 4.
+  // Byte offset in x of row `row` for column n of a fragment: the int8 values for n < 4, the residuals for n >= 4.
   static CIUIC_DEVICE_MEMBER u32 row_offset(const CiuicLinear& p, u32 row, u32 n) {
     return (row * 2 + (n >> 2)) * p.x_width;
   }
@@ -116,8 +116,8 @@ CIUIC_DEVICE u32 lower_bound(const s32* list, u32 count, s32 expert) {
   return low;
 }
 
-// The codes of one row group on their way from global memory through the ring to this lane. Offsets that are the same
-// for every step are computed once, because the loop is bound by the number of instructions.
+// The codes of one row group on their way from global memory through the ring to this lane. The loop is limited by its
+// number of instructions, so offsets that are the same for every step are computed once.
 struct CodeStream {
   const u8* source;  // this lane's first 16 bytes of the next step to fetch
   u32 half_bits;
@@ -128,8 +128,8 @@ struct CodeStream {
   CIUIC_DEVICE_MEMBER void open(const u8* codes, u32 h, u32 lane, u32 first_step, u32 slot) {
     half_bits = h;
     source = codes + 16 * lane + (u64)first_step * STEP_TILES * CIUIC_TILE_BYTES(h);
-    // A tile is H vectors of 16 bytes. Tiles lie an odd number of 32-byte units apart, so that the four tiles of a step
-    // start in different banks.
+    // A tile is H vectors of 16 bytes. Tiles are an odd multiple of 32 bytes apart, so that the four tiles of a step begin
+    // in different banks.
     const u32 vectors = h ? h : 1, stride = CIUIC_UNIT_BYTES * ((u32)ciuic_units((int)h) | 1);
     slot_offsets = slot + lane / vectors * stride + lane % vectors * 16;
     slot_offsets |= (slot + (lane + 32) / vectors * stride + (lane + 32) % vectors * 16) << 16;
@@ -153,7 +153,7 @@ template <int NT>
 struct Reduce<Int8Activations<NT>> {
   static CIUIC_DEVICE_MEMBER float total(const s32* partial, u32 warps, u32 groups, u32 r, u32 pair, u32 row,
                                          const s32* x_sum, u32 x_row) {
-    // 64 bits: a column adds four products of up to 255 * 127, so 16384 columns fill 32 bits.
+    // 64 bits, because the sums of a warp may already fill 32: a column adds up to 4 * 255 * 127.
     s64 value = 0, residual = 0;
     for (u32 w = 0; w < warps; ++w) {
       const s32* here = partial + ((w * groups + r) * (8 * NT) + 8 * (pair / 4) + pair % 4) * CIUIC_TILE + row;
@@ -162,7 +162,7 @@ struct Reduce<Int8Activations<NT>> {
     }
     value -= (s64)CIUIC_LEVEL_CENTRE * x_sum[2 * x_row];
     residual -= (s64)CIUIC_LEVEL_CENTRE * x_sum[2 * x_row + 1];
-    return (float)value + (float)residual * RESIDUAL_STEP;
+    return (float)value + (float)residual * RESIDUAL_UNIT;
   }
 };
 
@@ -177,7 +177,7 @@ struct Reduce<HalfActivations<NT>> {
   }
 };
 
-// Values that the end of a block needs again. They wait in shared memory, because the loop needs the registers.
+// Values that are needed again after the loop. They are kept in shared memory, because the loop needs the registers.
 struct BlockWork {
   const u8* blob;
   u32 part, group, first, count;
@@ -196,8 +196,8 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
   while (part_number + 1 < p.parts && block_x() >= p.part[part_number + 1].first_block) ++part_number;
   const CiuicPart& part = p.part[part_number];
 
-  // The pairs of this block. A run of pairs of one expert is cut into blocks of Act::PAIRS; a grid row whose pair does
-  // not begin such a block returns.
+  // The pairs of this block. The pairs of one expert are adjacent and are cut into blocks of Act::PAIRS; a grid row whose
+  // pair does not begin such a block returns.
   u32 first = block_y() * Act::PAIRS, count = p.pairs - first;
   const u8* blob = part.blob;
   const u32* group_offset = part.group_offset;
@@ -245,10 +245,10 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
                    exists ? group_half_bits(blob, group + r) : 0, lane, warp, r * p.group_slot);
   }
 
-  const u32 slot_bytes = R * p.group_slot, ring = warp * STAGES * slot_bytes;
+  const u32 slot_bytes = R * p.group_slot, ring = warp * RING_STEPS * slot_bytes;
   u32 fetched = warp * STEP_TILES;  // first tile of the next step to fetch
 #pragma unroll
-  for (int s = 0; s < STAGES; ++s) {
+  for (int s = 0; s < RING_STEPS; ++s) {
     if (fetched < tiles) {
       const u32 here = tiles - fetched < STEP_TILES ? tiles - fetched : STEP_TILES;
 #pragma unroll
@@ -261,14 +261,14 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
   Sum sum[R][NT][4] = {};
   u32 slot = ring;
   for (u32 begin = warp * STEP_TILES; begin < tiles; begin += warps * STEP_TILES) {
-    // A tile beyond the last one decodes stale bytes of the ring; its activations are zero.
+    // Tiles beyond the last one decode old bytes of the ring; their activations are zero.
     Act activations;
     activations.load(p.x, x);
 #pragma unroll
     for (int j = 0; j < NT; ++j)
       if (x[j] != NO_ROW) x[j] += warps * STEP_TILES * CIUIC_TILE * Act::COLUMN_BYTES;
     // This step's copies are complete for this lane, and after the barrier for all lanes of the warp.
-    copy_wait<STAGES - 1>();
+    copy_wait<RING_STEPS - 1>();
     warp_sync();
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -285,11 +285,10 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
     copy_commit();
     fetched += warps * STEP_TILES;
     slot += slot_bytes;
-    if (slot == ring + STAGES * slot_bytes) slot = ring;
+    if (slot == ring + RING_STEPS * slot_bytes) slot = ring;
   }
 
-  // The sums of all warps, [warp][r][column n][row], take the memory of the rings: every warp must have left its loop
-  // first.
+  // The sums of all warps, [warp][r][column n][row], overwrite the rings, so every warp must have left its loop first.
   copy_wait<0>();
   block_sync();
   Sum* partial = (Sum*)memory;

@@ -32,9 +32,9 @@ struct CiuicPart {
 // A pair is one row of x times one matrix, and makes one row of y. With experts, pairs are sorted by expert.
 struct CiuicLinear {
   CiuicPart part[CIUIC_MAX_PARTS];
-  const void* x;              // transformed: s8 [x rows][2][x_width] (rounded values, residuals) or half [x rows][x_width]
+  const void* x;              // transformed: s8 [x rows][2][x_width] (int8 values, residuals) or half [x rows][x_width]
   const float* x_scale;       // [x rows]
-  const s32* x_sum;           // [x rows][2]: sums of the rounded values and of the residuals; unused by half kernels
+  const s32* x_sum;           // [x rows][2]: sums of the int8 values and of the residuals; unused by half kernels
   const s32* pair_expert;     // null, or [pairs] ascending: the expert of each pair; outside 0 .. experts - 1, y is zero
   const s32* pair_x;          // null (pair i reads x row i), or [pairs]
   const s32* pair_y;          // null (pair i writes y row i), or [pairs]
@@ -62,7 +62,7 @@ struct CiuicTransform {
   u32 mode;
 };
 enum CiuicTransformMode {
-  CIUIC_TO_BYTES = 0,    // s8 [rows][2][out_stride]: rounded values, and residuals in 1/254 of a step; also scale and sums
+  CIUIC_TO_BYTES = 0,    // s8 [rows][2][out_stride]: values in units of out_scale, residuals in 1/254 of it; also out_sum
   CIUIC_TO_HALF = 1,     // half [rows][out_stride]: each row divided by its scale, a power of two
   CIUIC_TO_BFLOAT = 2,   // bfloat16 [rows][out_stride]
   CIUIC_INVERSE = 3      // float [rows][cols_padded] in, float [rows][out_stride] out

@@ -7,8 +7,8 @@
 #include "trellis_decode.h"
 #include "hadamard.h"
 
-// Loads the chunk that begins at `base` and transforms it: v holds the values in the transformed basis (forward, with
-// signs and input factors applied first) or before the signs (inverse).
+// Loads the chunk that begins at `base` and transforms it. Forward: input factors and signs are applied first, and v
+// receives values in the transformed basis. Inverse: the caller has to apply the signs to v.
 CIUIC_DEVICE void load_chunk(float (&v)[32], const CiuicTransform& p, u32 row, u32 base, u32 lane, float* exchange) {
   const bool inverse = p.mode == CIUIC_INVERSE;
   const u32 limit = inverse ? p.cols_padded : p.cols;
@@ -28,8 +28,8 @@ CIUIC_DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 // The nearest integer, clamped to -127 .. 127.
 CIUIC_DEVICE s32 round_to_byte(float value) { return (s32)rintf(fminf(fmaxf(value, -127.0f), 127.0f)); }
 
-// TO_BYTES and TO_HALF need the largest magnitude of the row before they can round. A first pass computes it and a
-// block-wide maximum combines the warps. If every warp has one chunk, v is still in registers for the second pass;
+// TO_BYTES and TO_HALF need the row's largest magnitude before they can quantize. A first loop over the chunks computes it,
+// and a block-wide maximum combines the warps. If every warp has one chunk, v is still in registers for the second loop;
 // otherwise each chunk is loaded and transformed again.
 CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) {
   CIUIC_DYNAMIC_SHARED(memory);
@@ -79,8 +79,8 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
         u32 bytes[2] = {0, 0}, residuals[2] = {0, 0};
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          const float steps = v[8 * c + e] * inverse_scale;
-          const s32 q = round_to_byte(steps), r = round_to_byte((steps - (float)q) * 254.0f);
+          const float exact = v[8 * c + e] * inverse_scale;
+          const s32 q = round_to_byte(exact), r = round_to_byte((exact - (float)q) * 254.0f);
           bytes[e / 4] |= ((u32)q & 0xFFu) << (8 * (e % 4));
           residuals[e / 4] |= ((u32)r & 0xFFu) << (8 * (e % 4));
           sum += q;

@@ -20,7 +20,7 @@ ROOT = Path(ciuic_cli.__file__).parent
 PACKAGE = "ciuic_cli"
 
 FLOORS = (
-    ("errors", "_version"),
+    ("errors", "_version", "integers"),
     ("process",),
     ("checkpoint", "codecs"),
     ("text", "kernels", "artifact", "passes", "layerwise"),
@@ -159,11 +159,12 @@ def test_loading_never_reaches_what_compresses() -> None:
 
 
 def test_the_passes_touch_no_files_models_or_terminal() -> None:
-    """Passes are functions of arrays: they import only each other, codecs, threads, interruption and errors."""
+    """Passes are functions of arrays: they import only each other, codecs, threads, interruption, integers and
+    errors."""
     for module in INNER:
         if _room(module) == "passes" or module == f"{PACKAGE}.allocation.knapsack":
             reached = {_room(found) for found in _reached(module)}
-            assert reached <= {"passes", "allocation", "codecs", "process", "errors"}, module
+            assert reached <= {"passes", "allocation", "codecs", "process", "integers", "errors"}, module
 
 
 CHECKED_BY_MAKE_TEST = {

@@ -16,22 +16,22 @@ from ciuic_cli.process.workers import Workers
 class Threads(Workers):
     """`Workers` as threads of this process, with queues in place of torch.distributed. `meeting` is shared by all."""
 
-    def __init__(self, rank: int, size: int, meeting: Meeting) -> None:
-        super().__init__(rank, size)
+    def __init__(self, number: int, size: int, meeting: Meeting) -> None:
+        super().__init__(number, size)
         self.meeting = meeting
 
     def gather(self, value: Any) -> list[Any]:
-        self.meeting.values[self.rank] = value
+        self.meeting.values[self.number] = value
         self.meeting.barrier.wait()
-        found = [self.meeting.values[rank] for rank in range(self.size)]
+        found = [self.meeting.values[worker] for worker in range(self.size)]
         self.meeting.barrier.wait()
         return found
 
-    def send(self, tensor: torch.Tensor, rank: int) -> None:
-        self.meeting.mail[self.rank, rank].put(tensor)
+    def send(self, tensor: torch.Tensor, worker: int) -> None:
+        self.meeting.mail[self.number, worker].put(tensor)
 
-    def receive(self, shape: Sequence[int], device: torch.device, rank: int) -> torch.Tensor:
-        tensor: torch.Tensor = self.meeting.mail[rank, self.rank].get(timeout=30)
+    def receive(self, shape: Sequence[int], device: torch.device, worker: int) -> torch.Tensor:
+        tensor: torch.Tensor = self.meeting.mail[worker, self.number].get(timeout=30)
         assert tensor.shape == torch.Size(shape)
         return tensor
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ciuic_cli.allocation.arms import Arms
+from ciuic_cli.allocation.arms import ArmTable
 from ciuic_cli.artifact.layout import Shard, StoredTensor, lay_out
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.model_map import ModelMap
@@ -24,19 +24,19 @@ def shards_of(model_map: ModelMap, blob_bytes: Mapping[str, int]) -> list[Shard]
 
 
 def blob_sizes(
-    model_map: ModelMap, arms: Sequence[Arms], row_bits: Mapping[str, NDArray[np.uint8]]
+    model_map: ModelMap, tables: Sequence[ArmTable], row_bits: Mapping[str, NDArray[np.uint8]]
 ) -> dict[str, int]:
     """Bytes of every compressed parameter's blob, headers of stacks included; row_bits: by matrix key."""
     sizes_of: dict[str, list[int]] = {}
-    for arm in arms:
-        matrix = arm.matrix
+    for table in tables:
+        matrix = table.matrix
         size = packed_nbytes(
             matrix.rows,
             matrix.cols,
             row_bits[matrix.key],
-            arm.lowrank_bytes,
-            is_sorted=arm.row_class is not None,
-            has_input_scale=arm.input_scale is not None,
+            table.lowrank_bytes,
+            is_sorted=table.row_class is not None,
+            has_input_scale=table.input_scale is not None,
         )
         sizes_of.setdefault(matrix.name, []).append(size)
     return {
@@ -63,6 +63,6 @@ def dense_tensors(model_map: ModelMap) -> list[StoredTensor]:
 
 
 def require_readable(model_map: ModelMap) -> None:
-    """Read every uncompressed parameter once, before any work: raises InputError for one that cannot be stored."""
+    """Read every uncompressed parameter once, before any work; raises InputError for one that cannot be stored."""
     for name in dense_names(model_map):
         model_map.read(name)

@@ -1,7 +1,8 @@
 """A multiple-choice knapsack: one option per item, least total loss, total bytes within a budget.
 
-An item is a group of 16 rows of one matrix; its options are bits per weight. A Lagrange multiplier (loss per byte, the
-same for the whole model) is found by bisection; the few bytes left over are spent greedily, best loss per byte first.
+An item is a group of 16 rows of one matrix; its options are bits per weight. Bisection finds the Lagrange multiplier
+(loss per byte, the same for the whole model). The few bytes left over are spent greedily, on the options that save the
+most loss per byte first.
 """
 
 from __future__ import annotations
@@ -17,8 +18,14 @@ from ciuic_cli.errors import TargetError
 
 FloatArray = NDArray[np.floating]
 IntArray = NDArray[np.integer]
-_CHUNK_ITEMS = 1 << 15
-"""Items processed at once (chosen, not tuned). Temporaries of all items would take several times the tables' memory."""
+_SLICE_ITEMS = 1 << 15
+"""Items processed at once (chosen, not tuned). Temporaries of all items would take several times the memory of `loss`
+and `nbytes`."""
+_MULTIPLIER_RANGE = 1e-40, 1e40
+"""Least and largest Lagrange multiplier (loss per byte) of the bisection (chosen: losses are float32, which holds 1e-38
+to 3e38)."""
+_MULTIPLIER_PRECISION = 1e-9
+"""Relative width at which the bisection ends (chosen, not tuned)."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +58,8 @@ def allocate(loss: FloatArray, nbytes: IntArray, budget: int) -> Allocation:
     least = smallest_bytes(loss, nbytes)
     if least > budget:
         raise TargetError(f"the budget of {budget} bytes is below the smallest possible {least}")
-    low, high = 1e-40, 1e40
-    while high / low > 1 + 1e-9:
+    low, high = _MULTIPLIER_RANGE
+    while high / low > 1 + _MULTIPLIER_PRECISION:
         middle = (low * high) ** 0.5
         if _total_bytes(nbytes, _choose(loss, nbytes, middle)) > budget:
             low = middle
@@ -70,19 +77,19 @@ def smallest_bytes(loss: FloatArray, nbytes: IntArray) -> int:
     most = np.iinfo(nbytes.dtype).max
     return sum(
         int(np.where(np.isinf(losses), most, sizes).min(axis=1).sum(dtype=np.int64))
-        for losses, sizes in _chunks(loss, nbytes)
+        for losses, sizes in _slices(loss, nbytes)
     )
 
 
-def _chunks(*tables: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
-    for begin in range(0, len(tables[0]), _CHUNK_ITEMS):
-        yield tuple(table[begin : begin + _CHUNK_ITEMS] for table in tables)
+def _slices(*tables: NDArray[Any]) -> Iterator[tuple[NDArray[Any], ...]]:
+    for begin in range(0, len(tables[0]), _SLICE_ITEMS):
+        yield tuple(table[begin : begin + _SLICE_ITEMS] for table in tables)
 
 
 def _choose(loss: FloatArray, nbytes: IntArray, multiplier: float) -> IntArray:
     """(items,) the options that minimise loss + multiplier · bytes."""
     return np.concatenate(
-        [np.argmin(losses + multiplier * sizes, axis=1) for losses, sizes in _chunks(loss, nbytes)]
+        [np.argmin(losses + multiplier * sizes, axis=1) for losses, sizes in _slices(loss, nbytes)]
         or [np.zeros(0, np.intp)]
     )
 
@@ -94,15 +101,15 @@ def _total_bytes(nbytes: IntArray, choice: IntArray) -> int:
 def _best_upgrades(
     loss: FloatArray, nbytes: IntArray, choice: IntArray, leftover: int
 ) -> tuple[IntArray, FloatArray, IntArray]:
-    """For each item: the option with the best gain per byte that fits, that rate (0: none fits), and its extra
-    bytes."""
+    """For each item, of the options that fit: the one that saves the most loss per extra byte, this rate (0: no option
+    fits), and its extra bytes."""
     upgrades = []
-    for losses, sizes, chosen in _chunks(loss, nbytes, choice):
+    for losses, sizes, chosen in _slices(loss, nbytes, choice):
         rows = np.arange(len(chosen))
-        gain = losses[rows, chosen][:, None] - losses
+        saved = losses[rows, chosen][:, None] - losses
         extra = sizes - sizes[rows, chosen][:, None]
-        possible = (extra > 0) & (extra <= leftover) & (gain > 0)
-        rate = np.where(possible, gain / np.maximum(extra, 1), 0.0)
+        possible = (extra > 0) & (extra <= leftover) & (saved > 0)
+        rate = np.where(possible, saved / np.maximum(extra, 1), 0.0)
         best = rate.argmax(axis=1)
         upgrades.append((best, rate[rows, best], extra[rows, best]))
     best, rate, extra = (np.concatenate(column) for column in zip(*upgrades, strict=True))
@@ -110,7 +117,7 @@ def _best_upgrades(
 
 
 def _spend_leftover(loss: FloatArray, nbytes: IntArray, choice: IntArray, budget: int) -> IntArray:
-    """Upgrade items one option at a time, best gain per byte first, while bytes are left."""
+    """Upgrade items, those with the best rate first, until no option fits."""
     choice = choice.copy()
     leftover = budget - _total_bytes(nbytes, choice)
     while leftover > 0 and len(choice):
@@ -120,10 +127,9 @@ def _spend_leftover(loss: FloatArray, nbytes: IntArray, choice: IntArray, budget
         for item in order:
             if rate[item] <= 0:
                 break
-            step = int(extra[item])
-            if step <= leftover:
+            if extra[item] <= leftover:
                 choice[item] = best[item]
-                leftover -= step
+                leftover -= int(extra[item])
                 upgraded = True
         if not upgraded:
             break

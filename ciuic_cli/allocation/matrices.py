@@ -9,7 +9,8 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import Parameter
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.codecs.transform import TILE, padded
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.chunk_size import chunk_rows
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.process.memory import matrix_bytes
@@ -18,23 +19,27 @@ from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
 
 UNIFORM_SHARE = 0.02
-"""Share of uniformly drawn tokens that is mixed into the token frequencies, so that rare tokens keep some weight
+"""Share of a uniform distribution that is mixed into the token frequencies, so that rare tokens count a little
 (measured: docs/experiments/allocation/token-weights.md)."""
 TOKEN_WEIGHT_EXPONENT = 0.7
-"""Exponent of a token's Fisher information: other text has other token frequencies than the calibration text, above
-all of rare tokens (measured: docs/experiments/allocation/token-weights.md). word2vec draws negative samples with 0.75:
-Mikolov et al. 2013."""
+"""Exponent of a token's weight, its Fisher information: other text has other token frequencies than the calibration
+text, above all of rare tokens (measured: docs/experiments/allocation/token-weights.md). word2vec (Mikolov et al. 2013)
+draws negative samples with 0.75."""
 EMBEDDING_ROLES = ("embedding", "head")
+"""Matrices whose rows are tokens."""
 EMBEDDING_COPIES = 3
 """Float32 copies of an embedding or head that are held whole: the matrix, its contexts, and the result (measured:
 docs/experiments/scale/vocabulary-chunks.md)."""
+_TINY = 1e-30
+"""Floor of divisors that are sums of Fisher information: without any, shares become 0 instead of NaN (chosen, not
+tuned)."""
 UNPROBED_ROLES = (*MTP_ROLES, "indexer")
-"""Matrices without statistics, which probes do not perturb. Predictions do not pass through multi-token-prediction
-layers. No gradient passes an indexer's choice of tokens, and in sequences as short as the calibration's it chooses all
-of them."""
+"""Matrices without statistics, which probes do not perturb. The model's predictions do not depend on
+multi-token-prediction layers. An indexer chooses tokens, through which no gradient flows; in sequences as short as the
+calibration's it chooses all of them."""
 UNPRUNED_ROLES = (*EMBEDDING_ROLES, *UNPROBED_ROLES)
-"""Matrices that are never pruned and get no low-rank part. Any token of an embedding may be needed; the other matrices
-have no statistics that say which rows or directions matter."""
+"""Matrices that are never pruned and get no low-rank part. Any token of an embedding or head may occur; of the other
+matrices no statistics say which rows or directions matter."""
 CHANNEL_ROLES = ("down", "shared_expert_down")
 """Projections whose inputs are the channels of an MLP."""
 
@@ -56,12 +61,12 @@ class WeightMatrix:
 
     @property
     def padded_cols(self) -> int:
-        return -(-self.cols // TILE) * TILE
+        return padded(self.cols)
 
     @property
     def groups(self) -> int:
-        """Groups of 16 rows, the last one perhaps incomplete."""
-        return -(-self.rows // TILE)
+        """Number of groups of 16 rows; the last group may have fewer."""
+        return ceil_div(self.rows, TILE)
 
     @property
     def weights(self) -> int:
@@ -69,7 +74,8 @@ class WeightMatrix:
 
 
 def full_outputs(role: str, rows: int) -> bool:
-    """Whether G is a full matrix: not for heads and embeddings, nor for very many outputs, nor without statistics."""
+    """Whether G is a full matrix. It is diagonal for embeddings and heads, for very many outputs, and without
+    statistics."""
     return role not in UNPRUNED_ROLES and rows <= FULL_FISHER_LIMIT
 
 
@@ -108,10 +114,10 @@ def weight_matrices(parameters: Iterable[Parameter]) -> list[WeightMatrix]:
 def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
     """H and G of one matrix.
 
-    Rows of a head or embedding are tokens: their frequencies are mixed with UNIFORM_SHARE and their weights raised to
-    TOKEN_WEIGHT_EXPONENT, so that tokens absent from the calibration text keep some weight. A tied matrix has the sum
-    of the losses of both of its uses. Without statistics H and G are multiples of the identity;
-    `arms.rescale_uncovered` sets their scale.
+    Rows of an embedding or head are tokens: UNIFORM_SHARE is mixed into their frequencies, and their weights are raised
+    to TOKEN_WEIGHT_EXPONENT, so that tokens absent from the calibration text count a little. The loss of a tied matrix
+    is the sum of the losses of both of its uses. Without statistics H and G are multiples of the identity, and
+    `arms.rescale_uncovered` sets the scale of the losses.
     """
     h = statistics.input_moment(matrix.name, matrix.expert)
     g = statistics.output_fisher(matrix.name, matrix.expert)
@@ -126,16 +132,17 @@ def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
         if h is None or g is None:
             h, g = use.moment, as_embedding
         else:
-            total = (g.sum() + as_embedding.sum()).clamp_min(1e-30)
+            total = (g.sum() + as_embedding.sum()).clamp_min(_TINY)
             h = (g.sum() * h + as_embedding.sum() * use.moment) / total
             g = g + as_embedding
     if h is None or g is None:
         h = torch.eye(matrix.cols) / matrix.cols
         g = torch.ones(matrix.rows)
     if contexts is not None and as_head is not None:
-        # Contexts hold for the head's share of a row's loss. H keeps what is left after each row's context.
-        contexts *= (as_head / g.clamp_min(1e-30)).sqrt()[:, None]
-        h = h - (contexts * (g / g.sum().clamp_min(1e-30))[:, None]).T @ contexts
+        # Only the head's share of a row's loss depends on contexts. The mean of v vᵀ over the rows is subtracted from
+        # H, so that the mean of H + v vᵀ is the H of the statistics.
+        contexts *= (as_head / g.clamp_min(_TINY)).sqrt()[:, None]
+        h = h - (contexts * (g / g.sum().clamp_min(_TINY))[:, None]).T @ contexts
     if matrix.role in EMBEDDING_ROLES and g.dim() == 1:
         g = tempered(g)
     return KroneckerFisher(h, g, contexts)

@@ -1,4 +1,5 @@
-"""The plan: the arms that were chosen for every matrix. Made by `planning.make_plan`; probes and encoding follow it."""
+"""The plan: the arm that was chosen for every matrix and row group. `planning.make_plan` makes it; probes and encoding
+follow it."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from ciuic_cli.passes import prune
 
 @dataclass(frozen=True, slots=True)
 class MatrixPlan:
-    """The chosen arms of one matrix.
+    """The arm that was chosen for one matrix.
 
     Attributes:
         row_bits: (groups,) uint8, bits per weight of each row group as `PackedMatrix.row_bits` has them.
         rank: rank of the low-rank part, 0 for none. lowrank_bytes: its exact bytes.
-        predicted_kl: KL per token. 0 for matrices of multi-token-prediction layers, which the model's own predictions
-            do not pass through.
-        row_class, input_scale: as in `Arms`.
+        predicted_kl: KL per token. 0 for matrices of multi-token-prediction layers, because the model's own predictions
+            do not depend on them.
+        row_class, input_scale: as in `ArmTable`.
     """
 
     matrix: WeightMatrix
@@ -40,7 +41,7 @@ class MatrixPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The chosen arms of all matrices.
+    """The arms that were chosen for all matrices.
 
     Attributes:
         matrices: by matrix key.
@@ -64,7 +65,7 @@ class Plan:
 
     @cached_property
     def rounding_kl(self) -> dict[str, float]:
-        """Predicted KL of each matrix without the loss of pruned structures, which is charged to down projections."""
+        """Predicted KL of each matrix without the loss of pruned structures, which counts for down projections."""
         kl = {key: matrix_plan.predicted_kl for key, matrix_plan in self.matrices.items()}
         for structure in self.pruned_structures:
             kl[structure.down] -= structure.loss
@@ -72,6 +73,6 @@ class Plan:
 
     @cached_property
     def structure_masks(self) -> dict[str, NDArray[np.bool_]]:
-        """Masks (groups,) of the row groups that pruned structures remove, for each matrix that loses any."""
+        """Masks (groups,) of the row groups in pruned structures, for each matrix that has any."""
         groups = {key: len(matrix_plan.row_bits) for key, matrix_plan in self.matrices.items()}
         return prune.masks(self.pruned_structures, groups)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ciuic_cli.allocation.arms import Arms, PassOptions, prunable_structures, require_finite_loss
+from ciuic_cli.allocation.arms import ArmTable, PassOptions, prunable_structures, require_finite_loss
 from ciuic_cli.allocation.group_knapsack import GroupKnapsack
 from ciuic_cli.allocation.knapsack import Allocation
 from ciuic_cli.allocation.plan import Plan
@@ -18,79 +18,82 @@ from ciuic_cli.errors import TargetError
 from ciuic_cli.passes import prune
 
 
-def make_plan(model_map: ModelMap, arms: list[Arms], budget: int, options: PassOptions) -> Plan:
+def make_plan(model_map: ModelMap, tables: Sequence[ArmTable], budget: int, options: PassOptions) -> Plan:
     """The plan with the least predicted loss whose safetensors files take at most `budget` bytes.
 
-    arms: the arms of every matrix.
+    tables: the arms of every matrix.
 
     Raises:
         InputError: a predicted loss that is NaN or infinite.
         TargetError: the budget is too small even with every matrix at its smallest arm.
     """
-    for arm in arms:
-        require_finite_loss(arm.loss, arm.matrix, model_map)
+    for table in tables:
+        require_finite_loss(table.loss, table.matrix, model_map)
     if isinstance(options.rank, int):
-        arms = [
-            replace(arm, rank=options.rank) if any(part.rank == options.rank for part in arm.lowrank) else arm
-            for arm in arms
+        tables = [
+            replace(table, rank=options.rank)
+            if any(part.rank == options.rank for part in table.lowrank)
+            else table
+            for table in tables
         ]
-    forced: dict[str, NDArray[np.bool_]] = {}
+    pruned: dict[str, NDArray[np.bool_]] = {}
     if isinstance(options.prune, float):
-        candidates = {arm.matrix.key: (arm.removal, TILE * arm.matrix.cols) for arm in arms if 0 in arm.bits}
-        forced = prune.forced_groups(candidates, options.prune)
-    knapsack = GroupKnapsack(model_map, arms, budget, forced)
-    plan = _choose_arms(knapsack, options)
+        candidates = {
+            table.matrix.key: (table.pruning_loss, TILE * table.matrix.cols)
+            for table in tables
+            if 0 in table.bits
+        }
+        pruned = prune.groups_to_prune(candidates, options.prune)
+    knapsack = GroupKnapsack(model_map, tables, budget, pruned)
+    allocation = knapsack.solve()
+    if options.rank == "auto":
+        knapsack, allocation = _add_low_rank_parts(knapsack, allocation)
+    if options.prune == "auto":
+        knapsack, allocation = _prune_structures(knapsack, allocation)
+    plan = knapsack.plan(allocation)
     while plan.file_bytes > budget:  # shard headers can be a few bytes longer than they were counted
-        knapsack.budget -= plan.file_bytes - budget
+        knapsack = replace(knapsack, budget=knapsack.budget - (plan.file_bytes - budget))
         plan = knapsack.plan(knapsack.solve())
     return replace(plan, budget=budget)
 
 
-def _choose_arms(knapsack: GroupKnapsack, options: PassOptions) -> Plan:
-    allocation = knapsack.solve()
-    if options.rank == "auto":
-        allocation = _add_low_rank_parts(knapsack, allocation)
-    if options.prune == "auto":
-        allocation = _prune_structures(knapsack, allocation)
-    return knapsack.plan(allocation)
-
-
-def _add_low_rank_parts(knapsack: GroupKnapsack, allocation: Allocation) -> Allocation:
+def _add_low_rank_parts(knapsack: GroupKnapsack, allocation: Allocation) -> tuple[GroupKnapsack, Allocation]:
     """Choose every matrix's rank at the allocation's Lagrange multiplier, and solve again."""
-    without_parts = knapsack.arms
-    knapsack.arms = [_with_best_rank(arm, allocation.multiplier) for arm in without_parts]
-    if any(arm.rank for arm in knapsack.arms):
+    tables = [_with_best_rank(table, allocation.multiplier) for table in knapsack.tables]
+    if any(table.rank for table in tables):
+        with_parts = replace(knapsack, tables=tables)
         try:
-            return knapsack.solve()
-        except TargetError:  # the codes alone take (nearly) all bytes, so the multiplier means nothing
-            knapsack.arms = [replace(arm, rank=0) for arm in without_parts]
-    return allocation
+            return with_parts, with_parts.solve()
+        except TargetError:  # the codes alone take nearly all bytes, so the multiplier means nothing
+            pass
+    return knapsack, allocation
 
 
-def _with_best_rank(arm: Arms, multiplier: float) -> Arms:
-    """The arms at the rank with the least loss + multiplier · bytes."""
-    candidates = [replace(arm, rank=rank) for rank in (0, *(part.rank for part in arm.lowrank))]
+def _with_best_rank(table: ArmTable, multiplier: float) -> ArmTable:
+    """The table at the rank with the least loss + multiplier · bytes."""
+    candidates = [replace(table, rank=rank) for rank in (0, *(part.rank for part in table.lowrank))]
 
-    def cost(candidate: Arms) -> float:
+    def lagrangian(candidate: ArmTable) -> float:
         best = (candidate.loss + multiplier * candidate.nbytes).min(axis=1).sum()
         return float(best) + multiplier * candidate.lowrank_bytes
 
-    return min(candidates, key=lambda candidate: (cost(candidate), candidate.rank))
+    return min(candidates, key=lambda candidate: (lagrangian(candidate), candidate.rank))
 
 
-def _prune_structures(knapsack: GroupKnapsack, allocation: Allocation) -> Allocation:
-    """Prune structures whose removal loses less than keeping costs (loss + multiplier · bytes), and solve again."""
-    cost = knapsack.cost_of(allocation)
-    knapsack.structures = [
+def _prune_structures(knapsack: GroupKnapsack, allocation: Allocation) -> tuple[GroupKnapsack, Allocation]:
+    """Prune every structure whose pruning loss is below its present loss + multiplier · bytes, and solve again."""
+    lagrangian = knapsack.lagrangian_of(allocation)
+    structures = tuple(
         structure
-        for structure in prunable_structures(knapsack.arms)
+        for structure in prunable_structures(knapsack.tables)
         if (structure.block is not None or _router_can_mask(structure.down, knapsack.map))
-        and structure.loss < cost(structure)
-    ]
-    groups = {arm.matrix.key: arm.matrix.groups for arm in knapsack.arms}
-    knapsack.forced = prune.masks(knapsack.structures, groups)
-    knapsack.arms = [replace(arm, rank=0) if knapsack.is_pruned(arm) else arm for arm in knapsack.arms]
-    return knapsack.solve()
+        and structure.loss < lagrangian(structure)
+    )
+    groups = {table.matrix.key: table.matrix.groups for table in knapsack.tables}
+    knapsack = replace(knapsack, structures=structures, pruned=prune.masks(structures, groups))
+    tables = [replace(table, rank=0) if knapsack.is_pruned(table) else table for table in knapsack.tables]
+    knapsack = replace(knapsack, tables=tables)
+    return knapsack, knapsack.solve()
 
 
 def _router_can_mask(down: str, model_map: ModelMap) -> bool:
@@ -98,10 +101,10 @@ def _router_can_mask(down: str, model_map: ModelMap) -> bool:
     return f"{down.partition('.experts.')[0]}.gate.tid2eid" not in model_map.parameters
 
 
-def with_sorted_rows(arms: Sequence[Arms], plan: Plan) -> list[Arms]:
-    """The arms with rows sorted where that pays, except for matrices whose MLP channels the plan prunes.
+def with_sorted_rows(tables: Sequence[ArmTable], plan: Plan) -> list[ArmTable]:
+    """The tables with rows sorted where that pays, except for matrices whose MLP channels the plan prunes.
 
-    Sorted row groups are not blocks of channels, so sorting would forbid pruning those.
+    A group of sorted rows is not a block of channels, so such a block could not be pruned.
     """
     in_channels = {
         key
@@ -110,5 +113,6 @@ def with_sorted_rows(arms: Sequence[Arms], plan: Plan) -> list[Arms]:
         for key, _ in structure.members
     }
     return [
-        arm if arm.row_sorted is None or arm.matrix.key in in_channels else arm.row_sorted for arm in arms
+        table if table.row_sorted is None or table.matrix.key in in_channels else table.row_sorted
+        for table in tables
     ]

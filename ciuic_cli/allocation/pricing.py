@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.allocation.arms import Arms, PassOptions, require_finite_loss
+from ciuic_cli.allocation.arms import ArmTable, PassOptions, require_finite_loss
 from ciuic_cli.allocation.matrices import CHANNEL_ROLES, WeightMatrix, fisher_of
 from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
 from ciuic_cli.checkpoint.model_map import ModelMap
@@ -19,7 +19,7 @@ from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.passes import lowrank, prune
 from ciuic_cli.passes.feedback import BlockLDL, factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.predicted_loss import group_sums, removal_loss
+from ciuic_cli.passes.predicted_loss import group_sums, pruning_loss
 from ciuic_cli.passes.prepare import PreparedMatrix
 from ciuic_cli.passes.row_sorting import row_classes, sorting_pays
 from ciuic_cli.passes.scale import input_scales, scaled
@@ -38,15 +38,16 @@ _FALLBACK = (
 
 def price_matrix(
     model_map: ModelMap, statistics: Statistics, matrix: WeightMatrix, options: PassOptions
-) -> Arms:
+) -> ArmTable:
     """All arms of one matrix with their predicted loss.
 
-    Raises InputError for weights that are NaN or infinite, or so large that the predicted loss is.
+    Raises:
+        InputError: weights are NaN or infinite, or so large that a predicted loss is.
     """
     fisher, weight = fisher_of(matrix, statistics), read_matrix(model_map, matrix)
     require_finite_loss(torch.linalg.vector_norm(weight, dim=1).square().numpy(), matrix, model_map)
-    removal = removal_loss(weight, fisher)
-    require_finite_loss(removal.numpy(), matrix, model_map)
+    pruning = pruning_loss(weight, fisher)
+    require_finite_loss(pruning.numpy(), matrix, model_map)
     factored, input_scale = factor_inputs(fisher.inputs), None
     covered = statistics.covers(matrix.name)  # otherwise H is a multiple of the identity
     if covered and matrix.expert is None:  # all experts of a layer take the same transformed input
@@ -58,7 +59,7 @@ def price_matrix(
     for chunk in row_chunks(weight, fisher, matrix, factored=factored):
         prepared = chunk.prepared
         sensitivities.append(prepared.row_sensitivity[: prepared.rows])
-    # From here on `prepared` is the last chunk. Only matrices of a single chunk have a full G or low-rank parts.
+    # `prepared` is now the last chunk. Only matrices of a single chunk have a full G or low-rank parts.
     sensitivity = torch.cat(sensitivities)
     fisher = replace(fisher, contexts=None)  # as large as the matrix, and not needed any more
     energies = {}
@@ -72,36 +73,37 @@ def price_matrix(
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, matrix.key, damping)
     dead_inputs = bool((fisher.inputs.diagonal() <= 0).any())
     few_tokens = statistics.tokens(matrix.name, matrix.expert) < matrix.cols
-    arms = Arms(
+    table = ArmTable(
         matrix,
         options.bits_for(matrix),
         options.L,
         group_sums(sensitivity),
-        group_sums(removal),
-        _lowrank_arms(energies, prepared.outputs, matrix),
+        group_sums(pruning),
+        _lowrank_parts(energies, prepared.outputs, matrix),
         channels=channels,
         singular=covered and (bool(damping) or dead_inputs or few_tokens),
         input_scale=input_scale,
     )
     row_class = row_classes(sensitivity)
     if covered and sorting_pays(sensitivity, row_class, matrix.cols):
-        in_order = _sorted_arms(arms, row_class, sensitivity, removal, energies, prepared, fisher)
-        arms = replace(arms, row_sorted=in_order)
-    return arms
+        in_order = _sorted_table(table, row_class, sensitivity, pruning, energies, prepared, fisher)
+        table = replace(table, row_sorted=in_order)
+    return table
 
 
-def _sorted_arms(
-    arms: Arms,
+def _sorted_table(
+    table: ArmTable,
     row_class: NDArray[np.uint8],
     sensitivity: torch.Tensor,
-    removal: torch.Tensor,
+    pruning: torch.Tensor,
     energies: Mapping[int, torch.Tensor],
     prepared: PreparedMatrix,
     fisher: KroneckerFisher,
-) -> Arms:
-    """The arms with rows sorted by class. All arguments are in natural order.
+) -> ArmTable:
+    """The table with rows sorted by class. All arguments are in natural order.
 
-    sensitivity, removal: (m,) per row. energies: `lowrank.residual_energies` by rank; empty: no low-rank parts.
+    sensitivity, pruning: (m,) per row, the latter from `pruning_loss`. energies: `lowrank.residual_energies` by rank;
+    empty: no low-rank parts.
     """
     order = torch.from_numpy(stored_order(row_class))
     energies = {rank: per_row[order] for rank, per_row in energies.items()}
@@ -110,17 +112,17 @@ def _sorted_arms(
         reordered = prepared.reordered(fisher, order)
         outputs, sensitivity = reordered.outputs, reordered.row_sensitivity
     elif energies:
-        outputs = replace(outputs, d_diagonal=outputs.d_diagonal[: arms.matrix.rows][order])
+        outputs = replace(outputs, d_diagonal=outputs.d_diagonal[: table.matrix.rows][order])
     return replace(
-        arms,
+        table,
         sensitivity=group_sums(sensitivity),
-        removal=group_sums(removal[order]),
-        lowrank=_lowrank_arms(energies, outputs, arms.matrix),
+        pruning_loss=group_sums(pruning[order]),
+        lowrank=_lowrank_parts(energies, outputs, table.matrix),
         row_class=row_class,
     )
 
 
-def _lowrank_arms(
+def _lowrank_parts(
     energies: Mapping[int, torch.Tensor], outputs: BlockLDL, matrix: WeightMatrix
-) -> list[lowrank.LowRankArm]:
-    return lowrank.arms(energies, outputs.d_diagonal[: matrix.rows], matrix.cols) if energies else []
+) -> list[lowrank.LowRankPart]:
+    return lowrank.parts(energies, outputs.d_diagonal[: matrix.rows], matrix.cols) if energies else []

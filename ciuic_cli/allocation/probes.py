@@ -1,10 +1,9 @@
 """Probes: measured corrections of the predicted loss, one for each role of matrices.
 
-The curvature from a few thousand tokens can be wrong by a factor for a whole role: attention sinks inflate down
-projections, saturated predictions deflate others. So before the budget is spent, every role is perturbed with noise
-shaped like the rounding error of a first plan. Measured over predicted KL corrects the role's sensitivity. A last
-probe perturbs all roles at once, and corrects for the overlap of their losses.
-"""
+The curvature from a few thousand tokens can be wrong by a factor for a whole role: attention sinks inflate that of down
+projections, saturated predictions deflate that of others. So before the budget is spent, one probe per role perturbs
+the role's matrices with noise like the rounding error of a first plan. The ratio of measured to predicted KL multiplies
+the role's predictions. A last probe perturbs all roles at once and corrects for the overlap of their losses."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ from ciuic_cli.passes.scale import scaled
 from ciuic_cli.statistics.files import Statistics
 
 CORRECTION_LIMITS = (0.33, 10.0)
-"""Least and largest correction: a few held-out sequences prove no more. The upper limit was measured
+"""Least and largest correction: a few held-out sequences do not support more. The upper limit was measured
 (docs/experiments/allocation/saturated-heads.md), the lower one chosen."""
-EMBEDDING_PROBE_WEIGHT = 0.3
-"""Weight, in logarithms, of the probe of an embedding or head in its correction; the mean correction of the other
-roles has the rest (measured: docs/experiments/allocation/embedding-share.md)."""
+EMBEDDING_PROBE_SHARE = 0.3
+"""The correction of an embedding or head is a geometric mean of its probe's ratio, with this share, and the mean
+correction of the other roles (measured: docs/experiments/allocation/embedding-share.md)."""
 ALL_ROLES = "together"
 """Key of the probe of all roles at once, in the corrections and in the report."""
 PROBED_LAYERS = 16
-"""Most layers in which the probe of one role perturbs it; the last probe perturbs all layers (measured:
+"""Most layers that the probe of one role perturbs; the last probe perturbs all layers (measured:
 docs/experiments/allocation/probed-layers.md)."""
 
 
@@ -66,7 +65,7 @@ def _by_role(plan: Plan) -> dict[str, list[WeightMatrix]]:
 
 
 def _in_some_layers(matrices: Sequence[WeightMatrix], layers: Sequence[str]) -> list[WeightMatrix]:
-    """The matrices of at most PROBED_LAYERS layers, and all matrices outside of layers."""
+    """The matrices in at most PROBED_LAYERS layers, and all matrices that are in no layer."""
     layer_of = {
         matrix.key: matrix.name[: len(prefix)]
         for prefix in layers
@@ -82,10 +81,10 @@ def _in_some_layers(matrices: Sequence[WeightMatrix], layers: Sequence[str]) -> 
 def perturbation(
     model_map: ModelMap, statistics: Statistics, plan: Plan, matrices: Iterable[WeightMatrix], *, L: int
 ) -> Override:
-    """An override that adds noise shaped like the plan's rounding error to these matrices.
+    """An override that adds noise like the plan's rounding error to these matrices.
 
-    Row groups of pruned structures keep their weights: their loss is predicted apart from rounding. Row groups that the
-    budget prunes become zero. The noise of a matrix depends only on its key.
+    Row groups of pruned structures keep their weights, because the loss of a structure is not part of a role's loss of
+    rounding. Row groups that the budget pruned become zero. The noise of a matrix depends only on its key.
     """
     chosen = {(matrix.name, matrix.expert): matrix for matrix in matrices}
 
@@ -101,8 +100,8 @@ def perturbation(
         for chunk in row_chunks(weight, fisher, matrix, matrix_plan.row_class):
             prepared, product = chunk.prepared, torch.zeros(1)
             if matrix_plan.rank:
-                row_weight = prepared.outputs.d_diagonal[: matrix.rows]
-                left, right = lowrank.factor(chunk.weight, row_weight, matrix_plan.rank)
+                importance = prepared.outputs.d_diagonal[: matrix.rows]
+                left, right = lowrank.factor(chunk.weight, importance, matrix_plan.rank)
                 product = left @ right
                 prepared = prepared.with_weight(chunk.weight - product)
             noisy = with_rounding_noise(prepared, matrix_plan.row_bits[chunk.groups], L, generator) + product
@@ -119,7 +118,7 @@ def perturbation(
 def with_rounding_noise(
     prepared: PreparedMatrix, row_bits: NDArray[np.uint8], L: int, generator: torch.Generator
 ) -> torch.Tensor:
-    """The weight (rows, cols) plus Gaussian noise with the code's error, fed back on both sides as in rounding.
+    """The weight (rows, cols) plus Gaussian noise that has the code's variance and is fed back as in rounding.
 
     Rows of groups with 0 bits become zero.
     """
@@ -145,7 +144,7 @@ def _feed_back_along_rows(noise: torch.Tensor, feedback: RowFeedback) -> None:
     accumulated = torch.zeros(len(noise), 1)  # error along each row's direction
     for begin in reversed(range(0, noise.shape[1], TILE)):
         block = noise[:, begin : begin + TILE]
-        block -= feedback.gain[:, begin : begin + TILE] * accumulated
+        block -= feedback.pull[:, begin : begin + TILE] * accumulated
         accumulated += (block * feedback.direction[:, begin : begin + TILE]).sum(1, keepdim=True)
 
 
@@ -154,12 +153,12 @@ def probe_corrections(
 ) -> dict[str, dict[str, float]]:
     """For each role and for ALL_ROLES: `predicted_kl` and `measured_kl` of its probe, and the `correction` to apply.
 
-    The correction of ALL_ROLES is already contained in that of every role. It is below 1 where losses overlap: any
-    perturbation flips the same close calls of a router.
+    The correction of every role already contains that of ALL_ROLES. The latter is below 1 where losses overlap: the
+    perturbations of several roles flip the same close decisions of a router.
 
-    The correction of an embedding or head is mostly the mean of the other roles, see EMBEDDING_PROBE_WEIGHT: its rows
-    are single tokens, a few sequences show few of them, and other text has others. So the corrected sum is the
-    expected loss on other text, not the loss on these sequences.
+    The correction of an embedding or head is mostly the mean of the other roles (EMBEDDING_PROBE_SHARE): its rows are
+    single tokens, and the few held-out sequences contain few of them. So the sum of the corrected losses estimates the
+    loss on other text, not on these sequences.
 
     Args:
         probes: the result of `probe_matrices`.
@@ -179,7 +178,7 @@ def probe_corrections(
     mean = _mean_correction(corrections)
     for role in corrections.keys() & EMBEDDING_ROLES:
         probe = corrections[role]["correction"]
-        corrections[role]["correction"] = probe**EMBEDDING_PROBE_WEIGHT * mean ** (1 - EMBEDDING_PROBE_WEIGHT)
+        corrections[role]["correction"] = probe**EMBEDDING_PROBE_SHARE * mean ** (1 - EMBEDDING_PROBE_SHARE)
     return {**corrections, ALL_ROLES: overlap}
 
 
@@ -189,15 +188,15 @@ def role_correction(role: str, corrections: Mapping[str, Mapping[str, float]]) -
 
 
 def _mean_correction(corrections: Mapping[str, Mapping[str, float]]) -> float:
-    """Mean correction weighted by predicted KL; embedding and head count only if there are no other roles."""
-    roles = [
-        role for role in corrections if role != ALL_ROLES
-    ]  # a list: the sum's rounding depends on the order
+    """Mean of the corrections in proportion to predicted KL; embedding and head count only if there are no other
+    roles."""
+    # A list, because the rounding of the sum depends on the order.
+    roles = [role for role in corrections if role != ALL_ROLES]
     others = [role for role in roles if role not in EMBEDDING_ROLES]
     entries = [corrections[role] for role in others or roles]
     predicted = [entry["predicted_kl"] for entry in entries]
-    weights = predicted if sum(predicted) > 0 else None
-    return float(np.average([entry["correction"] for entry in entries], weights=weights))
+    shares = predicted if sum(predicted) > 0 else None
+    return float(np.average([entry["correction"] for entry in entries], weights=shares))
 
 
 def _correction(predicted: float, measured: float) -> dict[str, float]:

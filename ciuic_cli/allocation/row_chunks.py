@@ -1,4 +1,4 @@
-"""A weight matrix as prepared row chunks: embeddings and heads are processed a few thousand rows at a time."""
+"""A weight matrix as prepared row chunks: an embedding or head is processed a few thousand rows at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ciuic_cli.allocation.matrices import WeightMatrix, row_slices
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.feedback import FactoredInputs, factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
@@ -31,7 +32,7 @@ class RowChunk:
 
     Attributes:
         stored: slice of the stored rows.
-        rows: (m,) int64, the matrix's row number of each.
+        rows: (m,) int64, the row of the matrix that each stored row is.
         weight: (m, n) float32.
         prepared: these rows, ready to be rounded.
     """
@@ -44,7 +45,7 @@ class RowChunk:
     @property
     def groups(self) -> slice:
         """Slice of the groups of 16 stored rows."""
-        return slice(self.stored.start // TILE, -(-self.stored.stop // TILE))
+        return slice(self.stored.start // TILE, ceil_div(self.stored.stop, TILE))
 
 
 def row_chunks(
@@ -57,7 +58,7 @@ def row_chunks(
     """The row chunks of a matrix in stored order.
 
     Args:
-        weight: (m, n) float32, its columns already divided by the input scales; so is `fisher`.
+        weight: (m, n) float32; weight and fisher as `passes.scale.scaled` returns them if there are input scales.
         row_class: (m,) uint8 classes by which the stored rows are sorted; None: natural order.
         factored: the result of `factor_inputs` for this H, if it was computed already.
     """

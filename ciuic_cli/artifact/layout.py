@@ -1,4 +1,4 @@
-"""Layout of an artifact's safetensors files: their exact bytes are known before anything is written."""
+"""Layout of an artifact's safetensors files. It gives their exact sizes before anything is written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 SHARD_BYTES = 5_000_000_000
 """Most tensor bytes per file (chosen); a larger tensor has a file to itself."""
 _ALIGNMENT_ORDER = {"U8": 0, "I64": 1, "F64": 1, "F32": 2, "I32": 2, "BF16": 3, "F16": 3}
-"""Order of the dtypes in a file: blobs, then by decreasing element size, so that every tensor is aligned."""
+"""Order of the dtypes in a file: blobs first, then from large to small elements, so that every tensor is aligned."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ def publish(destination: Path, *, force: bool) -> Path | None:
 
 
 def _rename_to_free(folder: Path, destination: Path) -> None:
-    """Rename, but never onto anything that exists. Without renameat2 there is a short race between check and rename."""
+    """Rename, but never onto anything that exists. Without renameat2 another process may create it after the check."""
     if rename_with_flag(folder, destination, NOREPLACE):
         return
     if os.path.lexists(destination):

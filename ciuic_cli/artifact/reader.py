@@ -41,7 +41,7 @@ from ciuic_cli.process.file_faults import reading
 
 _DAMAGED = "the artifact is damaged or was not written by ciuic; fetch or compress it again"
 _NUMBER = re.compile(r"\.[0-9]+(?=\.)")
-"""Number of a layer or an expert in a name."""
+"""The number of a layer or an expert in a tensor's name."""
 _MIXED = "the files of two artifacts are mixed; fetch or compress it again"
 
 
@@ -50,8 +50,8 @@ class Blob:
     """One compressed tensor. It owns a reference to the mapping of its file.
 
     entry: its place in the file. shape: of the decoded tensor, (rows, cols) or (experts, rows, cols). data: its bytes,
-    uint8 (nbytes,), mapped from the file that was checked even if another file has the name by now. mapping: of the
-    whole file.
+    uint8 (nbytes,), in `mapping`, the mapping of the whole file. It stays that of the checked file, even if another
+    file gets the name.
     """
 
     entry: TensorEntry
@@ -166,8 +166,9 @@ def require_counted(
 ) -> None:
     """Refuse files with more layers than the config counts: the model would lack its last layers, or some experts.
 
-    unknown: names of stored tensors that the model does not have. expected: the model's names. A tensor is of a missing
-    layer if the model has the same one under another number; layers of `mtp` have such numbers. Raises InputError.
+    unknown: names of stored tensors that the model does not have. expected: the model's names. If the model has the
+    same name with another number, the tensor belongs to a layer or expert that config.json does not count; tensors of
+    `mtp` are exempt. Raises InputError.
     """
     numberless = {_NUMBER.sub(".#", name) for name in expected}
     for name in unknown:
@@ -212,8 +213,8 @@ def require_expert_ids(artifact: ArtifactFiles, tables: Mapping[str, int]) -> No
 def require_compressed(artifact: ArtifactFiles, expected: Mapping[str, torch.Tensor]) -> None:
     """Refuse compressed tensors that differ from the model's in shape, before anything of their shape is allocated.
 
-    A tensor that the model does not have (of a multi-token-prediction layer) may have as many weights as the model's
-    largest tensor. expected: as in `require_dense`. Raises InputError with file and tensor.
+    A tensor that the model does not have (of a multi-token-prediction layer) may have at most as many weights as the
+    model's largest tensor. expected: as in `require_dense`. Raises InputError with file and tensor.
     """
     largest = max((tensor.numel() for tensor in expected.values()), default=0)
     for name, blob in artifact.blobs.items():

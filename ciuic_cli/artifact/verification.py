@@ -44,7 +44,7 @@ class Verification:
 def verify(path: str | Path, progress: Callable[[int, int], None] = lambda done, total: None) -> Verification:
     """Compare size and SHA-256 of every file with `ciuic_checksums.json`.
 
-    The list itself must have exactly the form in which the writer writes it, so that any flipped bit in it shows.
+    The list itself must have exactly the form in which the writer writes it. So a flipped bit in the list is found too.
 
     progress: called as progress(done, total), in bytes. Raises InputError if the folder has no list or a damaged one,
     EnvironmentFault if a file cannot be read.
@@ -86,7 +86,7 @@ def _read_list(folder: Path) -> dict[str, tuple[str, int]]:
             remedy="only `ciuic compress` writes them; save_pretrained and other tools do not",
         )
     document = read_json(folder, CHECKSUMS, remedy=_REMEDY)
-    # A flipped bit in the white space or the numbers of the list must show as well.
+    # Finds a flipped bit anywhere in the list, also in its white space.
     with reading(file):
         content = checked_file(folder, CHECKSUMS).read_bytes()
     if content != encode_checksums(document):

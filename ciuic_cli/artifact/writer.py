@@ -17,6 +17,7 @@ from ciuic_cli.process.digests import file_digest
 CHECKSUMS = "ciuic_checksums.json"
 """The list of SHA-256 checksums, for `ciuic inspect --verify`."""
 REPORT = "memory_report.json"
+"""The memory report (`report/schema.py`)."""
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",

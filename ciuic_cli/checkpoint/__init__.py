@@ -1,4 +1,4 @@
-"""Checkpoints as input: their files, their number formats, and the role of every tensor in transformers' model.
+"""Checkpoints, the models that are read: their files, number formats, and the role of every tensor in the model.
 
 Reading order: `folder` (which files may be opened) -> `shards` (which of them hold the tensors) -> `header` (what is in
 one file) -> `reader` (an opened `Checkpoint`, which reads tensors) -> `model_map` (a `ModelMap`, which reads parameters

@@ -1,7 +1,7 @@
 """From config.json to transformers' model, without weights and without code from the checkpoint.
 
 `build_config` takes the content of a config.json, checks its sizes and returns transformers' configuration, found by
-`model_type` in transformers' registry. `auto_map`, which names Python files of the checkpoint, is dropped before. The
+`model_type` in transformers' registry. `auto_map`, which names Python files of the checkpoint, is left out. The
 model of `build_meta_model` is on the meta device, where weights have shapes but no memory.
 """
 
@@ -25,47 +25,41 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 from ciuic_cli.process.memory import machine_fault
 
-# The limits below are far above any real model. They keep the time and memory for a config.json at the limit small.
-_POSITIVE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_LAYER_KEYS = (
-    "num_hidden_layers",
-    "n_layer",
-    "num_layers",
-    "num_nextn_predict_layers",
-    "first_k_dense_replace",
-)
+# Limits of the numbers in a config.json, by what a key counts. They are chosen: far above any real model, and so low
+# that a model at the limit is checked and built in little time and memory.
 _MAX_LAYERS = 4096
-_EXPERT_KEYS = (
-    "n_routed_experts",
-    "num_experts",
-    "num_local_experts",
-    "n_shared_experts",
-    "num_experts_per_tok",
-)
-_EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-_LABEL_KEYS = ("num_labels", "n_labels")
+_LAYER_KEYS = (
+    "num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "first_k_dense_replace",
+)  # fmt: skip
 _MAX_EXPERTS = 65_536
 """Highest number of experts, and of labels."""
-_POSITION_KEYS = ("max_position_embeddings", "n_positions")
+_EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
+_EXPERT_KEYS = (*_EXPERT_COUNT_KEYS, "n_shared_experts", "num_experts_per_tok")
+_LABEL_KEYS = ("num_labels", "n_labels")
 _MAX_POSITIONS = 1 << 32
+_POSITION_KEYS = ("max_position_embeddings", "n_positions")
+_MAX_LOOPS = 4096
 _LOOP_WORDS = ("_iter", "loops")
 """Parts of keys that count iterations of a loop in the model's code."""
-_MAX_LOOPS = 4096
+_MAX_WIDTH = 1 << 26
 _WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "mult")
 """Parts of keys that are dimensions of weights."""
-_MAX_WIDTH = 1 << 26
 _MAX_MAGNITUDE = 1 << 40
 """Highest absolute value of any integer. The largest integers in real models are rotary bases, about 5e10."""
 _UNLIMITED_KEYS = ("model_max_length",)
 """Keys without that limit: transformers' tokenizers write 1e30 for "no limit"."""
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _MAX_TOKEN = 2**31 - 1
+"""Highest token id: the largest 32-bit integer."""
+_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_POSITIVE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+"""Keys that must be at least 1."""
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes in which transformers loads a model."""
 _UNCHECKED_COUNT = 64
-"""Up to this number, layers and experts are not compared with the stored tensors."""
+"""Up to this number, layers and experts are not compared with the stored tensors. Chosen, not tuned."""
 _IGNORED_KEYS = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
+"""Keys that do not describe the architecture; they are neither checked nor passed on."""
 
 _CHECK_CONFIG = "download config.json again, or update transformers"
 _CHECK_MODEL = (
@@ -111,7 +105,7 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
 
 
 def _require_docstrings() -> None:
-    """Raise EnvironmentFault under `python -OO`, which drops docstrings: transformers reads those of its own."""
+    """Raise EnvironmentFault under `python -OO`, which removes docstrings: transformers reads its own."""
     if sys.flags.optimize > 1:
         raise EnvironmentFault(
             "transformers does not work in Python without docstrings (python -OO, or PYTHONOPTIMIZE=2)",

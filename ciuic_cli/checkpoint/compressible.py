@@ -15,31 +15,31 @@ _LAYOUT_FLAGS = {"has_gate": True, "has_bias": False, "is_concatenated": True}
 """Attributes of transformers' experts modules that describe the weight layout, with the supported values."""
 
 
-def experts_fault(dense: nn.Module) -> str | None:
+def experts_fault(module: nn.Module) -> str | None:
     """Why this experts module cannot hold packed stacks, or None if it can."""
-    if not all(name in dense._parameters for name in EXPERT_STACKS):
+    if not all(name in module._parameters for name in EXPERT_STACKS):
         return f"it has no parameters {' and '.join(EXPERT_STACKS)}"
-    up, down = (dense.get_parameter(name).shape for name in EXPERT_STACKS)
+    up, down = (module.get_parameter(name).shape for name in EXPERT_STACKS)
     rows_are_outputs = up[2] == down[1] and up[1] in (down[2], 2 * down[2])
-    if getattr(dense, "is_transposed", False) or not rows_are_outputs:
+    if getattr(module, "is_transposed", False) or not rows_are_outputs:
         return "its experts are stored as (inputs, outputs)"
-    if not hasattr(dense, "_apply_gate"):
+    if not hasattr(module, "_apply_gate"):
         return "it does not follow transformers' experts interface"
     for flag, expected in _LAYOUT_FLAGS.items():
-        if getattr(dense, flag, expected) != expected:
+        if getattr(module, flag, expected) != expected:
             return f"its weights are laid out differently ({flag}={not expected})"
-    if getattr(dense, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         return "it normalises each expert's output"
     return None
 
 
-def matrix_fault(dense: nn.Module) -> str | None:
+def matrix_fault(module: nn.Module) -> str | None:
     """Why this module cannot hold a packed matrix as its weight, or None if it can."""
-    if isinstance(dense, nn.Embedding):
-        is_plain = type(dense).forward is nn.Embedding.forward or embedding_scale_of(dense) is not None
+    if isinstance(module, nn.Embedding):
+        is_plain = type(module).forward is nn.Embedding.forward or embedding_scale_of(module) is not None
         return None if is_plain else "its class computes something else from the table"
-    if isinstance(dense, nn.Linear):
-        is_plain = type(dense).forward is nn.Linear.forward or is_grouped_linear(dense)
+    if isinstance(module, nn.Linear):
+        is_plain = type(module).forward is nn.Linear.forward or is_grouped_linear(module)
         return None if is_plain else "its class computes something else than x W^T"
     return "it is neither a linear nor an embedding"
 

@@ -27,7 +27,7 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
 """Patterns of the files that are downloaded from the hub: no Python code, no pickles."""
 _OPENED_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", "LICENSE")
-"""Endings of the file names that this package or a tokenizer's loader opens."""
+"""Endings of the names of files that this package or a tokenizer's loader opens."""
 _TEMPLATES = "additional_chat_templates"
 """Subfolder from which transformers reads chat templates."""
 _DOWNLOAD_AGAIN = "download the checkpoint again"
@@ -100,10 +100,22 @@ def _download(name: str) -> Path:
         ) from error
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
         raise InputError(
-            f"no such folder, and the hub cannot be reached ({type(error).__name__})",
+            f"no such folder, and {_hub_failure(error)}",
             file=name,
             remedy="check the path and the network, or download the model elsewhere and give its folder",
         ) from error
+
+
+def _hub_failure(error: Exception) -> str:
+    """What went wrong with a download, for a message."""
+    response = getattr(error, "response", None)
+    if response is not None:
+        return f"the hub answers with HTTP status {response.status_code}"
+    if isinstance(error, ValueError):
+        return "the name is no hub id"
+    if isinstance(error, OSError) and error.strerror:
+        return f"the download from the hub failed: {error.strerror}"
+    return "the hub cannot be reached"
 
 
 def is_outside(name: str) -> bool:

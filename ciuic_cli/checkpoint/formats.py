@@ -1,7 +1,8 @@
-"""Number formats of checkpoints: the dtypes of safetensors, and FP8 and FP4 weights with their scales.
+"""Number formats of checkpoints: the dtypes of safetensors, and the formats of weights that are stored with scales.
 
-Takes tensors as stored and returns float32. In every layout the weight is the stored number times its scale, in spite
-of the name `scale_inv`. These layouts of scales occur:
+`FORMATS` is the table of the formats with scales. `format_of` finds a tensor's format, `NumberFormat.decode` returns
+its numbers as float32, and `apply_scales` multiplies them by their scales. In every layout the weight is the stored
+number times its scale, in spite of the name `scale_inv`. These layouts of scales occur:
 
 - DeepSeek-V3 and R1: `weight_scale_inv`, one float32 per block of 128x128 FP8 weights, with partial blocks at the edges
   (arXiv 2412.19437, section 3.3). The config states the block size.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,7 @@ import numpy.typing as npt
 import torch
 
 from ciuic_cli.errors import InputError
+from ciuic_cli.integers import ceil_div
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
@@ -43,30 +46,128 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""Safetensors dtype -> torch dtype. F4 has none: its packed bytes are read as uint8."""
+"""Safetensors dtype -> torch dtype. Dtypes with fewer than 8 bits have none: their packed bytes are read as uint8."""
 
-DTYPE_BITS: dict[str, int] = {"F4": 4, **{name: 8 * dtype.itemsize for name, dtype in TORCH_DTYPES.items()}}
+
+@dataclass(frozen=True)
+class NumberFormat:
+    """A format of weights that are stored as codes of a few bits, with scales beside them.
+
+    Codes are packed along a row, the first one in the lowest bits.
+
+    Attributes:
+        name: the format's name in reports.
+        bits: bits per code, 4 or 8.
+        values: the value of each code, from 0 to 2^bits - 1.
+        dtypes: safetensors dtypes of this format. A tensor of such a dtype must have a scale; its shape counts values.
+        packed_in: integer dtypes that hold codes of this format if the tensor has a scale; its shape counts integers.
+        scale_block: rows and columns that share one scale; None if config.json or the scale's shape decides.
+    """
+
+    name: str
+    bits: int
+    values: tuple[float, ...]
+    dtypes: tuple[str, ...] = ()
+    packed_in: tuple[str, ...] = ()
+    scale_block: tuple[int, int] | None = None
+
+    def decoded_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in values of a tensor that the header lists with this dtype and shape."""
+        if dtype not in self.packed_in or not shape:
+            return shape
+        return (*shape[:-1], shape[-1] * (DTYPE_BITS[dtype] // self.bits))
+
+    def decode(self, stored: torch.Tensor) -> torch.Tensor:
+        """The values, exactly, as float32: stored (..., n) becomes (..., n * values per element). Scales not applied.
+
+        Two to three times as fast as `Tensor.to` for FP8.
+        """
+        per_element = 8 * stored.dtype.itemsize // self.bits
+        shape = stored.shape if per_element == 1 else (*stored.shape[:-1], per_element * stored.shape[-1])
+        data = stored.contiguous().reshape(-1).view(torch.uint8).numpy()
+        pair_bytes = 2 * self.bits // 8
+        even = len(data) // pair_bytes * pair_bytes
+        # A pair of values moves as one 8-byte word, which makes the look-up fast.
+        pairs = np.take(_pairs(self.values), data[:even].view(f"<u{pair_bytes}"))
+        values = torch.from_numpy(pairs.view(np.float32))
+        if even < len(data):  # an odd number of one-byte codes
+            values = torch.cat([values, torch.tensor([self.values[data[-1]]])])
+        return values.reshape(shape)
+
+
+@functools.cache
+def _pairs(values: tuple[float, ...]) -> npt.NDArray[np.int64]:
+    """(len(values)^2,) table: two codes, the first one in the lower bits -> their two float32 values as one word."""
+    table = np.array(values, np.float32)
+    return (
+        np.stack([np.tile(table, len(table)), np.repeat(table, len(table))], axis=-1)
+        .view(np.int64)
+        .reshape(-1)
+    )
+
+
+def _values_of(dtype: torch.dtype) -> tuple[float, ...]:
+    """The values of all 256 codes of an 8-bit float."""
+    return tuple(torch.arange(256).to(torch.uint8).view(dtype).to(torch.float32).tolist())
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of e2m1's codes without a sign (OCP Microscaling Formats 1.0, section 5.3.3)."""
+FP4_BLOCK = 32
+"""Values of a row that share one scale in the microscaling formats."""
+
+FORMATS: tuple[NumberFormat, ...] = (
+    *(
+        NumberFormat(dtype, 8, _values_of(TORCH_DTYPES[dtype]), dtypes=(dtype,))
+        for dtype in ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
+    ),
+    NumberFormat(
+        "FP4", 4, (*_E2M1, *(-value for value in _E2M1)),
+        dtypes=("F4",), packed_in=("I8", "U8"), scale_block=(1, FP4_BLOCK),
+    ),
+)  # fmt: skip
+"""The formats of weights with scales that can be read. All other code asks this table: a new format is a row here."""
+
+DTYPE_BITS: dict[str, int] = {
+    **{dtype: number_format.bits for number_format in FORMATS for dtype in number_format.dtypes},
+    **{name: 8 * dtype.itemsize for name, dtype in TORCH_DTYPES.items()},
+}
 """Bits per element of every safetensors dtype that can be read."""
 
-FP8_DTYPES = ("F8_E4M3", "F8_E4M3FNUZ", "F8_E5M2", "F8_E5M2FNUZ")
-"""Stored dtypes of FP8 weights; they need a scale."""
-FP4_DTYPES = ("I8", "U8", "F4")
-"""Stored dtypes that packed FP4 weights can have. I8 and U8 are FP4 only beside a scale."""
 SCALE_DTYPES = ("F32", "BF16", "F16", "F64", "F8_E8M0", "U8")
 """Stored dtypes that scales can have."""
 SCALES_ONLY = "F8_E8M0"
 """Stored dtype that only scales have: powers of two without sign."""
-
-FP4_BLOCK = 32
-"""Values of a row that share one scale in the microscaling formats."""
 _DEFAULT_BLOCK = (128, 128)
 """Rows and columns of an FP8 block if config.json states none: DeepSeek-V3's."""
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_FP4_VALUES = torch.tensor(_E2M1 + tuple(-value for value in _E2M1), dtype=torch.float32)
-_FINITE_CHUNK = 1 << 22
-"""Elements checked at a time by `count_nonfinite`. Chosen, not tuned."""
+_FINITE_ELEMENTS = 1 << 22
+"""Elements checked at a time by `count_nonfinite`; bounds the temporaries. Chosen, not tuned."""
 SCALE_REMEDY = "download the checkpoint again, or use its bf16 version"
+"""What to try if a weight and its scale do not fit together."""
+
+
+def format_of(dtype: str, *, has_scale: bool) -> NumberFormat | None:
+    """The format of a tensor with this safetensors dtype; None if it is stored as plain numbers.
+
+    has_scale: whether a scale belongs to the tensor. Integers are packed codes only then.
+    """
+    for number_format in FORMATS:
+        if dtype in number_format.dtypes or (has_scale and dtype in number_format.packed_in):
+            return number_format
+    return None
+
+
+def stored_shape(dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape in which a tensor is read: that of the header, or (..., bytes) uint8 for dtypes below 8 bits.
+
+    Raises ValueError if a row of such a tensor does not end with a whole byte.
+    """
+    if dtype in TORCH_DTYPES:
+        return shape
+    bits = DTYPE_BITS[dtype] * (shape[-1] if shape else 1)
+    if bits % 8:
+        raise ValueError(f"a row of {dtype} must fill whole bytes, and {bits} bits do not")
+    return (*shape[:-1], bits // 8)
 
 
 def is_integer(dtype: torch.dtype) -> bool:
@@ -99,68 +200,32 @@ def decode_scales(scales: torch.Tensor) -> torch.Tensor:
     return scales.to(torch.float32)
 
 
-def unpack_fp4(packed: torch.Tensor) -> torch.Tensor:
-    """Two e2m1 values per byte, low nibble first: (..., n) bytes -> (..., 2n) float32."""
-    codes = packed.contiguous().view(torch.uint8)
-    return _look_up(codes.reshape(-1), _fp4_pairs()).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
-
-
-def decode_fp8(stored: torch.Tensor) -> torch.Tensor:
-    """8-bit floats of any kind as float32 of the same shape, exactly. Two to three times as fast as `Tensor.to`."""
-    flat = stored.contiguous().view(torch.uint8).reshape(-1)
-    if flat.storage_offset() % 2:  # a uint16 view needs an even offset
-        flat = flat.clone()
-    even = flat.numel() // 2 * 2
-    values = _look_up(flat[:even].view(torch.uint16), _fp8_pairs(stored.dtype))
-    if even < flat.numel():
-        values = torch.cat([values, flat[even:].view(stored.dtype).to(torch.float32)])
-    return values.reshape(stored.shape)
-
-
-@functools.cache
-def _fp4_pairs() -> npt.NDArray[np.int64]:
-    """(256,) table: byte -> its two float32 values as one 8-byte word."""
-    byte = torch.arange(256)
-    return _FP4_VALUES[torch.stack((byte & 15, byte >> 4), dim=-1)].numpy().view(np.int64).reshape(-1)
-
-
-@functools.cache
-def _fp8_pairs(dtype: torch.dtype) -> npt.NDArray[np.int64]:
-    """(65536,) table: two FP8 bytes -> their two float32 values as one 8-byte word."""
-    pairs = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.uint8).view(dtype)
-    return pairs.to(torch.float32).numpy().view(np.int64)
-
-
-def _look_up(codes: torch.Tensor, pairs: npt.NDArray[np.int64]) -> torch.Tensor:
-    """(n,) codes -> (2n,) float32. A pair of values moves as one 8-byte word, which makes the look-up fast."""
-    return torch.from_numpy(np.take(pairs, codes.numpy()).view(np.float32))
-
-
 def scale_block(
     shape: tuple[int, ...],
     scale_shape: tuple[int, ...],
     weight_block: tuple[int, int] | None,
     *,
-    fp4: bool = False,
+    fixed: tuple[int, int] | None = None,
     file: Path | None = None,
     tensor: str | None = None,
 ) -> tuple[int, int]:
     """Rows and columns that share one scale, for a weight of decoded `shape` (rows, columns).
 
-    An FP4 weight has one scale per 32 values of a row. An FP8 weight has one per `weight_block`, with partial blocks at
-    the edges. If config.json states no block (None), these are accepted: one scale for the tensor, one per row, one per
-    128x128, one per 32 values of a row. Raises InputError, naming `file` and `tensor`, for any other `scale_shape`.
+    fixed: the format's own block (`NumberFormat.scale_block`). weight_block: the block that config.json states, for
+    formats without one. Blocks at the edges may be partial. If both are None, these are accepted: one scale for the
+    tensor, one per row, one per 128x128, one per 32 values of a row. Raises InputError, naming `file` and `tensor`, for
+    any other `scale_shape`.
     """
     if len(shape) != 2:
         raise InputError(
-            f"an FP8 or FP4 weight must have 2 dimensions, not {len(shape)}",
+            f"a weight with scales must have 2 dimensions, not {len(shape)}",
             file=file,
             tensor=tensor,
             remedy=SCALE_REMEDY,
         )
     rows, cols = shape
-    if fp4:
-        blocks = [(1, FP4_BLOCK)]
+    if fixed is not None:
+        blocks = [fixed]
     elif weight_block is not None:
         blocks = [weight_block]
     elif math.prod(scale_shape) == 1:
@@ -170,10 +235,10 @@ def scale_block(
     else:
         blocks = [_DEFAULT_BLOCK, (1, FP4_BLOCK)]
     for block in blocks:
-        if scale_shape == (math.ceil(rows / block[0]), math.ceil(cols / block[1])):
+        if scale_shape == (ceil_div(rows, block[0]), ceil_div(cols, block[1])):
             return block
     expected = " or ".join(
-        str((math.ceil(rows / block_rows), math.ceil(cols / block_cols))) for block_rows, block_cols in blocks
+        str((ceil_div(rows, block_rows), ceil_div(cols, block_cols))) for block_rows, block_cols in blocks
     )
     raise InputError(
         f"the scale has shape {scale_shape}; the weight {shape} needs {expected}",
@@ -209,18 +274,18 @@ def count_nonfinite(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) ->
     """Number of elements that are NaN or infinite after conversion to `dtype` (0 for integers)."""
     if not tensor.is_floating_point():
         return 0
-    # In chunks, because the temporaries of one call would take more memory than the tensor itself.
-    chunks = tensor.reshape(-1).split(_FINITE_CHUNK)
-    return sum(_count_nonfinite(chunk, dtype) for chunk in chunks if chunk.numel())
+    # In parts, because the temporaries of one call would take more memory than the tensor itself.
+    parts = tensor.reshape(-1).split(_FINITE_ELEMENTS)
+    return sum(_count_nonfinite(part, dtype) for part in parts if part.numel())
 
 
-def _count_nonfinite(chunk: torch.Tensor, dtype: torch.dtype) -> int:
-    if chunk.dtype.itemsize == 1:  # torch does not compare 8-bit floats
-        chunk = chunk.to(torch.float32)
+def _count_nonfinite(part: torch.Tensor, dtype: torch.dtype) -> int:
+    if part.dtype.itemsize == 1:  # torch does not compare 8-bit floats
+        part = part.to(torch.float32)
     # NaN and infinity show in the minimum or the maximum; these two are ten times as fast as isfinite.
-    if bool(torch.stack(chunk.aminmax()).to(dtype).isfinite().all()):
+    if bool(torch.stack(part.aminmax()).to(dtype).isfinite().all()):
         return 0
-    return chunk.numel() - int(chunk.to(dtype).isfinite().sum())
+    return part.numel() - int(part.to(dtype).isfinite().sum())
 
 
 def require_finite(

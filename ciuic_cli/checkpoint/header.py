@@ -24,8 +24,10 @@ from ciuic_cli.process.file_faults import reading
 MAX_HEADER_BYTES = 100_000_000
 """Longest accepted header, in bytes. The reference implementation has the same limit."""
 
-_LFS_PREFIX = b"version https://"  # first bytes of a git-LFS pointer, in every version of its format
+_LFS_PREFIX = b"version https://"
+"""First bytes of a git-LFS pointer, in every version of its format."""
 _MAX_SIZE = 2**63 - 1
+"""Largest accepted size and offset: what a signed 64-bit integer holds."""
 _DOWNLOAD_AGAIN = "download it again; the copy on disk is damaged or incomplete"
 
 

@@ -29,7 +29,7 @@ from ciuic_cli.checkpoint.architecture import (
 from ciuic_cli.checkpoint.expert_ids import expert_tables, require_expert_table
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES, can_hold
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers, sort_unexpected
-from ciuic_cli.checkpoint.naming import Assembly, plan_names
+from ciuic_cli.checkpoint.naming import Assembly, map_names
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.checkpoint.tying import resolve_ties
@@ -47,7 +47,7 @@ class Parameter:
         role, compress, reason: as in `roles.Classification`.
         sources: names of the checkpoint's tensors that it is made of.
         tied_to: the parameter whose values it shares. A tied parameter is stored and counted only there.
-        buffer: it is no trained weight (a router's bias, a lookup table). It is stored but counts as no parameter.
+        buffer: whether it is a buffer (a router's bias, a lookup table): stored, but not counted as a parameter.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ModelMap:
         layer_prefixes: name prefixes of the decoder layers ("model.layers.0.").
         warnings: messages for the user.
         mtp: the checkpoint's multi-token-prediction layers.
-        mtp_tensors: names of their tensors, which `keeping.keep_mtp` turns into parameters.
+        mtp_tensors: names of their tensors, which `mtp_parameters.keep_mtp` turns into parameters.
         assemblies: how each stored parameter is built from tensors of the checkpoint.
         dtype_rules: requested dtype -> parameter -> dtype, for the parameters that get another dtype.
     """
@@ -143,7 +143,7 @@ class ModelMap:
         return model
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter in its in-memory shape, in the checkpoint's dtype; float32 if FP8 or FP4 was decoded.
+        """A parameter in its in-memory shape, in the checkpoint's dtype; float32 if it had scales.
 
         An expert stack is read as a whole; prefer `read_expert` for large stacks. `read`, `read_expert` and `read_rows`
         raise InputError for a value that is NaN or infinite, or becomes so in the model's dtype.
@@ -157,7 +157,7 @@ class ModelMap:
         return assembly.build(self._reader(name), self._conversion_model)[name]
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
-        """One expert (out, in) of a fused stack. Other experts are not read, unless a converter needs them."""
+        """One expert (rows, columns) of a fused stack. Other experts are read only if a converter needs them."""
         assembly = self._assembly(name)
         shape = self.parameters[name].shape
         if len(shape) != 3 or not 0 <= expert < shape[0]:
@@ -188,8 +188,8 @@ class ModelMap:
         """Fill `module` with its weights, in place. It is the submodule of a `skeleton` at the name `prefix`.
 
         Weights are converted to `dtype` (default: the model's), except those that transformers keeps in another one,
-        and require no gradient. Expert stacks take `stack_dtype` and `stack_device` if these are given. Non-persistent
-        buffers move to `device`. Raises ValueError if these are on the meta device: the module is of no `skeleton`.
+        and require no gradient. Expert stacks get `stack_dtype` and `stack_device` if these are given. Non-persistent
+        buffers move to `device`. Raises ValueError if they are on the meta device, as in a module of `meta_model`.
         """
         loaded: dict[str, torch.Tensor] = {}
         for owner, short, name, is_buffer in stored_tensors(module, prefix):
@@ -253,14 +253,14 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
     dtype = _model_dtype(config, checkpoint)
     model = build_meta_model(config, dtype, file)
     scales = set(checkpoint.scales.values())
-    shapes = {name: checkpoint.dense_shape(name) for name in checkpoint.tensors if name not in scales}
+    shapes = {name: checkpoint.decoded_shape(name) for name in checkpoint.tensors if name not in scales}
     try:
-        plan = plan_names(model, shapes)
+        names = map_names(model, shapes)
     except InputError as error:
         raise InputError(
             error.message, file=checkpoint.folder, tensor=error.tensor, remedy=error.remedy
         ) from error
-    ties, assemblies, warnings = resolve_ties(model, plan.assemblies, checkpoint)
+    ties, assemblies, warnings = resolve_ties(model, names.assemblies, checkpoint)
     if ties.broken:
         config.tie_word_embeddings = False
     parameters = {}
@@ -291,7 +291,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         require_expert_table(
             checkpoint.entry(parameters[name].sources[0]), experts, "download the checkpoint again"
         )
-    unexpected_warnings, mtp, mtp_tensors = sort_unexpected(plan.unexpected, config, checkpoint)
+    unexpected_warnings, mtp, mtp_tensors = sort_unexpected(names.unexpected, config, checkpoint)
     return ModelMap(
         checkpoint=checkpoint,
         config=config,
@@ -352,9 +352,9 @@ def _require_kind(parameter: Parameter, dtype: torch.dtype, checkpoint: Checkpoi
     """Raise InputError if the stored numbers cannot be read as the parameter's `dtype`."""
     for source in parameter.sources:
         entry = checkpoint.tensors[source]
-        decoded = checkpoint.is_fp4(source) or checkpoint.is_fp8(source)
+        decoded = checkpoint.format_of(source) is not None
         if decoded and source not in checkpoint.scales:
-            checkpoint.read_dense(source, (0, 0))  # raises InputError, which names the expected scales
+            checkpoint.read_decoded(source, (0, 0))  # raises InputError, which names the expected scales
         if not can_hold(dtype, torch.float32 if decoded else TORCH_DTYPES[entry.dtype]):
             scale = " without a scale" if dtype.is_floating_point else ""
             raise InputError(

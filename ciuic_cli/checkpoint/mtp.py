@@ -4,8 +4,8 @@ MTP layers draft tokens ahead for speculative decoding. DeepSeek-V3 ships one as
 `mtp.0`. transformers' model has no parameters for them, and its predictions do not depend on them.
 
 `sort_unexpected` takes the names that match no parameter and returns warnings and the MTP layers among them.
-`PredictionLayers` records these layers in reports and artifacts. `keeping.keep_mtp` turns their tensors into parameters
-for `compress --mtp keep`; otherwise they are dropped, and the report says so.
+`PredictionLayers` records these layers in reports and artifacts. For `compress --mtp keep`, `mtp_parameters.keep_mtp`
+turns their tensors into parameters; otherwise they are dropped, and the report says so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNT_KEY = "num_nextn_predict_layers"
 """Key of config.json with the number of MTP layers. vLLM and SGLang read it and expect the layers' weights."""
 _NUMBERED_LAYER = re.compile(r"^(.*?\blayers\.)(\d{1,9})\.")
 _MTP_ONLY = frozenset({"eh_proj", "enorm", "hnorm"})
-"""Module names that an MTP layer has under a decoder layer's number, and a decoder layer has not."""
+"""Names of modules that only MTP layers have; such a layer may be numbered like a decoder layer."""
 _MTP_PREFIX = re.compile(r"^((?:.*\.)?mtp\.(?:layers\.)?(?:\d+\.)?)")
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$|(^|\.)position_ids$")
 """Names of buffers that transformers computes itself."""

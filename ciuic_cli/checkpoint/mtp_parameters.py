@@ -1,8 +1,7 @@
 """`compress --mtp keep`: turns the tensors of multi-token-prediction layers into parameters of the `ModelMap`.
 
 transformers' model has no place for them, so they keep their names and shapes from the checkpoint. They are read,
-coded and counted like any other parameter. Only their effect on the predictions is unknown: the model's predictions do
-not depend on them.
+coded and counted like any other parameter. They have no predicted KL: the model's predictions do not depend on them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from dataclasses import replace
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.naming import Assembly
-from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import MTP_ROLES, classify_mtp
 from ciuic_cli.checkpoint.tying import same_values
 from ciuic_cli.errors import InputError
@@ -39,7 +37,7 @@ def keep_mtp(model_map: ModelMap) -> ModelMap:
     dtypes = {
         name: TORCH_DTYPES[checkpoint.entry(name).dtype]
         for name in assemblies
-        if not _is_decoded(checkpoint, name)
+        if checkpoint.format_of(name) is None
     }
     return replace(
         model_map,
@@ -60,15 +58,11 @@ def is_mtp(parameter: Parameter) -> bool:
     return parameter.role in MTP_ROLES
 
 
-def _is_decoded(checkpoint: Checkpoint, name: str) -> bool:
-    return checkpoint.is_fp8(name) or checkpoint.is_fp4(name)
-
-
 def _parameter(model_map: ModelMap, name: str) -> Parameter:
     checkpoint = model_map.checkpoint
     entry = checkpoint.entry(name)
-    if _is_decoded(checkpoint, name):
-        checkpoint.read_dense(name, (0, 0))  # raises InputError if the scale is absent
+    if checkpoint.format_of(name) is not None:
+        checkpoint.read_decoded(name, (0, 0))  # raises InputError if the scale is absent
         floating = True
     elif entry.dtype in _STORABLE:
         floating = TORCH_DTYPES[entry.dtype].is_floating_point
@@ -79,7 +73,7 @@ def _parameter(model_map: ModelMap, name: str) -> Parameter:
             tensor=name,
             remedy="leave these layers out with --mtp drop",
         )
-    shape = checkpoint.dense_shape(name)
+    shape = checkpoint.decoded_shape(name)
     original = _equal_embedding_or_head(model_map, name, shape)
     if original is not None:
         reason = f"equal to {original}: stored there"

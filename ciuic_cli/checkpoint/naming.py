@@ -1,11 +1,11 @@
 """Which tensors of a checkpoint make which parameter of the model, by transformers' own conversion rules.
 
-`plan_names` takes the meta model and the shapes of the stored tensors and returns a `Plan`: one `Assembly` per
+`map_names` takes the meta model and the shapes of the stored tensors and returns a `NameMap`: one `Assembly` per
 parameter, which knows its source tensors and can build the parameter from them.
 
 Names and shapes in files differ from those in memory: matrices of single experts become one fused 3-D parameter, and
 DeepSeek-V4 ships names of its own. transformers describes this per family by renamings and converters (merge,
-concatenate, split, transpose, ...). The plan applies the same rules in the same order as `from_pretrained`, to names
+concatenate, split, transpose, ...). It applies the same rules in the same order as `from_pretrained`, to names
 and meta tensors only, so it supports every family that transformers can load.
 """
 
@@ -39,9 +39,9 @@ class Assembly:
     """How tensors of the checkpoint become one parameter, or several if a converter splits.
 
     Attributes:
-        target: the parameter's name; the first one if there are several.
+        target: the parameter's name; the first name if there are several parameters.
         sources: pattern of the converter -> names of the checkpoint's tensors, in order.
-        converter: transformers' converter; None if the only source is the parameter itself, under another name.
+        converter: transformers' converter; None if the parameter is one tensor, perhaps under another name.
         shapes: parameter -> shape, for all parameters made.
     """
 
@@ -82,15 +82,15 @@ class Assembly:
 
 
 @dataclass(frozen=True)
-class Plan:
+class NameMap:
     """`assemblies` by parameter name, and `unexpected`: the checkpoint's names that make no parameter."""
 
     assemblies: dict[str, Assembly]
     unexpected: tuple[str, ...]
 
 
-def plan_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> Plan:
-    """Plan the parameters of the meta `model` from the checkpoint's tensors (name -> decoded shape).
+def map_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> NameMap:
+    """Find the sources of every parameter of the meta `model` among the checkpoint's tensors (name -> decoded shape).
 
     Raises InputError if a conversion does not fit the stored tensors.
     """
@@ -99,14 +99,14 @@ def plan_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> Plan:
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
     by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
     state = model.state_dict()
-    prefix = model.base_model_prefix
+    base_prefix = model.base_model_prefix
     collected: dict[str, dict[str, list[str]]] = {}
     chosen: dict[str, WeightConverter | None] = {}
     unexpected = []
     for name in sorted(shapes, key=_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        target, pattern = rename_source_key(name, renamings, converters, base_prefix, state)
         if target not in state and name in state:
-            target, pattern = rename_source_key(name, [], [], prefix, state)
+            target, pattern = rename_source_key(name, [], [], base_prefix, state)
         if target not in state:
             unexpected.append(name)
             continue
@@ -117,7 +117,7 @@ def plan_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> Plan:
         sources = {pattern: tuple(names) for pattern, names in by_source_pattern.items()}
         assembly = _assemble(target, sources, chosen[target], model, shapes)
         assemblies.update((name, assembly) for name in assembly.shapes if name in state)
-    return Plan(assemblies, tuple(unexpected))
+    return NameMap(assemblies, tuple(unexpected))
 
 
 def _natural_key(name: str) -> list[tuple[int, int, str]]:
@@ -138,7 +138,7 @@ def _stacks_experts(converter: WeightConverter) -> bool:
 
 
 def _lazy_read(read: Read, name: str) -> Any:
-    return lambda: read(name)  # a function of its own, because a lambda in a loop would bind the last name
+    return lambda: read(name)  # a function, because a lambda in the loop would read the last name
 
 
 def _assemble(

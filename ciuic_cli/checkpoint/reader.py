@@ -15,7 +15,7 @@ import torch
 
 from ciuic_cli.checkpoint import formats
 from ciuic_cli.checkpoint.folder import check_files, checked_file, locate, read_config
-from ciuic_cli.checkpoint.formats import FP4_DTYPES, FP8_DTYPES, SCALE_DTYPES, SCALES_ONLY, TORCH_DTYPES
+from ciuic_cli.checkpoint.formats import SCALE_DTYPES, SCALES_ONLY, TORCH_DTYPES, NumberFormat
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.shards import check_index, shard_names
 from ciuic_cli.errors import InputError
@@ -36,7 +36,7 @@ class Checkpoint:
         tensors: header entries of all shards, by tensor name.
         source_bytes: size of all shards together.
         warnings: messages for the user.
-        scales: name of an FP8 or FP4 weight -> name of its scale tensor.
+        scales: weight -> its scale tensor, for weights in one of `formats.FORMATS`.
     """
 
     folder: Path
@@ -58,20 +58,14 @@ class Checkpoint:
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """A tensor in its stored dtype and shape, or its rows [first, last) along the first dimension.
 
-        F4 is returned as packed uint8 bytes, with the last dimension halved. Raises InputError if the file has shrunk
-        since it was opened, EnvironmentFault if reading fails, ValueError for rows outside the tensor.
+        Dtypes with fewer than 8 bits are returned as packed uint8 bytes. Raises InputError if the file has shrunk since
+        it was opened, EnvironmentFault if reading fails, ValueError for rows outside the tensor.
         """
         entry = self.entry(name)
-        shape = list(entry.shape)
-        if entry.dtype == "F4":
-            if not shape or shape[-1] % 2:
-                raise InputError(
-                    f"FP4 needs an even last dimension, not {shape}",
-                    file=entry.file,
-                    tensor=name,
-                    remedy=formats.SCALE_REMEDY,
-                )
-            shape[-1] //= 2
+        try:
+            shape = list(formats.stored_shape(entry.dtype, entry.shape))
+        except ValueError as error:
+            raise InputError(str(error), file=entry.file, tensor=name, remedy=formats.SCALE_REMEDY) from error
         begin = entry.begin
         if rows is not None:
             first, last = rows
@@ -80,62 +74,52 @@ class Checkpoint:
             if shape[0]:
                 begin += first * (entry.nbytes // shape[0])
             shape[0] = last - first
-        dtype = torch.uint8 if entry.dtype == "F4" else TORCH_DTYPES[entry.dtype]
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=TORCH_DTYPES.get(entry.dtype, torch.uint8))
         _read_into(tensor, entry, begin)
         return tensor
 
-    def is_fp8(self, name: str) -> bool:
-        """Whether the tensor holds 8-bit floats that need a scale."""
-        return self.entry(name).dtype in FP8_DTYPES
+    def format_of(self, name: str) -> NumberFormat | None:
+        """The tensor's format if it is stored with scales; None if it is stored as plain numbers."""
+        return formats.format_of(self.entry(name).dtype, has_scale=name in self.scales)
 
-    def is_fp4(self, name: str) -> bool:
-        """Whether the tensor holds packed 4-bit floats: dtype F4, or bytes beside a scale."""
-        dtype = self.entry(name).dtype
-        return dtype == "F4" or (dtype in FP4_DTYPES and name in self.scales)
+    def decoded_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the decoded tensor."""
+        entry, number_format = self.entry(name), self.format_of(name)
+        return entry.shape if number_format is None else number_format.decoded_shape(entry.dtype, entry.shape)
 
-    def dense_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of the decoded tensor. Bytes of packed FP4 hold two values each along the last dimension."""
-        entry = self.entry(name)
-        if entry.dtype != "F4" and self.is_fp4(name):
-            return (*entry.shape[:-1], 2 * entry.shape[-1])
-        return entry.shape
+    def read_decoded(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        """The decoded tensor: weights with scales as float32, any other tensor in its stored dtype.
 
-    def read_dense(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """The decoded tensor: FP8 and FP4 times their scales as float32, any other dtype as stored.
-
-        `rows` as in `read`. Raises InputError if an FP8 or FP4 weight has no scale or one of the wrong shape, if the
-        tensor is stored in a format of scales, and as `read` does.
+        `rows` as in `read`. Raises InputError if a weight in one of `formats.FORMATS` has no scale or one of the wrong
+        shape, if the tensor is stored in a format of scales, and as `read` does.
         """
-        fp4 = self.is_fp4(name)
-        if self.entry(name).dtype == SCALES_ONLY:
+        entry, number_format = self.entry(name), self.format_of(name)
+        if entry.dtype == SCALES_ONLY:
             raise InputError(
                 f"the tensor is stored as {SCALES_ONLY}, a format of scales: it holds powers of two and no weights",
-                file=self.entry(name).file,
+                file=entry.file,
                 tensor=name,
                 remedy=formats.SCALE_REMEDY,
             )
-        if not (fp4 or self.is_fp8(name)):
+        if number_format is None:
             return self.read(name, rows)
-        entry = self.entry(name)
-        scale_name = self.scales.get(name)
-        if scale_name is None:
+        if name not in self.scales:
             raise InputError(
                 f"{entry.dtype} weight without its scale (looked for {', '.join(_scale_names(name))})",
                 file=entry.file,
                 tensor=name,
                 remedy=formats.SCALE_REMEDY,
             )
-        block = self._scale_block(name, fp4)
-        stored = self.read(name, rows)
-        values = formats.unpack_fp4(stored) if fp4 else formats.decode_fp8(stored)
-        return formats.apply_scales(values, self.read(scale_name), block, 0 if rows is None else rows[0])
+        block = self._scale_block(name, number_format)
+        values = number_format.decode(self.read(name, rows))
+        scales = self.read(self.scales[name])
+        return formats.apply_scales(values, scales, block, 0 if rows is None else rows[0])
 
     def read_finite(
         self, name: str, rows: tuple[int, int] | None = None, dtype: torch.dtype = torch.float32
     ) -> torch.Tensor:
-        """`read_dense`, but raises InputError if a value is NaN or infinite, or becomes so in `dtype`."""
-        values = self.read_dense(name, rows)
+        """`read_decoded`, but raises InputError if a value is NaN or infinite, or becomes so in `dtype`."""
+        values = self.read_decoded(name, rows)
         if formats.count_nonfinite(values, dtype):
             scale = self.scales.get(name)
             if scale is not None:  # name the scale if the fault is there
@@ -145,15 +129,16 @@ class Checkpoint:
         return values
 
     def check_scales(self) -> None:
-        """Raise InputError if an FP8 or FP4 weight has no scale of the right shape. Reads no values."""
+        """Raise InputError if a weight that needs a scale has none of the right shape. Reads no values."""
         for name, entry in self.tensors.items():
-            without_scale = entry.dtype in FP8_DTYPES and name not in self.scales
-            if (without_scale or entry.dtype == SCALES_ONLY) and name.endswith("weight"):
-                self.read_dense(name, (0, 0))
-            elif name in self.scales and (entry.dtype in FP8_DTYPES or self.is_fp4(name)):
-                self._scale_block(name, self.is_fp4(name))
+            number_format = self.format_of(name)
+            if number_format is not None and name in self.scales:
+                self._scale_block(name, number_format)
+            elif (number_format is not None or entry.dtype == SCALES_ONLY) and name.endswith("weight"):
+                self.read_decoded(name, (0, 0))
 
-    def _scale_block(self, name: str, fp4: bool) -> tuple[int, int]:
+    def _scale_block(self, name: str, number_format: NumberFormat) -> tuple[int, int]:
+        """Rows and columns of the weight that share one scale; raises InputError as `read_decoded`."""
         entry = self.entry(name)
         scale = self.entry(self.scales[name])
         if scale.dtype not in SCALE_DTYPES:
@@ -164,10 +149,10 @@ class Checkpoint:
                 remedy=formats.SCALE_REMEDY,
             )
         return formats.scale_block(
-            self.dense_shape(name),
+            self.decoded_shape(name),
             scale.shape,
             _weight_block(self.config, self.folder / "config.json"),
-            fp4=fp4,
+            fixed=number_format.scale_block,
             file=entry.file,
             tensor=name,
         )
@@ -178,7 +163,7 @@ class Checkpoint:
 
 
 def read_entry(entry: TensorEntry) -> torch.Tensor:
-    """A whole tensor of any safetensors file, in its stored dtype (not F4) and shape. Raises as `Checkpoint.read`."""
+    """A whole tensor of a dtype in TORCH_DTYPES, of any safetensors file, as stored. Raises as `Checkpoint.read`."""
     # An explicit device, because transformers makes "meta" the default device while it builds a model.
     tensor = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu")
     _read_into(tensor, entry, entry.begin)
@@ -262,7 +247,7 @@ def _find_scales(tensors: dict[str, TensorEntry]) -> dict[str, str]:
     """Weight -> scale tensor. Raises InputError for a weight with several scales."""
     scales = {}
     for name, entry in tensors.items():
-        if entry.dtype in FP8_DTYPES or entry.dtype in FP4_DTYPES:
+        if formats.format_of(entry.dtype, has_scale=True) is not None:
             candidates = [scale for scale in _scale_names(name) if scale in tensors]
             if len(candidates) > 1:
                 raise InputError(

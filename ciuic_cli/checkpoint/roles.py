@@ -16,9 +16,12 @@ import torch
 from torch import nn
 
 from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
+from ciuic_cli.integers import round_up
 
-_TILE = 16  # rows and columns of a tile of the trellis code; a matrix is padded to whole tiles
-_PACKED_OVERHEAD = 48  # header bytes of a packed matrix, without the one byte per row
+_TILE = 16
+"""Rows and columns of a tile of the trellis code (docs/FORMAT.md). A matrix is padded to whole tiles."""
+_PACKED_OVERHEAD = 48
+"""Bytes of a packed matrix besides codes and rows: 32 of the header, and up to 16 of padding (docs/FORMAT.md)."""
 
 _LINEAR_ROLES = {
     "q_proj": "q",
@@ -64,7 +67,7 @@ class Classification:
         role: a short, stable word for reports.
         compress: whether the tensor is compressed.
         reason: why it is not; empty if it is.
-        buffer: it is no trained weight and counts as no parameter.
+        buffer: whether it is a buffer: no trained weight, and not counted as a parameter.
     """
 
     role: str
@@ -202,7 +205,7 @@ def _classify_unless_fault(
 def _classify_by_size(role: str, tensor: torch.Tensor) -> Classification:
     """Compress unless padding to whole tiles would make the packed matrix as large as the original."""
     rows, cols = tensor.shape[-2:]
-    padded = -(-rows // _TILE) * _TILE * -(-cols // _TILE) * _TILE
+    padded = round_up(rows, _TILE) * round_up(cols, _TILE)
     # At 4 bits per weight, the packed matrix with its padding must be smaller than the weights at 2 bytes each.
     if padded // 2 + rows + _PACKED_OVERHEAD >= 2 * rows * cols:
         return Classification(

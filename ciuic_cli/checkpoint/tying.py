@@ -14,13 +14,18 @@ import torch
 from ciuic_cli.checkpoint.naming import Assembly
 from ciuic_cli.checkpoint.reader import Checkpoint
 
-_CHUNK_ROWS = 4096
+_COMPARED_ROWS = 4096
 """Rows compared at a time; bounds memory for a vocabulary of any size. Chosen, not tuned."""
 
 
 @dataclass(frozen=True)
 class Ties:
-    """`tied`: parameter -> the parameter that holds its values. `broken`: tied by the config, but with other values."""
+    """The parameters that config.json ties.
+
+    Attributes:
+        tied: parameter -> the parameter that holds its values.
+        broken: parameters that stay apart, because their stored values differ.
+    """
 
     tied: dict[str, str]
     broken: tuple[str, ...]
@@ -31,8 +36,8 @@ def resolve_ties(
 ) -> tuple[Ties, dict[str, Assembly], list[str]]:
     """Decide which parameters of the meta `model` are tied.
 
-    Returns the ties, the assemblies by the names of the parameters that hold values, and warnings for the user. Values
-    are read only if both parameters of a tie are stored.
+    Returns the ties, the assemblies of all parameters that hold values, and warnings for the user. Values are read only
+    if both parameters of a tie are stored.
     """
     tied: dict[str, str] = {}
     broken: list[str] = []
@@ -70,11 +75,11 @@ def _equal_assemblies(left: Assembly, right: Assembly, checkpoint: Checkpoint) -
 
 def same_values(checkpoint: Checkpoint, first: str, second: str) -> bool:
     """Whether two tensors of a checkpoint have equal decoded values. Scalars count as different."""
-    shape = checkpoint.dense_shape(first)
-    if shape != checkpoint.dense_shape(second) or not shape:
+    shape = checkpoint.decoded_shape(first)
+    if shape != checkpoint.decoded_shape(second) or not shape:
         return False
-    for begin in range(0, shape[0], _CHUNK_ROWS):
-        rows = (begin, min(shape[0], begin + _CHUNK_ROWS))
-        if not torch.equal(checkpoint.read_dense(first, rows), checkpoint.read_dense(second, rows)):
+    for begin in range(0, shape[0], _COMPARED_ROWS):
+        rows = (begin, min(shape[0], begin + _COMPARED_ROWS))
+        if not torch.equal(checkpoint.read_decoded(first, rows), checkpoint.read_decoded(second, rows)):
             return False
     return True

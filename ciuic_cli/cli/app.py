@@ -17,6 +17,7 @@ from ciuic_cli.cli.compress import compress
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.eval import evaluate
 from ciuic_cli.cli.exit_codes import run
+from ciuic_cli.cli.help import Command, Group, example
 from ciuic_cli.cli.inspect import inspect
 
 EXIT_CODES = (
@@ -26,16 +27,24 @@ EXIT_CODES = (
 
 app = typer.Typer(
     name="ciuic",
+    cls=Group,
     epilog=EXIT_CODES,
     help="Compress a causal language model to a byte budget, and measure what was lost.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(compress)
-app.command()(inspect)
-app.command("eval")(evaluate)
-app.command()(bench)
+app.command(
+    cls=Command,
+    epilog=example(
+        "ciuic compress deepseek-model out --dry-run", "ciuic compress deepseek-model out --target-bpw 3"
+    ),
+)(compress)
+app.command(cls=Command, epilog=example("ciuic inspect out --tensors", "ciuic inspect out --verify"))(inspect)
+app.command(
+    "eval", cls=Command, epilog=example("ciuic eval out --base deepseek-model --text my-text.txt --limit 20")
+)(evaluate)
+app.command(cls=Command, epilog=example("ciuic bench out --base deepseek-model -p 256 -n 64"))(bench)
 
 
 def _show_version(wanted: bool) -> None:

@@ -22,8 +22,10 @@ PathArgument = Annotated[
     str, typer.Argument(metavar="PATH", help="Artifact or checkpoint: a folder, or a hub id.")
 ]
 Base = Annotated[str | None, typer.Option(metavar="MODEL", help="The original model, for comparison.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else on stdout.")]
+DEVICE_HELP = "auto (a GPU if torch finds one), cpu, cuda or cuda:N."
+JSON_HELP = "Print one JSON object and nothing else on stdout."
+Device = Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)]
+Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
 
 
 def execute(console: Console, action: Callable[[], None]) -> NoReturn:

@@ -16,7 +16,13 @@ from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
 
 def _tokens(short: str, long: str, default: int, text: str) -> Any:
     return typer.Option(
-        short, long, min=1, max=1 << 30, show_default=f"{default}, or what fits the model", help=text
+        short,
+        long,
+        metavar="N",
+        min=1,
+        max=1 << 30,
+        show_default=f"{default}, or what fits the model",
+        help=text,
     )
 
 
@@ -30,9 +36,12 @@ def bench(
         int | None, _tokens("-n", "--new-tokens", NEW_TOKENS, "Tokens to generate (decode).")
     ] = None,
     repetitions: Annotated[
-        int, typer.Option("-r", "--repetitions", min=1, max=1 << 30, help="Number of measured runs.")
+        int,
+        typer.Option("-r", "--repetitions", metavar="N", min=1, max=1 << 30, help="Number of measured runs."),
     ] = 5,
-    batch_size: Annotated[int, typer.Option(min=1, max=1 << 30, help="Number of sequences per batch.")] = 1,
+    batch_size: Annotated[
+        int, typer.Option(metavar="N", min=1, max=1 << 30, help="Number of sequences per batch.")
+    ] = 1,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -11,17 +11,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import Device, Json, Model, announce_device, execute
+from ciuic_cli.cli.arguments import DEVICE_HELP, JSON_HELP, Model, announce_device, execute
 from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
 from ciuic_cli.cli.tables import show_compressed
 from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank, parse_size
 from ciuic_cli.compression.options import (
+    BITS,
     DEFAULT_BITS,
     DEFAULT_RATIO,
     DEFAULT_SEQLEN,
-    NSAMPLES,
-    SEED,
-    SEQLEN,
     CompressOptions,
     bits_text,
 )
@@ -59,74 +58,114 @@ def compress(
     ratio: Annotated[
         float | None,
         typer.Option(
+            metavar="RATIO",
+            rich_help_panel=BUDGET,
             show_default=f"{DEFAULT_RATIO:g}",
-            help="2 bytes per parameter over the bytes of OUT.",
+            help="All parameters at 2 bytes each, over the bytes of OUT's safetensors files.",
         ),
     ] = None,
     target_bpw: Annotated[
-        float | None, typer.Option(help="Instead of --ratio: stored bits per weight.")
+        float | None,
+        typer.Option(
+            metavar="BITS", rich_help_panel=BUDGET, help="Instead of --ratio: stored bits per parameter."
+        ),
     ] = None,
     target_size: Annotated[
-        str | None, typer.Option(help="Instead of --ratio: bytes, such as 8GiB, 500M or 4365952.")
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=BUDGET,
+            help="Instead of --ratio: bytes of OUT's safetensors files, such as 8GiB, 500M or 4365952.",
+        ),
     ] = None,
     calibration: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", readable=False, help="UTF-8 text for calibration (repeatable)."),
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            rich_help_panel=CALIBRATION,
+            show_default="the package's own text",
+            help="UTF-8 text like the text that the model will see; may be repeated.",
+        ),
     ] = None,
     nsamples: Annotated[
         int | None,
         typer.Option(
-            min=NSAMPLES[0],
-            max=NSAMPLES[1],
+            metavar="N",
+            rich_help_panel=CALIBRATION,
             show_default="by effort",
-            help="Number of calibration sequences.",
+            help="Calibration sequences, at least 2.",
         ),
     ] = None,
     seqlen: Annotated[
         int | None,
         typer.Option(
-            min=SEQLEN[0],
-            max=SEQLEN[1],
+            metavar="N",
+            rich_help_panel=CALIBRATION,
             show_default=f"{DEFAULT_SEQLEN}, or the model's positions if fewer",
-            help="Tokens per calibration sequence.",
+            help="Tokens per calibration sequence, at least 32.",
         ),
     ] = None,
-    seed: Annotated[
-        int,
-        typer.Option(min=SEED[0], max=SEED[1], help="Random seed; another seed gives other bytes."),
-    ] = 0,
-    effort: Annotated[
-        EffortLevel,
-        typer.Option(
-            help="Time spent on quality. fast: trellis with 2^12 states, 24 calibration sequences; default: 2^16, 64; "
-            "best: 2^16, 128, followed by recovery: row scales and norms are tuned on more text."
-        ),
-    ] = EffortLevel.default,
     prune: Annotated[
-        str, typer.Option(help="Pruning: off, auto (the budget decides), or the share of weights to prune.")
+        str,
+        typer.Option(
+            metavar="off|auto|SHARE",
+            rich_help_panel=PASSES,
+            help="Prune nothing, what the budget decides, or this share of the prunable weights.",
+        ),
     ] = "auto",
     rank: Annotated[
-        str, typer.Option(help="Low-rank parts: off, auto (the budget decides), or the rank of each.")
+        str,
+        typer.Option(
+            metavar="off|auto|RANK",
+            rich_help_panel=PASSES,
+            help="Low-rank parts: none, what the budget decides, or this rank everywhere.",
+        ),
     ] = "auto",
     bits: Annotated[
         str,
-        typer.Option(help="Bits per weight to choose from for every 16 rows; 1 and 1.5 are possible too."),
+        typer.Option(
+            metavar="BITS,...",
+            rich_help_panel=PASSES,
+            show_default="all from 2 on",
+            help="Bits per weight that a group of 16 rows may have, out of "
+            f"{', '.join(f'{value:g}' for value in BITS if value)}.",
+        ),
     ] = bits_text(DEFAULT_BITS),
     mtp: Annotated[
-        MtpLayers, typer.Option(help="Keep or drop the multi-token-prediction layers.")
+        MtpLayers,
+        typer.Option(rich_help_panel=PASSES, help="Keep or drop the multi-token-prediction layers."),
     ] = MtpLayers.drop,
-    device: Device = "auto",
+    effort: Annotated[
+        EffortLevel,
+        typer.Option(
+            rich_help_panel=RUN,
+            help="Time spent on quality. fast: trellis with 2^12 states, 24 calibration sequences; default: 2^16, 64; "
+            "best: 2^16, 128, then recovery: row scales and norms are tuned on more text.",
+        ),
+    ] = EffortLevel.default,
+    device: Annotated[str, typer.Option(metavar="DEVICE", rich_help_panel=RUN, help=DEVICE_HELP)] = "auto",
+    seed: Annotated[
+        int,
+        typer.Option(metavar="N", rich_help_panel=RUN, help="Random seed; another seed gives other bytes."),
+    ] = 0,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Forecast time, memory and disk, show the plan, and write nothing."),
+        typer.Option(
+            "--dry-run",
+            rich_help_panel=RUN,
+            help="Forecast time, memory and disk, show the plan, and write nothing.",
+        ),
     ] = False,
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Replace an older artifact at OUT; discard an unfinished run with other options."
+            "--force",
+            rich_help_panel=RUN,
+            help="Replace an older artifact at OUT; discard an unfinished run with other options.",
         ),
     ] = False,
-    json: Json = False,
+    json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help=JSON_HELP)] = False,
 ) -> None:
     """Compress MODEL into OUT, with the least loss that the byte budget allows."""
     console = Console(json_mode=json)
@@ -154,7 +193,7 @@ def compress(
         if report is not None:
             console.json(report.to_dict())
             show_compressed(console, report, "the plan" if dry_run else str(out))
-            _show_next_steps(console, model, out, dry_run)
+            _show_next_steps(console, model, out, options)
 
     execute(console, action)
 
@@ -172,11 +211,14 @@ def _run(console: Console, folder: Path, out: Path, options: CompressOptions) ->
     return report if is_leader() else None
 
 
-def _show_next_steps(console: Console, model: str, out: Path, dry_run: bool) -> None:
-    if dry_run:
+def _show_next_steps(console: Console, model: str, out: Path, options: CompressOptions) -> None:
+    if options.dry_run:
         console.hint("dry run: nothing was written; run the same command without --dry-run")
         return
     artifact, original = shlex.quote(str(out)), shlex.quote(model)
+    text = " --text FILE" if options.calibration else ""
     console.hint(f"full report: {out / 'memory_report.html'}")
-    console.hint(f"next: ciuic eval {artifact} --base {original}")
+    console.hint(f"next: ciuic eval {artifact} --base {original}{text}")
+    if options.calibration:
+        console.hint("      (FILE: text like that of --calibration, but not the same text)")
     console.hint(f"      ciuic bench {artifact} --base {original}")

@@ -20,8 +20,9 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from ciuic_cli.cli.progress import Bars, Lines, Progress
+from ciuic_cli.cli.progress import Bars, Lines
 from ciuic_cli.errors import CiuicError, printable
+from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.signals import raise_if_interrupted
 
 _PIPE_WIDTH = 4096
@@ -116,22 +117,22 @@ class Console:
 
     @contextmanager
     def progress(self) -> Iterator[Progress]:
-        """Provide a `progress(what, done, total)` callable: bars on a terminal, a line every few seconds elsewhere.
+        """Provide a `Progress`: bars on a terminal, a line every few seconds elsewhere.
 
-        All long work calls it at every step, so it also raises a KeyboardInterrupt that a library swallowed.
+        It also raises the KeyboardInterrupt of a signal that a library swallowed: all long work calls it at every step.
         """
         with self._shown() as show:
 
-            def step(what: str, done: int, total: int) -> None:
+            def report(phase: str, done: int, total: int) -> None:
                 raise_if_interrupted()
-                show(what, done, total)
+                show(phase, done, total)
 
-            yield step
+            yield report
 
     @contextmanager
     def _shown(self) -> Iterator[Progress]:
         if self.quiet:
-            yield lambda what, done, total: None
+            yield no_progress
         elif self._err.is_terminal:
             with Bars(self._err) as bars:
                 yield bars

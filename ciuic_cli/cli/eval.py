@@ -22,12 +22,15 @@ def evaluate(
     text: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", readable=False, show_default="held-out text of the package", help="UTF-8 text."
+            metavar="FILE",
+            readable=False,
+            show_default="the package's own evaluation text",
+            help="UTF-8 text to measure on.",
         ),
     ] = None,
-    seqlen: Annotated[int, typer.Option(min=64, max=1 << 20, help="Tokens per window.")] = 1024,
+    seqlen: Annotated[int, typer.Option(metavar="N", min=64, max=1 << 20, help="Tokens per window.")] = 1024,
     limit: Annotated[
-        int | None, typer.Option(min=1, show_default="all", help="Largest number of windows.")
+        int | None, typer.Option(metavar="N", min=1, show_default="all", help="Largest number of windows.")
     ] = None,
     prompt: Annotated[
         str | None,
@@ -68,5 +71,10 @@ def evaluate(
             evaluation["text_after"] = generate_text(folder, prompt, device=device)
         console.json(evaluation)
         show_evaluation(console, evaluation, str(folder))
+        if text is None:
+            console.hint(
+                "measured on the package's own text; perplexity is high on text unlike the model's training text: "
+                "--text FILE measures on yours"
+            )
 
     execute(console, action)

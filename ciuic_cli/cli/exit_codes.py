@@ -17,6 +17,7 @@ from ciuic_cli.process.signals import INTERRUPTED, Interruption, interruptible
 from ciuic_cli.process.streams import silence_stdout
 
 _BUG = 1
+"""Exit code of an unexpected exception."""
 
 
 def run(console: Console, action: Callable[[], object]) -> int:
@@ -41,7 +42,7 @@ def run(console: Console, action: Callable[[], object]) -> int:
 
 
 def _report(console: Console, error: BaseException, interruption: Interruption) -> int:
-    # An interrupt inside C code of a library can appear as any other error.
+    # A signal that interrupts C code of a library can appear as any other error.
     if isinstance(error, KeyboardInterrupt) or interruption.signal is not None:
         console.hint("interrupted")
         return INTERRUPTED

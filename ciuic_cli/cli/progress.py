@@ -15,18 +15,15 @@ from ciuic_cli.errors import printable
 PLAIN_INTERVAL = 15.0
 """Seconds between progress lines if stderr is not a terminal (chosen)."""
 
-Progress = Callable[[str, int, int], None]
-"""`progress(what, done, total)`: name of the phase, and work done and in total, in any unit."""
-
 
 class Bars:
-    """One bar per phase, on a terminal."""
+    """A `Progress` that shows one bar per phase, on a terminal."""
 
     def __init__(self, console: RichConsole) -> None:
         self._display = rich_progress.Progress(
             rich_progress.TextColumn("{task.description}", markup=False),
             rich_progress.BarColumn(),
-            rich_progress.TaskProgressColumn(),
+            rich_progress.TextColumn("{task.percentage:>3.0f} %", markup=False),
             rich_progress.TimeRemainingColumn(),
             console=console,
             transient=True,
@@ -40,14 +37,14 @@ class Bars:
     def __exit__(self, *exception: Any) -> None:
         self._display.__exit__(*exception)
 
-    def __call__(self, what: str, done: int, total: int) -> None:
-        if what not in self._tasks:
-            self._tasks[what] = self._display.add_task(printable(what), total=total)
-        self._display.update(self._tasks[what], completed=done, total=total)
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        if phase not in self._tasks:
+            self._tasks[phase] = self._display.add_task(printable(phase), total=total)
+        self._display.update(self._tasks[phase], completed=done, total=total)
 
 
 class Lines:
-    """Lines for logs: one at the start and at the end of a phase, and one every PLAIN_INTERVAL seconds in between."""
+    """A `Progress` for logs. It prints a line at a phase's start and end, and every PLAIN_INTERVAL seconds between."""
 
     def __init__(self, console: RichConsole, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -55,14 +52,14 @@ class Lines:
         self._last: dict[str, float] = {}
         self._finished: set[str] = set()
 
-    def __call__(self, what: str, done: int, total: int) -> None:
+    def __call__(self, phase: str, done: int, total: int) -> None:
         now = self._clock()
-        ends = done >= total and what not in self._finished
-        if what not in self._last or ends or (done < total and now - self._last[what] >= PLAIN_INTERVAL):
-            self._last[what] = now
+        ends = done >= total and phase not in self._finished
+        if phase not in self._last or ends or (done < total and now - self._last[phase] >= PLAIN_INTERVAL):
+            self._last[phase] = now
             share = 100.0 * done / total if total else 100.0
-            self._console.print(Text(f"{printable(what)}: {share:.0f} %"), soft_wrap=True)
+            self._console.print(Text(f"{printable(phase)}: {share:.0f} %"), soft_wrap=True)
         if done >= total:
-            self._finished.add(what)
+            self._finished.add(phase)
         else:
-            self._finished.discard(what)
+            self._finished.discard(phase)

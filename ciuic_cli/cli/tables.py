@@ -43,7 +43,7 @@ _EVALUATION = {
 
 
 def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
-    """The memory report in short: warnings, bytes and ratio, loss, bytes by role, and what each pass did."""
+    """Print the memory report in short: warnings, bytes and ratio, KL, bytes by role, and what each pass did."""
     _show_notes(console, report)
     source = report.source_file_bytes
     after = _bytes(report.artifact_bytes)
@@ -67,8 +67,8 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
         [*_roles(report.components), [_OVERHEAD, None, None, "", _bytes(overhead), "", ""]],
     )
     console.data("")
-    for step in report.passes:
-        console.data(f"{step.name}: {pass_sentence(step)}")
+    for result in report.passes:
+        console.data(f"{result.name}: {pass_sentence(result)}")
     console.data(f"padding: {padding_sentence(report.padding)}")
     console.data(f"{report.seconds:.0f} s, {readable_bytes(report.peak_rss_bytes)} of peak memory")
 
@@ -83,8 +83,8 @@ def _show_notes(console: Console, report: MemoryReport) -> None:
     singular = report.statistics.singular_hessians
     if singular:
         console.hint(
-            f"the calibration text does not show how much some inputs of {singular} matrices matter (fewer tokens than "
-            "inputs, or inputs that are always 0); they count as equally important there: more text may help"
+            f"{singular} matrices have inputs whose importance the calibration text does not show (too few tokens, or "
+            "inputs that are always 0); these inputs count as equally important: more text may help"
         )
     if warning := large_loss_warning(report):
         console.warning(warning)
@@ -116,7 +116,7 @@ def _roles(components: Sequence[ComponentReport]) -> list[list[object]]:
         if all(component.dense is not None for component in members):
             loss = "kept exactly"
         elif any(component.unpredicted is not None for component in members):
-            loss = "not the model's"
+            loss = "not predicted"
         else:
             loss = f"{sum(component.predicted_kl for component in members):.2e}"
         bits = f"{8 * nbytes / max(1, weights):5.2f}"
@@ -182,7 +182,7 @@ def _kl(predicted: float | None) -> str:
 
 
 def show_verification(console: Console, verification: Verification) -> None:
-    """The damaged files and what is wrong with them, or that all files are intact."""
+    """Print the damaged files and what is wrong with them, or that all files are intact."""
     console.data("")
     if verification.problems:
         console.table("damaged files", ["file", "what is wrong"], verification.problems)
@@ -195,7 +195,7 @@ def show_verification(console: Console, verification: Verification) -> None:
 
 
 def show_evaluation(console: Console, evaluation: Mapping[str, Any], title: str) -> None:
-    """Perplexity with its standard error; with a base, the distance from it; the generated texts, if any."""
+    """Print perplexity with its standard error; with a base, the KL from it; the generated texts, if any."""
     rows = [["perplexity", f"{evaluation['perplexity']:.4f} ± {evaluation['stderr']:.4f}"]]
     if "base_perplexity" in evaluation:
         base = f"{evaluation['base_perplexity']:.4f} ± {evaluation['base_stderr']:.4f}"
@@ -221,7 +221,7 @@ def _evaluation_cell(key: str, value: float, stderr: float | None) -> str:
 
 
 def show_bench(console: Console, measured: Mapping[str, Any], title: str) -> None:
-    """Memory and speed of the model, beside those of the original if it was measured."""
+    """Print memory and speed of the model, and of the original if it was measured."""
     model, base, ratios = measured["model"], measured.get("base"), measured.get("ratios", {})
 
     def row(key: str, label: str) -> list[str]:

@@ -21,7 +21,7 @@ _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 def parse_size(text: str) -> int:
     """The bytes of "8GiB", "500MB", "1.5G" or "4365952"; raises UsageError for anything else.
 
-    Units are powers of 1000, with "i" of 1024; upper and lower case are the same, and the "B" may be left out.
+    Units are powers of 1000, or of 1024 with an "i". Case does not matter, and the "B" is optional.
     """
     match = _SIZE.fullmatch(text.strip())
     unit = match[2].upper() if match else ""
@@ -36,7 +36,7 @@ def parse_size(text: str) -> int:
 
 
 def parse_bits(text: str) -> tuple[Any, ...]:
-    """The bits per weight of "2,3,4". A part that is no such number stays a string, which CompressOptions refuses."""
+    """The bits per weight in "2,3,4". Any other part stays a string, which CompressOptions refuses."""
     values = {f"{bits:g}": bits for bits in BITS}
     names = [part.strip() for part in text.split(",")]
     return tuple(values.get(name, name) for name in names)

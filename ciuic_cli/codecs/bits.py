@@ -12,6 +12,7 @@ TILE_BYTES_PER_BIT = 32
 """Bytes of a tile (16 x 16 weights) for each bit per weight."""
 
 _HALF_BIT = 0x80
+"""The bit of a `row_bits` byte that adds half a bit per weight; part of the format."""
 
 
 def stored_bits(bits: npt.ArrayLike) -> Bytes:

@@ -1,6 +1,6 @@
-"""Everything that a compressed matrix's blob says but the codes themselves.
+"""The header of a compressed matrix: all fields of its blob except the codes.
 
-Planning, loading and the GPU kernels need only this: the codes stay where they are.
+Planning, loading and the GPU kernels read only headers and leave the codes where they are.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ Array = TypeVar("Array", npt.NDArray[np.uint8], torch.Tensor)
 class MatrixHeader:
     """Header of a compressed matrix W of `rows` outputs and `cols` inputs; it owns its arrays.
 
-    "Stored rows" are the rows in the order of the codes. They are W's rows unless `row_class` sorts them.
-    All arrays but `row_class` and `input_scale`, the low-rank part, `codecs.trellis` and the kernels use stored rows.
+    "Stored rows" are the rows in the order of the codes: W's own order unless `row_class` sorts them. Everything is in
+    stored order: `row_bits`, `row_scale`, the low-rank part, and the results of `codecs.trellis` and of the kernels
+    unless they say otherwise. Only `row_class` is in W's order.
 
     Attributes:
         L: trellis state bits, 12 to 16.
         seed: of the input transform's signs.
         base: row scale for code 0; positive, finite, rounded to float32.
-        row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 rows as `stored_bits` makes them.
+        row_bits: uint8 [ceil(rows / 16)], bits per weight of each group of 16 stored rows, encoded by `stored_bits`.
         row_scale: uint8 [rows], codes of the row scales.
-        lowrank: None, or the headers of (R [rank, cols], L transposed [rank, rows]); the product L R is added to the
-            decoded codes.
+        lowrank: None, or the headers of the factors (right [rank, cols], left transposed [rank, rows]); left · right is
+            added to the decoded codes.
         row_class: None, or uint8 [rows], 0 to 15: W's rows are stored sorted by class.
-        input_scale: None, or uint8 [cols], codes of input scales. Inputs are multiplied by these first; the
-            codes and the low-rank part are those of W with its columns divided by them.
+        input_scale: None, or uint8 [cols], codes of input scales. Inputs are multiplied by the scales first; codes and
+            low-rank part are those of W with its columns divided by the scales.
         scale_steps: steps per octave of the row scales, 16 to 271.
 
     Raises:
@@ -95,7 +96,7 @@ class MatrixHeader:
 
     @property
     def is_zero(self) -> bool:
-        """Whether W is zero, as a pruned expert is: no codes and no low-rank part."""
+        """Whether W is zero, as a pruned expert is: it has no codes and no low-rank part."""
         return self.codes_nbytes == 0 and self.lowrank is None
 
     @functools.cached_property
@@ -128,7 +129,8 @@ class MatrixHeader:
         return blob[self.codes_begin :]
 
     def lowrank_in(self, blob: Array) -> tuple[Array, Array]:
-        """The blobs of R and of L transposed in the blob [nbytes], not copied; the matrix must have them."""
+        """The blobs of the right and of the transposed left factor in the blob [nbytes], not copied; they must
+        exist."""
         assert self.lowrank is not None
         right, left = self.lowrank
         end = self.codes_begin
@@ -149,12 +151,12 @@ class MatrixHeader:
 
     @functools.cached_property
     def is_coded(self) -> npt.NDArray[np.bool_]:
-        """bool [rows]: which stored rows have codes; the scales of the other rows mean nothing."""
+        """bool [rows]: which stored rows have codes; other rows are zero, and their scales mean nothing."""
         return np.repeat(bits_of(self.row_bits) > 0, TILE)[: self.rows]
 
     @property
     def order(self) -> npt.NDArray[np.int64] | None:
-        """int64 [rows]: the row of W that each stored row is; None if rows are not sorted."""
+        """int64 [rows]: for each stored row, its number in W; None if rows are not sorted."""
         return None if self.row_class is None else stored_order(self.row_class)
 
     @property

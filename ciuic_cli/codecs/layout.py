@@ -3,13 +3,13 @@
 All numbers are little endian:
 
     0  4s magic "CIU1"   4 u8 L   5 u8 flags (bit 0: low-rank part, bit 1: rows are sorted, bit 2: input scales)
-    6  u8 log2(B)   7 u8 scale_steps - 16
+    6  u8 log2 of the Hadamard block   7 u8 scale_steps - 16
     8  u32 rows   12 u32 cols   16 u32 seed   20 f32 base   24 u32 rank   28 u32 lowrank_bytes
     32 u8 row_bits[ceil(rows / 16)], u8 row_scale[rows],
        if rows are sorted: u4 row_class[rows], the even row of a byte in its low half,
        if there are input scales: u8 input_scale[cols],
        zero padding to a multiple of 16
-    then the low-rank part: blob of R (rank x cols), blob of L transposed (rank x rows)
+    then the low-rank part: blob of the right factor (rank x cols), blob of the left one transposed (rank x rows)
     then the codes: per group of 16 rows, per block of 16 columns, 32 bytes per bit per weight
 
 `MatrixHeader` says what the fields mean, docs/FORMAT.md how to decode them without this package.
@@ -64,7 +64,7 @@ def header_to_bytes(header: MatrixHeader) -> bytes:
 
 
 def read_header(buf: Buffer, *, where: str) -> MatrixHeader:
-    """Parses a matrix blob's headers, those of the low-rank part included.
+    """Parses the header of a matrix blob, with those of the low-rank part.
 
     Args:
         buf: exactly the blob. The header copies its arrays, so it keeps `buf` neither alive nor from changing.
@@ -104,7 +104,7 @@ def _read(data: Bytes, where: str, *, is_factor: bool) -> MatrixHeader:
     if data.size < _FIXED.size or bytes(data[:4]) != _MAGIC:
         raise refusal(where, "this is not a compressed matrix")
     fields = _FIXED.unpack(data[: _FIXED.size].tobytes())
-    _, L, flags, log2, finer, rows, cols, seed, base, rank, lowrank_bytes = fields
+    _, L, flags, log2, extra_steps, rows, cols, seed, base, rank, lowrank_bytes = fields
     if flags & ~(_HAS_LOWRANK | _IS_SORTED | _HAS_INPUT_SCALE):
         raise refusal(where, "unknown flags; a newer version may have written it")
     if not (1 <= rows <= MAX_DIMENSION and 1 <= cols <= MAX_DIMENSION) or log2 != log2_block(padded(cols)):
@@ -155,7 +155,7 @@ def _read(data: Bytes, where: str, *, is_factor: bool) -> MatrixHeader:
             lowrank=lowrank,
             row_class=row_class,
             input_scale=input_scale,
-            scale_steps=SCALE_STEPS[finer],
+            scale_steps=SCALE_STEPS[extra_steps],
         )
     except InputError as error:
         raise refusal(where, error.message) from error

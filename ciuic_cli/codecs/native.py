@@ -75,7 +75,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 
 def _candidates() -> list[Path]:
-    """Paths to try: a wheel puts the library into the package, an editable install into another folder of its path."""
+    """Paths to try. A wheel puts the library into the package; an editable install puts it into another folder of
+    `ciuic_cli.__path__`."""
     override = os.environ.get("CIUIC_NATIVE_LIBRARY")
     if override:
         return [Path(override)]
@@ -123,7 +124,7 @@ def cpu_kernels() -> str:
 
 
 def check(status: int, action: str) -> None:
-    """Raises the error for a status code of the library; `action` is the beginning of its message.
+    """Raises the error that a status code of the library stands for; its message begins with `action`.
 
     Raises:
         EnvironmentFault: memory ran out.

@@ -16,12 +16,12 @@ from ciuic_cli.errors import InputError
 
 @dataclass(frozen=True, eq=False)
 class PackedMatrix:
-    """A compressed matrix. The codes may lie in a blob that somebody else owns, such as a mapped file.
+    """A compressed matrix. The codes may be a view of memory that another object owns, such as a mapped file.
 
     Attributes:
-        header: all else. Its `lowrank` may be left out: it is taken from the factors.
+        header: all else. If its `lowrank` is None, it is taken from the factors.
         codes: uint8 [header.codes_nbytes], the tiles.
-        lowrank: None, or the factors (R [rank, cols], L transposed [rank, rows]).
+        lowrank: None, or the factors (right [rank, cols], left transposed [rank, rows]).
 
     Raises:
         InputError: the codes or the factors do not fit the header.
@@ -48,7 +48,7 @@ class PackedMatrix:
             raise InputError("the header describes other low-rank factors")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out `native_arguments`: a copy's arrays have other addresses."""
+        """Without `native_arguments`, because the arrays of a copy have other addresses."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @property

@@ -1,10 +1,10 @@
-"""The definition of the trellis code in numpy, for readers and tests. Slow: at run time only its constants are used.
+"""The definition of the trellis code in numpy, for readers and tests. It is slow; at run time only its constants are
+used.
 
-A tile of 16 x 16 weights is a circular string of 256 K bits, K bits per weight. Weight i = 16 row + column is decoded
-from its window, the L bits of the string that end before bit floor((i + 1) K); the window is the trellis state.
-Source: the tail-biting bit-shift trellis of QTIP (Tseng et al. 2024). The level of a window is the byte sum of a
-multiplicative hash, a pseudo-Gaussian code as QTIP's "1MAD", here with a single odd multiplier and no offset.
-"""
+The codes of a tile of 16 x 16 weights are a circular string of 256 K bits, K bits per weight. Weight i = 16 row +
+column is decoded from its window, the L bits of the string that end before bit floor((i + 1) K). A window is a state of
+the tail-biting bit-shift trellis of QTIP (Tseng et al. 2024). Its level is the byte sum of a multiplicative hash. Like
+QTIP's "1MAD" this is a pseudo-Gaussian code, but with one odd multiplier and no offset."""
 
 from __future__ import annotations
 
@@ -88,7 +88,8 @@ def decode(packed: PackedMatrix) -> npt.NDArray[np.float32]:
 
 
 def viterbi(x: npt.NDArray[np.float64], bits: int, L: int) -> tuple[npt.NDArray[np.int64], float]:
-    """The best closed path for one tile, by exhaustive search over all 2^(L-K) overlaps of its ends.
+    """The best closed path for one tile: the Viterbi search, repeated for each of the 2^(L-K) prefixes that it can
+    start from.
 
     Memory and time grow as 2^(2L-K).
 
@@ -99,16 +100,18 @@ def viterbi(x: npt.NDArray[np.float64], bits: int, L: int) -> tuple[npt.NDArray[
     Returns:
         (windows int64 [256], sum of squared errors).
     """
-    prefixes = 1 << (L - bits)
+    prefixes = 1 << (L - bits)  # of a window: the low bits, which the next window begins with
     states = np.arange(1 << L)
     level = levels(states).astype(np.float64)
     before = states >> bits
-    # cost[start, p]: the least cost of a path from overlap `start` to prefix p.
+    # cost[start, p]: the least cost of a path from prefix `start` to prefix p.
     cost = np.where(np.eye(prefixes, dtype=bool), 0.0, np.inf)
     choice = np.empty((x.size, prefixes, prefixes), dtype=np.uint8)
     for t, target in enumerate(x):
         arriving = cost[:, before] + (level - target) ** 2
-        by_high = arriving.reshape(prefixes, 1 << bits, prefixes)
+        by_high = arriving.reshape(
+            prefixes, 1 << bits, prefixes
+        )  # start, the high bits of a window, its prefix
         choice[t] = by_high.argmin(axis=1)
         cost = by_high.min(axis=1)
     start = int(np.diagonal(cost).argmin())

@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ciuic_cli.codecs.scales import Bytes
+from ciuic_cli.integers import ceil_div
 
 CLASSES = 16
 """Number of row classes: a class takes four bits."""
 
 
 def stored_order(row_class: Bytes) -> npt.NDArray[np.int64]:
-    """int64 [rows]: the matrix's row that each stored row is."""
+    """int64 [rows]: for each stored row, its number in the matrix."""
     return np.argsort(row_class, kind="stable")
 
 
@@ -28,7 +29,7 @@ def stored_position(row_class: Bytes) -> npt.NDArray[np.int64]:
 
 def class_nbytes(rows: int) -> int:
     """Bytes of the classes of `rows` rows."""
-    return -(-rows // 2)
+    return ceil_div(rows, 2)
 
 
 def classes_to_bytes(row_class: Bytes) -> bytes:

@@ -1,8 +1,7 @@
 """Scales of rows and of inputs: positive factors on a logarithmic grid, one byte each.
 
-Input scales have 16 steps per octave. Row scales have 16 or more: a matrix whose rows have similar scales can use finer
-steps, because 256 of them still span all rows.
-"""
+Input scales have 16 steps per octave. Row scales have 16 or more: if the rows of a matrix have similar scales, 256
+finer steps still span them."""
 
 from __future__ import annotations
 
@@ -18,10 +17,13 @@ MAX_BASE = float(np.finfo(np.float32).max) / 2.0**16
 """Largest base of row scales: with the largest code, 2^15.9 times the base, a scale is still a finite float32."""
 
 SCALE_STEPS = range(16, 16 + 256)
-"""Steps per octave that row scales can have. With 16 steps, the default, 256 codes span 15.9 octaves."""
+"""Steps per octave that row scales can have; part of the format. With 16, the default, 256 codes span 15.9 octaves."""
 
 _CODE_OF_ONE = 128
-"""Code of the input scale 1."""
+"""Code of the input scale 1; part of the format."""
+
+_LEAST_BASE = 2.0**-100
+"""Least base of row scales, far below any weight that bfloat16 models have (chosen, not tuned)."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -45,10 +47,10 @@ def encode_scales(scales: npt.ArrayLike, steps: int = SCALE_STEPS[0]) -> tuple[f
         raise InputError("row scales must be finite and not negative")
     positive = exact[exact > 0]
     if positive.size == 0:
-        return 2.0**-100, np.zeros(exact.shape, dtype=np.uint8)
-    # If some rows are zero, code 0 is theirs: it then stands for a negligible scale.
+        return _LEAST_BASE, np.zeros(exact.shape, dtype=np.uint8)
+    # Rows of zeros get code 0. If there are any, code 0 has to stand for a negligible scale.
     lowest = float(positive.max()) * 2.0 ** (-255 / steps)
-    smallest = max(lowest if positive.size < exact.size else float(positive.min()), lowest, 2.0**-100)
+    smallest = max(lowest if positive.size < exact.size else float(positive.min()), lowest, _LEAST_BASE)
     base = float(np.float32(min(smallest, MAX_BASE)))
     codes = np.rint(steps * np.log2(np.maximum(exact, base) / base))
     return base, np.clip(codes, 0, 255).astype(np.uint8)
@@ -60,7 +62,7 @@ def decode_scales(base: float, codes: Bytes, steps: int = SCALE_STEPS[0]) -> npt
 
 
 def finest_steps(scales: npt.NDArray[np.floating]) -> int:
-    """The most steps per octave, of SCALE_STEPS, so that 255 steps span positive scales [rows]."""
+    """The most steps per octave, of SCALE_STEPS, with which 255 steps span positive scales [rows]."""
     octaves = float(np.log2(scales.max() / scales.min()))
     return int(np.clip(255 // max(octaves, 1.0 / 256), SCALE_STEPS[0], SCALE_STEPS[-1]))
 

@@ -8,12 +8,13 @@ import numpy.typing as npt
 from ciuic_cli.codecs.bits import tile_nbytes
 from ciuic_cli.codecs.row_order import class_nbytes
 from ciuic_cli.codecs.transform import TILE, padded
+from ciuic_cli.integers import round_up
 
 FIXED_NBYTES = 32
 """Bytes of a matrix blob before its first array; the struct in layout.py."""
 
 ALIGN = 16
-"""Headers are padded to a multiple of this; with it every blob and every part of one is aligned for the kernels."""
+"""Headers are padded to a multiple of this, so that every part of a blob is aligned for the kernels."""
 
 
 def packed_nbytes(
@@ -28,8 +29,8 @@ def packed_nbytes(
     """Bytes of a matrix blob: header, padding, low-rank part and codes.
 
     Args:
-        row_bits: uint8 [ceil(rows / 16)], as `codecs.bits.stored_bits` makes them.
-        lowrank_bytes: of both factors' blobs.
+        row_bits: uint8 [ceil(rows / 16)], encoded by `codecs.bits.stored_bits`.
+        lowrank_bytes: bytes of both factors' blobs.
     """
     header = header_nbytes(rows, cols, is_sorted=is_sorted, has_input_scale=has_input_scale)
     return header + lowrank_bytes + codes_nbytes(row_bits, cols)
@@ -55,4 +56,4 @@ def group_offsets(row_bits: npt.ArrayLike, cols: int) -> npt.NDArray[np.int64]:
 
 def aligned(nbytes: int) -> int:
     """`nbytes` rounded up to a multiple of ALIGN."""
-    return nbytes + -nbytes % ALIGN
+    return round_up(nbytes, ALIGN)

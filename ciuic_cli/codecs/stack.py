@@ -25,7 +25,7 @@ _MAGIC = b"CIUX"
 
 @dataclass(frozen=True, eq=False)
 class StackHeader:
-    """The headers of all experts of a stack, which have one shape and no input scales.
+    """The headers of all experts of a stack. They have one shape and no input scales.
 
     Raises:
         InputError: the experts do not fit each other.
@@ -66,7 +66,7 @@ class StackHeader:
 
 @dataclass(frozen=True, eq=False)
 class ExpertStack:
-    """A compressed 3-D expert parameter: experts of one shape. A pruned expert has only groups of 0 bits."""
+    """A compressed stack of experts of one shape, a 3-D parameter. A pruned expert has only groups of 0 bits."""
 
     experts: tuple[PackedMatrix, ...]
 

@@ -38,8 +38,7 @@ def random_matrix(
 ) -> PackedMatrix:
     """A matrix of random codes: every string of bits is a valid tile.
 
-    Its weights look Gaussian, with a standard deviation of 1 to 4 times cols^-1/2, before the low-rank part and input
-    scales (0.3 to 3.2).
+    Its decoded codes look Gaussian, with a standard deviation of 1 to 4 times cols^-1/2; input scales are 0.3 to 3.2.
 
     Args:
         bits: bits per weight of the row groups, repeated as needed.

@@ -1,8 +1,8 @@
 """The input transform: random signs and a block Hadamard matrix, so that weights look Gaussian.
 
-T(x) = H_B (x * s) per block of B inputs, H_B the orthonormal Sylvester-ordered Hadamard matrix. Stored
-weights are T of each row of W, and W x = (T W) (T x). Source: QuIP# (Tseng et al. 2024), with blocks
-instead of one large matrix.
+T(x) = H (x * s) for every block of inputs. H is the orthonormal Hadamard matrix in Sylvester order, s the signs of the
+block. The codes are those of T applied to each row of W, and W x = (T W) (T x). Source: QuIP# (Tseng et al. 2024), with
+blocks instead of one large matrix.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ciuic_cli.codecs import native
+from ciuic_cli.integers import round_up
 
 MAX_BLOCK = 1024
 """Largest block of the Hadamard transform, in inputs; part of the format."""
@@ -23,7 +24,7 @@ TILE = 16
 
 def padded(length: int) -> int:
     """`length` rounded up to a multiple of 16."""
-    return -(-length // TILE) * TILE
+    return round_up(length, TILE)
 
 
 def log2_block(cols_padded: int) -> int:
@@ -56,7 +57,7 @@ def signs(cols_padded: int, seed: int = 0) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _signs_on(device: torch.device, cols_padded: int, seed: int) -> torch.Tensor:
-    """Cached per device, because a copy from pageable memory makes the host wait for the device."""
+    """`signs` on a device. Cached, because a copy from pageable memory makes the host wait for the device."""
     return signs(cols_padded, seed).to(device)
 
 
@@ -86,7 +87,7 @@ def inverse_transform(x: torch.Tensor, cols: int, seed: int = 0) -> torch.Tensor
 
 
 def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
-    """T or its inverse along x's last dimension; changes x in place if x is on the CPU."""
+    """T or its inverse along x's last dimension; in place if x is on the CPU."""
     cols = x.shape[-1]
     log2 = log2_block(cols)
     if x.device.type != "cpu":
@@ -105,8 +106,8 @@ def _apply_torch(x: torch.Tensor, sign: torch.Tensor, log2: int, *, inverse: boo
     if not inverse:
         x = x * sign
     x = x.reshape(-1, 1 << log2)
-    for level in range(log2):
-        pairs = x.reshape(x.shape[0], -1, 2, 1 << level)
+    for stage in range(log2):
+        pairs = x.reshape(x.shape[0], -1, 2, 1 << stage)
         x = torch.stack((pairs[:, :, 0] + pairs[:, :, 1], pairs[:, :, 0] - pairs[:, :, 1]), dim=2).reshape(
             x.shape
         )

@@ -1,4 +1,4 @@
-"""The trellis code: rounding, decoding and multiplying, on top of the native library.
+"""The trellis code: rounding, decoding and multiplying, by the native library.
 
 Matrices are in the transformed basis of `codecs.transform` and have stored rows (`MatrixHeader`), unless a function
 says otherwise.
@@ -25,6 +25,12 @@ from ciuic_cli.process.signals import defer_signals
 DEFAULT_L = 16
 """Trellis state bits unless a caller says otherwise: the longest of the format, with the smallest error."""
 
+_CANCEL = -(2 ** (8 * ctypes.sizeof(ctypes.c_long) - 2))
+"""Value of `progress` that cancels a call: half of the least long, so that counting finished tiles cannot undo it."""
+
+_JOIN_SECONDS = 0.2
+"""Longest wait before Python looks for a signal again (chosen, not tuned)."""
+
 
 def round_matrix(
     weight: torch.Tensor,
@@ -40,7 +46,7 @@ def round_matrix(
 ) -> tuple[npt.NDArray[np.uint8], torch.Tensor]:
     """Rounds a matrix to the trellis code, with error feedback along inputs (LDLQ) and outputs (two-sided).
 
-    With E = weight - decoded, tile (I, J) is encoded from
+    With E = weight - decoded, tile (I, J) is rounded to the path that is nearest to its target
     W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} B_I'I^T P_I'J, where P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J.
     Sources: GPTQ/LDLQ (QuIP, Chee et al. 2023); two-sided rounding (YAQA, Tseng et al. 2025).
 
@@ -48,12 +54,12 @@ def round_matrix(
         weight: float32 [rows_padded, cols_padded], CPU, both multiples of 16.
         scale: float32 [rows_padded], scale of each row's code. A scale of 0 marks a padding row, whose error is
             ignored.
-        row_bits: uint8 [rows_padded / 16], bits per weight of each row group, as `stored_bits` makes them.
+        row_bits: uint8 [rows_padded / 16], bits per weight of each row group, encoded by `stored_bits`.
         L: trellis state bits, 12 to 16.
         input_feedback: A, float32 [cols_padded, cols_padded]; only its part below the 16 x 16 diagonal blocks is read.
         output_feedback: B, float32 [rows_padded, rows_padded]; likewise.
         row_feedback: (direction, pull), each float32 [rows_padded, cols_padded]; needs an input_feedback. Row r of the
-            target of tile J moves by pull_rJ times the sum over J' > J of P_rJ' · direction_rJ'.
+            target of block J moves by pull_rJ times the sum over J' > J of P_rJ' · direction_rJ'.
         threads: default torch.get_num_threads(). The result does not depend on it.
         progress: counts finished tiles during the call; another thread may read it.
 
@@ -108,10 +114,11 @@ def round_matrix(
 
 
 def _interruptible(call: Callable[[], int], progress: ctypes.c_long) -> int:
-    """Status of a native call that counts in `progress`; an exception from a signal (Ctrl-C) ends the call early.
+    """Status of a native call that counts in `progress`; the exception of a signal handler (Ctrl-C) ends the call
+    early.
 
-    Python runs signal handlers in the main thread, and only between native calls. So a call from the main thread runs
-    in a thread of its own.
+    Python runs signal handlers in the main thread, and not during a native call. So a call from the main thread runs in
+    a thread of its own.
     """
     if threading.current_thread() is not threading.main_thread():
         return call()
@@ -121,9 +128,9 @@ def _interruptible(call: Callable[[], int], progress: ctypes.c_long) -> int:
         with defer_signals():
             worker.start()
         while worker.is_alive():
-            worker.join(0.2)  # a signal that another thread receives does not wake this one, so wait briefly
+            worker.join(_JOIN_SECONDS)  # a signal that another thread receives does not wake this one
     except BaseException:
-        progress.value = -(2 ** (8 * ctypes.sizeof(ctypes.c_long) - 2))
+        progress.value = _CANCEL
         if worker.ident is not None:  # otherwise the signal came before the start
             worker.join()
         raise

@@ -28,17 +28,17 @@ def encode_matrix(
     """Read, prune, scale and round one matrix. L: trellis state bits."""
     matrix_plan = plan.matrices[matrix.key]
     fisher, weight = fisher_of(matrix, statistics), read_matrix(model_map, matrix)
-    removed = prune.removed_columns(plan.pruned_structures, matrix.key, matrix.cols)
-    if removed is not None:
-        weight = prune.correct_remaining(weight, fisher.inputs, removed)
+    pruned = prune.pruned_columns(plan.pruned_structures, matrix.key, matrix.cols)
+    if pruned is not None:
+        weight = prune.correct_kept(weight, fisher.inputs, pruned)
     weight, fisher = scaled(weight, fisher, matrix_plan.input_scale)
     if len(row_slices(matrix)) > 1:
         return _encode_in_chunks(weight, fisher, matrix_plan, L)
     (chunk,) = row_chunks(weight, fisher, matrix, matrix_plan.row_class)
     prepared, factors = chunk.prepared, None
     if matrix_plan.rank:
-        row_weight = prepared.outputs.d_diagonal[: matrix.rows]
-        factors, product = lowrank.encode(chunk.weight, row_weight, matrix_plan.rank, L=L)
+        importance = prepared.outputs.d_diagonal[: matrix.rows]
+        factors, product = lowrank.encode(chunk.weight, importance, matrix_plan.rank, L=L)
         prepared = prepared.with_weight(chunk.weight - product)
     return round_prepared(
         prepared,
@@ -53,9 +53,10 @@ def encode_matrix(
 def _encode_in_chunks(
     weight: torch.Tensor, fisher: KroneckerFisher, matrix_plan: MatrixPlan, L: int
 ) -> PackedMatrix:
-    """The same for an embedding or head in row chunks; it has no low-rank part and no feedback between rows.
+    """Encode an embedding or a head in row chunks. It has no low-rank part and no feedback between rows.
 
-    Row scales share one base, so all rows are prepared once for their rms, without contexts, and again for rounding.
+    All rows are prepared twice: first without contexts, for the rms from which the common base of the row scales
+    follows, and then for rounding.
     """
     matrix, factored = matrix_plan.matrix, factor_inputs(fisher.inputs)
     plain = row_chunks(weight, replace(fisher, contexts=None), matrix, matrix_plan.row_class, factored)

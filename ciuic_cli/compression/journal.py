@@ -35,9 +35,9 @@ _SHOWN_CHARACTERS = 40
 class Journal:
     """The work folder of one output. As a context manager it locks the folder for one process at a time.
 
-    Every finished step is a file. It is written under another name, synced and renamed, so a step is either done or
-    absent; a digest detects torn files. Inside the folder, anything but a regular file or a folder counts as absent:
-    links are not followed, and pipes are not opened.
+    Every finished step is a file. It is written under another name, synced and renamed, so a step is either finished or
+    absent; a digest detects torn files. Anything in the folder that is neither a regular file nor a folder counts as
+    absent: links are not followed, and pipes are not opened.
 
     Attributes:
         out: the output folder. folder: the work folder beside it.
@@ -56,7 +56,7 @@ class Journal:
             handle = self._open_lock()
             if self._is_current(handle):
                 self._lock = handle
-            else:  # another run ended, and removed the folder between our open and our lock
+            else:  # another run ended and removed the folder after this one opened the file
                 os.close(handle)
         try:
             os.truncate(self._lock, 0)
@@ -187,7 +187,7 @@ class Journal:
         self.sweep()
 
     def sweep(self) -> None:
-        """Remove the rest of a journal whose run was killed in `remove`. Needs no lock: no run continues from it."""
+        """Remove what a killed `remove` left. Needs no lock: no run continues from it."""
         with suppress(OSError):
             work_folders.remove(self.ended)
 
@@ -203,9 +203,9 @@ class Journal:
         self.save(_PUBLISHED, (folder / CHECKSUMS).read_bytes())
 
     def published(self) -> bool:
-        """Whether the output is the artifact that `publishing` recorded: then only the journal's removal is left to do.
+        """Whether the output is the artifact that `publishing` recorded, so that only the journal is left to remove.
 
-        The artifact's files may have been damaged since.
+        Compares the lists of checksums only: the other files may have been damaged since.
         """
         announced = self.load(_PUBLISHED)
         try:
@@ -276,8 +276,12 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             continue
         if isinstance(before, dict) and isinstance(after, dict):
             differences += _differences(before, after)[:5]
-        elif max(len(str(before)), len(str(after))) > _SHOWN_CHARACTERS:
+            continue
+        shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in (before, after)]
+        if shown[0] == shown[1]:  # floats that differ only beyond the fourth digit
+            shown = [str(before), str(after)]
+        if max(map(len, shown)) > _SHOWN_CHARACTERS:
             differences.append(f"{key} changed")
         else:
-            differences.append(f"{key}: {before} before, {after} now")
+            differences.append(f"{key}: {shown[0]} before, {shown[1]} now")
     return differences

@@ -40,10 +40,10 @@ MTP = ("keep", "drop")
 BITS = tuple(MSE_BY_L[16])
 """The bits per weight that the trellis code offers."""
 DEFAULT_BITS = tuple(bits for bits in BITS if bits >= 2)
-"""The bits per weight that the budget may choose from unless the user says otherwise.
+"""The bits per weight that the budget may choose from by default.
 
-Fewer than 2 bits are predicted to pay in experts that are rarely chosen, but do not pay on text other than the
-calibration text (measured: docs/experiments/allocation/bit-widths.md)."""
+Fewer than 2 bits look good in experts that are rarely chosen, but only on the calibration text (measured:
+docs/experiments/allocation/bit-widths.md)."""
 RANK_STEP = 16
 """Ranks of low-rank parts are multiples of this: the side of a tile."""
 DEFAULT_RATIO = 4.0
@@ -51,12 +51,13 @@ DEFAULT_RATIO = 4.0
 DEFAULT_SEQLEN = 512
 """Tokens per calibration sequence, if the model has that many positions (chosen, not tuned)."""
 NSAMPLES = (2, 1 << 20)
-"""Fewest and most calibration sequences; the fewest leave one for the statistics and one held out."""
+"""Fewest and most calibration sequences. Two are one for the statistics and one held out; the most is chosen."""
 SEQLEN = (32, 1 << 20)
 """Fewest and most tokens per calibration sequence (chosen, not tuned)."""
 SEED = (0, 2**32 - 1)
 """Smallest and largest seed: 32 bits."""
 _DEVICE = re.compile(r"auto|cpu|cuda|cuda:[0-9]+")
+"""Names of devices."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class CompressOptions:
         return self.seqlen
 
     def as_dict(self, *, ratio: float, seqlen: int) -> dict[str, Any]:
-        """Every option that decides the artifact's bytes, as settled for a model; for the report and the journal.
+        """The options that decide the artifact's bytes, as settled for a model; for the report and the journal.
 
         ratio: bytes at 2 per parameter over the budget. seqlen: tokens per calibration sequence.
         """
@@ -194,7 +195,7 @@ def _check_target(ratio: object, target_bpw: object, target_size: object) -> Non
     given = {"--ratio": ratio, "--target-bpw": target_bpw, "--target-size": target_size}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise UsageError(f"{' and '.join(named)} contradict each other", remedy="give one of them")
+        raise UsageError(f"{' and '.join(named)} each set the budget", remedy="give only one of them")
     if target_size is not None and not (_is_whole(target_size) and target_size >= 1):
         raise UsageError(
             f"--target-size: {_shown(target_size)} is not a positive number of bytes",

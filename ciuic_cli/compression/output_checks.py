@@ -35,9 +35,9 @@ def check_no_other_run(out: Path) -> None:
 
 
 def check_no_run_inside(out: Path) -> None:
-    """Raise EnvironmentFault if a run works inside the output, InputError if an unfinished one left its folder there.
+    """Raise EnvironmentFault if a run works inside the output, InputError if an unfinished run left its folder there.
 
-    Its finished steps would be lost if the output were replaced.
+    Replacing the output would destroy that run's finished steps.
     """
     for parent, names, _ in os.walk(out):
         for name in names:

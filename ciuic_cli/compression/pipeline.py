@@ -24,7 +24,6 @@ from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.options import CompressOptions, check_path
 from ciuic_cli.compression.output_checks import check_apart, check_no_other_run, check_output
 from ciuic_cli.compression.run import STATISTICS, Run
-from ciuic_cli.compression.steps import Progress
 from ciuic_cli.compression.task import Task, make_task
 from ciuic_cli.compression.writing import write_artifact
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError
@@ -32,6 +31,7 @@ from ciuic_cli.process import atomic_files
 from ciuic_cli.process.file_faults import environment_fault
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.numeric_libraries import make_products_reproducible
+from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.torch_modes import default_modes
 from ciuic_cli.process.workers import Workers, join_workers
 from ciuic_cli.report.schema import ForecastReport, MemoryReport
@@ -40,21 +40,21 @@ from ciuic_cli.runtime.loading import choose_device
 Hint = Callable[[str], None]
 _running = threading.Lock()
 """Held by the run of this process."""
-_CONTINUABLE = "finished steps are kept in {}; the same command continues from there"
+_KEPT_STEPS = "finished steps are kept in {}; the same command continues from there"
 
 
 def compress(
     model: str | Path,
     out: str | Path,
     *,
-    progress: Progress = lambda phase, done, total: None,
+    progress: Progress = no_progress,
     hint: Hint = lambda message: None,
     **options: Any,
 ) -> MemoryReport:
     """Compress a checkpoint to a byte budget; returns the memory report (also written into the artifact).
 
-    Under torchrun every process calls this with the same arguments, and they share the work. The first process reports
-    progress and hints and writes the artifact. The artifact's bytes do not depend on the number of processes.
+    Under torchrun every process calls this with the same arguments, and they share the work. The leader (rank 0)
+    reports progress and hints, and writes the artifact. The artifact's bytes do not depend on the number of processes.
 
     Args:
         model: folder or hub id of a safetensors checkpoint.
@@ -115,7 +115,7 @@ class _Request:
 
 
 def _lead(request: _Request, workers: Workers) -> MemoryReport:
-    """The run of the first (or only) worker: it holds the journal and writes the artifact."""
+    """The run of the leader, which may be the only worker: it holds the journal's lock and writes the artifact."""
     task = _checked_task(request)
     if not request.options.dry_run:
         return _compress(request, task, workers)
@@ -149,6 +149,7 @@ def _plan_only(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         journal.begin(task.fingerprint(), restart=request.options.force)
         workers.broadcast((out, None))
         run = Run(task, journal, workers, request.progress)
+        run.collect()
         report = run.report(run.plan(), request.started)
         journal.remove()
         workers.broadcast(report)
@@ -159,7 +160,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
     """A whole run, or the rest of an interrupted one; returns the report."""
     out, force = request.out, request.options.force
     with Journal(out) as journal:
-        remnant = publishing.recover(out)
+        undeleted = publishing.recover(out)
         check_output(out, force=force)  # another run may have ended since the first check
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
@@ -168,37 +169,39 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         with _disk_faults_of(journal), _keep_or_remove(journal, request.hint):
             if report is not None:
                 request.hint("the earlier run had written the output already")
-            elif remnant is not None:
+            elif undeleted is not None:
                 raise EnvironmentFault(
                     "cannot remove a folder that an earlier run left",
-                    file=remnant,
+                    file=undeleted,
                     remedy="remove it yourself, or choose another output folder",
                 )
             workers.broadcast((out, report))
             if report is None:
-                run = Run(task, journal, workers, request.progress)  # collects the statistics
+                run = Run(task, journal, workers, request.progress)
+                run.collect()
                 plan = run.plan()
                 run.encode(plan)
                 run.recover(plan)
-                report, remnant = write_artifact(run, plan, out, request.started, force=force)
+                report, undeleted = write_artifact(run, plan, out, request.started, force=force)
         journal.remove()
-        if remnant is not None:
+        if undeleted is not None:
             request.hint(
-                f"the new output is in place, but the old one cannot be removed: remove {remnant} yourself"
+                f"the new output is in place, but the old one cannot be removed: remove {undeleted} yourself"
             )
         workers.broadcast(report)
     return report
 
 
 def _follow(request: _Request, workers: Workers) -> MemoryReport:
-    """The run of another worker: it takes its share of the steps, unless the first worker finds nothing to do."""
+    """The run of any other worker: it makes its share of the steps, unless the leader finds nothing to do."""
     out, report = workers.broadcast(None)
     if report is None:
-        journal = Journal(out)  # the first worker holds its lock
+        journal = Journal(out)  # the leader holds its lock
         with _disk_faults_of(journal):
             choose_device(request.options.device)
             task = make_task(open_checkpoint(request.model), request.options, lambda message: None)
-            run = Run(task, journal, workers, lambda phase, done, total: None)
+            run = Run(task, journal, workers, no_progress)
+            run.collect()
             plan = run.plan()
             if not request.options.dry_run:
                 run.encode(plan)
@@ -235,18 +238,18 @@ def _keep_or_remove(journal: Journal, hint: Hint) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         if journal.has_steps():
-            hint(_CONTINUABLE.format(journal.folder))
+            hint(_KEPT_STEPS.format(journal.folder))
         raise
     except (InputError, TargetError) as error:
         if _may_be_transient(error, journal):
-            hint(_CONTINUABLE.format(journal.folder))
+            hint(_KEPT_STEPS.format(journal.folder))
         else:
             journal.remove()
         raise
 
 
 def _may_be_transient(error: CiuicError, journal: Journal) -> bool:
-    """Whether a library failed, perhaps for lack of memory, at work that had succeeded once before."""
+    """Whether a library failed at work that had succeeded before; the cause may be a lack of memory."""
     of_a_library = error.__cause__ is not None and not isinstance(error.__cause__, CiuicError)
     return of_a_library and journal.load(STATISTICS) is not None
 

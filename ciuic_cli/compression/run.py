@@ -10,7 +10,7 @@ from functools import cached_property
 
 import torch
 
-from ciuic_cli.allocation.arms import Arms, rescale_uncovered
+from ciuic_cli.allocation.arms import ArmTable, rescale_uncovered
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices, working_bytes
 from ciuic_cli.allocation.plan import Plan
@@ -25,7 +25,7 @@ from ciuic_cli.allocation.probes import (
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.journal import Journal
-from ciuic_cli.compression.steps import Progress, Steps
+from ciuic_cli.compression.steps import Steps
 from ciuic_cli.compression.task import Task
 from ciuic_cli.errors import TargetError
 from ciuic_cli.evaluation.estimates import Mean
@@ -34,6 +34,7 @@ from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, return_freed_memory
+from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
 from ciuic_cli.recovery.tuning import Recovery, RecoveryResult
@@ -53,15 +54,18 @@ RECOVERY = "recovery"
 class Run:
     """One worker's view of a run. Finished steps are read from the journal; the workers make the missing ones.
 
-    Creating it collects the statistics. Then call, in this order, `plan`, `encode`, `recover`, and
-    `writing.write_artifact`.
+    Call the phases in this order: `collect`, `plan`, `encode`, `recover`, and then `writing.write_artifact`. A dry run
+    ends after `plan`.
 
     Attributes:
         matrices: all weight matrices; their indices are the step numbers.
-        corrections: the result of `probe_corrections`, once `plan` has run.
-        singular: number of matrices whose H was singular before damping, once `plan` has run.
-        recovered: the result of recovery; None before, and if the effort level has none.
+        statistics: set by `collect`.
+        corrections: the result of `probe_corrections`; set by `plan`.
+        singular: number of matrices whose H was singular before damping; set by `plan`.
+        recovered: the result of recovery; set by `recover`, None if the effort level has no recovery steps.
     """
+
+    statistics: Statistics
 
     def __init__(self, task: Task, journal: Journal, workers: Workers, progress: Progress) -> None:
         self.task, self.journal, self.workers, self.progress = task, journal, workers, progress
@@ -73,9 +77,11 @@ class Run:
         self.recovered: RecoveryResult | None = None
         self._steps = Steps(journal, workers, progress)
         self._kl_meter: KLMeter | None = None
-        self.statistics = self._statistics()
 
-    def _statistics(self) -> Statistics:
+    # --- collect
+
+    def collect(self) -> None:
+        """Collect the statistics, unless the journal has them."""
         folder = self.journal.folder / "statistics"
         if not self.workers.broadcast(self.workers.is_leader and self.journal.sealed(STATISTICS, folder)):
             if self.workers.is_leader:
@@ -87,12 +93,12 @@ class Run:
             )  # fmt: skip
             if self.workers.is_leader:
                 self.journal.seal(STATISTICS, folder)
-        return Statistics(folder)
+        self.statistics = Statistics(folder)
 
     # --- plan
 
     def plan(self) -> Plan:
-        """Price every arm, make a first plan, measure how far its prediction is off, and plan again."""
+        """Price every arm, make a first plan, measure the error of its prediction, and plan again."""
         self._finish_matrices(
             "arms",
             lambda matrix: arms_to_bytes(price_matrix(self.map, self.statistics, matrix, self.task.passes)),
@@ -100,29 +106,32 @@ class Run:
         first = self._first_plan()
         return_freed_memory()
         self.corrections = self._corrections(first)
-        arms = [
-            arm.row_sorted
-            if arm.row_sorted is not None and first.matrices[arm.matrix.key].row_class is not None
-            else arm
-            for arm in self._arms()  # read again: the probes needed the memory
+        tables = [
+            table.row_sorted
+            if table.row_sorted is not None and first.matrices[table.matrix.key].row_class is not None
+            else table
+            for table in self._arms()  # read again: the probes needed the memory
         ]
-        arms = [replace(arm, correction=role_correction(arm.matrix.role, self.corrections)) for arm in arms]
-        return make_plan(self.map, arms, self.task.budget, self.task.passes)
+        tables = [
+            replace(table, correction=role_correction(table.matrix.role, self.corrections))
+            for table in tables
+        ]
+        return make_plan(self.map, tables, self.task.budget, self.task.passes)
 
-    def _arms(self) -> list[Arms]:
+    def _arms(self) -> list[ArmTable]:
         """The arms of all matrices, from the journal."""
-        arms = [
+        tables = [
             arms_from_bytes(self._steps.result("arms", number), matrix, self.task.passes)
             for number, matrix in enumerate(self.matrices)
         ]
-        return rescale_uncovered(arms, self.statistics)
+        return rescale_uncovered(tables, self.statistics)
 
     def _first_plan(self) -> Plan:
-        """The plan without corrections; rows are sorted where that pays, if the budget has room for the row classes."""
-        arms = self._arms()
-        self.singular = sum(arm.singular for arm in arms)
-        plan = make_plan(self.map, arms, self.task.budget, self.task.passes)
-        candidates = with_sorted_rows(arms, plan)
+        """The plan without corrections, with rows sorted where that pays and the budget has room for their order."""
+        tables = self._arms()
+        self.singular = sum(table.singular for table in tables)
+        plan = make_plan(self.map, tables, self.task.budget, self.task.passes)
+        candidates = with_sorted_rows(tables, plan)
         try:
             return make_plan(self.map, candidates, self.task.budget, self.task.passes)
         except TargetError:
@@ -144,7 +153,7 @@ class Run:
 
     def encode(self, plan: Plan) -> None:
         """Round and code every matrix as the plan says."""
-        return_freed_memory()  # of planning, which grows with the model; the largest matrices come first
+        return_freed_memory()  # of the plan, because the largest matrices come first
         L = self.options.level.L
         self._finish_matrices(
             "encode",
@@ -178,7 +187,7 @@ class Run:
         """Tune row scales and norms, if the effort level has recovery steps."""
         if not self.options.level.recovery_steps:
             return
-        folder = self.journal.folder / f"recovery-{self.workers.rank}"
+        folder = self.journal.folder / f"recovery-{self.workers.number}"
         remove_path(folder)  # left by a killed run
         recovery = Recovery(
             self.map, self._encoded_or_none, self._expert_masks(plan), self.task.recovery, folder,
@@ -194,7 +203,7 @@ class Run:
             if self.workers.is_leader:
                 self.journal.save(RECOVERY, state())
 
-        self.recovered = recovery.run(measure, keep, self.progress)
+        self.recovered = recovery.tune(measure, keep, self.progress)
         remove_path(folder)
 
     def _recovered_kl(self, plan: Plan, factors: Factors) -> float:
@@ -214,18 +223,18 @@ class Run:
         return self._meter().measure(weights, self._expert_masks(plan))
 
     def _meter(self) -> KLMeter:
-        """The meter of KL on the held-out sequences, made at the first call, with the original model's predictions."""
+        """The meter of KL on the held-out sequences. The first call makes it, which runs the original model."""
         if self._kl_meter is None:
-            folder = self.journal.folder / f"meter-{self.workers.rank}"
+            folder = self.journal.folder / f"meter-{self.workers.number}"
             remove_path(folder)  # left by a killed run
             self._kl_meter = KLMeter(
                 self.map, self.task.held_out, folder,
-                device=self.device, progress=lambda phase, done, total: None,
+                device=self.device, progress=no_progress,
             )  # fmt: skip
         return self._kl_meter
 
     def _expert_masks(self, plan: Plan) -> Adjust:
-        """Masks for the routers, so that they choose no pruned expert, as in the loaded artifact."""
+        """Masks for the routers: they choose no pruned expert, as in the loaded artifact."""
         experts: dict[str, list[bool]] = {}
         for matrix in self.matrices:
             if matrix.name.endswith(".down_proj"):

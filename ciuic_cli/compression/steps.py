@@ -6,18 +6,13 @@ from collections.abc import Callable, Sequence
 
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.process.memory import return_freed_memory
+from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.process.workers import Workers
 
-Progress = Callable[[str, int, int], None]
-"""`progress(phase, done, total)`: how much of a phase's work is done, in any unit."""
-
 
 class Steps:
-    """Numbered steps of several phases ("arms", "probe", "encode"). Workers pull missing ones from a shared queue.
-
-    Owned by `Run`.
-    """
+    """Numbered steps of several phases ("arms", "probe", "encode"). Workers pull missing steps from a shared queue."""
 
     def __init__(self, journal: Journal, workers: Workers, progress: Progress) -> None:
         self._journal, self._workers, self._progress = journal, workers, progress
@@ -31,13 +26,13 @@ class Steps:
     ) -> None:
         """Make every step of a phase that the journal does not have; returns when all workers are done.
 
-        The largest steps come first, so that all workers finish at about the same time. Steps that need not run
-        alone come last and run side by side, one thread each.
+        The largest steps come first, so that all workers finish at about the same time. The steps that need not run
+        alone come last, side by side, one thread each.
 
         Args:
             work: the work of each step, in any unit; step numbers are its indices.
             make: makes the result of a step from its number.
-            alone: whether a step needs all threads and the memory for itself.
+            alone: whether a step runs alone, with all threads and the whole memory.
         """
 
         def make_missing(number: int) -> None:

@@ -26,9 +26,10 @@ from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.cost.forecast import Forecast, TextSize, forecast
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
-from ciuic_cli.recovery.tuning import STEP_SEQUENCES
+from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.calibration import calibration_batch
 from ciuic_cli.text.tokenizer import open_tokenizer
@@ -43,9 +44,9 @@ class Task:
 
     Attributes:
         map: the model's parameters and their roles.
-        passes: the choices that prune, low-rank and bits pass may make.
+        passes: what the passes (pruning, low-rank parts, bits) may choose from.
         batches: LongTensor (sequences, length), the tokenized calibration text. `options.sequences` of them, evenly
-            spaced, are for the statistics and for measuring KL (held out); the others are for recovery.
+            spaced, are for the statistics and for measuring KL (held out). The others are for recovery.
         budget: bytes that the artifact's safetensors files may take.
     """
 
@@ -72,8 +73,8 @@ class Task:
     def recovery(self) -> torch.Tensor:
         """LongTensor: the sequences for all recovery steps.
 
-        Sequences that the statistics have not seen come first, then those of the statistics, each in random order. All
-        are repeated as often as the steps need.
+        First come those that the statistics have not seen, then those of the statistics, both in random order. They
+        are repeated until there are enough for all steps.
         """
         unseen = torch.ones(len(self.batches), dtype=torch.bool)
         unseen[self._sampled] = False
@@ -83,7 +84,7 @@ class Task:
             for part in (self.batches[unseen], self.calibration)
         ]
         needed, once = STEP_SEQUENCES * self.options.level.recovery_steps, torch.cat(parts)
-        return once.repeat(-(-needed // len(once)), 1)[:needed]
+        return once.repeat(ceil_div(needed, len(once)), 1)[:needed]
 
     @property
     def _sampled(self) -> torch.Tensor:

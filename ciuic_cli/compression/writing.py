@@ -45,11 +45,11 @@ def write_artifact(
         check_no_run_inside(out)
         raise_if_interrupted()
         run.journal.publishing(folder)
-        remnant = publishing.publish(out, force=force)
+        undeleted = publishing.publish(out, force=force)
     except BaseException:
         publishing.discard(out)
         raise
-    return report, remnant
+    return report, undeleted
 
 
 def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryReport:

@@ -1,9 +1,8 @@
 """Forecast of a `compress` run on this machine: seconds, bytes of disk, and peak memory.
 
-Bytes follow from the checkpoint's headers. Seconds are measured on random matrices of the model's own shapes, cut to
-`TIMED_SIZE` rows and columns, and scaled up: factorisations by their operations, coding by the number of weights,
-sweeps by the operations of their products. Other work on the machine at that moment slows the timings, and so the
-forecast.
+Bytes are computed from the checkpoint's headers. Seconds are timed on random matrices of the model's own shapes, with
+at most `TIMED_SIZE` rows and columns, and scaled up: factorisations by their operations, coding by the number of
+weights, sweeps by the operations of their products. Other work on the machine lengthens timings and forecast.
 """
 
 from __future__ import annotations
@@ -37,13 +36,14 @@ from ciuic_cli.layerwise.layer_stream import compute_dtype, logit_tokens
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.feedback import factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.predicted_loss import removal_loss
+from ciuic_cli.passes.predicted_loss import pruning_loss
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, resident_bytes
 from ciuic_cli.process.threads import parallel_map
-from ciuic_cli.recovery.tuning import CHECKS, STEP_SEQUENCES
+from ciuic_cli.recovery.gradients import STEP_SEQUENCES
+from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
@@ -54,14 +54,28 @@ TIMED_CODED_ROWS = 64
 """Most rows of the matrices whose coding is timed: coding takes far longer than the rest. No measurement is on
 record."""
 TIMING_REPEATS = 3
-"""Runs of each timing. The shortest counts: other work on the machine delayed the others."""
+"""Repetitions of each timing. The shortest counts: other work on the machine delayed the others. Chosen, not tuned."""
 LOGIT_COPIES = 6
-"""Estimate of how many float32 arrays as large as the logits exist at a time. No measurement is on record."""
+"""Estimated number of float32 arrays of the logits' size that exist at a time. No measurement is on record."""
 PLAN_BYTES = 400
 """Bytes of arms and plan in memory, per group of 16 rows. Measured: docs/experiments/scale/plan-memory.md."""
 TUNING_BYTES = 72
 """Bytes of recovery in memory, per row: the factor, Adam's two moments, the best factor, and copies of all while the
 state is saved. Computed, not measured: docs/SCALE.md."""
+_ARM_FIELDS = 5
+"""Float64 numbers per group of 16 rows in the journal's file of a matrix's arms (`allocation/arms_file.py`).
+Estimated."""
+_ARM_FILE_BYTES = 1500
+"""Other bytes of such a file: header and low-rank parts. Estimated."""
+_LAYER_COPIES, _WIDEST_COPIES = 12, 8
+"""Float32 copies of a chunk's hidden states, and of the widest matrix's inputs and outputs, while a layer runs forward
+and backward. Estimated; docs/SCALE.md compares forecasts with runs."""
+_TIMED_TOKENS = 512
+"""Tokens of the timed product: a usual length of calibration sequences."""
+_TIMED_READ_WEIGHTS = 1 << 22
+"""Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
+_HADAMARD_OPERATIONS = 64
+"""Operations per weight of the Hadamard transforms, beside those of the factorisations. No measurement is on record."""
 
 
 @dataclass(frozen=True)
@@ -154,13 +168,13 @@ def vocabulary_bytes(model_map: ModelMap) -> int:
 
 
 def disk_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, budget: int) -> int:
-    """The most bytes that journal and output take on disk at any time."""
+    """The most bytes that journal and output take on disk at a time."""
     hidden, vocabulary = _hidden_and_vocabulary(model_map)
     state = 4 * text.tokens * hidden
     sweeps = state * (len(model_map.layer_prefixes) + 3)
     moments = sum(moment_bytes(parameter) for parameter in _executed_compressible(model_map))
     predictions = 4 * text.held_out * text.length * vocabulary
-    arms = sum(5 * 8 * matrix.groups + 1500 for matrix in matrices)
+    arms = sum(_ARM_FIELDS * 8 * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
     step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget + recovery)
@@ -185,13 +199,13 @@ def peak_bytes(
         parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
         moments = [moment_bytes(p) for p in parameters if p.compress]
         widest = max((sum(p.shape[-2:]) for p in parameters if p.compress), default=0)
-        activations = 4 * min(CHUNK_SEQUENCES, text.sequences) * text.length * (12 * hidden + 8 * widest)
+        activations = 4 * min(CHUNK_SEQUENCES, text.sequences) * text.length
+        activations *= _LAYER_COPIES * hidden + _WIDEST_COPIES * widest
         stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
         others = sum(p.numel for p in parameters) - stacked
-        # Statistics: with bfloat16 products the stacks are bfloat16, and everything else has a bfloat16 copy for the
-        # backward pass beside its float32. Moments exist twice: of one segment of the text, and the sums.
-        # Probes: products are float32, stacks have the model's own dtype, and perturbed matrices are prepared
-        # meanwhile.
+        # Statistics: with bfloat16 products the stacks are bfloat16, and all other weights exist as float32 and as a
+        # bfloat16 copy for the backward pass. Moments exist twice: of one segment of the text, and the sums.
+        # Probes: products are float32, and stacks have the model's own dtype. Matrices are perturbed at the same time.
         stacks = stacked * model_map.dtype.itemsize
         layers.append(
             (2 * stacked + 6 * others if bfloat16 else stacks + 4 * others) + 2 * sum(moments) + activations
@@ -258,7 +272,7 @@ def _seconds(
         # reads and decodes every layer twice.
         total["recovery"] += 4 * text.recovery * text.length * active * product
         total["recovery"] += 2 * (text.recovery // STEP_SEQUENCES) * (weights * read + decoding)
-        total["recovery"] += (CHECKS + 1) * total["measure"]
+        total["recovery"] += (EVALUATIONS + 1) * total["measure"]
     return total
 
 
@@ -324,7 +338,7 @@ def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
     preparing = factor_growth * clock(lambda: prepare(weight, fisher))
     perturbing = factor_growth * clock(perturb)
     pricing = area_growth * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_sensitivity)
-    pricing += area_growth * clock(lambda: removal_loss(weight, fisher))
+    pricing += area_growth * clock(lambda: pruning_loss(weight, fisher))
     if matrix.expert is None and matrix.role not in UNPROBED_ROLES:
         input_growth = _factor_work(matrix.rows, matrix.cols, False) / _factor_work(rows, cols, False)
         # Where input scales pay, H is factorised once more.
@@ -346,20 +360,23 @@ def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
 
 def _factor_work(rows: int, cols: int, full: bool) -> float:
     """Operations of factorising H and, if `full`, G, and of the Hadamard transforms, up to a constant factor."""
-    return float(cols**3 + (rows**3 if full else 0) + rows * cols * 64)
+    return float(cols**3 + (rows**3 if full else 0) + rows * cols * _HADAMARD_OPERATIONS)
 
 
 def _time_products(device: torch.device) -> float:
-    """Seconds per weight and token of a float32 product of 512 tokens; bfloat16 products are not slower."""
-    x, w = torch.randn(512, TIMED_SIZE, device=device), torch.randn(TIMED_SIZE, TIMED_SIZE, device=device)
+    """Seconds per weight and token of a float32 product; bfloat16 products are not slower."""
+    x, w = (
+        torch.randn(_TIMED_TOKENS, TIMED_SIZE, device=device),
+        torch.randn(TIMED_SIZE, TIMED_SIZE, device=device),
+    )
     torch.nn.functional.linear(x, w)
     best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(TIMING_REPEATS))
-    return best / (512 * TIMED_SIZE * TIMED_SIZE)
+    return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
 
 
 def _time_reading(model_map: ModelMap, matrices: Iterable[WeightMatrix]) -> float:
-    """Seconds per weight to read, decode and copy; timed on the matrix whose size is nearest to 4 million weights."""
-    matrix = min(matrices, key=lambda matrix: abs(matrix.weights - (1 << 22)))
+    """Seconds per weight to read, decode and copy a matrix."""
+    matrix = min(matrices, key=lambda matrix: abs(matrix.weights - _TIMED_READ_WEIGHTS))
 
     def read() -> int:
         value = (

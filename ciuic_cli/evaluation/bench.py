@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
+from ciuic_cli.process.progress import Progress, no_progress
 
-Progress = Callable[[str, int, int], None]
-"""Called with "model" or "base", the steps that are done, and all steps."""
 PROMPT_TOKENS, NEW_TOKENS = 512, 128
 """Default numbers of tokens to measure with."""
 
@@ -40,7 +39,7 @@ def bench(
     repetitions: int = 5,
     batch_size: int = 1,
     device: str = "auto",
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
     hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Measure a model, and its base when given, one after the other.
@@ -48,12 +47,13 @@ def bench(
     Args:
         prompt_tokens, new_tokens: default: 512 and 128, reduced to the model's number of positions with a hint.
         repetitions: timed runs after one warm-up.
+        progress: its phases are "model" and "base".
         hint: gets messages about what differs from the request.
 
     Returns:
         {"options", "model", "base", "ratios"}, the last two only with a base. `bench_process.measure` describes the
-        figures of "model" and "base". Ratios are base over model for bytes and model over base for speeds: above 1 the
-        model is better. A base that cannot be measured on this machine has only file_bytes and weight_bytes.
+        figures of "model" and "base". Ratios are base over model for bytes, and model over base for speeds: above 1 the
+        model is better. If the base cannot be measured on this machine, it has only file_bytes and weight_bytes.
 
     Raises:
         InputError: a model cannot be opened.

@@ -56,8 +56,8 @@ def measure(
         prompt_tokens, new_tokens: the numbers that were used. file_bytes: of the safetensors files. weight_bytes:
         parameters and buffers in memory, shared ones once. load_seconds. rss_bytes: resident memory of the process with
         the model loaded; rss_growth_bytes: what loading added. peak_rss_bytes: the most resident memory so far;
-        peak_growth_bytes: the same less what was resident before loading. On a GPU also gpu_allocated_bytes, after
-        loading, and gpu_peak_bytes, both from the allocator.
+        peak_growth_bytes: its growth since before loading. On a GPU also gpu_allocated_bytes, after
+        loading, and gpu_peak_bytes, both as torch's allocator counts them.
         prefill, decode: tokens per second of all sequences of the batch together, as {"mean", "stdev"} over
         `repetitions` runs after one warm-up; stdev is None for a single run. Prefill: `prompt_tokens` random tokens
         into an empty cache, with the logits of the last token only. Decode: `new_tokens` greedy steps after that.
@@ -165,7 +165,7 @@ def _return_memory() -> None:
 def fitted(prompt_tokens: int | None, new_tokens: int | None, positions: int | None) -> tuple[int, int]:
     """The numbers of tokens to measure with: as requested, else the defaults, reduced to the model's positions.
 
-    A reduced prompt and its continuation share the positions 4 to 1.
+    If both are reduced, the prompt gets four fifths of the positions.
     """
     available = sys.maxsize if positions is None else positions
     if new_tokens is None:

@@ -16,12 +16,12 @@ def kl_divergence(
 
     p is the original's prediction and q the changed model's; KL(q || p) is another number.
 
-    Numerical care:
-    - Logarithms must be finite, from `log_softmax`. A logarithm of a softmax that underflowed is -inf, and 0 · -inf is
-    NaN.
-    - Terms have the arguments' dtype. They cancel to a sum far smaller than themselves, so they are summed up in
-      float64 unless `sum_dtype` says otherwise.
-    - Where p and q nearly agree, rounding can make the result slightly negative. It is not clamped here: that would
+    Numerics:
+    - Logarithms must be finite, so take them from `log_softmax`. The logarithm of a softmax that underflowed is -inf,
+      and 0 · -inf is NaN.
+    - Terms have the arguments' dtype. Their sum is far smaller than they are, so they are added in float64 unless
+      `sum_dtype` says otherwise.
+    - Where p and q nearly agree, rounding can make the result slightly negative. It is not clamped, because that would
       bias means over tokens.
 
     Args:

@@ -9,14 +9,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_WINDOWS = 8
-"""With fewer windows the standard error treats tokens as independent samples. No measurement is on record."""
+"""Least number of windows that count as the independent samples; with fewer, the tokens do. No measurement is on
+record."""
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over tokens and its standard error. samples: "windows" or "tokens", what was treated as independent."""
+    """A mean over tokens and its standard error. samples: what counts as independent, "windows" or "tokens"."""
 
     value: float
     stderr: float

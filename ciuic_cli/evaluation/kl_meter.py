@@ -13,7 +13,8 @@ from ciuic_cli.errors import TargetError
 from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.layerwise.activation_store import ActivationStore
-from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream, Override, Progress, TokenSpan
+from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream, Override, TokenSpan
+from ciuic_cli.process.progress import Progress
 
 CHUNK_SEQUENCES = 2
 """Sequences that run through a layer at a time. No measurement is on record."""

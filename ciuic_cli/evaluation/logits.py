@@ -15,7 +15,8 @@ import torch
 from ciuic_cli.checkpoint.architecture import config_faults
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.layerwise.layer_stream import LayerStream, Progress, logit_tokens
+from ciuic_cli.layerwise.layer_stream import LayerStream, logit_tokens
+from ciuic_cli.process.progress import Progress
 
 PredictWindow = Callable[[int], Iterator[torch.Tensor]]
 """Yields the logits (tokens, vocabulary) of the window with this number, in consecutive parts. They predict all tokens

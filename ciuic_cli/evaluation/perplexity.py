@@ -26,6 +26,7 @@ from ciuic_cli.evaluation.logits import PredictWindow, loaded, streamed
 from ciuic_cli.evaluation.opening import expected_bytes, free_memory, open_model, require_runnable
 from ciuic_cli.layerwise.layer_stream import compute_dtype
 from ciuic_cli.process.memory import configure_allocators
+from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.documents import builtin_evaluation_text, read_text
 from ciuic_cli.text.tokenizer import (
@@ -38,15 +39,12 @@ from ciuic_cli.text.tokenizer import (
 
 MIN_WINDOW_TOKENS = 32
 """A partial window counts if it predicts at least this many tokens."""
-OWN_TEXT = "ciuic's own text"
+OWN_TEXT = "the package's own evaluation text"
 """Name of the package's evaluation text in results."""
 _COMPARED_TOKENS = 4096
 """Tokens of the text by which two tokenizers are compared. Chosen, not tuned."""
 BLOCK_BYTES = 32 << 20
 """Bytes of one float64 block (tokens, vocabulary), of which a few exist at a time. No measurement is on record."""
-
-Progress = Callable[[str, int, int], None]
-"""Called with the phase, the steps that are done, and all steps."""
 
 
 @torch.inference_mode()
@@ -58,7 +56,7 @@ def evaluate(
     seqlen: int = 1024,
     limit: int | None = None,
     device: str = "auto",
-    progress: Progress = lambda what, done, total: None,
+    progress: Progress = no_progress,
     hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Perplexity of a model on a text; with `base`, also the KL divergence from it.
@@ -165,15 +163,15 @@ def windows_of(
         InputError: the text is too short for one window.
         UsageError: `seqlen` is too small.
     """
-    prefix = leading_special_tokens(tokenizer)
-    body = seqlen - len(prefix)
+    leading = leading_special_tokens(tokenizer)
+    body = seqlen - len(leading)
     if body < 2:
         raise UsageError(
             f"windows of {seqlen} tokens leave no room for text",
             remedy="use --seqlen 128 or more; the model needs as many positions",
         )
     ids = tokenize(tokenizer, text, None if limit is None else limit * body)
-    windows = [torch.tensor([*prefix, *ids[start : start + body]]) for start in range(0, len(ids), body)]
+    windows = [torch.tensor([*leading, *ids[start : start + body]]) for start in range(0, len(ids), body)]
     windows = [window for window in windows if len(window) > MIN_WINDOW_TOKENS]
     if not windows:
         raise InputError(

@@ -1,4 +1,4 @@
-"""Activations in the transformed basis, in the form that a kernel multiplies."""
+"""Activations in the transformed basis, in the dtypes that the product's kernels take."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from ciuic_cli.codecs.transform import log2_block, padded
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div, round_up
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import Launch, Launcher
 
@@ -18,13 +19,13 @@ STEP_COLUMNS = 64
 """Columns that a warp of the product multiplies in one step."""
 
 _MAX_WARPS = 16
-"""Most warps per block of the transform; chosen, not tuned."""
+"""Most warps per block of the transform (chosen, not tuned)."""
 
 _ANY_L = 16
-"""The transform does not depend on L; one value avoids compiling it twice."""
+"""L for which the transform is compiled. It does not depend on L; one value avoids compiling it twice."""
 
 _STATIC_SHARED = 1024
-"""Bytes of shared memory that `transform` declares statically, rounded up."""
+"""Bound of the shared memory in bytes that `transform` declares statically."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Activations:
     """Transformed activations, one row per token.
 
     Attributes:
-        values: int8 [rows, 2, width], rounded values and residuals; or float16 [rows, width]; or bfloat16
+        values: int8 [rows, 2, width], quantized values and their residuals; or float16 [rows, width]; or bfloat16
             [rows, cols_padded]. The width is cols rounded up to a multiple of 64, with zeros after the last column.
         scale: float32 [rows], the divisor of each row; empty for bfloat16.
         sums: int32 [rows, 2], sums of the int8 values; empty for the other dtypes.
@@ -71,8 +72,8 @@ def forward(
         input_factors: None, or input scales, float32 [cols], that each row of x is multiplied by first.
     """
     rows, cols = x.shape
-    # The product's kernels read whole steps of 64 columns; beyond cols_padded there are zeros.
-    width = padded(cols) if mode == p.TO_BFLOAT else -(-cols // STEP_COLUMNS) * STEP_COLUMNS
+    # The product's kernels read whole steps of 64 columns.
+    width = padded(cols) if mode == p.TO_BFLOAT else round_up(cols, STEP_COLUMNS)
     if mode == p.TO_BYTES:
         values = launcher.empty((rows, 2, width), torch.int8)
     else:
@@ -129,7 +130,7 @@ def inverse(launcher: Launcher, x: torch.Tensor, cols: int, seed: int) -> torch.
 def warps_for(launcher: Launcher, width: int, max_warps: int = _MAX_WARPS) -> int:
     """Warps per block that transforms rows of this width: one per chunk, limited by shared memory and `max_warps`."""
     fitting = (launcher.limits.shared_bytes - _STATIC_SHARED) // p.EXCHANGE_BYTES
-    return max(1, min(-(-width // p.CHUNK), max_warps, fitting))
+    return max(1, min(ceil_div(width, p.CHUNK), max_warps, fitting))
 
 
 def _launch(launcher: Launcher, rows: int, width: int, parameters: p.Transform) -> None:

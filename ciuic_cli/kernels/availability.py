@@ -23,8 +23,8 @@ _lock = threading.Lock()
 def available(device: torch.device | str) -> tuple[bool, str]:
     """Whether the kernels can be compiled for `device` and loaded there.
 
-    The first call for a device takes some seconds if the kernels are not in the cache. If it fails it warns with the
-    reason, because the portable fallback is much slower.
+    The first call for a device takes some seconds if the kernels are not in the cache. If they cannot be used it warns
+    and gives the reason, because torch operations, which replace them, are much slower.
 
     Returns:
         (True, "") or (False, reason).

@@ -28,14 +28,14 @@ _DIGEST_BYTES = 32
 """Bytes of SHA-256 at the start of a cache file."""
 
 _ABANDONED_SECONDS = 3600
-"""Age at which a temporary file in the cache must be from a killed process."""
+"""Age in seconds at which a temporary file in the cache is taken for one of a killed process (chosen, not tuned)."""
 
 
 def target(capability: int) -> str:
     """NVRTC's target architecture for a GPU of this compute capability (times ten).
 
-    If NVRTC knows the GPU's generation: "sm_N", machine code for the newest known capability that is not newer than the
-    GPU's. Otherwise "compute_N": PTX, which the driver compiles.
+    N is the newest capability that NVRTC knows and that is not newer than the GPU's. If both are of one generation the
+    target is "sm_N", machine code; otherwise "compute_N", PTX, which the driver compiles.
 
     Raises:
         EnvironmentFault: the GPU is too old, or there is no NVRTC.
@@ -111,9 +111,9 @@ def _compiled(nvrtc: Any, unit: str, architecture: str, L: int, *more: str) -> I
 def cached_unit(unit: str, architecture: str, L: int = 16) -> bytes:
     """As `compile_unit`, but from the cache if possible.
 
-    A cache file's name depends on everything that its content depends on. It appears by renaming and begins with a
-    digest of its content. So concurrent and killed processes do no harm, and a damaged file is compiled anew. If the
-    folder cannot be written, every process compiles.
+    A cache file's name depends on everything that its content depends on. The file appears by renaming and begins with
+    a digest of the rest. So concurrent and killed processes do no harm, and a damaged file is replaced. If the folder
+    cannot be written, every process compiles.
     """
     file = cache_folder() / _file_name(unit, architecture, L)
     code = _read(file)
@@ -174,7 +174,7 @@ def _write(file: Path, code: bytes) -> None:
 
 
 def _remove_abandoned(folder: Path, prefix: str) -> None:
-    """Removes temporary files of killed processes. A file that another process is writing now is younger."""
+    """Removes temporary files of killed processes; those that other processes are writing are younger."""
     for entry in folder.iterdir():
         if entry.name.startswith(prefix) and time.time() - entry.stat().st_mtime > _ABANDONED_SECONDS:
             entry.unlink(missing_ok=True)

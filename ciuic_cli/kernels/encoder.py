@@ -1,4 +1,4 @@
-"""The GPU encoder: rounds tiles of targets to the trellis code by Viterbi search."""
+"""The GPU encoder: a Viterbi search for the codes of tiles."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import Launch, launcher_for
 
 _MAX_THREADS = 512
-"""Most threads per block of the search; chosen, not tuned."""
+"""Most threads per block of the search (chosen, not tuned)."""
 
 _TILE_WEIGHTS = TILE * TILE
 
 _SCRATCH_BYTES = 3 << 30
-"""Most memory for the search's costs; chosen, not tuned."""
+"""Most bytes for the costs of all searches (chosen, not tuned)."""
 
 
 def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Closed paths for tiles with the least squared error, given a heuristic choice of where each circle closes.
+    """Codes of closed paths with nearly the least squared error; a heuristic chooses where each path closes.
 
     Args:
         targets: float32 [tiles, 256] on a GPU, contiguous, finite: weight / row scale, a tile row by row.
@@ -49,9 +49,9 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
     decoded = launcher.empty((tiles, _TILE_WEIGHTS), torch.float32)
     if tiles == 0:
         return codes, decoded
-    prefixes = 1 << (L - int(bits))  # most of any step: half bits alternate between K rounded down and up
+    prefixes = 1 << (L - int(bits))  # of an even step; odd steps have as many or half as many
     history_bytes = 2 * (_TILE_WEIGHTS + 1) * prefixes
-    # At most two blocks run on a multiprocessor at once; each keeps the costs of its own search.
+    # At most two blocks run on a multiprocessor at once; each has memory for its own costs.
     blocks = min(tiles, 2 * launcher.limits.multiprocessors, max(1, _SCRATCH_BYTES // history_bytes))
     scratch = launcher.empty((blocks, history_bytes // 2), torch.float16)
     parameters = p.Encode(

@@ -19,10 +19,10 @@ from ciuic_cli.kernels import compiler, sources
 
 @dataclass(frozen=True)
 class Limits:
-    """Resources of a device that launches are planned for."""
+    """Resources of a device, by which launches choose their blocks."""
 
     shared_bytes: int
-    """Most shared memory of one block."""
+    """Most bytes of shared memory that one block may have."""
 
     multiprocessors: int
 
@@ -41,7 +41,7 @@ class Launch:
     """Threads per block."""
 
     shared_bytes: int
-    """Dynamic shared memory per block."""
+    """Bytes of dynamic shared memory per block."""
 
     parameters: ctypes.Structure
     """The kernel's only argument, one of `parameters`."""

@@ -18,7 +18,7 @@ from ciuic_cli.errors import UsageError
 
 @dataclass(frozen=True, eq=False)
 class DeviceMatrix:
-    """One matrix on a device, made by `on_device`. The codes stay in the blob; nothing of it is copied.
+    """One matrix on a device, made by `on_device`. The blob is not copied: kernels read the codes in it.
 
     Beyond the blob it holds 4 bytes per 16 rows, and 4 bytes per column if there are input scales.
 
@@ -27,7 +27,7 @@ class DeviceMatrix:
         blob: uint8 [nbytes] on the device, address a multiple of 16.
         group_offset: int32 [groups] on the device: where a group's codes begin in `blob`, in multiples of 16 bytes.
         input_factors: None, or float32 [cols] on the device: the input scales.
-        lowrank: None, or the factors (R, L transposed).
+        lowrank: None, or the factors (right, left transposed).
     """
 
     header: MatrixHeader
@@ -81,7 +81,7 @@ class DeviceMatrix:
 
     @cached_property
     def max_words(self) -> int:
-        """16-bit words that a tile row of the widest row group takes; the last may be half full."""
+        """16-bit words of a row of a tile, in the row group with the most bits; the last word may be half full."""
         return _max_words(self.header)
 
 
@@ -152,7 +152,7 @@ class DeviceStack:
 
     @cached_property
     def experts(self) -> tuple[DeviceMatrix, ...]:
-        """Each expert as a matrix; the first access makes their offsets."""
+        """Each expert as a matrix, made at the first access."""
         parts = zip(self.header.experts, self.header.experts_in(self.blob), strict=True)
         return tuple(DeviceMatrix.on_device(expert, blob) for expert, blob in parts)
 
@@ -171,7 +171,7 @@ def _max_words(header: MatrixHeader) -> int:
 
 
 def _offsets(header: MatrixHeader) -> torch.Tensor:
-    """In multiples of 16 bytes, so that 32 bits reach 64 GiB."""
+    """`DeviceMatrix.group_offset` on the host. Multiples of 16 bytes in 32 bits reach 64 GiB."""
     begins = (header.codes_begin + header.group_offset) // ALIGN
     return torch.from_numpy(begins.astype(np.uint32).view(np.int32))
 

@@ -1,4 +1,5 @@
-"""y = x W^T for every batch size: small batches decode inside the product, large ones multiply decoded row chunks."""
+"""y = x W^T for every batch size: a small batch is multiplied straight from the codes, a large one by decoded
+panels."""
 
 from __future__ import annotations
 
@@ -8,15 +9,16 @@ import torch
 
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.kernels import activations, product, rows
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import Activations
 from ciuic_cli.kernels.launcher import Launch, Launcher, launcher_for
 from ciuic_cli.kernels.matrix import DeviceMatrix
 
-SCRATCH_BYTES = 32 << 20
-"""Bytes of decoded weights (bfloat16) in a row chunk of a large batch, so that it stays in the level-2 cache of a
-large GPU."""
+PANEL_BYTES = 32 << 20
+"""Bytes of a panel, the rows whose weights a large batch decodes at a time (bfloat16). It stays in the level-2 cache of
+a large GPU (chosen, not tuned)."""
 
 _LOWRANK_WARPS = 4
 """Warps per block of `lowrank_columns`; chosen, not tuned."""
@@ -31,8 +33,9 @@ def linear(
 ) -> list[torch.Tensor]:
     """x W^T for matrices that share their input (q, k and v; gate and up), with one transform of x.
 
-    Up to LARGEST_BATCH rows of x are multiplied straight from the codes, up to four matrices per launch. Activations
-    are int8 with an int8 residual for up to 8 rows, float16 beyond. Larger batches decode row chunks of W to bfloat16.
+    Up to SMALL_BATCH rows of x are multiplied straight from the codes, with up to four matrices per launch. Activations
+    are int8 with an int8 residual for up to 8 rows, float16 beyond. Larger batches decode W to bfloat16, panel by
+    panel.
 
     Args:
         weights: with the same columns, on one device.
@@ -58,7 +61,7 @@ def linear(
     if dtype not in activations.TYPES:
         raise UsageError(f"the product cannot be of {dtype}")
     launcher = launcher_for(first.blob.device)
-    multiply = _small if flat.shape[0] <= product.LARGEST_BATCH else _large
+    multiply = _small if flat.shape[0] <= product.SMALL_BATCH else _large
     results: dict[int, torch.Tensor] = {}
     keys = [_launch_key(weight, bare) for weight in weights]
     for key in dict.fromkeys(keys):
@@ -71,7 +74,7 @@ def linear(
 
 
 def _launch_key(weight: DeviceMatrix, bare: bool) -> tuple[int, int, int]:
-    """Equal for matrices that can share a transform of x and a launch. Input scales belong to one matrix."""
+    """Equal for matrices that can share a transform of x and a launch. A matrix with input scales shares with none."""
     return weight.seed, weight.L, 0 if bare or weight.input_factors is None else id(weight)
 
 
@@ -99,7 +102,7 @@ def _small(
 def _small_lowrank(
     launcher: Launcher, weight: DeviceMatrix, x: torch.Tensor, transformed: Activations
 ) -> torch.Tensor | None:
-    """L (R x), float32 [batch, rows], or None."""
+    """The low-rank part times x, float32 [batch, rows], or None."""
     if weight.lowrank is None:
         return None
     right, left = weight.lowrank
@@ -118,7 +121,7 @@ def _small_lowrank(
         rank=left.rows,
         cols_padded=left.cols_padded,
     )
-    grid = (-(-left.cols_padded // (64 * _LOWRANK_WARPS)), x.shape[0])
+    grid = (ceil_div(left.cols_padded, 64 * _LOWRANK_WARPS), x.shape[0])
     launcher.launch(Launch("lowrank_columns", grid, 32 * _LOWRANK_WARPS, 0, parameters, left.L))
     return activations.inverse(launcher, summed, left.cols, left.seed)
 
@@ -130,27 +133,26 @@ def _large(
     outputs = []
     for weight in weights:
         y = launcher.empty((x.shape[0], weight.rows), torch.bfloat16)
-        _by_row_chunks(launcher, weight, transformed, y)
+        _by_panels(launcher, weight, transformed, y)
         if not bare and weight.lowrank is not None:
             right, left = weight.lowrank
             basis = transformed
             if right.seed != weight.seed:
                 basis = activations.forward(launcher, x, right.seed, p.TO_BFLOAT, weight.input_factors).values
             z = launcher.empty((x.shape[0], right.rows), torch.bfloat16)
-            _by_row_chunks(launcher, right, basis, z)
-            # A row of L^T is T^-1 of a decoded row, so one inverse transform of the sum suffices.
+            _by_panels(launcher, right, basis, z)
+            # Decoded rows of `left` are in the transformed basis, so one inverse transform of the sum suffices.
             summed = z @ rows.decode(left, dtype=torch.bfloat16)
             y = y + activations.inverse(launcher, summed, left.cols, left.seed)
         outputs.append(y.to(dtype))
     return outputs
 
 
-def _by_row_chunks(
-    launcher: Launcher, weight: DeviceMatrix, transformed: torch.Tensor, y: torch.Tensor
-) -> None:
-    chunk = min(weight.rows, max(TILE, SCRATCH_BYTES // (2 * weight.cols_padded) // TILE * TILE))
-    scratch = launcher.empty((chunk * weight.cols_padded,), torch.bfloat16)
-    for begin in range(0, weight.rows, chunk):
-        end = min(weight.rows, begin + chunk)
+def _by_panels(launcher: Launcher, weight: DeviceMatrix, transformed: torch.Tensor, y: torch.Tensor) -> None:
+    """y = transformed W^T, both bfloat16, without the low-rank part."""
+    panel = min(weight.rows, max(TILE, PANEL_BYTES // (2 * weight.cols_padded) // TILE * TILE))
+    scratch = launcher.empty((panel * weight.cols_padded,), torch.bfloat16)
+    for begin in range(0, weight.rows, panel):
+        end = min(weight.rows, begin + panel)
         decoded = rows.decode(weight, begin, end, torch.bfloat16, out=scratch)
         torch.mm(transformed, decoded.T, out=y[:, begin:end])

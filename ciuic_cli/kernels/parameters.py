@@ -9,10 +9,10 @@ MAX_PARTS = 4
 """Most matrices of one launch of the product."""
 
 CHUNK = 1024
-"""Inputs that one warp transforms at once."""
+"""Inputs that one warp transforms at a time."""
 
 EXCHANGE_BYTES = 4 * (CHUNK + 32)
-"""Shared memory that one warp needs for a transform."""
+"""Bytes of shared memory that one warp needs for a transform."""
 
 FLOAT, HALF, BFLOAT = 0, 1, 2
 """Codes of dtypes: float32, float16, bfloat16."""

@@ -9,22 +9,23 @@ import torch
 
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import STEP_COLUMNS, TYPES, Activations
 from ciuic_cli.kernels.launcher import Launch, Launcher
 from ciuic_cli.kernels.matrix import DeviceMatrix, DeviceStack
 
-STAGES = 4
-"""Steps of codes in flight per warp; `STAGES` in linear.cu."""
+RING_STEPS = 4
+"""Steps of codes in flight per warp; RING_STEPS in linear.cu (chosen, not tuned)."""
 
 WARP_COLUMNS = 16384
-"""Most columns per warp: each adds up to 4 * 255 * 127 to a 32-bit sum, which must not overflow."""
+"""Most columns per warp: a column adds up to 4 * 255 * 127 to a 32-bit sum, which must not overflow."""
 
 _MAX_WARPS = 16
-"""Most warps per block: two such blocks fit a multiprocessor; docs/experiments/runtime/gpu-open-choices.md."""
+"""Most warps per block: two such blocks fit a multiprocessor (docs/experiments/runtime/gpu-open-choices.md)."""
 
 _STATIC_SHARED = 1024
-"""Bytes of shared memory that the kernels declare statically, rounded up."""
+"""Bound of the shared memory in bytes that the kernels declare statically."""
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,13 @@ class Kernel:
     pairs: int
     """Rows of activations that a block multiplies at once."""
     columns: int
-    """Columns of a block's sums: its pairs, and their residuals if there are any."""
+    """Columns of a block's sums: its pairs, and as many residuals for int8."""
     mode: int
     """Mode of the transform: the dtype of the activations."""
 
     def shared_bytes(self, warps: int, max_words: int) -> int:
-        """Dynamic shared memory of a block: each warp's ring of codes, which its sums overwrite at the end."""
-        ring = STAGES * self.groups * group_slot(max_words)
+        """Dynamic shared memory of a block in bytes. Each warp's sums overwrite its ring of codes at the end."""
+        ring = RING_STEPS * self.groups * group_slot(max_words)
         sums = self.groups * self.columns * TILE * 4
         return warps * max(ring, sums)
 
@@ -63,17 +64,17 @@ _HALF_16 = (
 _HALF_32 = (Kernel("linear_half_r2_n32", 2, 32, 32, p.TO_HALF),)
 
 BY_BATCH = ((4, _BYTES_4), (8, _BYTES_8), (16, _HALF_16), (32, _HALF_32))
-"""Pairs of a largest batch and the kernels for it, by ascending groups per block."""
+"""(largest batch, kernels for it by ascending groups per block), by ascending batch."""
 
-LARGEST_BATCH = BY_BATCH[-1][0]
-"""Rows of activations up to which a launch multiplies straight from the codes; chosen, not measured."""
+SMALL_BATCH = BY_BATCH[-1][0]
+"""Most rows of activations that are multiplied straight from the codes (chosen, not measured)."""
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Products of a launch with routed experts, sorted by expert: int32 [pairs] each.
+    """(token, expert) pairs of a launch, sorted by expert: int32 [pairs] each.
 
-    An expert below 0 or not below `experts` makes a row of zeros.
+    The result of a pair whose expert is not in 0 to experts - 1 is zeros.
     """
 
     expert: torch.Tensor
@@ -86,27 +87,27 @@ class Pairs:
 
 
 def group_slot(max_words: int) -> int:
-    """Bytes of one group in one step of the ring: four tiles, which begin at odd multiples of 32 bytes and so lie in
-    different banks."""
+    """Bytes of one group in one step of the ring: four tiles. They are an odd multiple of 32 bytes apart, so that they
+    begin in different banks."""
     return 4 * 32 * (max_words | 1)
 
 
 def kernels_for(batch: int) -> tuple[Kernel, ...]:
-    """The variants for `batch` rows, at most LARGEST_BATCH."""
+    """The variants for `batch` rows, at most SMALL_BATCH."""
     return next(kernels for largest, kernels in BY_BATCH if batch <= largest)
 
 
 def choose(variants: Sequence[Kernel], launcher: Launcher, groups: Sequence[int], repeats: int) -> Kernel:
     """The variant of `variants` that suits a launch.
 
-    Two groups per block halve the work on activations. One group makes twice the blocks, for matrices that are too
-    small to fill the GPU otherwise: fewer blocks than 3/4 of the multiprocessors (chosen, not tuned).
+    Two groups per block halve the work on activations. One group per block makes twice as many blocks; that suits small
+    matrices, with which blocks of two groups would occupy less than 3/4 of the multiprocessors (chosen, not tuned).
 
     Args:
-        groups: row groups of every matrix of the launch.
-        repeats: how often each is multiplied in the launch.
+        groups: number of row groups of every matrix of the launch.
+        repeats: how often each row group is multiplied in the launch.
     """
-    blocks = repeats * sum(-(-count // variants[-1].groups) for count in groups)
+    blocks = repeats * sum(ceil_div(count, variants[-1].groups) for count in groups)
     return variants[-1] if 4 * blocks >= 3 * launcher.limits.multiprocessors else variants[0]
 
 
@@ -134,11 +135,11 @@ def launch(
     width = weights[0].cols_padded
     # The ring must hold the widest group of every weight.
     max_words = max(2, *(weight.max_words for weight in weights))
-    warps = min(_MAX_WARPS, -(-width // STEP_COLUMNS))
+    warps = min(_MAX_WARPS, ceil_div(width, STEP_COLUMNS))
     room = launcher.limits.shared_bytes - _STATIC_SHARED
     while warps > 1 and kernel.shared_bytes(warps, max_words) > room:
         warps -= 1
-    if -(-width // (STEP_COLUMNS * warps)) * STEP_COLUMNS > WARP_COLUMNS:
+    if ceil_div(width, STEP_COLUMNS * warps) * STEP_COLUMNS > WARP_COLUMNS:
         raise UsageError(f"the kernels multiply up to {WARP_COLUMNS * warps} columns here, not {width}")
     if x.values.nbytes >= 1 << 32:
         raise UsageError(f"the kernels take less than 4 GiB of activations, not {x.values.nbytes} bytes")
@@ -171,8 +172,8 @@ def launch(
         part.groups = weight.groups
         part.first_block = blocks
         part.y_type = TYPES[y.dtype]
-        blocks += -(-weight.groups // kernel.groups)
-    # Every pair may begin a new run of one expert; rows of a batch fill whole fragments.
-    repeats = parameters.pairs if pairs is not None else -(-parameters.pairs // kernel.pairs)
+        blocks += ceil_div(weight.groups, kernel.groups)
+    # With experts every pair may be the first of its expert; without, rows of a batch fill whole fragments.
+    repeats = parameters.pairs if pairs is not None else ceil_div(parameters.pairs, kernel.pairs)
     shared = kernel.shared_bytes(warps, max_words)
     launcher.launch(Launch(kernel.name, (blocks, repeats), 32 * warps, shared, parameters, weights[0].L))

@@ -1,4 +1,4 @@
-"""Products with routed experts: all (token, expert) pairs of a decoding step in one launch."""
+"""Products with routed experts: all (token, expert) pairs of a forward call in one launch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from ciuic_cli.kernels.multiply import linear
 from ciuic_cli.kernels.product import Pairs
 
 LARGEST_LAUNCH = 512
-"""Most pairs for one launch; chosen, not tuned. More are multiplied expert by expert, with a wait for the host."""
+"""Most pairs of one launch (chosen, not tuned). More are multiplied expert by expert, and the host waits for the
+device."""
 
 _FEW_TOKENS = 16
-"""Up to this many tokens few share an expert, so the kernel with the narrowest fragment is used; chosen, not tuned."""
+"""Up to this many tokens the kernel with the fewest pairs per block is used, because few tokens share an expert
+(chosen, not tuned)."""
 
 
 def experts(
@@ -28,15 +30,15 @@ def experts(
 ) -> torch.Tensor:
     """Every token times the experts it is routed to.
 
-    Pairs are sorted by expert on the device, so that tokens which share an expert share its decoding. Up to
-    LARGEST_LAUNCH pairs nothing waits for the host, so the step can be captured in a CUDA graph.
+    Pairs are sorted by expert on the device, so that an expert is decoded once for the tokens that share it. With up to
+    LARGEST_LAUNCH pairs the host does not wait for the device, so a CUDA graph can capture the call.
 
     Args:
         stack: E experts (rows, cols).
         x: float32, float16 or bfloat16 [tokens, cols].
         ids: integer [tokens, k], the experts of each token; an id outside 0 to E - 1 makes zeros.
         dtype: of the result; default x's.
-        positions: int32 [E, rows], where each row of an expert is stored; default: no rows are sorted.
+        positions: int32 [E, rows], where each row of an expert is stored; default: in its own order.
 
     Returns:
         [tokens, k, rows], the rows of each expert in its order.
@@ -59,13 +61,15 @@ def experts(
     tokens, k = ids.shape
     if ids.numel() == 0:
         return launcher.empty((tokens, k, stack.rows), dtype)
-    # A stable sort puts a pair into the same fragment every time, so results repeat exactly.
+    # The sort is stable, so that a pair is in the same fragment every time and results repeat exactly.
     in_order, order = torch.sort(ids.reshape(-1), stable=True)
     if ids.numel() > LARGEST_LAUNCH:
         y = _one_by_one(stack, flat, in_order, order, k, dtype, positions)
     else:
         y = _one_launch(launcher, stack, flat, in_order, order, k, dtype)
-        if positions is not None:  # the index takes eight bytes per element of y: only for few pairs
+        if (
+            positions is not None
+        ):  # gather takes an index of eight bytes per element of y, so not for many pairs
             y = y.gather(1, positions[ids.reshape(-1).clamp(0, stack.count - 1)].to(torch.int64))
     return y.reshape(tokens, k, stack.rows)
 
@@ -86,7 +90,7 @@ def _one_launch(
         order.to(torch.int32),
         stack.count,
     )
-    # If more tokens share an expert than a fragment holds, several blocks multiply them.
+    # If more tokens share an expert than a fragment holds, several blocks share the work.
     variants = product.kernels_for(4 if x.shape[0] <= _FEW_TOKENS else 16)
     y = launcher.empty((count, stack.rows), dtype)
     transformed = activations.forward(launcher, x, stack.seed, variants[0].mode)

@@ -1,4 +1,4 @@
-"""Decoding rows: a range of them for a dense product, single ones for an embedding."""
+"""Decoding rows: a range of them for torch's product, single ones for an embedding."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import torch
 
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import TYPES, warps_for
 from ciuic_cli.kernels.launcher import Launch, launcher_for
 from ciuic_cli.kernels.matrix import DeviceMatrix
 
 _DECODE_WARPS = 8
-"""Warps per block of `decode_rows`; chosen, not tuned."""
+"""Warps per block of `decode_rows` (chosen, not tuned)."""
 
 _EMBEDDING_WARPS = 8
-"""Most warps per block of `embedding_rows`; chosen, not tuned."""
+"""Most warps per block of `embedding_rows` (chosen, not tuned)."""
 
 _MAX_GRID_Y = 65535
 """CUDA's limit for a grid's second dimension."""
@@ -66,7 +67,7 @@ def decode(
         )
     else:
         result = out.reshape(-1)[: count * width].reshape(count, width)
-    groups = -(-count // TILE)
+    groups = ceil_div(count, TILE)
     for first in range(0, groups, _MAX_GRID_Y):
         rows_before = first * TILE
         begin, end = row_begin + rows_before, min(row_end, row_begin + rows_before + _MAX_GRID_Y * TILE)
@@ -80,7 +81,7 @@ def decode(
             row_end=end,
             out_type=TYPES[dtype],
         )
-        grid = (-(-width // (4 * TILE * _DECODE_WARPS)), min(groups - first, _MAX_GRID_Y))
+        grid = (ceil_div(width, 4 * TILE * _DECODE_WARPS), min(groups - first, _MAX_GRID_Y))
         launcher.launch(Launch("decode_rows", grid, 32 * _DECODE_WARPS, 0, parameters, matrix.L))
     return result
 
@@ -92,8 +93,8 @@ def embedding(
 
     Args:
         matrix: the table, without a low-rank part unless `transformed`.
-        tokens: rows, int64 [...] on the matrix's device. A row outside the table gives zeros, so that nothing waits for
-            the host.
+        tokens: row numbers, int64 [...] on the matrix's device. A number outside the table gives zeros: an error would
+            need a wait for the device.
         dtype: float32, float16 or bfloat16.
         transformed: leave the rows in the transformed basis, without the low-rank part and input scales.
 

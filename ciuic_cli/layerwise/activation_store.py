@@ -39,7 +39,7 @@ class ActivationStore:
         return torch.from_numpy(data).reshape(tuple(self._state[name][0])).to(device=device, dtype=dtype)
 
     def drop(self, name: str) -> None:
-        """Forget a tensor, if it is there; its file stays until `delete_dropped`."""
+        """Forget a tensor, if there is one of this name. Its file stays until `delete_dropped`."""
         if self._state.pop(name, None) is not None:
             self._dropped.append(name)
 

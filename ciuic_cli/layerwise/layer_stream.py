@@ -1,20 +1,19 @@
 """Runs a causal language model one decoder layer at a time, forward and then backward, straight from its files.
 
-The text is cut into chunks, one forward call each. The steps, and what is in memory in each of them:
+A chunk is a batch of sequences that run through a layer together. The methods, in the order of their use:
 
 1. `begin` runs the model on each chunk with stand-ins in place of its decoder layers. In memory: everything but the
-   layers (embedding, final norm, head). It writes the first layer's inputs to disk, and keeps the arguments with which
-   the model calls each layer: masks, rotary embeddings. So the model's own code supplies them, for any family.
+   layers (embedding, final norm, head). It writes the first layer's inputs to disk, and records the arguments that the
+   model passes to each layer (masks, rotary embeddings). The model's own code makes them, so any family works.
 2. `forward_layer` loads one layer and runs it on one chunk after the other, from inputs on disk to outputs on disk.
-3. `tail` runs what follows the last layer, again with everything but the layers in memory. It passes the logits on in
-   parts of at most `LOGIT_BYTES`, and writes the gradient at the last layer's output to disk, if `visit` made one.
-4. `backward_layer` loads one layer, recomputes its output from its inputs on disk, and carries the gradient from its
-   output on disk to its input on disk. In memory: the layer, and autograd's graph of one chunk.
+3. `tail` runs what follows the last layer, again with everything but the layers in memory. `visit` gets the logits in
+   parts of at most `LOGIT_BYTES`. If it computes a gradient, that at the last layer's output is written to disk.
+4. `backward_layer` loads one layer, computes its output again from its inputs on disk, and turns the gradient at its
+   output on disk into the gradient at its input on disk. In memory: the layer, and autograd's graph of one chunk.
+5. `drop` and `delete_dropped` delete files that no later step reads.
 
-Layer weights are float32, but expert stacks have the dtype of `_load_weights` and stay in main memory
-(`expert_offload.py`). Matrix
-products are in `dtype`, the residual stream is float32. `release` and `delete_released` remove what is not needed any
-more.
+Weights are float32. Expert stacks are the exception: they stay in main memory (`expert_offload.py`), in the dtype that
+`_load_weights` explains. Matrix products are in `dtype`, the residual stream is float32.
 """
 
 from __future__ import annotations
@@ -42,17 +41,16 @@ from ciuic_cli.process.memory import (
     return_freed_memory,
 )
 from ciuic_cli.process.processor import multiplies_bfloat16
+from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 
 LOGIT_BYTES = 1 << 27
 """Most bytes of float32 logits that exist at a time; longer sequences go through the head in parts. No measurement is
 on record; see also docs/experiments/scale/vocabulary-chunks.md."""
 
-Progress = Callable[[str, int, int], None]
-"""Called with the phase, the steps that are done, and all steps."""
 Override = Callable[[str, int | None], torch.Tensor | None]
-"""Gives other values for a parameter by its name, or for one expert (out, in) of a stack; None keeps the original.
-Called from several threads."""
+"""Called with a parameter's name, and the number of an expert in a stack. Returns other values for the parameter or
+the expert; None keeps the original. Called from several threads."""
 Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer with its weights; the context is active while the layer runs."""
 RunChunks = Callable[[Sequence[int]], None]
@@ -73,14 +71,14 @@ class TokenSpan(NamedTuple):
 
 
 VisitLogits = Callable[[TokenSpan, torch.Tensor, torch.Tensor], None]
-"""Called with a span, its hidden states (1, tokens, n), which require a gradient where gradients are enabled, and its
-logits (1, tokens, vocabulary), which depend on them."""
+"""Called with a span, its hidden states (1, tokens, n), and the logits (1, tokens, vocabulary) made of them. The hidden
+states require a gradient where gradients are enabled."""
 LogitsOfChunk = Callable[[int], Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]]
 """Yields all spans of a chunk in order, each with what `VisitLogits` gets."""
 
 
 def logit_tokens(vocabulary: int) -> int:
-    """Tokens whose logits exist at a time."""
+    """The most tokens whose logits exist at a time."""
     return max(1, LOGIT_BYTES // (4 * vocabulary))
 
 
@@ -94,10 +92,11 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 class LayerStream:
     """The layers of one model, run one by one over all chunks of a text.
 
-    hidden, gradient: float32 tensors on disk. `hidden["<n>.<c>"]` is the input of layer n for chunk c, and
-    `gradient["<n>.<c>"]` the gradient there; n = number of layers stands for the last layer's output.
-    prefixes: of the layers' parameter names. embedding_scale: factor between the embedding's rows and the first layer's
-    inputs, known after `begin`.
+    Attributes:
+        hidden, gradient: float32 tensors on disk. "<n>.<c>" is the input of layer n for chunk c, and the gradient
+            there. With n = number of layers it is the last layer's output.
+        prefixes: of the layers' parameter names.
+        embedding_scale: factor between the embedding's rows and the first layer's inputs; set by `begin`.
 
     Args:
         model_map: where each parameter's weights come from.
@@ -167,8 +166,8 @@ class LayerStream:
         self.begin()
         for number in range(len(self.prefixes)):
             self.forward_layer(number)
-            self.release(number)
-            self.delete_released()
+            self.drop(number)
+            self.delete_dropped()
             progress("forward", number + 1, len(self.prefixes))
 
     def forward_layer(self, number: int, chunks: Sequence[int] | None = None) -> None:
@@ -235,7 +234,10 @@ class LayerStream:
 
     @contextmanager
     def backward_layer(self, number: int) -> Iterator[tuple[nn.Module, RunChunks]]:
-        """For running one layer backward: from "<number + 1>.<chunk>" in `gradient` to "<number>.<chunk>"."""
+        """Context that yields a layer, and a function that runs it backward on chunks.
+
+        It reads "<number + 1>.<chunk>" in `gradient` and writes "<number>.<chunk>".
+        """
         prefix = self.prefixes[number]
         with self._layer_with_weights(prefix) as layer:
 
@@ -251,17 +253,18 @@ class LayerStream:
 
             yield layer, run_chunks
 
-    def release(self, number: int, chunks: Sequence[int] | None = None) -> None:
+    def drop(self, number: int, chunks: Sequence[int] | None = None) -> None:
         """Drop a layer's inputs and the gradients at its output, of these chunks (default: all).
 
-        The number after the last layer drops the last layer's outputs. The files stay until `delete_released`.
+        The number after the last layer drops the last layer's outputs; -1 drops the gradients at the first layer's
+        inputs. The files stay until `delete_dropped`.
         """
         for index in self._chunks_or_all(chunks):
             self.hidden.drop(f"{number}.{index}")
             self.gradient.drop(f"{number + 1}.{index}")
 
-    def delete_released(self) -> None:
-        """Delete the files of what was released."""
+    def delete_dropped(self) -> None:
+        """Delete the files of what was dropped."""
         self.hidden.delete_dropped()
         self.gradient.delete_dropped()
 
@@ -300,9 +303,9 @@ class LayerStream:
         return self.model.get_submodule(prefix.rstrip("."))
 
     def _load_weights(self, module: nn.Module, prefix: str) -> None:
-        # Experts only take part in products. With bfloat16 products, a bfloat16 stack gives the same bits as a float32
-        # one. With float32 products the stack has the model's own dtype, to which overrides and FP8 or FP4 experts are
-        # rounded.
+        # Experts are used in products only. With bfloat16 products, a bfloat16 stack gives the same bits as a float32
+        # stack. With float32 products, the stack has the model's own dtype; overrides and decoded experts are rounded
+        # to it.
         stack_dtype = self.map.dtype if self.dtype == torch.float32 else self.dtype
         self.map.materialise(
             module, prefix, torch.float32, self.device, stack_dtype=stack_dtype, stack_device="cpu"
@@ -313,7 +316,7 @@ class LayerStream:
 
     @staticmethod
     def _replace_weights(module: nn.Module, prefix: str, override: Override) -> None:
-        """Copy what `override` gives into the module's parameters, expert by expert; small ones in parallel."""
+        """Copy the values of `override` into the module's parameters, expert by expert; small ones in parallel."""
         targets: dict[tuple[str, int | None], torch.Tensor] = {}
         for name, parameter in module.named_parameters():
             experts = enumerate(parameter) if parameter.dim() == 3 else [(None, parameter)]
@@ -344,16 +347,16 @@ class LayerStream:
         return range(len(self.chunks)) if chunks is None else chunks
 
     def _blaming_config(self, prefix: str) -> AbstractContextManager[None]:
-        """Turns errors of the layer into an InputError about the model.
+        """Context that turns errors of a layer into an InputError about the model.
 
-        Only for the original's weights: overrides run after these have run without an error.
+        Only for the original's weights. They run first, so a later error comes from an override.
         """
         if self.override is not None:
             return nullcontext()
         return config_faults(self.map.checkpoint.folder / "config.json", prefix.rstrip("."))
 
     def _require_finite(self, output: torch.Tensor, prefix: str) -> None:
-        """For the original model only; what overrides do to activations shows in the measurement."""
+        """Raise InputError for NaN or infinity in the original model. With an override, the measured KL shows them."""
         if self.override is None and count_nonfinite(output):
             raise InputError(
                 "the text drives this layer's output to NaN or infinity",

@@ -1,4 +1,4 @@
-"""Hooks on the products with a layer's weights, for code that needs inputs and output gradients of a matrix."""
+"""Hooks on the products with a layer's weights, for code that needs a matrix's inputs and output gradients."""
 
 from __future__ import annotations
 

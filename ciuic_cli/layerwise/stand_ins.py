@@ -1,4 +1,4 @@
-"""Stand-ins for decoder layers, which record how the model calls its layers and what embeddings become before them."""
+"""Stand-ins for decoder layers: they record the layers' inputs and the arguments with which the model calls them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def embedding_factor(hidden: torch.Tensor, rows: torch.Tensor) -> float:
 def is_other_tensor(value: Any, other: Any) -> bool:
     """Whether `value` is a tensor that differs from `other`.
 
-    Layers get such arguments besides the hidden state in DeepSeek-V4, where they contain the tokens.
+    DeepSeek-V4 passes such arguments to its layers: the tokens.
     """
     return isinstance(value, torch.Tensor) and value is not other and not torch.equal(value, other)

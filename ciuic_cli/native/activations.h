@@ -1,11 +1,11 @@
 // Memory layout of a quantized row of activations.
 //
-// A row is quantized in blocks of 256 columns: x = step * value. There are two precisions. int8 serves row groups of up
-// to 4 bits per weight, whose own error is ten times larger. 15-bit values serve the others; 16383 is the largest
-// magnitude for which the sum of 256 products with levels fits an int32.
+// A row is quantized in blocks of 256 columns: x = scale * value. There are two precisions. int8 serves row groups of up
+// to 4 bits per weight, whose own error is ten times larger. 15-bit values serve the others: up to 16383 in magnitude, a
+// sum of 256 products with levels fits an int32.
 //
-// The kernels multiply by the sum of the hash bytes, which is level + 510. `offset` corrects this: it is -510 times the
-// sum of the block's values, and the kernels' integer sums start from it.
+// The kernels multiply values by sums of hash bytes, which are levels + 510. So their integer sums start from `offset`,
+// -510 times the sum of the block's values.
 #ifndef CIUIC_ACTIVATIONS_H
 #define CIUIC_ACTIVATIONS_H
 
@@ -26,13 +26,13 @@ static constexpr Precision precision_for(int half_bits, bool precise) {
 static constexpr int byte_planes(Precision precision) { return precision == kInt8 ? 1 : 2; }
 
 struct QuantizedRow {
-  float* step;      // one per block
+  float* scale;     // one per block
   int32_t* offset;  // one per block
   int16_t* value;   // one per column
-  int8_t* bytes;    // per column and byte plane: the byte four times, the operand of dot products over four hash bytes
+  int8_t* bytes;    // per column and byte plane: the byte four times, to be multiplied by the four bytes of a hash
 };
 
-// Rounded up to 16 blocks, so that every array begins on a 64-byte boundary.
+// Blocks of a row, rounded up to 16, so that every array begins on a 64-byte boundary.
 static inline size_t activation_blocks_padded(long cols) {
   return static_cast<size_t>(((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16);
 }

@@ -1,6 +1,7 @@
 // The C interface of libciuic_native; Python calls it through ctypes (ciuic_cli/codecs/native.py). No function throws. A
 // function that can fail returns 0 or a negative code of CiuicStatus. Matrices are row-major and contiguous, float32 unless
-// stated otherwise. `rows` and `cols` of compressed matrices are multiples of 16. Results do not depend on `threads`.
+// stated otherwise. `rows` and `cols` of a compressed matrix are padded to multiples of 16. Results do not depend on
+// `threads`.
 //
 // A compressed matrix is described by these arguments:
 //   row_bits      one byte per row group (16 rows): bits per weight, see ciuic_half_bits_of
@@ -30,16 +31,17 @@ CIUIC_EXPORT int ciuic_abi_version();
 CIUIC_EXPORT const char* ciuic_cpu_kernels();
 
 // Rounds W (rows x cols, in the transformed basis) to the trellis code with two-sided error feedback (YAQA, arXiv
-// 2505.22988; LDLQ if Bf is null). A (cols x cols, or null) feeds errors back along inputs, Bf (rows x rows, or null)
-// along outputs. Let E = W - What. Tile (I, J) is encoded from the target
-//   T = W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} Bf_I'I^T P_I'J,   P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J.
+// 2505.22988; LDLQ if B is null). A (cols x cols, or null) feeds errors back along inputs, B (rows x rows, or null)
+// along outputs. Let E = W - What. Tile (I, J) is rounded to the path that is nearest to its target
+//   T = W_IJ + sum_{J'>J} E_IJ' A_J'J + sum_{I'>I} B_I'I^T P_I'J,   P_I'J = E_I'J + sum_{J'>J} E_I'J' A_J'J.
 // `direction` and `pull` (each rows x cols, or both null; they require A) add feedback of each row along one direction:
 // row r of tile J also moves by pull_rJ d_r, where d_r = sum_{J'>J} P_rJ' . direction_rJ'.
 //
-// A row whose scale is 0 is padding: its weights cost nothing, and its rows of What are 0. What (rows x cols) receives
+// A row whose scale is 0 is padding: its error is ignored, and its row of What is 0. What (rows x cols) receives
 // the decoded matrix and must not overlap W. `progress`, if not null, counts finished tiles. If another thread sets it
-// far below 0, beyond what counting can undo, the call stops within the time of a few tiles.
-CIUIC_EXPORT int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf,
+// far below 0, beyond what counting can undo, the call stops within the time of a few tiles; so it does at the first
+// target that is NaN or infinite. After an error, `codes` and What mean nothing.
+CIUIC_EXPORT int ciuic_round(const float* W, long rows, long cols, const float* A, const float* B,
                              const float* direction, const float* pull, const float* scale, const uint8_t* row_bits, int L,
                              int threads, uint8_t* codes, const int64_t* group_offset, float* What, long* progress);
 

@@ -1,6 +1,6 @@
-// Fills the cost tables. There are three layouts, one per loop of the forward pass (forward_kernel.h). All of them hold the
-// entries of the windows high << (L - out) | p, where `high` is the `out` bits that the next step drops and p is the prefix
-// that it keeps. The predecessor of a window is its upper L - in bits, window >> in. A vector has 4 * quads lanes.
+// Fills the tables of entries (codebook.h). There are three layouts, one per loop of the forward pass (forward_kernel.h).
+// A window is high << (L - out) | p: the next step shifts out the `out` bits `high` and keeps the prefix p. The window's
+// predecessor is the prefix window >> in, from which a path reaches it. A vector has 4 * quads lanes.
 #include "codebook.h"
 
 #include <cstdlib>
@@ -9,8 +9,8 @@
 namespace ciuic {
 namespace {
 
-// Pair layout, for a weight of 1 bit. Vector (block, high, j) holds the windows high << (L - out) | 2 q + j of neighbouring
-// predecessors q.
+// Pair layout, for a weight of 1 bit: predecessor q leads to the prefixes 2 q and 2 q + 1. Vector (block, high, j) holds
+// the windows with prefixes 2 q + j of the block's neighbouring predecessors q.
 void fill_pairs(int32_t* table, int out, int L, int quads) {
   const int predecessors = 1 << (L - 1 - out), lanes = 4 * quads;
   for (int block = 0; block < predecessors; block += lanes)
@@ -20,8 +20,9 @@ void fill_pairs(int32_t* table, int out, int L, int quads) {
           *table++ = codebook_entry(static_cast<unsigned>(high << (L - out) | (2 * q + j)), false);
 }
 
-// Quad layout, for 2 to 4 bits: a block is 4 * quads neighbouring predecessors, and each quad of lanes takes its
-// prefixes from one of four of them. Vector (block, group, high, k) holds, in quad l and lane e, the window with prefix
+// Quad layout, for 2 to 4 bits. A block is 4 * quads neighbouring predecessors; quad l of a vector serves predecessors
+// 4 l to 4 l + 3 of the block, one at a time. Vector (block, group, high, k) holds, in lane e of quad l, the window with
+// prefix
 //   p = (block * 4 quads + 4 l + j) * 2^in + 4 c + e,   a = 4 group + k,   j = a / (2^in / 4),   c = a mod (2^in / 4).
 void fill_quads(int32_t* table, int in, int out, int L, int quads) {
   const int predecessors = 1 << (L - in - out), block_size = 4 * quads, per_predecessor = (1 << in) / 4;
@@ -38,7 +39,7 @@ void fill_quads(int32_t* table, int in, int out, int L, int quads) {
 }
 
 // Broadcast layout, for all other weights: all lanes of a vector have the same predecessor. Vector (group, high, k)
-// holds the windows of neighbouring prefixes; a group is up to 4 vectors.
+// holds windows with neighbouring prefixes; a group is up to 4 vectors.
 void fill_broadcast(int32_t* table, int out, bool squared, int L, int quads) {
   const int prefixes = 1 << (L - out), lanes = 4 * quads;
   const int vectors = prefixes / lanes < 4 ? prefixes / lanes : 4;

@@ -1,12 +1,12 @@
-// The table from which the encoder reads the cost of each window.
+// The table from which the encoder computes the cost of each window.
 //
-// The cost of a path is the sum of (level - x)^2 over its windows, for targets x. Both forms below are exact integer
-// arithmetic on pairs of int16. An entry belongs to a window, a term to a target (see target_term in
-// viterbi_kernel.cpp).
-// - Up to 5 bits per weight: entry = (square, level), term = (16, -8 x), cost = entry . term. This is 4 (level^2 - 2 x
-//   level) plus a constant, that is 4 (level - x)^2 up to a constant per target. square = floor(level^2 / 4) - 32512
-//   fits an int16. Rounding down loses at most 1 in level^2, where the mean squared error is 18 or more.
-// - From 5.5 bits on that loss would show: entry = (16 level, 0), term = (16 x, 0), cost = |entry - term|^2.
+// The cost of a path is the sum of (level - x)^2 over its windows, for targets x in levels. It is computed from an entry
+// of the window and a term of the target (target_term in viterbi_kernel.cpp). Both are pairs of int16; the arithmetic on
+// them is exact. There are two forms:
+// - Up to 5 bits per weight: entry = (square, level), term = (16, -8 x), cost = entry . term. This is 4 (level - x)^2 up
+//   to a constant per target. square = floor(level^2 / 4) - 32512 fits an int16. Rounding it down changes level^2 by at
+//   most 1, while the mean of (level - x)^2 is 18 or more.
+// - From 5.5 bits on that change would show: entry = (16 level, 0), term = (16 x, 0), cost = |entry - term|^2.
 #ifndef CIUIC_CODEBOOK_H
 #define CIUIC_CODEBOOK_H
 
@@ -38,8 +38,8 @@ static inline int32_t codebook_entry(unsigned window, bool squared) {
 }
 
 // The entries of all 2^L windows, in the order in which one step of the forward pass reads them (forward_kernel.h).
-// `in`: bits of the step's weight. `out`: bits of the next weight. `quads`: vector length in groups of four lanes. The
-// table is 64-byte aligned and made once per process. Null if memory runs out.
+// `in`: bits of the step's weight. `out`: bits of the next weight. `quads`: vector length in quads, groups of four lanes.
+// The table is 64-byte aligned and made once per process. Null if memory runs out.
 const int32_t* codebook(int in, int out, bool squared, int L, int quads);
 
 }  // namespace ciuic

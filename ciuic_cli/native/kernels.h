@@ -1,8 +1,8 @@
 // The kernels that one instruction set provides, and the table through which the library calls them.
 //
 // Every file in kernels/ is compiled once per instruction set, inside a namespace of that name, and each namespace
-// exports one table. Kernel sources use no templates of the standard library: the linker could merge an instance that
-// was compiled for a newer machine into the portable code.
+// exports one table. Kernel sources use no templates of the standard library: the linker keeps one copy of an instance,
+// and the portable code could get a copy that was compiled for a newer instruction set.
 #ifndef CIUIC_KERNELS_H
 #define CIUIC_KERNELS_H
 
@@ -26,11 +26,11 @@ static constexpr bool valid_L(int L) { return L >= 12 && L <= 16; }
 struct Kernels {
   const char* name;
 
-  // Encoder. `targets` are in units of the code's level (target / row_scale * SIGMA), 256 per tile, row by row; a NaN
-  // marks a weight whose error costs nothing. `windows` receives the 256 windows of a closed (tail-biting) path per
-  // tile. encode_tiles returns 0, or -1 if memory runs out.
+  // Encoder. `targets` are in levels (target / row_scale * SIGMA), 256 per tile, row by row; a NaN marks padding, which
+  // may take any level. `windows` receives the 256 windows of a closed (tail-biting) path per tile. encode_tiles returns
+  // 0, or -1 if memory runs out.
   size_t (*encode_workspace_bytes)(int half_bits, int L);
-  int (*encode_batch)();  // tiles that share one pass over the cost table; 1 to kMaxEncodeBatch
+  int (*encode_batch)();  // tiles that encode_tiles searches together, so that they share loads; 1 to kMaxEncodeBatch
   int (*encode_tiles)(const float* const* targets, int tiles, int half_bits, int L, void* workspace,
                        uint16_t* const* windows);
 

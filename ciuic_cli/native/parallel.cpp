@@ -22,9 +22,10 @@
 namespace ciuic {
 namespace {
 
+// Most threads of one call (chosen, not tuned).
 constexpr int kMaxThreads = 256;
-// Polls for new work before a worker sleeps. A decoding step of a model calls the pool hundreds of times, microseconds
-// apart, and a sleeping thread takes longer than that to wake.
+// Polls for new work before a worker sleeps. While a model generates a token it calls the pool hundreds of times,
+// microseconds apart, and a sleeping thread takes longer than that to wake. No measurement is on record.
 constexpr int kSpins = 4000;
 
 struct Job {
@@ -125,9 +126,8 @@ Pool& pool() {
 }
 
 // Torch's OpenMP threads spin for milliseconds after each torch operation. A second set of threads would compete with
-// them for the cores: decoding a small model on two cores took a third longer. Work therefore goes to the OpenMP
-// threads if the process has that runtime. It is looked up by name, because torch brings its own copy and this library
-// is linked to none.
+// them for the cores: a small model on two cores took a third longer per token. So the work goes to the OpenMP threads if
+// the process has that runtime. It is looked up by name, because torch brings its own copy and this library links none.
 using OpenMpParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
 const pid_t loading_process = getpid();
@@ -195,7 +195,7 @@ void parallel_for(long count, int threads, const std::function<void(long)>& work
     if (const OpenMpParallel parallel = openmp()) {
       std::unique_lock<std::mutex> lock(openmp_busy, std::try_to_lock);
       if (lock.owns_lock()) {
-        // All `threads` even for few items: the runtime ends and starts threads whenever a team changes its size.
+        // All `threads`, even for few items: the runtime ends and starts threads whenever the team changes its size.
         run_on_openmp(parallel, count, threads, work);
         return;
       }

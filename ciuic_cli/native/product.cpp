@@ -19,6 +19,7 @@ bool all_in_range(const int32_t* index, long count) {
 
 // Batch rows that are multiplied before their results are stored: a multiple of every kernel's largest batch.
 constexpr long kStoredBatch = 48;
+// Bounds of a work item's size. No measurement is on record.
 constexpr long kItemsPerThread = 8, kMaxGroupsPerItem = 16;
 
 // Stores the results of a row group for `count` batch rows from `first` on.

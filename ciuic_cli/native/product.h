@@ -50,7 +50,8 @@ inline long output_groups(const CiuicMatrix& matrix) { return (matrix.rows_out +
 // false sharing: if the stored rows are sorted, neighbouring elements of y come from groups that are near each other.
 long groups_per_item(long groups, int threads);
 
-// A stage of fewer weights runs on one thread: waking other threads takes about as long as multiplying this many.
+// A stage of fewer weights runs on one thread: waking other threads takes about as long as multiplying this many. No
+// measurement is on record.
 constexpr long kWeightsWorthThreads = 65536;
 
 // 64-byte alignment for prepared rows.

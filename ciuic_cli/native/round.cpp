@@ -62,15 +62,14 @@ void store_tile(const uint16_t* windows, int half_bits, uint8_t* tile) {
 // for the same few cache sets.
 class Panels {
  public:
-  Panels(const float* matrix, long size)
+  // Each panel has `users` users: the tiles that read it.
+  Panels(const float* matrix, long size, long users)
       : matrix_(matrix), size_(size), blocks_(matrix == nullptr ? 0 : size / kTile), once_(new std::once_flag[blocks_]),
-        copies_(blocks_), users_(blocks_) {}
+        copies_(blocks_), users_left_(blocks_) {
+    for (auto& count : users_left_) count = users;
+  }
 
   bool present() const { return matrix_ != nullptr; }
-  // How many tiles use each panel; the last release() frees the copy.
-  void expect_users(long users_per_block) {
-    for (auto& count : users_) count = users_per_block;
-  }
 
   struct View {
     const float* first;  // row 16 (block + 1), column 16 block
@@ -93,9 +92,9 @@ class Panels {
     return {copies_[block].get(), kTile, rows};
   }
 
-  // Every user of a block calls this once, when it is done with the panel.
+  // Every user of a panel calls this once, after its last read. The last call frees the copy.
   void release(long block) {
-    if (present() && users_[block].fetch_sub(1) == 1) copies_[block].reset();
+    if (present() && users_left_[block].fetch_sub(1) == 1) copies_[block].reset();
   }
 
  private:
@@ -104,26 +103,28 @@ class Panels {
   size_t blocks_;
   std::unique_ptr<std::once_flag[]> once_;
   std::vector<std::unique_ptr<float[]>> copies_;
-  std::vector<std::atomic<long>> users_;
+  std::vector<std::atomic<long>> users_left_;
 };
 
 // The arguments of ciuic_round and the intermediate results that tiles share.
 struct Rounding {
-  const float* W;
-  long rows, cols;
-  Panels& A;
-  Panels& Bf;
-  const float* direction;
-  const float* pull;
-  const float* scale;
-  const uint8_t* row_bits;
-  int L;
-  uint8_t* codes;
-  const int64_t* group_offset;
+  Rounding(long rows, long cols, const float* A, const float* B)
+      : rows(rows), cols(cols), A(A, cols, rows / kTile), B(B, rows, cols / kTile) {}
+
+  const long rows, cols;
+  mutable Panels A, B;  // they synchronise their users
+  const float* W = nullptr;
+  const float* direction = nullptr;
+  const float* pull = nullptr;
+  const float* scale = nullptr;
+  const uint8_t* row_bits = nullptr;
+  int L = 0;
+  uint8_t* codes = nullptr;
+  const int64_t* group_offset = nullptr;
   // Stored so that the feedback products read contiguous rows of 16 values. E lies in What until the matrix is decoded.
-  float* E;  // row group I: E[16 * cols * I + 16 * column + row in group]
-  float* P;  // column block J: P[16 * rows * J + 16 * row + column in block]; null without Bf
-  float* d;  // per row: the sum so far of P times direction
+  float* E = nullptr;  // row group I: E[16 * cols * I + 16 * column + row in group]
+  float* P = nullptr;  // column block J: P[16 * rows * J + 16 * row + column in block]; null without B
+  float* d = nullptr;  // per row: the sum so far of P times direction
 
   int half_bits_of(long group) const { return ciuic_half_bits_of(row_bits[group]); }
 };
@@ -132,38 +133,38 @@ struct Tile {
   int32_t I, J;
 };
 
-// Whether `a` is encoded after `b`. The order runs by anti-diagonal fronts of constant I + J, from the last row and
+// Whether `a` is rounded after `b`. The order runs by anti-diagonal fronts of constant I + J, from the last row and
 // column to the first.
-struct EncodedLater {
+struct RoundedLater {
   bool operator()(Tile a, Tile b) const { return a.I + a.J != b.I + b.J ? a.I + a.J < b.I + b.J : a.I > b.I; }
 };
 
-// Memory of one thread for one batch.
+// Memory of one thread for one batch of tiles.
 struct Scratch {
   std::unique_ptr<uint8_t[]> workspace;
-  float target[kMaxEncodeBatch][kTileWeights];      // T, in units of the weights
-  float feedback[kMaxEncodeBatch][kTileWeights];    // sum of E_IJ' A_J'J
-  float normalised[kMaxEncodeBatch][kTileWeights];  // T in units of the code's level; NaN for padding rows
+  float input_feedback[kMaxEncodeBatch][kTileWeights];  // sum over J' > J of E_IJ' A_J'J
+  float level_target[kMaxEncodeBatch][kTileWeights];    // T in units of the code's level; NaN for padding rows
   uint16_t windows[kMaxEncodeBatch][kTileWeights];
 };
 
-// Computes a tile's target, the input-side feedback and the normalised target. False if a target is NaN or infinite.
-bool compute_target(const Rounding& m, Tile tile, float* target, float* feedback, float* normalised) {
+// Computes the input feedback of a tile and its target T in units of the code's level. False if T is not finite.
+bool compute_target(const Rounding& m, Tile tile, float* input_feedback, float* level_target) {
   const Kernels& k = kernels();
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
-  std::memset(feedback, 0, sizeof(float) * kTileWeights);
+  std::memset(input_feedback, 0, sizeof(float) * kTileWeights);
   const long right = col0 + kTile, below = row0 + kTile;
   if (m.A.present() && right < m.cols) {
     const Panels::View A = m.A.panel(tile.J);
-    k.panel_product(m.E + row0 * m.cols + kTile * right, kTile, A.first, A.stride, A.rows, feedback);
+    k.panel_product(m.E + row0 * m.cols + kTile * right, kTile, A.first, A.stride, A.rows, input_feedback);
   }
-  std::memcpy(target, feedback, sizeof(float) * kTileWeights);
-  if (m.Bf.present() && below < m.rows) {
-    const Panels::View Bf = m.Bf.panel(tile.I);
-    k.panel_product(Bf.first, Bf.stride, m.P + col0 * m.rows + kTile * below, kTile, Bf.rows, target);
+  float target[kTileWeights];  // T, in units of the weights
+  std::memcpy(target, input_feedback, sizeof target);
+  if (m.B.present() && below < m.rows) {
+    const Panels::View B = m.B.panel(tile.I);
+    k.panel_product(B.first, B.stride, m.P + col0 * m.rows + kTile * below, kTile, B.rows, target);
   }
   m.A.release(tile.J);
-  m.Bf.release(tile.I);
+  m.B.release(tile.I);
   if (m.pull != nullptr)
     for (int r = 0; r < kTile; ++r)
       for (int c = 0; c < kTile; ++c)
@@ -176,14 +177,14 @@ bool compute_target(const Rounding& m, Tile tile, float* target, float* feedback
       const int i = kTile * r + c;
       target[i] += m.W[(row0 + r) * m.cols + col0 + c];
       sum += target[i] * 0.0f;
-      normalised[i] = scale > 0.0f ? target[i] * to_levels : std::numeric_limits<float>::quiet_NaN();
+      level_target[i] = scale > 0.0f ? target[i] * to_levels : std::numeric_limits<float>::quiet_NaN();
     }
   }
   return sum == 0.0f;
 }
 
 // Stores a tile's codes and its parts of E, P and d.
-void store_result(const Rounding& m, Tile tile, const float* feedback, const uint16_t* windows) {
+void store_result(const Rounding& m, Tile tile, const float* input_feedback, const uint16_t* windows) {
   const long row0 = kTile * static_cast<long>(tile.I), col0 = kTile * static_cast<long>(tile.J);
   const int half_bits = m.half_bits_of(tile.I);
   if (half_bits != 0)
@@ -196,14 +197,15 @@ void store_result(const Rounding& m, Tile tile, const float* feedback, const uin
       const float decoded = half_bits == 0 ? 0.0f : factor * static_cast<float>(ciuic_level(windows[i]));
       const bool counts = m.scale[row0 + r] > 0.0f || half_bits == 0;
       const float error = counts ? m.W[(row0 + r) * m.cols + col0 + c] - decoded : 0.0f;
+      const float propagated = error + input_feedback[i];
       m.E[row0 * m.cols + kTile * (col0 + c) + r] = error;
-      if (m.P != nullptr) m.P[col0 * m.rows + kTile * (row0 + r) + c] = error + feedback[i];
-      if (m.pull != nullptr) m.d[row0 + r] += (error + feedback[i]) * m.direction[(row0 + r) * m.cols + col0 + c];
+      if (m.P != nullptr) m.P[col0 * m.rows + kTile * (row0 + r) + c] = propagated;
+      if (m.pull != nullptr) m.d[row0 + r] += propagated * m.direction[(row0 + r) * m.cols + col0 + c];
     }
   }
 }
 
-// Hands out tiles whose feedback is complete: with A, a tile waits for its right neighbour, and with Bf for the one
+// Hands out tiles whose feedback is complete: with A, a tile waits for its right neighbour, and with B for the one
 // below. The result does not depend on the thread that takes a tile or on the other tiles of its batch.
 class Schedule {
  public:
@@ -212,21 +214,23 @@ class Schedule {
     remaining_ = groups_ * blocks_;
     for (long J = blocks_ - 1; J >= 0; --J)
       for (long I = groups_ - 1; I >= 0; --I) {
-        const int needs = (m.A.present() && J + 1 < blocks_) + (m.Bf.present() && I + 1 < groups_);
+        const int needs = (m.A.present() && J + 1 < blocks_) + (m.B.present() && I + 1 < groups_);
         waiting_[I * blocks_ + J] = static_cast<uint8_t>(needs);
         if (needs == 0) push({static_cast<int32_t>(I), static_cast<int32_t>(J)});
       }
   }
 
-  // Takes ready tiles of one number of bits, up to the batch size, and returns their number; waits for some to become
-  // ready. 0 means that all tiles are done or the call is cancelled. Full batches come first, because single tiles take
-  // a third longer each. Then comes the earliest front, because other tiles wait for its tiles; if it lagged, few tiles
-  // would be ready at a time and rarely two with the same number of bits (docs/experiments/runtime/cpu-encoder.md).
+  // Takes ready tiles of one number of bits, up to the batch size, and returns their number; waits until some are
+  // ready. 0 means that all tiles are done, or that the call has failed or was cancelled.
+  //
+  // Full batches come first, because single tiles take a third longer each. Among them the earliest front comes first,
+  // because other tiles wait for its tiles. If it lagged, few tiles would be ready at a time, and rarely two with the
+  // same number of bits (docs/experiments/runtime/cpu-encoder.md).
   int take_batch(Tile* tiles) {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      if (progress_ != nullptr && __atomic_load_n(progress_, __ATOMIC_RELAXED) < 0) cancelled_ = true;
-      if (remaining_ == 0 || cancelled_) {
+      if (progress_ != nullptr && __atomic_load_n(progress_, __ATOMIC_RELAXED) < 0) set_status(CIUIC_CANCELLED);
+      if (remaining_ == 0 || status_ != CIUIC_OK) {
         changed_.notify_all();
         return 0;
       }
@@ -245,25 +249,32 @@ class Schedule {
     }
   }
 
-  bool cancelled() const { return cancelled_; }  // call it only after all threads have left take_batch()
-  void mark_out_of_memory() { out_of_memory_ = true; }
-  bool out_of_memory() const { return out_of_memory_; }
-  void mark_not_finite() { not_finite_ = true; }
-  bool not_finite() const { return not_finite_; }
-
   // Reports tiles as finished, which makes their neighbours ready.
   void done(const Tile* tiles, int count) {
     std::lock_guard<std::mutex> guard(mutex_);
     for (int i = 0; i < count; ++i) {
       if (m_.A.present() && tiles[i].J > 0) satisfy_one({tiles[i].I, tiles[i].J - 1});
-      if (m_.Bf.present() && tiles[i].I > 0) satisfy_one({tiles[i].I - 1, tiles[i].J});
+      if (m_.B.present() && tiles[i].I > 0) satisfy_one({tiles[i].I - 1, tiles[i].J});
     }
     remaining_ -= count;
     if (progress_ != nullptr) __atomic_fetch_add(progress_, static_cast<long>(count), __ATOMIC_RELAXED);
     changed_.notify_all();
   }
 
+  // Ends the call with this error: from now on take_batch() hands out no tiles.
+  void fail(CiuicStatus error) {
+    std::lock_guard<std::mutex> guard(mutex_);
+    set_status(error);
+    changed_.notify_all();
+  }
+
+  // CIUIC_OK, or the first error. Call it only after all threads have left take_batch().
+  CiuicStatus status() const { return status_; }
+
  private:
+  void set_status(CiuicStatus error) {
+    if (status_ == CIUIC_OK) status_ = error;
+  }
   // One of the tiles that `tile` waits for is done.
   void satisfy_one(Tile tile) {
     if (--waiting_[tile.I * blocks_ + tile.J] == 0) push(tile);
@@ -273,42 +284,43 @@ class Schedule {
   int batch_of(int half_bits) const { return half_bits == 0 ? 1 : kernels().encode_batch(); }
   // Whether the ready tiles of `a` half bits are taken before those of `b`.
   bool comes_before(int a, int b) const {
-    const bool whole_a = ready_[a].size() >= static_cast<size_t>(batch_of(a));
-    const bool whole_b = ready_[b].size() >= static_cast<size_t>(batch_of(b));
-    return whole_a != whole_b ? whole_a : EncodedLater{}(ready_[b].top(), ready_[a].top());
+    const bool full_a = ready_[a].size() >= static_cast<size_t>(batch_of(a));
+    const bool full_b = ready_[b].size() >= static_cast<size_t>(batch_of(b));
+    return full_a != full_b ? full_a : RoundedLater{}(ready_[b].top(), ready_[a].top());
   }
 
   const Rounding& m_;
   const long groups_, blocks_;
   std::vector<uint8_t> waiting_;  // per tile: neighbours that are not done yet
-  std::priority_queue<Tile, std::vector<Tile>, EncodedLater> ready_[kMaxHalfBits + 1];  // by half bits, the earliest front first
+  // Ready tiles by half bits, the earliest front first.
+  std::priority_queue<Tile, std::vector<Tile>, RoundedLater> ready_[kMaxHalfBits + 1];
   long remaining_ = 0;
-  std::atomic<bool> out_of_memory_{false}, not_finite_{false};
-  bool cancelled_ = false;
+  CiuicStatus status_ = CIUIC_OK;
   long* progress_;
   std::mutex mutex_;
   std::condition_variable changed_;
 };
 
-// The loop of one thread.
-void encode_tiles(const Rounding& m, Schedule& schedule, Scratch& s) {
+// The loop of one thread. A batch that fails is not reported as done: its results would spread through the feedback.
+void round_tiles(const Rounding& m, Schedule& schedule, Scratch& s) {
   const Kernels& k = kernels();
   Tile tiles[kMaxEncodeBatch];
   const float* targets[kMaxEncodeBatch];
   uint16_t* windows[kMaxEncodeBatch];
   for (int i = 0; i < kMaxEncodeBatch; ++i) {
-    targets[i] = s.normalised[i];
+    targets[i] = s.level_target[i];
     windows[i] = s.windows[i];
   }
   for (int count = schedule.take_batch(tiles); count > 0; count = schedule.take_batch(tiles)) {
     for (int i = 0; i < count; ++i)
-      if (!compute_target(m, tiles[i], s.target[i], s.feedback[i], s.normalised[i])) schedule.mark_not_finite();
+      if (!compute_target(m, tiles[i], s.input_feedback[i], s.level_target[i]))
+        return schedule.fail(CIUIC_NOT_FINITE);
     const int half_bits = m.half_bits_of(tiles[0].I);
     if (half_bits != 0 && k.encode_tiles(targets, count, half_bits, m.L, s.workspace.get(), windows) != 0)
-      schedule.mark_out_of_memory();
+      return schedule.fail(CIUIC_NO_MEMORY);
     for (int i = 0; i < count; ++i) {
       if (half_bits != 0) recompute_windows(s.windows[i], half_bits, m.L);
-      store_result(m, tiles[i], s.feedback[i], s.windows[i]);
+      store_result(m, tiles[i], s.input_feedback[i], s.windows[i]);
     }
     schedule.done(tiles, count);
   }
@@ -316,7 +328,7 @@ void encode_tiles(const Rounding& m, Schedule& schedule, Scratch& s) {
 
 }  // namespace
 
-int round_matrix(const float* W, long rows, long cols, const float* A, const float* Bf, const float* direction,
+int round_matrix(const float* W, long rows, long cols, const float* A, const float* B, const float* direction,
                  const float* pull, const float* scale, const uint8_t* row_bits, int L, int threads, uint8_t* codes,
                  const int64_t* group_offset, float* What, long* progress) {
   for (long i = 0; i < rows; ++i) {
@@ -326,12 +338,19 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
   }
   std::unique_ptr<float[]> P;
   std::vector<float> d(pull == nullptr ? 0 : rows, 0.0f);
-  if (Bf != nullptr) P.reset(new float[static_cast<size_t>(rows) * cols]);
-  Panels inputs(A, cols), outputs(Bf, rows);
-  inputs.expect_users(rows / kTile);
-  outputs.expect_users(cols / kTile);
-  const Rounding m = {W,        rows,   cols,  inputs,       outputs, direction,   pull,        scale,
-                    row_bits, L, codes, group_offset, What,    P.get(), d.data()};
+  if (B != nullptr) P.reset(new float[static_cast<size_t>(rows) * cols]);
+  Rounding m(rows, cols, A, B);
+  m.W = W;
+  m.direction = direction;
+  m.pull = pull;
+  m.scale = scale;
+  m.row_bits = row_bits;
+  m.L = L;
+  m.codes = codes;
+  m.group_offset = group_offset;
+  m.E = What;
+  m.P = P.get();
+  m.d = d.data();
   size_t workspace = 0;
   for (long g = 0; g < rows / kTile; ++g)
     if (row_bits[g] != 0) workspace = std::max(workspace, kernels().encode_workspace_bytes(m.half_bits_of(g), L));
@@ -342,16 +361,14 @@ int round_matrix(const float* W, long rows, long cols, const float* A, const flo
     s->workspace.reset(new uint8_t[workspace]);
   }
   Schedule schedule(m, progress);
-  parallel_for(threads, threads, [&](long i) { encode_tiles(m, schedule, *scratch[i]); });
-  if (schedule.cancelled()) return CIUIC_CANCELLED;
-  if (schedule.out_of_memory()) return CIUIC_NO_MEMORY;
-  if (schedule.not_finite()) return CIUIC_NOT_FINITE;
+  parallel_for(threads, threads, [&](long i) { round_tiles(m, schedule, *scratch[i]); });
+  if (schedule.status() != CIUIC_OK) return schedule.status();
   return ciuic_decode(codes, group_offset, row_bits, scale, rows, cols, L, 0, rows, What, 0, threads);
 }
 
 }  // namespace ciuic
 
-int ciuic_round(const float* W, long rows, long cols, const float* A, const float* Bf, const float* direction,
+int ciuic_round(const float* W, long rows, long cols, const float* A, const float* B, const float* direction,
                 const float* pull, const float* scale, const uint8_t* row_bits, int L, int threads, uint8_t* codes,
                 const int64_t* group_offset, float* What, long* progress) {
   using namespace ciuic;
@@ -360,7 +377,7 @@ int ciuic_round(const float* W, long rows, long cols, const float* A, const floa
   const int status = check_matrix(codes, group_offset, row_bits, scale, rows, cols, L);
   if (status != CIUIC_OK) return status;
   try {
-    return round_matrix(W, rows, cols, A, Bf, direction, pull, scale, row_bits, L, threads, codes, group_offset, What,
+    return round_matrix(W, rows, cols, A, B, direction, pull, scale, row_bits, L, threads, codes, group_offset, What,
                         progress);
   } catch (const std::bad_alloc&) {
     return CIUIC_NO_MEMORY;

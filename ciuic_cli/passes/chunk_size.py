@@ -1,19 +1,18 @@
-"""Row chunks bound scratch memory: rows of an embedding or head are independent, so they can be processed in parts."""
+"""How many rows are processed at a time. Rows of an embedding or head are independent; row chunks bound its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 SCRATCH_ROWS = 4096
-"""Rows whose temporaries are held at once; chunks are multiples of it.
-
-Measured: docs/experiments/scale/vocabulary-chunks.md."""
+"""Rows whose temporaries are in memory at a time; a row chunk has a multiple of it (measured:
+docs/experiments/scale/vocabulary-chunks.md)."""
 CHUNK_BYTES = 1 << 25
-"""Approximate bytes of a chunk of an embedding in float32 (measured: docs/experiments/scale/vocabulary-chunks.md)."""
+"""Approximate bytes of a row chunk in float32 (measured: docs/experiments/scale/vocabulary-chunks.md)."""
 
 
 def chunk_rows(cols: int) -> int:
-    """Rows per chunk of a matrix with this many columns: few enough for memory, enough to keep the products large."""
+    """Rows of a row chunk of a matrix with this many columns."""
     return max(1, CHUNK_BYTES // (4 * cols * SCRATCH_ROWS)) * SCRATCH_ROWS
 
 

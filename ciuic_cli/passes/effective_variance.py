@@ -1,10 +1,10 @@
 """The effective variance of a row whose blocks of the Hadamard transform differ in energy.
 
-The transform mixes only the columns of a block (`codecs/transform.py`), so a row is a Gaussian with a different
-variance in each block, but it has one scale. A scale that suits the mean variance pushes loud blocks out of the code's
-range; a scale that suits loud blocks gives quiet ones their error. The best scale is about that of a homogeneous row
-(equal variance in all blocks) whose variance is the power mean of order 4 of the blocks' mean squares. The error is
-that of this homogeneous row at 5 bits, and up to a third less at 3 (measured: docs/experiments/codes/uneven-rows.md).
+The transform mixes only the columns of a block (`codecs/transform.py`). So a row is Gaussian with a different variance
+in each block, but it has one scale. With a scale for the mean variance, loud blocks exceed the code's range; with a
+scale for loud blocks, quiet ones get the error of loud ones. The best scale is about that of a homogeneous row (equal
+variance in all blocks) whose variance is the power mean of order 4 of the blocks' mean squares. The error is that of
+this homogeneous row at 5 bits, and up to a third less at 3 (measured: docs/experiments/codes/uneven-rows.md).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import math
 import torch
 
 POWER = 4
-"""Order of the power mean over blocks. A lower one would predict better at few bits, a higher one at many (measured:
+"""Order of the power mean over blocks. A lower order predicts better at few bits, a higher one at many (measured:
 docs/experiments/codes/uneven-rows.md)."""
 _TINY = torch.finfo(torch.float32).tiny
-"""Floor of divisors: rows of zeros stay zero."""
+"""Floor of divisors, the least normal float32: rows of zeros stay zero."""
 
 
 def effective_variance(block_squares: torch.Tensor, block_width: int) -> torch.Tensor:
@@ -25,7 +25,7 @@ def effective_variance(block_squares: torch.Tensor, block_width: int) -> torch.T
 
     Args:
         block_squares: (m, blocks) mean squares of the weights in each block.
-        block_width: columns of a block. Blocks of homogeneous rows differ by chance, more so if they are narrow.
+        block_width: columns of a block. Mean squares of narrow blocks differ more by chance, which is allowed for.
     """
     blocks = block_squares.shape[1]
     mean = block_squares.mean(1)

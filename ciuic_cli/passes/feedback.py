@@ -1,16 +1,15 @@
 """Factors for error feedback: block LDL factors of H and G, and a direction for each row of an embedding or head.
 
-Factor the moments as H = L D Lᵀ and G = M C Mᵀ: L and M are unit block lower triangular, D and C block diagonal, all in
-blocks of 16. Rounding with feedback through L and M reduces the loss ½ tr(Eᵀ G E H) of the error E to
-½ Σ_r C_rr |η_r|² tr(D) / n, where η_r is the error that the trellis code leaves in row r.
+The moments are factored as H = L D Lᵀ and G = M C Mᵀ, in blocks of 16: L and M are unit block lower triangular, D and C
+block diagonal. Rounding with feedback through L and M reduces the loss ½ tr(Eᵀ G E H) of the error E to
+½ Σ_r C_rr |η_r|² tr(D) / n, where η_r is the error of the trellis code in row r.
 Sources: LDLQ in QuIP# (Tseng et al. 2024); both sides in YAQA (Tseng et al. 2025).
 
 Rows of an embedding or head may have moments H_r = H + v_r v_rᵀ: a token's logit matters only in contexts where the
-token is likely, and those contexts are similar. No factorisation per row is needed. In the basis of L the second term
-is one direction z_r = L⁻¹ v_r. Let d = Σ η_j · z_j be the error that row r has accumulated along it; the best
-compensation moves each block j that is not yet rounded (rounding goes from the last column to the first) by
-D_j⁻¹ z_j d / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i). (Measured:
-docs/experiments/codes/row-feedback.md.)
+token is likely, and those contexts are similar. No factorisation per row is needed: in the basis of L, v_r becomes
+the direction z_r = L⁻¹ v_r. Rounding goes from the last block of columns to the first. Let d = Σ η_j · z_j be the error
+of row r along z_r, summed over the blocks j that are rounded already. The best compensation adds to each later block j
+d times its pull, D_j⁻¹ z_j / (1 + Σ_{i≤j} z_i · D_i⁻¹ z_i) (measured: docs/experiments/codes/row-feedback.md).
 """
 
 from __future__ import annotations
@@ -29,21 +28,28 @@ from ciuic_cli.process.threads import one_thread
 INPUT_DAMPING = 0.08
 """Added to H's diagonal, as a share of its mean (measured: docs/experiments/statistics/heavy-tails.md)."""
 OUTPUT_SHRINKAGE = 0.5
-"""Share by which G's off-diagonal part is shrunk: few tokens estimate it, so it overfits (measured:
+"""Share by which G's off-diagonal part is shrunk: estimated from few tokens, it overfits (measured:
 docs/experiments/statistics/damping.md)."""
 OUTPUT_DAMPING = 0.1
-"""Added to G's diagonal, as a share of its mean, so that no output is free (measured:
+"""Added to G's diagonal, as a share of its mean, so that no output's error counts nothing (measured:
 docs/experiments/statistics/damping.md)."""
+_INPUT_FLOOR = 1e-12
+_OUTPUT_FLOOR = 1e-30
+"""Also added to the diagonals of H and of G, so that a moment of zeros factors (chosen, not tuned). G holds squared
+gradients, which can be far smaller than inputs."""
+_PADDING_DIAGONAL = 1e-3
+"""Diagonal of the rows and columns that pad a moment, as a share of its mean diagonal: any positive value will do,
+because they multiply zeros."""
 
 
 @dataclass(frozen=True)
 class BlockLDL:
-    """A moment (n, n) factored as L D Lᵀ in blocks of 16; `damping` was added to its diagonal first.
+    """A moment (n, n) factored as L D Lᵀ in blocks of 16.
 
     Attributes:
         factor: L, (n, n) float32 unit block lower triangular; None if the moment is diagonal or could not be factored.
-        d_diagonal: (n,) float32 diagonal of D, the weight of the code's error with feedback.
-        damping: share of the mean diagonal that was added, beyond the usual damping, until the moment factored;
+        d_diagonal: (n,) float32 diagonal of D, by which the code's squared error counts if there is feedback.
+        damping: share of the mean diagonal that had to be added, beyond the usual damping, before the moment factored;
             infinity if it never did.
         whitening: X, (n / 16, 16, 16) float32 with X_j D_j X_jᵀ = 1; None without a factor.
     """
@@ -57,8 +63,8 @@ class BlockLDL:
 def block_ldl(moment: torch.Tensor) -> BlockLDL:
     """Factor a symmetric moment (n, n), n a multiple of 16.
 
-    A moment that is singular to working precision is damped tenfold more until it factors (`damped_cholesky`); if it
-    never does, only its diagonal is used.
+    A moment that is singular to working precision is damped (`damped_cholesky`); if it still does not factor, only its
+    diagonal is used.
     """
     lower, damping = damped_cholesky(moment.double())
     if lower is None:
@@ -76,8 +82,7 @@ def block_ldl(moment: torch.Tensor) -> BlockLDL:
 class FactoredInputs(NamedTuple):
     """H factored for rounding, in the transformed basis.
 
-    block_order: (n / 16,) int64, n padded to a multiple of 16; position i holds the matrix's block of columns
-        block_order[i].
+    block_order: (n / 16,) int64, n padded to a multiple of 16; position i holds block block_order[i] of the columns.
     ldl: the factors of H with its blocks in that order.
     """
 
@@ -100,7 +105,7 @@ def damp(moment: torch.Tensor) -> None:
     """Add INPUT_DAMPING of its mean diagonal to H (n, n), in place."""
     with one_thread():
         mean = moment.diagonal().mean()
-    moment.diagonal().add_(INPUT_DAMPING * mean + 1e-12)
+    moment.diagonal().add_(INPUT_DAMPING * mean + _INPUT_FLOOR)
 
 
 def columns_of(block_order: torch.Tensor) -> torch.Tensor:
@@ -108,55 +113,55 @@ def columns_of(block_order: torch.Tensor) -> torch.Tensor:
     return (block_order[:, None] * TILE + torch.arange(TILE)).reshape(-1)
 
 
-def factor_outputs(moment: torch.Tensor, padded_rows: int) -> BlockLDL:
-    """Shrink, damp and factor G (m, m) float32, padded to `padded_rows`; a diagonal (m,) is only padded."""
+def factor_outputs(moment: torch.Tensor) -> BlockLDL:
+    """Shrink, damp, pad and factor G (m, m) float32; a diagonal (m,) is only padded."""
     if moment.dim() == 1:
-        return BlockLDL(None, torch.nn.functional.pad(moment, (0, padded_rows - len(moment))))
+        return BlockLDL(None, torch.nn.functional.pad(moment, (0, -len(moment) % TILE)))
     g = moment * (1.0 - OUTPUT_SHRINKAGE)
-    g.diagonal().copy_(moment.diagonal() + OUTPUT_DAMPING * moment.diagonal().mean() + 1e-30)
+    g.diagonal().copy_(moment.diagonal() + OUTPUT_DAMPING * moment.diagonal().mean() + _OUTPUT_FLOOR)
     return block_ldl(pad_square(g))
 
 
 def pad_square(moment: torch.Tensor) -> torch.Tensor:
-    """Pad (n, n) to the next multiple of 16, with a small diagonal so that it factors; the padding multiplies zeros."""
+    """Pad (n, n) to the next multiple of 16, with _PADDING_DIAGONAL so that it factors."""
     extra = -len(moment) % TILE
     if not extra:
         return moment
     padded = torch.nn.functional.pad(moment, (0, extra, 0, extra))
-    padded.diagonal()[len(moment) :] = moment.diagonal().mean() * 1e-3
+    padded.diagonal()[len(moment) :] = moment.diagonal().mean() * _PADDING_DIAGONAL
     return padded
 
 
 @dataclass(frozen=True)
 class RowFeedback:
-    """Feedback of each row along one direction, see the top of this file.
+    """Feedback of each row along one direction; the top of this file has the formulas.
 
     Attributes:
         direction: z, (m, n) float32.
-        gain: (m, n) float32; a unit of error accumulated along z moves the row's later targets by this much.
+        pull: (m, n) float32; a unit of error along z moves the row's later targets by this much.
         trace: (m,) float32, what the direction adds to tr(D) of its row.
     """
 
     direction: torch.Tensor
-    gain: torch.Tensor
+    pull: torch.Tensor
     trace: torch.Tensor
 
 
 def factor_contexts(ldl: BlockLDL, contexts: torch.Tensor) -> RowFeedback | None:
-    """The row feedback for contexts v (m, n), which are transformed and in `ldl`'s order; None if `ldl` has no factor.
+    """The row feedback for contexts v (m, n) in the basis and column order of `ldl`; None if `ldl` has no factor.
 
-    `contexts` is overwritten: the result's direction takes its memory.
+    The result's direction takes the memory of `contexts`, which is overwritten.
     """
     if ldl.factor is None or ldl.whitening is None:
         return None
-    gain, trace = torch.empty_like(contexts), torch.empty(len(contexts))
+    pull, trace = torch.empty_like(contexts), torch.empty(len(contexts))
     for rows in scratch_slices(len(contexts)):
         z = solve_lower(ldl.factor, contexts[rows].T).T.contiguous()
         blocks = z.unfold(1, TILE, TILE).transpose(0, 1)  # (n / 16, rows, 16)
         white = blocks @ ldl.whitening.transpose(1, 2)
         power = white.square().sum(2).T  # (rows, n / 16): z_j · D_j⁻¹ z_j
         denominator = 1.0 + power.cumsum(1)
-        gain[rows] = ((white @ ldl.whitening).transpose(0, 1) / denominator[:, :, None]).reshape(z.shape)
+        pull[rows] = ((white @ ldl.whitening).transpose(0, 1) / denominator[:, :, None]).reshape(z.shape)
         trace[rows] = (blocks.square().sum(2).T / (denominator - power)).sum(1)
         contexts[rows] = z
-    return RowFeedback(contexts, gain, trace)
+    return RowFeedback(contexts, pull, trace)

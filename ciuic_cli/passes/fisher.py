@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class KroneckerFisher:
-    """Quadratic loss of one weight matrix W (m outputs, n inputs): an error E costs KL ≈ ½ tr(Eᵀ G E H) per token.
+    """Quadratic loss of one weight matrix W (m outputs, n inputs): an error E causes a KL of ½ tr(Eᵀ G E H) per token.
 
     Source: K-FAC (Martens & Grosse 2015). Created by `allocation.matrices.fisher_of` from the statistics.
 
@@ -24,7 +24,7 @@ class KroneckerFisher:
     contexts: torch.Tensor | None = None
 
     def reordered(self, order: torch.Tensor) -> KroneckerFisher:
-        """The Fisher information of W[order]; order: (k,) int64 row indices, a subset or a permutation."""
+        """The Fisher information of W[order]; order: (k,) int64, distinct row numbers."""
         outputs = self.outputs[order]
         contexts = None if self.contexts is None else self.contexts[order]
         return KroneckerFisher(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order], contexts)

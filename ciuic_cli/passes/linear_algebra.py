@@ -1,7 +1,7 @@
 """Cholesky factors and triangular solves whose bits do not depend on the number of threads.
 
-LAPACK splits a large factorisation or triangular solve by threads, and its rounding depends on the split. Here one
-thread solves panels of 128 columns; the products between panels, which are nearly all of the work, use all threads.
+LAPACK splits a large factorisation or triangular solve among threads, and its rounding depends on the split. Here one
+thread solves each panel of 128 columns. The products between panels are nearly all of the work and use all threads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import torch
 from ciuic_cli.process.threads import one_thread
 
 PANEL = 128
-"""Columns of a panel that one thread solves (chosen, not tuned)."""
+"""Columns of a panel, which one thread solves (chosen, not tuned)."""
+DAMPINGS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+"""Shares of the mean diagonal that `damped_cholesky` adds, in the order in which it tries them (chosen, not tuned)."""
 
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
@@ -32,15 +34,13 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
 
 
 def damped_cholesky(matrix: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-    """The Cholesky factor of a matrix (n, n) with the least damping that makes it positive definite.
-
-    Damping is added to the diagonal as a share of its mean: 0, 1e-5, 1e-4, ... 0.1.
+    """The Cholesky factor of a matrix (n, n) with the least of DAMPINGS that makes it positive definite.
 
     Returns:
-        (factor, damping); (None, infinity) if even a damping of 0.1 does not suffice.
+        (factor, damping); (None, infinity) if the largest damping does not suffice.
     """
     mean = float(matrix.diagonal().mean())
-    for damping in (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1):
+    for damping in DAMPINGS:
         damped = matrix
         if damping:
             damped = matrix.clone()
@@ -78,7 +78,7 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def singular_values(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """U, S, Vᵀ of a matrix with few rows."""
+    """U, S, Vᵀ of a matrix (k, n) with few rows: (k, r), (r,), (r, n) with r = min(k, n)."""
     with one_thread():
         u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
     return u, s, vh

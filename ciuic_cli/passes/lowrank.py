@@ -1,9 +1,9 @@
-"""The low-rank pass: W = L R + residual, so that the code carries less energy.
+"""The low-rank pass: W = left · right + residual, so that the residual, which is rounded, has less energy than W.
 
-The code's error in a row is proportional to the row's energy (assuming that its transform blocks have equal energy).
-So the best L R is the truncated SVD of diag(√c) W; c is the weight of each row's code error, diag(C) of G = M C Mᵀ
-(`BlockLDL.d_diagonal` of the outputs). L and R are trellis-coded as well. The residual is taken against the coded
-product, so coding the factors adds no error.
+The code's error in a row is proportional to the row's energy (if its transform blocks have equal energy). So the best
+left · right is the truncated SVD of diag(√c) W. Here c is the importance of each row: the diagonal of C of
+G = M C Mᵀ, `BlockLDL.d_diagonal` of the outputs. Both factors are trellis-coded. The residual is W minus the product of
+the coded factors, so their rounding adds no error.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from ciuic_cli.passes.predicted_loss import group_sums
 from ciuic_cli.passes.rounding import round_without_feedback
 
 FACTOR_BITS = 6
-"""Bits per weight of the coded factors (chosen, not tuned: at 6 bits coding loses little against the truncation)."""
+"""Bits per weight of the coded factors (chosen, not tuned: at 6 bits their error is small against the truncation)."""
 RANKS = (16, 32, 64)
 """Ranks that `--rank auto` may choose from (chosen, not tuned)."""
 _OVERSAMPLING = 16
-"""Columns of the random probe beyond the rank."""
+"""Columns of the random probe beyond the rank (chosen, not tuned; Halko et al. advise 5 to 10)."""
 _POWER_ITERATIONS = 4
+"""Power iterations of the randomised SVD (chosen, not tuned)."""
+_IMPORTANCE_FLOOR = 1e-6
+"""Least importance of a row, as a share of the largest: the factors are divided by its root (chosen, not tuned)."""
 
 
 @dataclass(frozen=True, slots=True)
-class LowRankArm:
-    """A low-rank part on offer.
+class LowRankPart:
+    """A low-rank part that a matrix may get.
 
     Attributes:
         rank: rank of the factors.
         nbytes: exact bytes of both coded factors.
-        remaining: (groups,) float32, share of each row group's weighted energy that the residual keeps.
+        remaining: (groups,) float32, share of each row group's energy, rows by importance, that the residual has.
     """
 
     rank: int
@@ -47,12 +50,12 @@ class LowRankArm:
     remaining: NDArray[np.float32]
 
 
-def factor(weight: torch.Tensor, row_weight: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best approximation L R of W (m, n) with errors weighted by row_weight (m,): L (m, rank), R (rank, n).
+def factor(weight: torch.Tensor, importance: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best approximation left · right of W (m, n), rows by importance (m,): left (m, rank), right (rank, n).
 
     Randomised SVD with a fixed seed. Source: Halko, Martinsson, Tropp, "Finding structure with randomness", 2011.
     """
-    root = row_weight.clamp_min(row_weight.max() * 1e-6).sqrt()[:, None]
+    root = importance.clamp_min(importance.max() * _IMPORTANCE_FLOOR).sqrt()[:, None]
     scaled = weight * root
     generator = torch.Generator().manual_seed(0)
     columns = min(rank + _OVERSAMPLING, *weight.shape)
@@ -72,39 +75,41 @@ def factor_bytes(rows: int, cols: int, rank: int) -> int:
 
 
 def residual_energies(
-    weight: torch.Tensor, row_weight: torch.Tensor, ranks: tuple[int, ...]
+    weight: torch.Tensor, importance: torch.Tensor, ranks: tuple[int, ...]
 ) -> dict[int, torch.Tensor]:
-    """Energy (m,) of each row of W - L R, by rank; rank 0 is W itself. Ranks that W cannot have are left out."""
+    """Energy (m,) of each row of W - left · right, by rank: 0, which is W itself, and those of `ranks` that W can
+    have."""
     energies = {0: weight.square().sum(1)}
     ranks = tuple(rank for rank in ranks if rank < min(weight.shape))
     if ranks:
-        left, right = factor(weight, row_weight, max(ranks))
+        left, right = factor(weight, importance, max(ranks))
         energies |= {rank: (weight - left[:, :rank] @ right[:rank]).square().sum(1) for rank in ranks}
     return energies
 
 
-def arms(energies: Mapping[int, torch.Tensor], row_weight: torch.Tensor, cols: int) -> list[LowRankArm]:
-    """The arms of a matrix (m, cols) from its `residual_energies`; row_weight: (m,), in the same row order."""
-    whole = group_sums(energies[0] * row_weight)
+def parts(energies: Mapping[int, torch.Tensor], importance: torch.Tensor, cols: int) -> list[LowRankPart]:
+    """The parts that a matrix (m, cols) may get, from its `residual_energies`; importance: (m,), in the same row
+    order."""
+    whole = group_sums(energies[0] * importance)
     offered = []
     for rank, per_row in energies.items():
         if rank:
-            residual = group_sums(per_row * row_weight)
+            residual = group_sums(per_row * importance)
             remaining = np.divide(residual, whole, out=np.ones_like(residual), where=whole > 0)
             offered.append(
-                LowRankArm(rank, factor_bytes(len(per_row), cols, rank), remaining.astype(np.float32))
+                LowRankPart(rank, factor_bytes(len(per_row), cols, rank), remaining.astype(np.float32))
             )
     return offered
 
 
 def encode(
-    weight: torch.Tensor, row_weight: torch.Tensor, rank: int, *, L: int
+    weight: torch.Tensor, importance: torch.Tensor, rank: int, *, L: int
 ) -> tuple[tuple[PackedMatrix, PackedMatrix], torch.Tensor]:
-    """The coded factors (R, Lᵀ) of a weight (m, n), and their product (m, n) as the decoder will see it.
+    """The coded factors (right, left transposed) of a weight (m, n), and their product (m, n) as decoders compute it.
 
-    The argument L is the number of trellis state bits.
+    L: trellis state bits.
     """
-    left, right = factor(weight, row_weight, rank)
+    left, right = factor(weight, importance, rank)
     coded = tuple(round_without_feedback(part.contiguous(), FACTOR_BITS, L=L) for part in (right, left.T))
-    r, lt = (decode(part, original_basis=True) for part in coded)
-    return (coded[0], coded[1]), lt.T @ r
+    right, left_transposed = (decode(part, original_basis=True) for part in coded)
+    return (coded[0], coded[1]), left_transposed.T @ right

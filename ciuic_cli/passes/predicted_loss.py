@@ -1,4 +1,4 @@
-"""The predicted loss of every choice of bits: KL per token of rounding a group of 16 rows, or of leaving it out."""
+"""The predicted loss of every choice of bits: KL per token of rounding a group of 16 rows, or of pruning it."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ciuic_cli.process.threads import one_thread
 
 
 def predicted_loss(
-    sensitivity: NDArray[np.float64], removal: NDArray[np.float64], bits: tuple[float, ...], L: int
+    sensitivity: NDArray[np.float64], pruning: NDArray[np.float64], bits: tuple[float, ...], L: int
 ) -> NDArray[np.float64]:
     """KL per token of each group at each number of bits per weight, (groups, len(bits)).
 
     Args:
         sensitivity: (groups,) KL per unit of normalised code error: sums of `PreparedMatrix.row_sensitivity`.
-        removal: (groups,) KL of leaving the group out, which 0 bits do.
-        bits: bits per weight K; the normalised error of the code is MSE_BY_L[L][K] 4^-K.
+        pruning: (groups,) KL of pruning the group, which is what 0 bits mean.
+        bits: bits per weight K. The normalised error of the code is MSE_BY_L[L][K] 4^-K.
         L: trellis state bits.
     """
     error = MSE_BY_L[L]
-    columns = [removal if k == 0 else sensitivity * error[k] * 4.0**-k for k in bits]
+    columns = [pruning if k == 0 else sensitivity * error[k] * 4.0**-k for k in bits]
     return np.stack(columns, axis=1)
 
 
-def removal_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
+def pruning_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
     """(m,) KL per token of setting each row of a weight (m, n) float32 to zero."""
     h, g = fisher.inputs.float(), fisher.outputs
     g = (g if g.dim() == 1 else g.diagonal()).float()
@@ -38,8 +38,8 @@ def removal_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
         mean, damping = float(g.mean()), feedback.INPUT_DAMPING * float(h.diagonal().mean())
     chunks = weight.split(chunk_rows(weight.shape[1]))
     row_energy = [((w @ h).add_(w, alpha=damping) * w).sum(1) for w in chunks]
-    # The curvature does not describe an error as large as a removal: a saturated attention head seems free to remove.
-    # So every row counts as at least an average one (measured: docs/experiments/allocation/saturated-heads.md).
+    # The curvature does not describe errors as large as a whole row: pruning a saturated attention head seems free. So
+    # G of every row counts as at least the mean (measured: docs/experiments/allocation/saturated-heads.md).
     return 0.5 * g.clamp_min(mean) * torch.cat(row_energy)
 
 

@@ -1,4 +1,4 @@
-"""Preparing a matrix for rounding: transform it, order its columns, and factor its Fisher information."""
+"""Prepares a matrix for rounding: transforms it, orders its columns, and factors its Fisher information."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class PreparedMatrix:
 
     @cached_property
     def row_sensitivity(self) -> torch.Tensor:
-        """(m16,) float32 KL per token and per unit of normalised code error of each row."""
+        """(m16,) float32 KL per token of each row, per unit of the code's normalised error."""
         return 0.5 * self.outputs.d_diagonal * self.rms.square() * self.input_trace
 
     def reordered(self, fisher: KroneckerFisher, order: torch.Tensor) -> PreparedMatrix:
-        """The same matrix with its rows in another order, for predicting its loss; row feedback is left out.
+        """The same matrix with its rows in another order, without row feedback: only for predicting its loss.
 
         The factors of H stay; G is factored again.
 
@@ -68,7 +68,7 @@ class PreparedMatrix:
             order: (rows,) int64.
         """
         order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
-        outputs = factor_outputs(fisher.reordered(order[: self.rows]).outputs.float(), len(self.weight))
+        outputs = factor_outputs(fisher.reordered(order[: self.rows]).outputs.float())
         weight, trace = self.weight[order], self.input_trace[order]
         return replace(self, weight=weight, outputs=outputs, row_feedback=None, input_trace=trace)
 
@@ -77,7 +77,7 @@ class PreparedMatrix:
         return replace(self, weight=_with_blocks(_transformed(weight), self.block_order))
 
     def in_natural_order(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A matrix (m, n16) whose blocks of columns are in `block_order`, put into natural order in place."""
+        """Put the columns of a matrix (m, n16) from `block_order` into natural order, in place, and return it."""
         return _with_blocks(matrix, None if self.block_order is None else self.block_order.argsort())
 
 
@@ -97,7 +97,7 @@ def prepare(
     with one_thread():
         trace = inputs.d_diagonal.sum()
     input_trace = trace.expand(len(w)) if row_feedback is None else trace + row_feedback.trace
-    outputs = factor_outputs(fisher.outputs.float(), len(w))
+    outputs = factor_outputs(fisher.outputs.float())
     w = _with_blocks(w, block_order)
     return PreparedMatrix(w, inputs, outputs, row_feedback, input_trace, rows, cols, block_order)
 
@@ -118,7 +118,7 @@ def _with_blocks(matrix: torch.Tensor, block_order: torch.Tensor | None) -> torc
     """Reorder the blocks of 16 columns of a matrix (m, n16) in place, and return it."""
     if block_order is not None:
         columns = columns_of(block_order)
-        for chunk in scratch_slices(len(matrix)):
-            rows = matrix[chunk]
+        for part in scratch_slices(len(matrix)):
+            rows = matrix[part]
             rows.copy_(rows[:, columns])
     return matrix

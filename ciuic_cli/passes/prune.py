@@ -1,8 +1,9 @@
 """The prune pass: structured pruning of MLP channels and routed experts.
 
-Single row groups are pruned by the bit allocation itself: 0 bits are one of their arms. This module adds two
-structures that span several matrices: a block of 16 MLP channels (rows of gate and up, and the matching columns of
-down), and a whole routed expert. The loss of a structure is that of its down projection.
+To prune is to set weights to zero and store no codes for them. The bit allocation prunes single row groups: 0 bits are
+one of their arms. This module adds two structures that span several matrices: a block of 16 MLP channels (rows of gate
+and up, and the matching columns of down), and a whole routed expert. The loss of a structure is that of its down
+projection.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower, solve_transposed
 
 CORRECTION_DAMPING = 1e-2
-"""Added to the diagonal of H_kk before the least-squares correction, as a share of its mean (chosen, not tuned)."""
+"""Added to the diagonal of H of the kept inputs before the least-squares correction, as a share of its mean (chosen,
+not tuned)."""
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,10 @@ class Structure:
     """Row groups of several matrices that are pruned together, or not at all.
 
     Attributes:
-        down: key of the down projection that loses inputs.
-        block: the block of 16 columns that `down` loses; None: all of it, with its expert.
+        down: key of the down projection whose inputs are pruned.
+        block: the pruned block of 16 columns of `down`; None: all of `down`, with its expert.
         members: (matrix key, row group) pairs; a group of None means all rows.
-        loss: KL per token of the removal.
+        loss: KL per token of pruning the structure.
     """
 
     down: str
@@ -40,7 +43,7 @@ class Structure:
 
 
 def masks(structures: Iterable[Structure], groups: Mapping[str, int]) -> dict[str, NDArray[np.bool_]]:
-    """One mask (groups,) of pruned row groups per matrix that loses any; groups: matrix key -> number of row groups."""
+    """One mask (groups,) of pruned row groups per matrix that has any; groups: matrix key -> number of row groups."""
     pruned: dict[str, NDArray[np.bool_]] = {}
     for structure in structures:
         for key, group in structure.members:
@@ -49,12 +52,13 @@ def masks(structures: Iterable[Structure], groups: Mapping[str, int]) -> dict[st
     return pruned
 
 
-def forced_groups(
+def groups_to_prune(
     candidates: Mapping[str, tuple[NDArray[np.float64], int]], share: float
 ) -> dict[str, NDArray[np.bool_]]:
-    """Masks of the row groups to prune so that `share` of all candidates' weights go, least loss per weight first.
+    """Masks of the row groups that together have `share` of all candidates' weights, those with the least loss per
+    weight.
 
-    candidates: matrix key -> (removal loss of each row group, weights in a group).
+    candidates: matrix key -> (pruning loss of each row group, weights in a group).
     """
     entries = [
         (float(loss) / weights, key, group, weights)
@@ -72,11 +76,12 @@ def forced_groups(
 
 
 def channel_loss(down: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.float64]:
-    """KL per token of removing each block of 16 inputs of a down projection (m, n), others unchanged: (n / 16,)."""
+    """(ceil(n / 16),) KL per token of pruning each block of 16 inputs of a down projection (m, n), the others
+    unchanged."""
     g, h = fisher.outputs, fisher.inputs
     weighted = down * g[:, None] if g.dim() == 1 else g @ down
     gram = down.T @ weighted  # (n, n): wᵢᵀ G wⱼ
-    count = -(-down.shape[1] // TILE)
+    count = ceil_div(down.shape[1], TILE)
     losses = np.zeros(count)
     for block in range(count):
         columns = slice(block * TILE, min((block + 1) * TILE, down.shape[1]))
@@ -84,29 +89,33 @@ def channel_loss(down: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.floa
     return losses
 
 
-def removed_columns(structures: Iterable[Structure], key: str, cols: int) -> torch.Tensor | None:
-    """Mask (cols,) of the inputs that the matrix `key` loses; None if it keeps all."""
+def pruned_columns(structures: Iterable[Structure], key: str, cols: int) -> torch.Tensor | None:
+    """Mask (cols,) of the pruned inputs of the matrix `key`; None if there are none."""
     blocks = [s.block for s in structures if s.down == key and s.block is not None]
     if not blocks:
         return None
-    mask = torch.zeros(-(-cols // TILE), TILE, dtype=torch.bool)
+    mask = torch.zeros(ceil_div(cols, TILE), TILE, dtype=torch.bool)
     mask[blocks] = True
     return mask.reshape(-1)[:cols]
 
 
-def correct_remaining(down: torch.Tensor, h: torch.Tensor, removed: torch.Tensor) -> torch.Tensor:
-    """A copy of the down projection (m, n) without the removed columns, the kept ones corrected by least squares.
+def correct_kept(down: torch.Tensor, h: torch.Tensor, pruned: torch.Tensor) -> torch.Tensor:
+    """A copy of the down projection (m, n) with zeros in the pruned columns, the kept ones corrected by least squares.
 
-    As far as inputs are correlated, the kept columns k take over the contribution of the removed ones r:
-    W_k + W_r H_rk H_kk⁻¹. Source: optimal brain surgeon (Hassibi & Stork 1993), for a set of columns.
+    As far as inputs are correlated, the kept columns k take over the contribution of the pruned ones p:
+    W_k + W_p H_pk H_kk⁻¹. Source: optimal brain surgeon (Hassibi & Stork 1993), for a set of columns.
+
+    Args:
+        h: H (n, n) of the inputs.
+        pruned: (n,) bool.
     """
-    kept = ~removed
+    kept = ~pruned
     corrected = down.clone()
-    corrected[:, removed] = 0
+    corrected[:, pruned] = 0
     block = h[kept][:, kept].double()
     block.diagonal().add_(CORRECTION_DAMPING * block.diagonal().mean())
     lower, _ = damped_cholesky(block)
     if lower is not None:
-        transfer = solve_transposed(lower, solve_lower(lower, h[kept][:, removed].double()))  # H_kk⁻¹ H_kr
-        corrected[:, kept] += down[:, removed] @ transfer.float().T
+        transfer = solve_transposed(lower, solve_lower(lower, h[kept][:, pruned].double()))  # H_kk⁻¹ H_kp
+        corrected[:, kept] += down[:, pruned] @ transfer.float().T
     return corrected

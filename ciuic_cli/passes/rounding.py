@@ -62,7 +62,7 @@ def round_rows(
         L=L,
         input_feedback=prepared.inputs.factor,
         output_feedback=prepared.outputs.factor,
-        row_feedback=None if along is None else (along.direction, along.gain),
+        row_feedback=None if along is None else (along.direction, along.pull),
     )
     if prepared.block_order is None:
         return tiles

@@ -2,7 +2,7 @@
 
 The 16 rows of a group have the same number of bits. If their sensitivities differ widely, that number is too small for
 some rows and too large for others. So rows are put into 16 classes, a factor of two apart in sensitivity, and stored
-class by class. A row's class takes four bits; this pays where rows are long, and most in embeddings, whose
+class by class. A row's class takes four bits, which pays where rows are long. It pays most in embeddings, whose
 neighbouring rows differ by orders of magnitude (measured: docs/experiments/allocation/sorted-rows.md).
 """
 
@@ -16,6 +16,12 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.row_order import CLASSES, class_nbytes, stored_order
 from ciuic_cli.codecs.transform import TILE
+
+_SENSITIVITY_FLOOR = 1e-12
+"""Least sensitivity of a group in `_mean_log`, as a share of the largest: pruned rows and padding have none (chosen,
+not tuned)."""
+_TINY = 1e-300
+"""Added to it, so that the logarithm exists where all sensitivities are 0."""
 
 
 def row_classes(sensitivity: torch.Tensor) -> NDArray[np.uint8]:
@@ -39,8 +45,8 @@ def sorting_pays(sensitivity: torch.Tensor, row_class: NDArray[np.uint8], cols: 
 def _mean_log(sensitivity: torch.Tensor) -> float:
     """Mean logarithm of the groups' sensitivities.
 
-    With bits allocated optimally, the loss at a given budget is proportional to the groups' geometric mean.
+    With the best allocation of bits, the loss at a given budget is proportional to the geometric mean of these.
     """
     padded = torch.nn.functional.pad(sensitivity.double(), (0, -len(sensitivity) % TILE))
     groups = padded.reshape(-1, TILE).sum(1)
-    return float(groups.clamp_min(1e-12 * float(groups.max()) + 1e-300).log().mean())
+    return float(groups.clamp_min(_SENSITIVITY_FLOOR * float(groups.max()) + _TINY).log().mean())

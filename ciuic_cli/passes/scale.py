@@ -1,13 +1,14 @@
 """Input scales: every column of a matrix is divided by a factor before it is rounded, and its input multiplied by it.
 
-The code's error has the same variance in all columns of a row, proportional to the row's effective variance, and costs
-tr(D) of H = L D Lᵀ. With columns divided by S_j, block b of a row has the energy e_b = Σ w_j² / S_j², and the row the
-power mean of order p of these (`effective_variance.py`). H becomes S H S, whose tr(D) is about Σ S_j² d_j. Here
-d_j = 1 / (H⁻¹)_jj is the part of input j that the other inputs cannot compensate.
+The code's error has the same variance in all columns of a row, proportional to the row's effective variance. The loss
+of this error is proportional to tr(D) of H = L D Lᵀ. With columns divided by S_j, block b of a row has the energy
+e_b = Σ w_j² / S_j², and the row's effective variance is the power mean of order p of these (`effective_variance.py`).
+H becomes S H S, whose tr(D) is about Σ S_j² d_j. Here d_j = 1 / (H⁻¹)_jj is the part of input j that the other inputs
+cannot compensate.
 
-Every row gets the bits that it needs. So the bits per weight follow the mean logarithm of the rows' energies plus log
-tr(D). Their sum is least where S_j⁴ = c_j / d_j; c_j is w_j² e_b^(p-1) / Σ e_b^p, summed over the rows. The energies
-depend on S, hence the fixed-point iteration.
+Every row gets the bits that it needs. So the bits per weight grow with the mean logarithm of the rows' effective
+variances plus log tr(D). Their sum is least where S_j⁴ = c_j / d_j; c_j is w_j² e_b^(p-1) / Σ e_b^p, summed over the
+rows. The energies depend on S, so a fixed-point iteration finds it.
 
 Sources: SmoothQuant (Xiao et al. 2023) and AWQ (Lin et al. 2024) scale inputs for quantization.
 Measured: docs/experiments/codes/input-scales.md.
@@ -33,12 +34,12 @@ from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.process.threads import one_thread
 
 _ITERATIONS = 5
-"""Fixed-point iterations (chosen, not tuned). All but the first take half a step in logarithms: whole steps would make
-loud and quiet blocks change places for ever."""
+"""Fixed-point iterations (chosen, not tuned). All but the first change log S by half of the difference; the whole
+difference would make loud and quiet blocks change places for ever."""
 _SHARE_FLOOR = 1e-6
 """Least share c_j of a column, relative to the mean share (chosen, not tuned)."""
-_ENERGY_FLOOR = 1e-30
-"""Rows with no more energy than this do not count."""
+_VARIANCE_FLOOR = 1e-30
+"""Rows with no more effective variance than this are zero, and do not count (chosen, not tuned)."""
 
 
 def scaled(
@@ -59,7 +60,7 @@ def scaled(
 def input_scales(weight: torch.Tensor, fisher: KroneckerFisher, inputs: BlockLDL) -> NDArray[np.uint8] | None:
     """The codes (n,) of the best input scales of a weight (m, n) float32; None if they save less than their bytes.
 
-    The scales take one byte per column. A quarter of the error is worth one bit per weight.
+    The scales take one byte per column. One bit per weight is worth a factor of four in the loss.
 
     Args:
         inputs: the factors of H without input scales.
@@ -93,19 +94,19 @@ def _scaled_moment(moment: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 def _block_energies(
     weight: torch.Tensor, factors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For each row chunk of a weight (m, n): its squares (rows, blocks, block width), padded, without scales; and the
-    mean squares of each block with the columns divided by `factors`, (rows, blocks)."""
+    """For a few thousand rows of a weight (m, n) at a time: their squares (rows, blocks, block width), padded; and the
+    mean squares (rows, blocks) of each block with the columns divided by `factors`."""
     padding, blocks = padded(weight.shape[1]) - weight.shape[1], (-1, block_width(weight.shape[1]))
     inverse_squares = torch.nn.functional.pad(factors.square().reciprocal(), (0, padding))
     inverse_squares = inverse_squares.unflatten(0, blocks)
-    for chunk in scratch_slices(len(weight)):
-        rows = weight[chunk].square()
+    for part in scratch_slices(len(weight)):
+        rows = weight[part].square()
         squares = (torch.nn.functional.pad(rows, (0, padding)) if padding else rows).unflatten(1, blocks)
         yield squares, (squares * inverse_squares).mean(2)
 
 
 def _column_shares(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """c, (n,) float64, up to a constant factor."""
+    """c of the top of this file, (n,) float64, up to a constant factor."""
     shares = torch.zeros(padded(weight.shape[1]), dtype=torch.float64)
     for squares, block_squares in _block_energies(weight, factors):
         squares.mul_(log_variance_gradient(block_squares)[:, :, None])
@@ -119,7 +120,7 @@ def _mean_log_variance(weight: torch.Tensor, factors: torch.Tensor) -> float:
     with one_thread():
         energies = _block_energies(weight, factors)
         variances = torch.cat([effective_variance(block_squares, width) for _, block_squares in energies])
-        return float(variances[variances > _ENERGY_FLOOR].double().log().mean())
+        return float(variances[variances > _VARIANCE_FLOOR].double().log().mean())
 
 
 def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:

@@ -1,1 +1,1 @@
-"""Everything about the operating system: memory, threads, signals, standard streams, files, worker processes."""
+"""The process and the operating system: memory, threads, signals, streams, files, worker processes, progress."""

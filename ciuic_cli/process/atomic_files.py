@@ -14,7 +14,8 @@ from ciuic_cli.process.file_faults import environment_fault
 
 NOREPLACE, EXCHANGE = 1, 2
 """Flags of Linux' renameat2: fail if the target exists; swap the two paths."""
-_AT_FDCWD = -100  # renameat2: paths are relative to the working directory
+_AT_FDCWD = -100
+"""Value of Linux for "relative to the working directory"."""
 
 
 def sync_file(path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
+from ciuic_cli.integers import ceil_div
+
 _SAMPLES, _SAMPLE_BYTES = 32, 1 << 16
 
 
@@ -22,7 +24,7 @@ def sampled_digest(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as file:
         last = max(0, path.stat().st_size - _SAMPLE_BYTES)
-        step = max(_SAMPLE_BYTES, -(-last // (_SAMPLES - 1)))
+        step = max(_SAMPLE_BYTES, ceil_div(last, _SAMPLES - 1))
         for begin in (*range(0, last, step), last):
             file.seek(begin)
             digest.update(file.read(_SAMPLE_BYTES))

@@ -1,6 +1,6 @@
-"""What the libraries need before the work begins: a supported version, address space, an environment they accept.
+"""Conditions of the libraries: a supported version, enough address space, environment variables that they accept.
 
-This module imports none of them.
+They are checked before the libraries are imported, so this module imports none of them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ciuic_cli.errors import EnvironmentFault
 SUPPORTED_TRANSFORMERS = ((5, 20), (6, 0))
 """First supported version and first unsupported one. pyproject.toml has the same range (tested)."""
 _LEAST_ADDRESS_SPACE = 1 << 30
-"""Bytes of address space below which torch or OpenBLAS end the process while they are loaded (tried: 0.6 GB does, 1 GB
-does not)."""
+"""Bytes of address space that torch and OpenBLAS need to be loaded. With less they end the process (tried: 0.6 GB is
+too little, 1 GB suffices)."""
 
 
 def transformers_fault() -> EnvironmentFault | None:
@@ -98,7 +98,7 @@ def _is_ours(module: str) -> bool:
 
 
 def _imported_library(error: BaseException) -> str | None:
-    """The library of another author, one of whose modules was being executed; the last one if there are several."""
+    """The third-party library whose module was being imported when the error was raised; None without one."""
     found = None
     for frame, _ in traceback.walk_tb(error.__traceback__):
         name = frame.f_globals.get("__name__") or ""
@@ -108,7 +108,7 @@ def _imported_library(error: BaseException) -> str | None:
 
 
 def _environment_variable(error: BaseException) -> str | None:
-    """A set environment variable that the message names, or the code that failed, the innermost line first."""
+    """An environment variable that is set and named by the message, or else by a failing line, the innermost first."""
     lines = [
         linecache.getline(frame.f_code.co_filename, number)
         for frame, number in traceback.walk_tb(error.__traceback__)

@@ -2,7 +2,7 @@
 
 `exhaustion` and `machine_fault` recognise errors that mean memory, threads or the machine, and return the
 EnvironmentFault for them. `configure_allocators`, `return_freed_memory` and `limit_freed_memory` keep the resident
-size near what is in use.
+size near the memory in use.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def resident_bytes() -> int:
 def peak_resident_bytes() -> int:
     """Highest resident memory of this process so far, in bytes.
 
-    On Linux it is VmHWM: `ru_maxrss` survives exec, so a child process would report its parent's peak.
+    On Linux it is VmHWM, because `ru_maxrss` of a child process includes its parent's peak.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -106,7 +106,7 @@ def peak_resident_bytes() -> int:
 
 _M_MMAP_THRESHOLD = -3  # option of mallopt, from <malloc.h>
 _MMAP_BYTES = 16 << 20
-"""glibc maps blocks of at least this size separately and returns them to the system when they are freed.
+"""Bytes from which glibc maps a block separately, and returns it to the system when it is freed.
 
 Smaller blocks, such as activations, are reused. At 1 MB, mapping and clearing took twice the system time.
 """
@@ -115,15 +115,18 @@ _SLACK = 64 << 20
 _settled = 0
 """Resident bytes after the last return of freed memory, or the least since then."""
 _PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-"""Environment variables that limit the compiled products that oneDNN and torch's wrapper of it keep."""
+"""Environment variables with the number of compiled products that oneDNN and torch's wrapper of it keep. Chosen, not
+tuned."""
 _WEIGHT_COPIES = 7
-"""Peak number of float32 copies of a matrix while it is prepared, probed or rounded."""
+"""Most float32 copies of a matrix that exist while it is prepared, probed or rounded. No measurement is on
+record."""
 _CONTEXT_COPIES = 3
-"""Additional copies if the rows have contexts: the contexts, and the temporaries of rounding with them."""
+"""Additional copies if the rows have contexts: the contexts, and temporaries of rounding with them."""
 _MOMENT_COPIES = 8
-"""The same count, in float32 sizes, for each second moment: its float64 copy, its factor, and their temporaries."""
+"""The same count for each second moment, in its float32 size: a float64 copy, the factor, and their temporaries."""
 PARALLEL_WORK_BYTES = 256 << 20
-"""Largest working set, in bytes, of an item that runs beside others. Larger items run alone with all threads."""
+"""Largest working set, in bytes, of an item that runs beside others. Larger items run alone with all threads. Chosen,
+not tuned."""
 
 
 def matrix_bytes(rows: int, cols: int, *, full_outputs: bool, contexts: bool = False) -> int:
@@ -147,8 +150,8 @@ def return_freed_memory() -> None:
 def limit_freed_memory() -> None:
     """`return_freed_memory` if the process has grown by `_SLACK` since the last return; for inner loops.
 
-    glibc puts a block into the hole that fits best. In a heap with many holes, one layer touches most of them once,
-    and they stay resident: a layer that needs 240 MB then took 600 MB.
+    glibc puts a block into the hole that fits best. In a heap with many holes, one layer uses most of them once, and
+    they stay resident: a layer that needs 240 MB took 600 MB.
     """
     global _settled
     resident = resident_bytes()
@@ -163,9 +166,9 @@ def configure_allocators() -> None:
     """Configure glibc and oneDNN so that resident memory stays near what is in use, over layers of many sizes.
 
     By default glibc raises its mmap threshold whenever a mapped block is freed. After some layers, matrices then lie
-    in a fragmented heap that never shrinks; here the threshold is fixed. oneDNN and torch each keep the compiled code
-    of the last 1024 products, one per number of tokens, which with experts takes hundreds of MB; here they keep 16.
-    A limit that the user has set in the environment stays.
+    in a fragmented heap that never shrinks. Here the threshold is fixed. By default oneDNN and torch each keep the
+    compiled code of the last 1024 products, one per number of tokens; with experts that takes hundreds of MB. Here they
+    keep 16. A limit that the user has set in the environment stays.
     """
     for name, capacity in _PRIMITIVES.items():
         os.environ.setdefault(name, capacity)

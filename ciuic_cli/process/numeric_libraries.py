@@ -32,8 +32,8 @@ def make_products_reproducible() -> None:
 
     On Intel processors MKL otherwise divides the sums of products with few columns among its threads, so that the
     artifact would depend on their number (measured: docs/experiments/runtime/reproducible-products.md). On other
-    processors its products did not depend on it, and the setting would choose slower code. MKL reads the variable at
-    its first product; after that this function has no effect.
+    processors its products do not depend on that number, and the setting would choose slower code. MKL reads the
+    variable at its first product; after that this function has no effect.
     """
     if is_intel():
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")

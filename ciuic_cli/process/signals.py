@@ -1,10 +1,10 @@
 """SIGINT, SIGTERM and SIGHUP end the work once and cleanly: temporary files are removed, finished steps stay.
 
-Inside `interruptible`, a signal raises KeyboardInterrupt in the main thread. Python loses an exception raised where
-nothing can catch it (a `__del__`, a callback), and libraries may swallow one. The signal is therefore remembered: the
-steps of long work call `raise_if_interrupted`, and the next signal raises again. While a KeyboardInterrupt propagates,
+Inside `interruptible`, a signal raises KeyboardInterrupt in the main thread. That exception can get lost: Python drops
+it in a `__del__` or a callback, and libraries may swallow it. So the signal is also remembered. Long work calls
+`raise_if_interrupted` between its steps, and the next signal raises again. While a KeyboardInterrupt propagates,
 further signals are ignored, so that cleanup completes. SIGQUIT (Ctrl-\\) and SIGKILL end the process at once; the next
-run cleans up after those.
+run cleans up after them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _current: Interruption | None = None
 
 
 def raise_if_interrupted() -> None:
-    """Raise KeyboardInterrupt if a signal has arrived without effect so far. Called between steps of long work."""
+    """Raise KeyboardInterrupt if a signal has arrived. Called between steps of long work."""
     if _current is not None:
         _current.raise_if_interrupted()
 
@@ -102,8 +102,8 @@ def interruptible(*, resend: bool = False, last: bool = False) -> Iterator[Inter
 def defer_signals() -> Iterator[None]:
     """Signals that arrive in the block raise at its end. For short calls that take locks written in Python.
 
-    An exception right after threading.Condition was acquired leaves it locked, and the next thread that needs it waits
-    forever. An interrupted `submit` would block a thread pool's workers this way.
+    An exception just after a threading.Condition was acquired leaves it locked forever. An interrupted `submit` would
+    block the workers of a thread pool in this way.
     """
     with interruptible(resend=True) as interruption:
         interruption.deferred += 1

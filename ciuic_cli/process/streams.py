@@ -19,10 +19,10 @@ def reserve_stdout() -> int:
 
 
 def secure_streams() -> None:
-    """Make `sys.stdout` private (see `reserve_stdout`) and make `sys.stderr` drop what cannot be written.
+    """Make `sys.stdout` private (see `reserve_stdout`), and let `sys.stderr` discard what cannot be written.
 
     A standard stream that the shell closed (`>&-`) becomes /dev/null. Otherwise the next opened file would get its
-    number, and messages would be written into that file.
+    number, and messages would go into that file.
     """
     for number in range(3):
         try:

@@ -20,8 +20,8 @@ Result = TypeVar("Result")
 def one_thread() -> Iterator[None]:
     """Run torch with one thread, for operations whose rounding depends on the number of threads.
 
-    These are sums over a whole tensor, QR and singular values. Products, element-wise operations and sums along rows
-    do not depend on it (tests/process/test_threads.py).
+    Such operations are sums over a whole tensor, QR and singular values. Products, element-wise operations and sums
+    along rows are not affected (tests/process/test_threads.py).
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -36,9 +36,9 @@ def parallel_map(
 ) -> Iterator[tuple[Item, Result]]:
     """Yield (item, make(item)) for every item, in the order of completion.
 
-    As many items run at once as torch has threads, each with one thread: several small products at once keep the cores
-    busier than one product split among them. An item for which `alone` is true runs by itself with all threads. An item
-    is taken from `items` only when a thread is free for it.
+    As many items run at once as torch has threads, each with one thread: small products side by side keep the cores
+    busier than one product split among them. An item for which `alone` is true runs alone, with all threads. An item is
+    taken from `items` only when a thread is free.
     """
     threads = torch.get_num_threads()
     for runs_alone, group in itertools.groupby(items, alone):

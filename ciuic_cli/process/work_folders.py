@@ -1,5 +1,8 @@
-"""Working folders beside an output, such as the journal. A file inside marks them, so that no folder of the user is
-taken for one: an unmarked folder with anything in it is neither used nor removed."""
+"""Working folders beside an output, such as the journal.
+
+Each holds a file that marks it. A folder without the mark may be the user's: unless it is empty, it is neither used nor
+removed.
+"""
 
 from __future__ import annotations
 

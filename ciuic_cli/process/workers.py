@@ -1,8 +1,8 @@
 """Several processes, started by torchrun, that share the work of one run.
 
-All workers see the same files: the checkpoint, and the journal beside the output. Rank 0 is the leader: it holds the
-lock, decides which steps are left, and writes the artifact. torch.distributed transports messages; torchrun starts the
-processes and ends all of them if one fails.
+All workers see the same files: the checkpoint, and the journal beside the output. Worker 0 is the leader: it holds the
+lock, decides which steps are left, and writes the artifact. A worker's number is its rank in torch.distributed, which
+transports messages. torchrun starts the processes and ends all of them if one fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_distributed() -> bool:
 
 
 def is_leader() -> bool:
-    """Whether this process prints and writes: it is the only one, or rank 0."""
+    """Whether this process prints and writes: it is the only one, or number 0."""
     return not is_distributed() or _environment_number("RANK") == 0
 
 
@@ -46,19 +46,19 @@ def _environment_number(name: str) -> int:
 
 
 class Workers:
-    """The group of `size` processes that share a run, seen from process `rank`. Owned by `join_workers`.
+    """The group of `size` processes that share a run, seen from process `number` (from 0). Owned by `join_workers`.
 
     With size 1 every method works without torch.distributed. All methods that communicate raise EnvironmentFault if
     another worker has ended.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
-        self.rank, self.size, self._store = rank, size, store
+    def __init__(self, number: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
+        self.number, self.size, self._store = number, size, store
         self._counters: dict[str, int] = {}
 
     @property
     def is_leader(self) -> bool:
-        return self.rank == 0
+        return self.number == 0
 
     def take(self, queue: str, items: Sequence[int]) -> Iterator[int]:
         """Pull items from a queue that all workers share: each item goes to the first worker that is free.
@@ -85,23 +85,23 @@ class Workers:
         return self.gather(value if self.is_leader else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
-        """Every worker's value, in order of rank, in every worker."""
+        """Every worker's value, in the order of their numbers, in every worker."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         self._communicate(dist.all_gather_object, values, value)
         return values
 
-    def send(self, tensor: torch.Tensor, rank: int) -> None:
-        """Send a tensor to worker `rank`, which must `receive` it. An empty tensor is not transferred."""
+    def send(self, tensor: torch.Tensor, worker: int) -> None:
+        """Send a tensor to this worker, which must `receive` it. An empty tensor is not transferred."""
         if tensor.numel():
-            self._communicate(dist.send, tensor.contiguous(), rank)
+            self._communicate(dist.send, tensor.contiguous(), worker)
 
-    def receive(self, shape: Sequence[int], device: torch.device, rank: int) -> torch.Tensor:
-        """Receive a float32 tensor of `shape` from worker `rank`."""
+    def receive(self, shape: Sequence[int], device: torch.device, worker: int) -> torch.Tensor:
+        """Receive a float32 tensor of `shape` from this worker."""
         tensor = torch.empty(tuple(shape), device=device)
         if tensor.numel():
-            self._communicate(dist.recv, tensor, rank)
+            self._communicate(dist.recv, tensor, worker)
         return tensor
 
     @staticmethod

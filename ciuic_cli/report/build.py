@@ -34,10 +34,10 @@ from ciuic_cli.report.schema import (
 )
 from ciuic_cli.statistics.files import Statistics
 
-TUNED_NORM = "norm: one number per channel, tuned once all else was rounded"
+TUNED_NORM = "norm: one number per channel, tuned by recovery"
 UNPREDICTED = (
-    "They draft tokens ahead; the model's own predictions do not pass through them, so they are no part of the "
-    "predicted KL, and they are coded without calibration."
+    "These layers draft tokens ahead. The model's own predictions do not depend on them, so they have no predicted KL, "
+    "and they are coded without statistics."
 )
 
 

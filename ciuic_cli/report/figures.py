@@ -94,12 +94,12 @@ class HeatMap:
 
 def bar_chart(title: str, series: Sequence[str], lines: Sequence[Bars]) -> BarChart:
     """A chart with one bar per series in every line. Bars of values that are not positive and finite are 1 px long."""
-    left, longest_bar, step = 150, 500, 12 + 10 * len(series)
+    left, longest_bar, line_height = 150, 500, 12 + 10 * len(series)
     finite = [value for line in lines for value in line.values if math.isfinite(value)]
     largest = max([value for value in finite if value > 0], default=1.0)
     placed = []
     for number, line in enumerate(lines):
-        y = number * step + 4
+        y = number * line_height + 4
         lengths = [
             longest_bar * value / largest if math.isfinite(value) and value > 0 else 0.0
             for value in line.values
@@ -110,7 +110,7 @@ def bar_chart(title: str, series: Sequence[str], lines: Sequence[Bars]) -> BarCh
         ]
         label_x = round(left + max(lengths) + 10)
         placed.append(BarLine(line.name, line.label, y + 5 * len(series) + 4, label_x, tuple(bars)))
-    return BarChart(title, 1016, len(lines) * step + 8, left, 9, tuple(placed))
+    return BarChart(title, 1016, len(lines) * line_height + 8, left, 9, tuple(placed))
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[ComponentReport]]]) -> HeatMap:

@@ -34,7 +34,7 @@ def render_html(report: MemoryReport) -> str:
         probe_chart=_probe_chart(report),
         probe_text=_probe_text(report),
         unpredicted=" ".join(sorted({component.unpredicted or "" for component in compressed})),
-        passes=[(step, pass_sentence(step)) for step in report.passes],
+        passes=[(result, pass_sentence(result)) for result in report.passes],
         dense=_by_reason(report.components),
         facts=_facts(report),
     )
@@ -44,7 +44,7 @@ def _headline(report: MemoryReport) -> list[tuple[str, str]]:
     return [
         (f"{report.ratio:.3f} : 1", "compression of 2 bytes per weight"),
         (readable_bytes(report.artifact_bytes), f"from {readable_bytes(report.original_bytes)}"),
-        (f"{report.bits_per_weight:.3f}", "bits per weight, every stored byte counted"),
+        (f"{report.bits_per_weight:.3f}", "bits per weight, all bytes of the safetensors files counted"),
         (readable_kl(report.predicted_kl), "predicted KL, nats per token"),
         (_measured_kl(report), "measured KL on held-out calibration text"),
     ]
@@ -113,7 +113,7 @@ def _loss_chart(compressed: Sequence[ComponentReport]) -> BarChart:
         order.setdefault(name, position)
     names = sorted(losses, key=lambda name: order[name])
     lines = [Bars(name, (losses[name],), readable_kl(losses[name])) for name in names]
-    return bar_chart("Predicted loss by layer", ("after",), lines)
+    return bar_chart("Predicted KL by layer", ("after",), lines)
 
 
 def _probe_chart(report: MemoryReport) -> BarChart | None:
@@ -129,7 +129,7 @@ def _probe_chart(report: MemoryReport) -> BarChart | None:
     ]
     if not lines:
         return None
-    return bar_chart("Predicted and measured loss by component", ("after", "measured"), lines)
+    return bar_chart("Predicted and measured KL by component", ("after", "measured"), lines)
 
 
 def _probe_text(report: MemoryReport) -> str:

@@ -1,7 +1,7 @@
-"""Description of a checkpoint or artifact, from its headers: the pure part of `ciuic inspect`.
+"""Description of a checkpoint or artifact from its headers, for `ciuic inspect`.
 
-Folders in, dataclasses out; nothing is printed and no weight is decoded. Of each compressed matrix the header is read
-as well: it holds the bits per weight of every row group.
+Nothing is printed and no weight is decoded. The header of each compressed matrix is read too: it holds the bits per
+weight of every row group.
 """
 
 from __future__ import annotations
@@ -158,12 +158,15 @@ def _source_row(checkpoint: Checkpoint, parameter: Parameter) -> TensorSummary:
         checkpoint.entry(checkpoint.scales[name]) for name in parameter.sources if name in checkpoint.scales
     ]
     nbytes = sum(entry.nbytes for entry in entries + scales)
-    is_fp4 = any(checkpoint.is_fp4(name) for name in parameter.sources)
+    stored = {
+        entry.dtype if number_format is None else number_format.name
+        for entry, number_format in zip(entries, map(checkpoint.format_of, parameter.sources), strict=True)
+    }
     return TensorSummary(
         name=parameter.name,
         role=parameter.role,
         shape=parameter.shape,
-        stored="FP4" if is_fp4 else "+".join(sorted({entry.dtype for entry in entries})),
+        stored="+".join(sorted(stored)),
         parameters=parameter.numel,
         bytes=nbytes,
         bits=8 * nbytes / max(1, parameter.numel),

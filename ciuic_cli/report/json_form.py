@@ -1,7 +1,8 @@
 """JSON form of frozen dataclasses: conversion to plain values, checked parsing, and the JSON schema.
 
-The field types decide all three, so they cannot disagree. Supported are int (0 or more), finite float, str, bool, Any,
-Literal, tuple[T, ...], dict[str, T], T | None, dataclasses, and unions of dataclasses that differ in a Literal field.
+All three follow from the field types, so they cannot disagree. Supported are int (0 or more), finite float, str, bool,
+Any, Literal, tuple[T, ...], dict[str, T], T | None, dataclasses, and unions of dataclasses that differ in a Literal
+field.
 A field with the default None is an optional key: it is left out of the JSON while its value is None.
 """
 

@@ -19,7 +19,7 @@ from ciuic_cli.report.json_form import from_plain, json_schema, to_plain
 class ExpertReport:
     """One expert of a stack.
 
-    bits: mean bits per weight of its codes. pruned: whether all of it is left out. tokens: calibration tokens routed to
+    bits: mean bits per weight of its codes. pruned: whether all of it is. tokens: calibration tokens routed to
     it. predicted_kl: nats per token.
     """
 
@@ -58,7 +58,7 @@ class ComponentReport:
 
 @dataclass(frozen=True, kw_only=True)
 class PrunePass:
-    """Pruning: weights left out, and the whole structures (experts, heads, channels) among them."""
+    """Pruning: pruned weights, and the whole structures (experts, channels) among them."""
 
     name: Literal["prune"] = "prune"
     weights: int

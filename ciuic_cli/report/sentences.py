@@ -18,22 +18,22 @@ LARGE_LOSS = 0.3
 """KL divergence in nats per token from which on the user is warned (chosen): perplexity grows by about a third."""
 
 
-def pass_sentence(step: Pass) -> str:
+def pass_sentence(result: Pass) -> str:
     """A sentence that describes the result of one pass."""
-    if isinstance(step, PrunePass):
-        return f"{step.weights:,} weights removed, among them {step.structures:,} whole structures"
-    if isinstance(step, LowRankPass):
-        return f"{step.matrices:,} matrices have a low-rank part; {readable_bytes(step.bytes)} in total"
-    if isinstance(step, BitsPass):
+    if isinstance(result, PrunePass):
+        return f"{result.weights:,} weights pruned, among them {result.structures:,} whole structures"
+    if isinstance(result, LowRankPass):
+        return f"{result.matrices:,} matrices have a low-rank part; {readable_bytes(result.bytes)} in total"
+    if isinstance(result, BitsPass):
         return (
-            f"{readable_bytes(step.bytes)} of codes; the rows of {step.sorted_matrices:,} matrices are sorted by "
-            f"sensitivity, {step.scaled_matrices:,} matrices have input scales"
+            f"{readable_bytes(result.bytes)} of codes; the rows of {result.sorted_matrices:,} matrices are sorted by "
+            f"sensitivity, {result.scaled_matrices:,} matrices have input scales"
         )
-    if step.kl_after >= step.kl_before:
-        return f"{step.steps} steps did not lower the KL on held-out text; their changes were discarded"
+    if result.kl_after >= result.kl_before:
+        return f"{result.steps} steps did not lower the KL on held-out text; their changes were discarded"
     return (
-        f"{step.steps} steps tuned the row scales of {step.matrices:,} matrices and {step.norms:,} norms: "
-        f"KL on held-out text {step.kl_before:.3g} before, {step.kl_after:.3g} after"
+        f"{result.steps} steps tuned the row scales of {result.matrices:,} matrices and {result.norms:,} norms: "
+        f"KL on held-out text {result.kl_before:.3g} before, {result.kl_after:.3g} after"
     )
 
 

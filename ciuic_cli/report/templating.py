@@ -1,4 +1,4 @@
-"""The Jinja2 environment of the report page: strings are made printable and HTML-escaped without being asked."""
+"""The Jinja2 environment of the report page. It makes every printed string harmless: printable and HTML-escaped."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ def _text(value: object, limit: int) -> Markup:
 
 
 def _harmless(value: object) -> object:
-    """Jinja2 calls this for every printed expression: no control character, no endless name reaches the page."""
+    """Jinja2 calls this for every printed expression, so control characters and endless names never reach the page."""
     return _text(value, LINE_LIMIT) if isinstance(value, str) and not isinstance(value, Markup) else value

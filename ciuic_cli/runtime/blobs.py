@@ -23,7 +23,7 @@ from ciuic_cli.runtime.weights import PlainStack, PlainWeight, Stack, Weight
 Value = TypeVar("Value", Weight, Stack)
 
 CPU_SMALL_BATCH = {"avx512vnni": 48, "avx2": 24, "portable": 12}
-"""By native kernels: the most rows of x for which multiplying from the codes beat decoded row chunks (measured with one
+"""By native kernels: the most rows of x for which multiplying from the codes beat decoded panels (measured with one
 thread, a 4096 x 4096 matrix and 4 bits per weight)."""
 
 _WEIGHT, _STACK = "weight", "experts"

@@ -17,13 +17,15 @@ from ciuic_cli.codecs.header import MatrixHeader
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.reference import CODE_SIGMA, LEVEL_CENTRE, MULTIPLIER
 from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.integers import ceil_div
 
 _DECODED_WEIGHTS = 1 << 20
 """Weights that `TorchMatrix.decode_rows` decodes at once; bounds scratch memory. Chosen, not tuned."""
 
 
 class Matrix(Protocol):
-    """The stored rows of W, (T^-1(C) + L R) S: decoded codes C, input transform T, low-rank part L R, input scales S.
+    """The stored rows of W, (T^-1(C) + left right) S: decoded codes C, input transform T, low-rank factors, input
+    scales S.
 
     `position` leads from W's rows to the stored ones. See `MatrixHeader`.
     """
@@ -53,7 +55,7 @@ class Matrix(Protocol):
 
     @property
     def lowrank(self) -> tuple[Matrix, Matrix] | None:
-        """(R, L transposed), or None."""
+        """(right, left transposed), or None."""
         ...
 
     def decode(self, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -147,7 +149,7 @@ class TorchMatrix:
         return cls(header, header.codes_in(blob), lowrank)
 
     def decode(self, row_begin: int, row_end: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        first, last = row_begin // TILE, -(-row_end // TILE)
+        first, last = row_begin // TILE, ceil_div(row_end, TILE)
         out = self._groups(np.arange(first, last)).reshape(-1, self.cols_padded)
         return out[row_begin - first * TILE : row_end - first * TILE].to(dtype)
 
@@ -198,7 +200,7 @@ def _levels(stored: torch.Tensor, bits: float, L: int) -> torch.Tensor:
     before = torch.cat((last.roll(1, dims=-1), words[:, :-1]), dim=1)
     word_pairs = (before << 16) | words
     ends = [int((column + 1) * bits) for column in range(TILE)]
-    word_of = [-(-end // TILE) - 1 for end in ends]
+    word_of = [ceil_div(end, TILE) - 1 for end in ends]
     shift = torch.tensor([TILE * (word + 1) - end for word, end in zip(word_of, ends, strict=True)])
     windows = word_pairs[:, word_of].transpose(1, 2) >> shift.to(stored.device)
     hashed = ((windows & ((1 << L) - 1)) * MULTIPLIER) & 0xFFFFFFFF

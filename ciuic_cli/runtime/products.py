@@ -54,8 +54,8 @@ def product(
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
         inner = product(right, x, small_batch=small_batch).to(torch.float32)
-        # x (L R)^T = (x R^T) L^T. The rows of L^T are stored in the transformed basis, so one inverse transform of
-        # the sum suffices.
+        # x (left right)^T = (x right^T) left^T. The rows of left^T are stored in the transformed basis, so one inverse
+        # transform of the sum suffices.
         added = inverse_transform(inner @ left.decode(0, left.rows), left.cols, left.seed)
         y = y.to(torch.float32) + to_original_order(matrix, added)[..., row_begin:row_end]
     return y

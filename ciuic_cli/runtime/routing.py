@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class, original_class
 
 MASKED_SCORE = -1e4
@@ -43,7 +44,7 @@ def mask_for(pruned: torch.Tensor, *, top_k: int, groups: int = 1, chosen_groups
     A router chooses `top_k` experts from the best `chosen_groups` of `groups` groups and ranks a group by its best
     two experts. Each group must keep as many experts as may be chosen from it; otherwise none of its experts is masked.
     """
-    needed = max(2 if groups > 1 else 1, -(-top_k // chosen_groups))
+    needed = max(2 if groups > 1 else 1, ceil_div(top_k, chosen_groups))
     mask = pruned.clone().reshape(groups, -1)
     mask[(~mask).sum(1) < needed] = False
     return mask.reshape(-1)

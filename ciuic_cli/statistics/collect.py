@@ -10,11 +10,11 @@ The steps, in the order in which `_Collection.run` takes them:
    (`moments.py`) and writes them (`files.py`). Inputs and gradients that are not needed any more are deleted.
 4. embedding: the gradients below layer 0 give the Fisher information of the embedding's rows (`embedding_fisher.py`).
 
-In memory at a time: one layer, its statistics twice (of one segment of the text, and the sum of those before it), and
-one chunk of sequences.
+In memory at a time: one layer, one chunk of sequences, and the layer's statistics twice: of the current segment of the
+text, and the sum over the earlier ones.
 
-Workers share the text by segments, and segments are added up in their order, so that the files have the same bytes for
-any number of workers (`sums.py`). Each finished step is marked in the journal, from which a killed run continues
+Workers share the text by segments. The sums of segments are added in their order, so that the files have the same bytes
+for any number of workers (`sums.py`). Each finished step is marked in the journal, from which a killed run continues
 (`marks.py`).
 """
 
@@ -32,8 +32,9 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.layerwise.activation_store import ActivationStore
-from ciuic_cli.layerwise.layer_stream import LayerStream, Progress, TokenSpan, compute_dtype
+from ciuic_cli.layerwise.layer_stream import LayerStream, TokenSpan, compute_dtype
 from ciuic_cli.layerwise.linear_hooks import linears_of
+from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.embedding_fisher import (
     add_occurrences,
@@ -96,7 +97,7 @@ def collect_statistics(
     chunk_numbers = [number for share in shares for number in share]
     ends = itertools.accumulate((len(share) for share in shares), initial=0)
     stream = LayerStream(
-        model_map, [chunks[number] for number in chunk_numbers], folder / f"stream-{workers.rank}",
+        model_map, [chunks[number] for number in chunk_numbers], folder / f"stream-{workers.number}",
         device=device, dtype=compute_dtype(device),
     )  # fmt: skip
     writer = StatisticsWriter(folder, batches.numel(), model_map.checkpoint.folder)
@@ -127,7 +128,7 @@ class _Collection:
     segments: list[range]
 
     def run(self) -> Statistics:
-        """Take all steps in order, from the first that is not finished."""
+        """Take all steps in order, beginning with the first that is not finished."""
         layers = len(self.stream.prefixes)
         steps: list[tuple[str, Callable[[], None]]] = [
             *(("forward", partial(self.stream.forward_layer, number)) for number in range(layers)),
@@ -141,10 +142,10 @@ class _Collection:
         for number, (phase, step) in enumerate(steps[first:], first):
             step()
             if number >= layers:
-                # Deletes what the previous step released. All workers have marked that step, or they would not have
+                # Deletes what the previous step dropped. All workers have marked that step, or they would not have
                 # met in this one; so none can resume before it.
-                self.stream.delete_released()
-                self.stream.release(2 * layers - number)
+                self.stream.delete_dropped()
+                self.stream.drop(2 * layers - number)
             self.marks.save(number, self._state())
             if phase in ("forward", "backward"):
                 self.progress(phase, number % (layers + 1) + 1, layers)

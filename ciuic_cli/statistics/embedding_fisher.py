@@ -1,14 +1,14 @@
 """Fisher information of the input embedding's rows, from the gradients that arrive below the first layer.
 
-An embedding row's error is the same wherever its token occurs in a sequence, so its effects add up before they are
-squared (measured: docs/experiments/statistics/embedding-occurrences.md). For token v in one sequence let s_v be the sum
-of the gradients g_t over its occurrences t. Over all sequences the following is recorded (`add_occurrences`) and then
-made the fields of `EmbeddingUse` (`embedding_use` in `files.py` reads them):
+An embedding row has the same error wherever its token occurs in a sequence, so the gradients of the occurrences add up
+before they are squared (measured: docs/experiments/statistics/embedding-occurrences.md). For token v in one sequence
+let s_v be the sum of the gradients g_t over its occurrences t. `add_occurrences` sums over all sequences. From its sums
+come two fields of `EmbeddingUse` in `files.py`:
 
-    moment          Σ s_v s_vᵀ / |s_v|, to unit trace     (n, n); divided by |s_v|, so that each sum counts with its
-                                                          norm, as a token does in `moments.py`
-    token_fisher    Σ |s_v|² per occurrence of v          (vocabulary,); mixed with the mean over single occurrences of
-                                                          all tokens, which counts for `PRIOR_OCCURRENCES`
+    moment          Σ s_v s_vᵀ / |s_v|, to unit trace     (n, n). Divided by |s_v|, so that each s_v counts with its
+                                                          norm, as a token does in `moments.py`.
+    token_fisher    Σ |s_v|² per occurrence of v          (vocabulary,). Mixed with the mean of |g_t|² over all tokens,
+                                                          which counts for `PRIOR_OCCURRENCES` occurrences.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PRIOR_OCCURRENCES = 8
 def empty_embedding_sums(vocabulary: int, cols: int, device: torch.device) -> Moments:
     """Sums of a segment of the text, in a `Moments` so that workers can add them up.
 
-    inputs: (n, n) for the moment. outputs: (2, vocabulary), Σ |s_v|² and the number of occurrences by token. trace: Σ
-    |g|² over single occurrences, unlike elsewhere.
+    inputs: (n, n) for the moment. outputs: (2, vocabulary), Σ |s_v|² and the number of occurrences of each token.
+    trace: Σ |g_t|² over all tokens of the text; it is not the trace of `inputs`.
     """
     return Moments(torch.zeros(cols, cols, device=device), torch.zeros(2, vocabulary, device=device))
 

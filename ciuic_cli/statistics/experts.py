@@ -1,13 +1,12 @@
 """Moments of large expert stacks in bounded memory: a full moment for the pool, diagonals for each expert.
 
 The pool of a stack is the sum over all its experts. Full moments of all experts of one DeepSeek-V3 layer (256 experts,
-7168 and 2048 wide) would take 127 GB in memory, and as much on disk for each of the 58 layers. Where a stack would pass
-`FULL_MOMENTS_BYTES`, only the pool's H and G are recorded in full (`moments.py`), and of each expert the diagonals.
-When they are read (`files.py`), an expert's moment gets the pool's correlations and its own variances: D^½ C D^½, C the
-correlation matrix of the pool and D the expert's diagonal.
+7168 and 2048 wide) would take 127 GB in memory, and as much on disk for each of the 58 layers. If a stack would exceed
+`FULL_MOMENTS_BYTES`, H and G of the pool are recorded in full (`moments.py`), and only the diagonals of each expert.
+`files.py` combines them into D^½ C D^½, where C is the correlation matrix of the pool and D the expert's diagonal.
 
-This loses little: with so many experts each one sees few tokens. A full moment has more entries than such an expert has
-tokens and would be shrunk towards the pool anyway. A diagonal is known well after a few dozen tokens.
+This loses little. With so many experts, each sees fewer tokens than a full moment has dimensions, and its moment would
+be shrunk towards the pool anyway. A few dozen tokens suffice for a diagonal.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ FULL_MOMENTS_BYTES = 1 << 27
 """A stack keeps full moments for each expert if all of them take at most this many bytes. No measurement is on record;
 see also docs/experiments/scale/expert-statistics.md."""
 DIAGONAL_PRIOR_TOKENS = 64
-"""Tokens that the pool counts for when it is mixed with an expert's diagonal. The relative variance of a diagonal falls
+"""Weight, in tokens, of the pool when it is mixed with an expert's diagonal. The relative variance of a diagonal falls
 as 2 / tokens. No measurement is on record."""
 
 

@@ -3,14 +3,13 @@
 Per matrix or expert stack there is one safetensors file with H and G, normalised: H to unit trace, G to one token of
 the text. `statistics.json` lists the files, and how many tokens each expert saw.
 
-An expert sees only few tokens, so its moments are shrunk towards the pool, the sum over all experts of its layer, when
-they are read (`Statistics._shrunk`). With k tokens of its own, and a moment of n dimensions whose pool counts for n
-tokens,
+An expert sees only few tokens, so `Statistics._shrunk` shrinks its moments towards the pool, the sum over all experts
+of its layer. An expert has k tokens, and the pool of an n-dimensional moment counts for n tokens:
 
     H_expert = (k H_own + n H_pool) / (k + n)
 
-and alike for G, each per token routed to the expert; G is then scaled by k / (tokens of the text). An expert without
-tokens gets the pool's moments, scaled to one token: it is nearly free to change.
+The same formula holds for G per token routed to the expert; the result is then scaled by k / (tokens of the text). An
+expert without tokens gets the pool's moments with k = 1, so that changing it costs nearly nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ MOMENTS = "moments"
 EMBEDDING, TOKEN_FISHER, FREQUENCY, CONTEXTS = SINGLE_TENSOR_KINDS = (
     "embedding_moment", "token_fisher", "frequency", "contexts",
 )  # fmt: skip
-"""Kinds of files with one tensor, which has the kind's name."""
+"""Kinds of files that hold one tensor, named like the kind."""
 
 
 class StatisticsWriter:
@@ -102,7 +101,10 @@ class StatisticsWriter:
         self.digests = state["digests"]
 
     def _write_parameter(self, name: str, members: dict[int | None, Moments]) -> None:
-        """members: by expert; the key None is a matrix, or the pool of a stack, which is summed up if it is missing."""
+        """Normalise and write a parameter's moments.
+
+        members: moments by expert. The key None is a matrix, or the pool of a stack; a missing pool is summed up here.
+        """
         experts = [
             (expert, each)
             for expert, each in sorted(members.items(), key=lambda member: member[0] or 0)
@@ -146,8 +148,8 @@ class EmbeddingUse:
     """Fisher information of the input embedding's rows; `embedding_fisher.py` has the formulas.
 
     moment: (n, n) float32, the second moment of the rows' gradients, with unit trace. token_fisher: (vocabulary,)
-    float32, squared gradient per occurrence of each token. frequency: (vocabulary,) float32, expected share of each
-    token in text as the model itself predicts it, so that no token has none.
+    float32, squared gradient per occurrence of each token. frequency: (vocabulary,) float32, the share of each token in
+    the model's own predictions, above 0 also for tokens that the text lacks.
     """
 
     moment: torch.Tensor
@@ -184,7 +186,7 @@ class Statistics:
         return self._shrunk(name, "inputs", expert)
 
     def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        """G (m, m) float32 or its diagonal (m,), per token of the text, not per token of the expert; None as above."""
+        """G (m, m) float32 or its diagonal (m,), per token of the whole text; None if nothing was recorded."""
         return self._shrunk(name, "outputs", expert)
 
     def contexts(self, name: str) -> torch.Tensor | None:
@@ -194,8 +196,8 @@ class Statistics:
 
             Σ p (1-p) x xᵀ / Σ p (1-p) |x|²  ≈  residual + v vᵀ
 
-        v vᵀ is the part of the row's mean input, shrunk for few inputs (`context_vectors` in `head_fisher.py`); the
-        residual is common to all rows.
+        v vᵀ is the share of the row's mean input (`context_vectors` in `head_fisher.py` shrinks it if inputs are few).
+        The residual is common to all rows.
         """
         return self._single(CONTEXTS, name) if name in self._files[CONTEXTS] else None
 
@@ -208,7 +210,8 @@ class Statistics:
     def _shrunk(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
         """One moment; an expert's is shrunk towards the pool of its layer.
 
-        The pool counts for as many tokens as the moment has dimensions, beside a diagonal for DIAGONAL_PRIOR_TOKENS.
+        The pool counts for as many tokens as the moment has dimensions; for an expert with diagonals it counts for
+        DIAGONAL_PRIOR_TOKENS.
         """
         own = self._read(name, part, expert)
         if expert is None:
@@ -231,7 +234,7 @@ class Statistics:
         pool: torch.Tensor,
         prior_tokens: int,
     ) -> torch.Tensor:
-        """The mean of an expert's moment, which counts for its tokens, and of the pool, for `prior_tokens`."""
+        """The mean of an expert's moment, weighted by its tokens, and of the pool, weighted by `prior_tokens`."""
         if part == "inputs":
             return pool if own is None else (tokens * own + prior_tokens * pool) / (tokens + prior_tokens)
         routed_tokens = max(1, sum(self._tokens[name].values()))  # over all experts
@@ -256,7 +259,7 @@ class Statistics:
 
 @contextmanager
 def _damage(path: Path) -> Iterator[None]:
-    """Convert errors of reading a file that this run wrote itself to an EnvironmentFault that names the file."""
+    """Convert errors of reading a file that this run wrote to an EnvironmentFault that names the file."""
     try:
         with reading(path):
             yield

@@ -1,12 +1,12 @@
 """The head: gradients of sampled labels for the layers below, and the Fisher information of its rows.
 
 The loss of a token is the cross entropy with one label drawn from the model's own prediction p. Its gradient in the
-logits, p - onehot(label), has the second moment diag(p) - p pᵀ: the Fisher information of the prediction. It is what
-the backward sweep carries down (`sampled_gradient`).
+logits, p - onehot(label), has the second moment diag(p) - p pᵀ: the Fisher information of the prediction. The backward
+sweep begins with this gradient (`sampled_gradient`).
 
-For the head itself (`HeadSums`) labels are not needed: row v has the expected squared gradient w_v = p_v (1 - p_v),
-times c², c being the slope of what the model does between head and logits (a factor, a soft cap). So rare tokens have a
-smooth estimate instead of a few counts. Over all tokens with head inputs x:
+The head itself needs no labels (`HeadSums`). The squared gradient of row v has the expectation w_v = p_v (1 - p_v) c².
+Here c is the slope of the function between head and logits (a factor, a soft cap). Rare tokens thus have a smooth
+estimate instead of a few counts. Over all tokens with head inputs x:
 
     H           Σ (Σ_v w_v) x xᵀ, to unit trace           (n, n)
     G           Σ w_v |x|² per token, the diagonal        (vocabulary,)
@@ -25,7 +25,7 @@ from ciuic_cli.statistics.moments import Moments
 
 
 def sequence_seed(seed: int, sequence: int) -> int:
-    """Seed for the labels of one sequence, by its number in the text: the same whichever worker draws them."""
+    """Seed for the labels of one sequence, from its number in the text. It does not depend on the worker."""
     return (seed << 30) + sequence
 
 
@@ -53,7 +53,7 @@ def sampled_gradient(probability: torch.Tensor, generator: torch.Generator) -> t
 def squared_slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | float:
     """Squared derivative of each logit in the head's output: 1.0 if they are the same tensor, else (t, vocabulary).
 
-    logits, output: (1, t, vocabulary); between them models only work element by element (a factor, a soft cap).
+    logits, output: (1, t, vocabulary). The function between them must be element by element (a factor, a soft cap).
     """
     if logits is output:
         return 1.0
@@ -103,8 +103,8 @@ def context_vectors(rows: Moments, fisher: torch.Tensor) -> torch.Tensor:
     """`Statistics.contexts` (vocabulary, n); overwrites rows.inputs.
 
     For row v with mean input x̄_v = Σ w_v x / Σ w_v the result is x̄_v (k / (k + 1) · Σ w_v / Σ w_v |x|²)^½, in which
-    k = (Σ w_v)² / Σ w_v² is the effective number of inputs that decide about v (Kish). The factor k / (k + 1) shrinks
-    the vector as if one more input had been seen that says nothing.
+    k = (Σ w_v)² / Σ w_v² is the effective number of inputs of row v (Kish). The factor k / (k + 1) shrinks the vector
+    as one more input of zero would.
 
     Args:
         rows: `HeadSums.rows` of the whole text.

@@ -50,4 +50,4 @@ class Marks:
         return None if data is None else dict(json.loads(data))
 
     def _name(self, step: int) -> str:
-        return f"sweeps/{self.workers.rank}-of-{self.workers.size}-{step:05d}"
+        return f"sweeps/{self.workers.number}-of-{self.workers.size}-{step:05d}"

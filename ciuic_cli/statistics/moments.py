@@ -10,8 +10,8 @@ error E (m, n) is predicted to cost, in nats per token,
 In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the following, in this order.
 
 1. Tokens are weighted (`Moments._weighted_gradients`). A few tokens have most of the squared gradient norm
-   |x|² |g|², and in other text these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½; then a token
-   counts with the root, |x_t| |g_t| (measured: docs/experiments/statistics/heavy-tails.md).
+   |x|² |g|², and in other text these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½. A token then
+   counts with |x_t| |g_t|, the root (measured: docs/experiments/statistics/heavy-tails.md).
 
 2. Products are summed over pairs of tokens s, t of one sequence (`Moments.add_sequences`), one step of power iteration
    from the identity (Tseng et al., "Model-Preserving Adaptive Rounding", 2025):
@@ -19,18 +19,19 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
        H ∝ Σ w_st (g_s · g_t) x_s x_tᵀ        (n, n)
        G ∝ Σ w_st (x_s · x_t) g_s g_tᵀ        (m, m)
 
-   with w_st = 1 for s = t and `PAIR_WEIGHT` for s ≠ t. Pairs matter because the error of W is the same at every token:
-   where two tokens have inputs in common, its effects add up. Each side is weighted by the other; otherwise attention
-   sinks would dominate, whose activations are huge although hardly any gradient reaches them.
+   with w_st = 1 for s = t and `PAIR_WEIGHT` for s ≠ t. Pairs matter because W has the same error at every token: the
+   errors of two outputs with similar inputs add up. The inputs in H are weighted by gradients, and the gradients in G
+   by inputs. Without these weights, attention sinks would dominate H: their activations are huge, but hardly any
+   gradient reaches them.
 
-   The tokens of an expert, or of a product that pools tokens, form no sequence: only s = t counts
+   The tokens of an expert, or of a product that pools tokens, are not a sequence. There only s = t counts
    (`Moments.add_tokens`).
 
 3. The pair sums can be computed in two equivalent ways: from (t, t) products of tokens, or from gradients (m, n) of W.
    The cheaper one is taken (`pair_sum_work`).
 
-4. When they are written (`files.py`), the sums are normalised: H to unit trace, and G to one token of the text, times
-   Σ |x|² |g|² / Σ |x| |g|, which restores the sum of squared gradient norms that step 1 changed.
+4. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
+   multiplied by Σ |x|² |g|² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms.
 
 Two corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when they
 are read (`files.py`), and both factors are damped before they are factorised (`passes/feedback.py`; measured:
@@ -57,15 +58,15 @@ PAIR_WEIGHT = 0.25
 """Weight w_st of a pair of different tokens of a sequence. 1 would be unbiased, but is noisy with few sequences.
 Measured: docs/experiments/statistics/token-pairs.md."""
 PAIR_TOKENS = 1024
-"""Longer sequences are cut into parts of this many tokens, and pairs count within a part only: the work over pairs
-grows with the square of the length. No measurement is on record."""
+"""Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
+square of the length. No measurement is on record."""
 
 
 class MomentRecorder(LinearHook):
     """While active, every product with a watched weight adds its inputs and output gradients to `moments`.
 
-    Where the full moments of an expert stack would take too much memory (`experts.py`), each expert gets diagonals, and
-    the stack's pool, under the key (name, None), gets full moments.
+    If full moments of all experts of a stack would take too much memory (`experts.py`), each expert gets diagonals. The
+    pool of the stack then gets full moments, under the key (name, None).
 
     Args:
         dtype: of the layer's products; see `symmetric_product`.
@@ -101,7 +102,7 @@ class MomentRecorder(LinearHook):
             if expert is not None and name in self._pooled:
                 self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
                 self._moments_of((name, None), shape, x.device).add_tokens(x, gradient)
-            elif expert is not None or len(x) % self.length:  # not one input per token of every sequence
+            elif expert is not None or len(x) % self.length:  # the inputs are not whole sequences
                 self._moments_of(key, shape, x.device).add_tokens(x, gradient)
             else:
                 moments = self._moments_of(key, shape, x.device)
@@ -127,7 +128,7 @@ class Moments:
 
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
     (m,). trace: of the full sum, equal for both. tokens: how many were added. gradient_energy: Σ |x|² |g|² of the
-    tokens; weighted_energy: Σ |x| |g|, the same after weighting. dtype: of products, see `symmetric_product`.
+    tokens. weighted_energy: Σ |x| |g|, the same sum after weighting. dtype: of products, see `symmetric_product`.
     """
 
     inputs: torch.Tensor
@@ -233,11 +234,10 @@ class Moments:
 def pair_sum_work(length: int, rows: int, cols: int) -> tuple[int, int]:
     """Multiplications for the pair sums of one sequence: over pairs of tokens, and by the gradient of the weight.
 
-    Both lead to the same sums. What they cost alike (single tokens) is left out; symmetric products count whole, and H
-    and G as full matrices.
+    Both lead to the same sums. Work that both share (single tokens) is not counted. Symmetric products count as if all
+    of them were computed, and H and G as full matrices.
     """
-    # Products of tokens with each other, then of these with the other side's vectors: two for inputs, two for
-    # gradients.
+    # The (t, t) products of the inputs and their product with the gradients, and the same the other way round.
     by_tokens = 2 * length * length * (rows + cols)
     by_gradients = length * rows * cols + rows * cols * (rows + cols)
     return by_tokens, by_gradients

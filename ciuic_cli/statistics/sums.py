@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.moments import Moments
 
 SEGMENTS = 8
-"""Segments of the text; more workers than this do not make the statistics faster. No measurement is on record."""
+"""Segments of the text, and so the most workers that have work in the statistics. No measurement is on record."""
 
 
 def segments_of(chunks: int) -> list[range]:
@@ -27,9 +28,9 @@ def segments_of(chunks: int) -> list[range]:
 
 
 def share_of(segments: Sequence[range], workers: Workers) -> list[range]:
-    """This worker's segment in each round; empty in the last round if there is none left for it."""
-    rounds = -(-len(segments) // workers.size)
-    numbers = [turn * workers.size + workers.rank for turn in range(rounds)]
+    """This worker's segment in each round. In the last round it is empty if no segment is left."""
+    rounds = ceil_div(len(segments), workers.size)
+    numbers = [turn * workers.size + workers.number for turn in range(rounds)]
     return [segments[number] if number < len(segments) else range(0) for number in numbers]
 
 
@@ -48,7 +49,7 @@ class OrderedSums:
     def add(self, moments: Mapping[Key, Moments]) -> None:
         """Add the sums of this worker's segment of one round; all workers must call it once per round.
 
-        `moments` may be kept and changed.
+        The object takes over `moments` and may change them.
         """
         headers = {
             key: (each.inputs.shape, each.outputs.shape, each.scalars) for key, each in moments.items()
@@ -56,21 +57,21 @@ class OrderedSums:
         everyone = self.workers.gather(headers)
         for key in _all_keys(everyone):
             owner = self.owner[key[0]]
-            for rank, theirs in enumerate(everyone):
+            for sender, theirs in enumerate(everyone):
                 if key not in theirs:
                     continue
-                if self.workers.rank == rank == owner:
+                if self.workers.number == sender == owner:
                     self._include(key, moments[key])
-                elif self.workers.rank == rank:
+                elif self.workers.number == sender:
                     self.workers.send(moments[key].inputs, owner)
                     self.workers.send(moments[key].outputs, owner)
-                elif self.workers.rank == owner:
+                elif self.workers.number == owner:
                     inputs, outputs, scalars = theirs[key]
                     self._include(
                         key,
                         Moments(
-                            self.workers.receive(inputs, self.device, rank),
-                            self.workers.receive(outputs, self.device, rank),
+                            self.workers.receive(inputs, self.device, sender),
+                            self.workers.receive(outputs, self.device, sender),
                             *scalars,
                         ),
                     )

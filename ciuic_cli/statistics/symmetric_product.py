@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ciuic_cli.integers import ceil_div
+
 MIN_BLOCK_COLUMNS = 128
 """Least columns per block: with fewer, the half that is saved does not pay for several small products. No measurement
 is on record."""
@@ -34,7 +36,7 @@ def symmetric_product(
     moment = torch.empty((*left.shape[:-2], cols, cols), device=left.device)
     count = max(1, min(MAX_BLOCKS, cols // MIN_BLOCK_COLUMNS))
     # Blocks of equal size: the bits of a product with few columns depend on the number of threads.
-    step = -(-cols // count)
+    step = ceil_div(cols, count)
     for begin in range(0, cols, step):
         end = min(begin + step, cols)
         block = moment[..., begin:end, :end]

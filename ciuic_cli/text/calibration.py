@@ -1,4 +1,4 @@
-"""Calibration text to token sequences, from the user's files or the text that ships with the package."""
+"""Calibration sequences, from the user's files or from the text that ships with the package."""
 
 from __future__ import annotations
 
@@ -25,34 +25,34 @@ MINIMUM_TOKENS = 256
 def calibration_batch(
     tokenizer: Any, files: Sequence[Path], *, nsamples: int, seqlen: int, vocab_size: int
 ) -> torch.Tensor:
-    """Sequences of calibration tokens at even distances over all the text (see `tokenize_evenly` for a large one).
+    """Sequences of calibration tokens, at even distances over the whole text.
 
     Returns a LongTensor (n, seqlen) with n <= nsamples. Every sequence begins with the tokenizer's leading special
-    tokens (BOS). The sequences do not overlap, and their even distances let a short run see every part of the text.
-    `seqlen` is reduced to the length of the text if that is shorter.
+    tokens (BOS). The sequences do not overlap. `seqlen` is reduced to the length of the text if that is shorter.
+    `tokenize_evenly` leaves out parts of a large text.
 
     Raises InputError for text that is unreadable or too short, and for tokens outside `vocab_size`; UsageError if the
     leading special tokens fill `seqlen`.
     """
     texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
     ids = tokenize_evenly(tokenizer, texts, nsamples * seqlen)
-    prefix = leading_special_tokens(tokenizer)
+    leading = leading_special_tokens(tokenizer)
     if len(ids) < MINIMUM_TOKENS:
         raise InputError(
             f"calibration text has {len(ids)} tokens; at least {MINIMUM_TOKENS} are needed",
             file=files[0] if files else None,
             remedy="give more text (--calibration can be repeated)",
         )
-    require_known_tokens(tokenizer, chain(prefix, ids), vocab_size)
-    seqlen = min(seqlen, len(ids) + len(prefix))
-    body = seqlen - len(prefix)
+    require_known_tokens(tokenizer, chain(leading, ids), vocab_size)
+    seqlen = min(seqlen, len(ids) + len(leading))
+    body = seqlen - len(leading)
     if body < 1:
         raise UsageError(
-            f"sequences of {seqlen} tokens leave no room after the {len(prefix)} that the tokenizer puts first",
+            f"sequences of {seqlen} tokens leave no room after the {len(leading)} that the tokenizer puts first",
             file=tokenizer_file(tokenizer.name_or_path),
             remedy="use a larger --seqlen if the model has as many positions, or check the tokenizer",
         )
     count = min(nsamples, len(ids) // body)
-    step = len(ids) / count
-    starts = [min(int(index * step), len(ids) - body) for index in range(count)]
-    return torch.tensor([[*prefix, *ids[start : start + body]] for start in starts], dtype=torch.long)
+    distance = len(ids) / count
+    starts = [min(int(index * distance), len(ids) - body) for index in range(count)]
+    return torch.tensor([[*leading, *ids[start : start + body]] for start in starts], dtype=torch.long)

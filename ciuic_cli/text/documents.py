@@ -13,7 +13,7 @@ DOCUMENT_SEPARATOR = "<|doc|>"
 """The line between two documents of a text."""
 
 MAXIMUM_BYTES = 64 << 20
-"""Largest accepted text. No effort uses a hundredth of it."""
+"""Largest accepted text, in bytes. Chosen: no effort level uses a hundredth of it."""
 
 
 def read_text(path: Path) -> str:

@@ -14,10 +14,10 @@ from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.text.documents import split_documents
 
 PIECE_CHARACTERS = 2 << 20
-"""Most characters that are tokenized at a time; the tokenizer library takes up to 200 times their size in memory. No
-document of the package's own texts is longer, so these are never cut."""
+"""Most characters that are tokenized at a time: the tokenizer library takes up to 200 times their size in memory. The
+documents of the package's own texts are shorter, so none is cut. Chosen, not tuned."""
 WHOLE_CHARACTERS = 16 << 20
-"""Texts of up to this many characters are tokenized completely by `tokenize_evenly`: about ten seconds of work."""
+"""Longest text, in characters, that `tokenize_evenly` tokenizes completely: about ten seconds of work. Chosen."""
 
 
 def open_tokenizer(path: str | Path) -> Any:
@@ -44,9 +44,9 @@ def tokenize(tokenizer: Any, text: str, limit: int | None = None) -> array[int]:
 
 
 def tokenize_evenly(tokenizer: Any, texts: Sequence[str], needed: int) -> array[int]:
-    """Token ids (int32) of all documents of the texts or, beyond WHOLE_CHARACTERS, of a part of their pieces.
+    """Token ids (int32) of all documents of the texts; of longer texts than WHOLE_CHARACTERS, of every 2^k-th piece.
 
-    The part is every second, fourth, ... piece: the smallest that has WHOLE_CHARACTERS and `needed` tokens.
+    k is the largest number with which the pieces have WHOLE_CHARACTERS characters and `needed` tokens.
     """
     pieces = [piece for text in texts for document in split_documents(text) for piece in _pieces(document)]
     stride = 1

@@ -73,18 +73,18 @@ def test_enough_bytes_for_everything_leave_the_least_loss(problem: Problem) -> N
 
 
 @quick
-@given(problem=problems(), share=st.floats(0.0, 1.0), chunk=st.integers(1, 5))
-def test_the_size_of_a_chunk_does_not_change_the_result(problem: Problem, share: float, chunk: int) -> None:
+@given(problem=problems(), share=st.floats(0.0, 1.0), items=st.integers(1, 5))
+def test_the_size_of_a_slice_does_not_change_the_result(problem: Problem, share: float, items: int) -> None:
     loss, nbytes = problem
     least = smallest_bytes(loss, nbytes)
     budget = least + int(share * (largest(loss, nbytes) - least))
     whole = allocate(loss, nbytes, budget)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(knapsack, "_CHUNK_ITEMS", chunk)
+        patch.setattr(knapsack, "_SLICE_ITEMS", items)
         assert smallest_bytes(loss, nbytes) == least
-        in_chunks = allocate(loss, nbytes, budget)
-    assert in_chunks.choice.tolist() == whole.choice.tolist()
-    assert (in_chunks.loss, in_chunks.nbytes) == (whole.loss, whole.nbytes)
+        in_slices = allocate(loss, nbytes, budget)
+    assert in_slices.choice.tolist() == whole.choice.tolist()
+    assert (in_slices.loss, in_slices.nbytes) == (whole.loss, whole.nbytes)
 
 
 def test_the_last_bytes_go_to_the_item_that_gains_most_per_byte() -> None:

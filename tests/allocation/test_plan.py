@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ciuic_cli.allocation import artifact_size
-from ciuic_cli.allocation.arms import Arms, PassOptions, prunable_structures, rescale_uncovered
+from ciuic_cli.allocation.arms import ArmTable, PassOptions, prunable_structures, rescale_uncovered
 from ciuic_cli.allocation.artifact_size import shards_of
 from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, WeightMatrix, weight_matrices
 from ciuic_cli.allocation.plan import Plan
@@ -33,7 +33,7 @@ from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.compression.options import BITS
 from ciuic_cli.errors import TargetError, UsageError
-from ciuic_cli.passes.lowrank import LowRankArm, factor_bytes
+from ciuic_cli.passes.lowrank import LowRankPart, factor_bytes
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 
 MEDIUM = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 48}
@@ -44,13 +44,13 @@ def _map(folder: Path) -> ModelMap:
     return map_model(open_checkpoint(folder))
 
 
-def _arms(model_map: ModelMap, options: PassOptions, seed: int = 0) -> list[Arms]:
+def _arms(model_map: ModelMap, options: PassOptions, seed: int = 0) -> list[ArmTable]:
     """Arms whose sensitivities span orders of magnitude, as real ones do."""
     rng = np.random.default_rng(seed)
     made = []
     for matrix in weight_matrices(model_map.parameters.values()):
         sensitivity = rng.lognormal(0, 2, matrix.groups)
-        made.append(Arms(matrix, options.bits_for(matrix), options.L, sensitivity, sensitivity.copy()))
+        made.append(ArmTable(matrix, options.bits_for(matrix), options.L, sensitivity, sensitivity.copy()))
     return made
 
 
@@ -102,14 +102,14 @@ def test_planned_bytes_equal_written_bytes(
 ) -> None:
     model_map = _map(tiny_checkpoint(family))
     options = PassOptions(BITS, prune="auto", rank="auto")
-    arms = _arms(model_map, options)
-    for index, arm in enumerate(arms):  # a low-rank part that leaves nothing, wherever one fits
-        if min(arm.matrix.rows, arm.matrix.cols) > 16 and arm.matrix.role not in EMBEDDING_ROLES:
-            nbytes = factor_bytes(arm.matrix.rows, arm.matrix.cols, 16)
-            part = LowRankArm(16, nbytes, np.full(arm.matrix.groups, 1e-9))
-            arms[index] = replace(arm, lowrank=[part])
+    tables = _arms(model_map, options)
+    for index, table in enumerate(tables):  # a low-rank part that leaves nothing, wherever one fits
+        if min(table.matrix.rows, table.matrix.cols) > 16 and table.matrix.role not in EMBEDDING_ROLES:
+            nbytes = factor_bytes(table.matrix.rows, table.matrix.cols, 16)
+            part = LowRankPart(16, nbytes, np.full(table.matrix.groups, 1e-9))
+            tables[index] = replace(table, lowrank=[part])
     budget = _budget(model_map, 2.2)
-    plan = make_plan(model_map, arms, budget, options)
+    plan = make_plan(model_map, tables, budget, options)
     assert plan.file_bytes <= budget
     assert any(matrix.rank for matrix in plan.matrices.values())
     files = _write(model_map, plan, tmp_path / "out")
@@ -140,14 +140,14 @@ def test_embedding_rows_are_never_pruned(tiny_checkpoint: Callable[..., Path]) -
     """Rows of predicted loss 0 keep the least bits."""
     model_map = _map(tiny_checkpoint("llama"))
     options = PassOptions(BITS, prune="auto")
-    arms = _arms(model_map, options)
-    for arm in arms:
-        if arm.matrix.role in EMBEDDING_ROLES:
-            arm.sensitivity[:] = arm.removal[:] = 0.0
-            assert 0 not in arm.bits
+    tables = _arms(model_map, options)
+    for table in tables:
+        if table.matrix.role in EMBEDDING_ROLES:
+            table.sensitivity[:] = table.pruning_loss[:] = 0.0
+            assert 0 not in table.bits
         else:
-            assert 0 in arm.bits
-    plan = make_plan(model_map, arms, _budget(model_map, 4.0), options)
+            assert 0 in table.bits
+    plan = make_plan(model_map, tables, _budget(model_map, 4.0), options)
     row_bits = {p.matrix.role: p.row_bits for p in plan.matrices.values()}
     assert (row_bits["embedding"] == 2).all()
     assert (row_bits["head"] == 2).all()
@@ -170,10 +170,10 @@ def test_row_groups_without_loss_are_pruned_unless_forbidden(tiny_checkpoint: Ca
     model_map = _map(tiny_checkpoint("llama"))
     for prune, expected in (("auto", 0), ("off", 1)):
         options = PassOptions(BITS, prune=prune)
-        arms = _arms(model_map, options)
-        arms[3].sensitivity[1] = arms[3].removal[1] = 0.0
-        plan = make_plan(model_map, arms, _budget(model_map, 3.0), options)
-        assert plan.matrices[arms[3].matrix.key].row_bits[1] == expected
+        tables = _arms(model_map, options)
+        tables[3].sensitivity[1] = tables[3].pruning_loss[1] = 0.0
+        plan = make_plan(model_map, tables, _budget(model_map, 3.0), options)
+        assert plan.matrices[tables[3].matrix.key].row_bits[1] == expected
 
 
 class _WhiteStatistics:
@@ -220,19 +220,19 @@ def test_a_low_rank_part_is_chosen_for_a_nearly_low_rank_matrix(
     plans = {}
     for rank in ("auto", "off", 32):
         options = PassOptions(BITS, L=12, prune="off", rank=rank)
-        arms = [
+        tables = [
             price_matrix(model_map, statistics, matrix, options)
             for matrix in weight_matrices(model_map.parameters.values())
         ]
-        plans[rank] = make_plan(model_map, arms, budget, options)
+        plans[rank] = make_plan(model_map, tables, budget, options)
     ranks = {key: plan.rank for key, plan in plans["auto"].matrices.items() if plan.rank}
     assert ranks == {target: 16}
     assert plans["auto"].matrices[target].lowrank_bytes == factor_bytes(192, 192, 16)
     assert plans["auto"].predicted_kl < 0.9 * plans["off"].predicted_kl
     assert plans["auto"].file_bytes <= budget
     assert not any(plan.rank for plan in plans["off"].matrices.values())
-    forced = {plan.rank for plan in plans[32].matrices.values() if plan.matrix.role not in EMBEDDING_ROLES}
-    assert forced == {32}
+    ranks = {plan.rank for plan in plans[32].matrices.values() if plan.matrix.role not in EMBEDDING_ROLES}
+    assert ranks == {32}
     assert plans[32].file_bytes <= budget
 
 
@@ -241,11 +241,11 @@ def test_corrections_move_bits_between_roles(tiny_checkpoint: Callable[..., Path
     options = PassOptions(BITS, prune="off", rank="off")
 
     def bits_of_down(correction: float) -> float:
-        arms = [
-            replace(arm, correction=correction) if arm.matrix.role == "down" else arm
-            for arm in _arms(model_map, options)
+        tables = [
+            replace(table, correction=correction) if table.matrix.role == "down" else table
+            for table in _arms(model_map, options)
         ]
-        plan = make_plan(model_map, arms, _budget(model_map, 4.0), options)
+        plan = make_plan(model_map, tables, _budget(model_map, 4.0), options)
         return float(
             np.mean([bits_of(p.row_bits).mean() for p in plan.matrices.values() if p.matrix.role == "down"])
         )
@@ -259,14 +259,14 @@ def test_corrections_move_bits_between_roles(tiny_checkpoint: Callable[..., Path
 def test_channels_without_loss_are_pruned_from_gate_and_up(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     options = PassOptions(BITS)
-    arms = _arms(model_map, options)
-    down = next(arm for arm in arms if arm.matrix.role == "down")
+    tables = _arms(model_map, options)
+    down = next(table for table in tables if table.matrix.role == "down")
     losses = np.array([1e9, 0.0, 1e9, 1e9, 1e9, 1e9])  # 88 channels
-    arms = [replace(arm, channels=losses) if arm is down else arm for arm in arms]
+    tables = [replace(table, channels=losses) if table is down else table for table in tables]
     layer = down.matrix.key.removesuffix("down_proj.weight")
-    structures = [s for s in prunable_structures(arms) if s.down == down.matrix.key]
+    structures = [s for s in prunable_structures(tables) if s.down == down.matrix.key]
     assert structures[1].members == ((f"{layer}gate_proj.weight", 1), (f"{layer}up_proj.weight", 1))
-    plan = make_plan(model_map, arms, _budget(model_map, 2.5), options)
+    plan = make_plan(model_map, tables, _budget(model_map, 2.5), options)
     assert [(s.down, s.block) for s in plan.pruned_structures] == [(down.matrix.key, 1)]
     for name in ("gate_proj", "up_proj"):
         assert plan.matrices[f"{layer}{name}.weight"].row_bits[1] == 0
@@ -279,17 +279,17 @@ def test_experts_without_statistics_cannot_be_pruned(role: str, count: int) -> N
     matrices = [
         WeightMatrix(f"mlp.experts.{part}", 0, role, 32, 32) for part in ("gate_up_proj", "down_proj")
     ]
-    arms = [Arms(matrix, options.bits_for(matrix), options.L, zeros, zeros) for matrix in matrices]
-    assert len(prunable_structures(arms)) == count
+    tables = [ArmTable(matrix, options.bits_for(matrix), options.L, zeros, zeros) for matrix in matrices]
+    assert len(prunable_structures(tables)) == count
 
 
 def test_an_expert_without_loss_is_pruned_as_a_whole(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v3"))
     options = PassOptions(BITS)
-    arms = _arms(model_map, options)
-    down = next(arm for arm in arms if arm.matrix.role == "expert_down" and arm.matrix.expert == 2)
-    down.removal[:] = 1e-12
-    plan = make_plan(model_map, arms, _budget(model_map, 2.2), options)
+    tables = _arms(model_map, options)
+    down = next(table for table in tables if table.matrix.role == "expert_down" and table.matrix.expert == 2)
+    down.pruning_loss[:] = 1e-12
+    plan = make_plan(model_map, tables, _budget(model_map, 2.2), options)
     assert [(s.down, s.block) for s in plan.pruned_structures] == [(down.matrix.key, None)]
     assert not plan.matrices[down.matrix.key].row_bits.any()
     assert not plan.matrices[down.matrix.key.replace("down_proj", "gate_up_proj")].row_bits.any()
@@ -299,15 +299,15 @@ def test_an_expert_without_loss_is_pruned_as_a_whole(tiny_checkpoint: Callable[.
 def test_a_pruned_expert_has_no_low_rank_part(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v3"))
     options = PassOptions(BITS, rank=16)
-    arms = _arms(model_map, options)
-    for index, arm in enumerate(arms):
-        if arm.matrix.expert is not None:
-            nbytes = factor_bytes(arm.matrix.rows, arm.matrix.cols, 16)
-            part = LowRankArm(16, nbytes, np.full(arm.matrix.groups, 0.9, np.float32))
-            arms[index] = replace(arm, lowrank=[part])
-    down = next(arm for arm in arms if arm.matrix.role == "expert_down" and arm.matrix.expert == 2)
-    down.removal[:] = 1e-12
-    plan = make_plan(model_map, arms, _budget(model_map, 1.5), options)
+    tables = _arms(model_map, options)
+    for index, table in enumerate(tables):
+        if table.matrix.expert is not None:
+            nbytes = factor_bytes(table.matrix.rows, table.matrix.cols, 16)
+            part = LowRankPart(16, nbytes, np.full(table.matrix.groups, 0.9, np.float32))
+            tables[index] = replace(table, lowrank=[part])
+    down = next(table for table in tables if table.matrix.role == "expert_down" and table.matrix.expert == 2)
+    down.pruning_loss[:] = 1e-12
+    plan = make_plan(model_map, tables, _budget(model_map, 1.5), options)
     assert down.matrix.key in [s.down for s in plan.pruned_structures if s.block is None]
     assert plan.matrices[down.matrix.key].is_zero and plan.matrices[down.matrix.key].lowrank_bytes == 0
     assert plan.matrices[down.matrix.key.replace("down_proj", "gate_up_proj")].is_zero
@@ -315,11 +315,11 @@ def test_a_pruned_expert_has_no_low_rank_part(tiny_checkpoint: Callable[..., Pat
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3])
-def test_a_forced_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -> None:
+def test_a_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     options = PassOptions(BITS, prune=share)
-    arms = _arms(model_map, options)
-    plan = make_plan(model_map, arms, _budget(model_map, 2.0), options)
+    tables = _arms(model_map, options)
+    plan = make_plan(model_map, tables, _budget(model_map, 2.0), options)
     prunable = [p for p in plan.matrices.values() if p.matrix.role not in EMBEDDING_ROLES]
     total = sum(p.matrix.groups * p.matrix.cols for p in prunable)
     pruned = sum(int((p.row_bits == 0).sum()) * p.matrix.cols for p in prunable)
@@ -339,9 +339,27 @@ def test_the_error_of_an_unreachable_target_reports_the_highest_ratio(
     check_reachable(model_map, _budget(model_map, best), options)
     with pytest.raises(TargetError):
         check_reachable(model_map, _budget(model_map, best + 0.02), options)
+    # Each other option that is named reaches the ratio that is promised for it, and no more.
+    changed = {"--prune auto": PassOptions(bits), "--bits with 1": PassOptions((1, *bits), prune="off")}
+    promised = dict(re.findall(r"; (--[a-z 0-9]+) allows up to ([0-9.]+)", str(caught.value.remedy)))
+    assert set(promised) == set(changed) - ({"--bits with 1"} if 1 in bits else set())
+    for option, ratio in promised.items():
+        assert float(ratio) > best
+        check_reachable(model_map, _budget(model_map, float(ratio)), changed[option])
+        with pytest.raises(TargetError):
+            check_reachable(model_map, _budget(model_map, float(ratio) + 0.02), changed[option])
 
 
-def test_a_forced_rank_lowers_the_highest_ratio(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_options_that_do_not_raise_the_highest_ratio_are_not_named(
+    tiny_checkpoint: Callable[..., Path],
+) -> None:
+    """All rows may be pruned, so fewer bits per weight gain nothing."""
+    with pytest.raises(TargetError) as caught:
+        check_reachable(_map(tiny_checkpoint("llama")), 1000, PassOptions((4,)))
+    assert re.fullmatch(r"ask for --ratio [0-9.]+ or less", str(caught.value.remedy))
+
+
+def test_a_given_rank_lowers_the_highest_ratio(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     with pytest.raises(TargetError) as caught:
         check_reachable(model_map, 1000, PassOptions(BITS, rank="off"))
@@ -376,23 +394,28 @@ def test_no_plan_exceeds_largest_bytes(
 
 
 def test_a_matrix_without_statistics_gets_the_median_loss(tiny_checkpoint: Callable[..., Path]) -> None:
-    arms = _arms(_map(tiny_checkpoint("llama")), PassOptions(BITS))
-    uncovered = arms[3].matrix.name
-    covered = [arm for arm in arms if arm.matrix.name != uncovered]
-    before = {arm.matrix.key: arm.removal.copy() for arm in arms}
-    shares = arms[3].sensitivity / arms[3].sensitivity.sum()
-    arms = rescale_uncovered(arms, cast(Statistics, SimpleNamespace(covers=lambda name: name != uncovered)))
-    median = np.median([arm.removal.sum() / arm.matrix.weights for arm in covered])
-    assert arms[3].removal.sum() / arms[3].matrix.weights == pytest.approx(median)
-    np.testing.assert_allclose(arms[3].sensitivity / arms[3].sensitivity.sum(), shares)
-    assert all((arm.removal == before[arm.matrix.key]).all() for arm in covered)
+    tables = _arms(_map(tiny_checkpoint("llama")), PassOptions(BITS))
+    uncovered = tables[3].matrix.name
+    covered = [table for table in tables if table.matrix.name != uncovered]
+    before = {table.matrix.key: table.pruning_loss.copy() for table in tables}
+    shares = tables[3].sensitivity / tables[3].sensitivity.sum()
+    tables = rescale_uncovered(
+        tables, cast(Statistics, SimpleNamespace(covers=lambda name: name != uncovered))
+    )
+    median = np.median([table.pruning_loss.sum() / table.matrix.weights for table in covered])
+    assert tables[3].pruning_loss.sum() / tables[3].matrix.weights == pytest.approx(median)
+    np.testing.assert_allclose(tables[3].sensitivity / tables[3].sensitivity.sum(), shares)
+    assert all((table.pruning_loss == before[table.matrix.key]).all() for table in covered)
 
 
 def test_experts_of_a_hash_router_are_not_pruned(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v4"))  # layer 0 has a hash router
-    arms = _arms(model_map, PassOptions(BITS))
-    arms = [replace(arm, removal=arm.removal * 1e-9) if arm.matrix.expert == 1 else arm for arm in arms]
-    plan = make_plan(model_map, arms, model_map.stored_numel // 2, PassOptions(BITS))
+    tables = _arms(model_map, PassOptions(BITS))
+    tables = [
+        replace(table, pruning_loss=table.pruning_loss * 1e-9) if table.matrix.expert == 1 else table
+        for table in tables
+    ]
+    plan = make_plan(model_map, tables, model_map.stored_numel // 2, PassOptions(BITS))
     pruned = {structure.down for structure in plan.pruned_structures if structure.block is None}
     assert pruned >= {f"model.layers.{layer}.mlp.experts.down_proj[1]" for layer in (1, 2, 3)}
     assert not any("layers.0." in down for down in pruned)

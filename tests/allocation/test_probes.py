@@ -15,7 +15,7 @@ from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.allocation.probes import (
     ALL_ROLES,
     CORRECTION_LIMITS,
-    EMBEDDING_PROBE_WEIGHT,
+    EMBEDDING_PROBE_SHARE,
     PROBED_LAYERS,
     probe_corrections,
     probe_matrices,
@@ -95,9 +95,9 @@ def test_most_of_an_embeddings_correction_is_the_mean_of_the_other_roles() -> No
     predicted = {"embedding": 0.01, "q": 0.01, "k": 0.03, "v": 0.01, "head": 0.01}
     measured = [0.005, 0.02, 0.03, 0.03, 0.08, 0.33]  # the last probe: twice the corrected sum
     corrections = _corrections(predicted, measured)
-    mean = (0.08 / 0.05) ** (1 - EMBEDDING_PROBE_WEIGHT)
-    assert corrections["embedding"]["correction"] == pytest.approx(2 * 0.5**EMBEDDING_PROBE_WEIGHT * mean)
-    assert corrections["head"]["correction"] == pytest.approx(2 * 8.0**EMBEDDING_PROBE_WEIGHT * mean)
+    mean = (0.08 / 0.05) ** (1 - EMBEDDING_PROBE_SHARE)
+    assert corrections["embedding"]["correction"] == pytest.approx(2 * 0.5**EMBEDDING_PROBE_SHARE * mean)
+    assert corrections["head"]["correction"] == pytest.approx(2 * 8.0**EMBEDDING_PROBE_SHARE * mean)
     assert [corrections[role]["correction"] for role in "qkv"] == pytest.approx([4.0, 2.0, 6.0])
     alone = _corrections({"embedding": 0.01}, [0.02, 0.02])
     assert alone["embedding"]["correction"] == pytest.approx(2.0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ciuic_cli.allocation import pricing
-from ciuic_cli.allocation.arms import Arms, PassOptions
+from ciuic_cli.allocation.arms import ArmTable, PassOptions
 from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
     WeightMatrix,
@@ -53,9 +53,9 @@ def _statistics(model_map: ModelMap, folder: Path) -> Statistics:
     )
 
 
-def _plan(arms: Arms, sorted_rows: bool) -> Plan:
+def _plan(table: ArmTable, sorted_rows: bool) -> Plan:
     """Four, three and two bits in turns."""
-    matrix, chosen = arms.matrix, arms.row_sorted if sorted_rows else arms
+    matrix, chosen = table.matrix, table.row_sorted if sorted_rows else table
     assert chosen is not None
     bits = np.resize(np.array([4, 3, 2], np.uint8), matrix.groups)
     matrix_plan = MatrixPlan(matrix, bits, 0, 0, 0.0, chosen.row_class, chosen.input_scale)
@@ -78,23 +78,23 @@ def test_chunks_give_the_results_of_the_whole_matrix(
     statistics = _statistics(model_map, tmp_path / "s")
     options = PassOptions((2, 3, 4), L)
 
-    def process(matrix: WeightMatrix) -> tuple[Arms, torch.Tensor, PackedMatrix]:
-        arms = price_matrix(model_map, statistics, matrix, options)
-        plan = _plan(arms, sorted_rows)
+    def process(matrix: WeightMatrix) -> tuple[ArmTable, torch.Tensor, PackedMatrix]:
+        table = price_matrix(model_map, statistics, matrix, options)
+        plan = _plan(table, sorted_rows)
         noisy = perturbation(model_map, statistics, plan, [matrix], L=L)(matrix.name, None)
         assert noisy is not None
-        return arms, noisy, encode_matrix(model_map, statistics, plan, matrix, L=L)
+        return table, noisy, encode_matrix(model_map, statistics, plan, matrix, L=L)
 
     for matrix in _embeddings(model_map):
-        arms, noisy, packed = process(matrix)
+        table, noisy, packed = process(matrix)
         with monkeypatch.context() as patch:
             _small_chunks(patch)
             assert [rows.stop - rows.start for rows in row_slices(matrix)] == [96, 96, 71]
-            chunked_arms, chunked_noisy, chunked_packed = process(matrix)
-        for whole, chunked in ((arms, chunked_arms), (arms.row_sorted, chunked_arms.row_sorted)):
+            chunked_table, chunked_noisy, chunked_packed = process(matrix)
+        for whole, chunked in ((table, chunked_table), (table.row_sorted, chunked_table.row_sorted)):
             assert whole is not None and chunked is not None
             np.testing.assert_allclose(chunked.sensitivity, whole.sensitivity, rtol=1e-5)
-            np.testing.assert_allclose(chunked.removal, whole.removal, rtol=1e-5)
+            np.testing.assert_allclose(chunked.pruning_loss, whole.pruning_loss, rtol=1e-5)
             assert np.array_equal(chunked.input_scale, whole.input_scale)  # type: ignore[arg-type]
         weight = read_matrix(model_map, matrix)
         assert float((noisy - weight).square().mean()) > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from stand_in_statistics import known_statistics
 
-from ciuic_cli.allocation.arms import Arms, PassOptions
+from ciuic_cli.allocation.arms import ArmTable, PassOptions
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.allocation.plan import MatrixPlan, Plan
@@ -50,7 +50,7 @@ def dense(tiny_checkpoint: Callable[..., Path]) -> tuple[ModelMap, Statistics]:
 
 
 @pytest.fixture(scope="module")
-def arms(dense: tuple[ModelMap, Statistics]) -> list[Arms]:
+def tables(dense: tuple[ModelMap, Statistics]) -> list[ArmTable]:
     model_map, statistics = dense
     return [
         price_matrix(model_map, statistics, matrix, OPTIONS)
@@ -59,12 +59,14 @@ def arms(dense: tuple[ModelMap, Statistics]) -> list[Arms]:
 
 
 @pytest.fixture(scope="module")
-def plan(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> Plan:
-    return make_plan(dense[0], arms, dense[0].stored_numel, OPTIONS)
+def plan(dense: tuple[ModelMap, Statistics], tables: list[ArmTable]) -> Plan:
+    return make_plan(dense[0], tables, dense[0].stored_numel, OPTIONS)
 
 
-def test_every_large_enough_matrix_is_scaled(arms: list[Arms]) -> None:
-    assert all(arm.input_scale is not None and len(arm.input_scale) == arm.matrix.cols for arm in arms)
+def test_every_large_enough_matrix_is_scaled(tables: list[ArmTable]) -> None:
+    assert all(
+        table.input_scale is not None and len(table.input_scale) == table.matrix.cols for table in tables
+    )
 
 
 def test_a_coded_matrix_has_the_planned_bytes_and_loss(
@@ -101,16 +103,18 @@ def _loss(statistics: Statistics, chosen: MatrixPlan, error: torch.Tensor) -> fl
     return float(0.5 * (1 + OUTPUT_DAMPING) * ((g @ error @ h) * error).sum())
 
 
-def test_the_journal_keeps_input_scales(arms: list[Arms]) -> None:
-    loaded = arms_from_bytes(arms_to_bytes(arms[1]), arms[1].matrix, OPTIONS)
-    assert arms[1].input_scale is not None and np.array_equal(loaded.input_scale, arms[1].input_scale)
+def test_the_journal_keeps_input_scales(tables: list[ArmTable]) -> None:
+    loaded = arms_from_bytes(arms_to_bytes(tables[1]), tables[1].matrix, OPTIONS)
+    assert tables[1].input_scale is not None and np.array_equal(loaded.input_scale, tables[1].input_scale)
 
 
-def test_reachable_sizes_include_input_scales(dense: tuple[ModelMap, Statistics], arms: list[Arms]) -> None:
+def test_reachable_sizes_include_input_scales(
+    dense: tuple[ModelMap, Statistics], tables: list[ArmTable]
+) -> None:
     least = make_plan(
-        dense[0], arms, 2 * dense[0].stored_numel, OPTIONS
+        dense[0], tables, 2 * dense[0].stored_numel, OPTIONS
     ).file_bytes  # only 3 bits are allowed
-    scale_bytes = sum(arm.matrix.cols for arm in arms)
+    scale_bytes = sum(table.matrix.cols for table in tables)
     check_reachable(dense[0], least + 64, OPTIONS)
     with pytest.raises(TargetError):
         check_reachable(dense[0], least - scale_bytes // 2, OPTIONS)

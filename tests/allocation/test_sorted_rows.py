@@ -11,7 +11,7 @@ import pytest
 import torch
 from stand_in_statistics import known_statistics
 
-from ciuic_cli.allocation.arms import Arms, PassOptions
+from ciuic_cli.allocation.arms import ArmTable, PassOptions
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
 from ciuic_cli.allocation.plan import Plan
@@ -47,18 +47,18 @@ def statistics(model_map: ModelMap) -> Statistics:
 
 
 @pytest.fixture(scope="module")
-def natural(model_map: ModelMap, statistics: Statistics) -> list[Arms]:
+def natural(model_map: ModelMap, statistics: Statistics) -> list[ArmTable]:
     return [
         price_matrix(model_map, statistics, matrix, OPTIONS)
         for matrix in weight_matrices(model_map.parameters.values())
     ]
 
 
-def _plan(model_map: ModelMap, arms: Sequence[Arms], ratio: float = 4.0) -> Plan:
-    return make_plan(model_map, list(arms), int(2 * model_map.stored_numel / ratio), OPTIONS)
+def _plan(model_map: ModelMap, tables: Sequence[ArmTable], ratio: float = 4.0) -> Plan:
+    return make_plan(model_map, list(tables), int(2 * model_map.stored_numel / ratio), OPTIONS)
 
 
-def test_sorting_lowers_the_loss_at_the_same_bytes(model_map: ModelMap, natural: list[Arms]) -> None:
+def test_sorting_lowers_the_loss_at_the_same_bytes(model_map: ModelMap, natural: list[ArmTable]) -> None:
     first = _plan(model_map, natural)
     plan = _plan(model_map, with_sorted_rows(natural, first))
     assert plan.file_bytes <= plan.budget == first.budget
@@ -69,7 +69,7 @@ def test_sorting_lowers_the_loss_at_the_same_bytes(model_map: ModelMap, natural:
 
 
 def test_a_coded_matrix_has_the_planned_bytes_and_decodes_in_natural_order(
-    model_map: ModelMap, statistics: Statistics, natural: list[Arms]
+    model_map: ModelMap, statistics: Statistics, natural: list[ArmTable]
 ) -> None:
     plan = _plan(model_map, with_sorted_rows(natural, _plan(model_map, natural)), 3.0)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"):
@@ -88,7 +88,7 @@ def test_a_coded_matrix_has_the_planned_bytes_and_decodes_in_natural_order(
 
 
 def test_a_probe_perturbs_in_natural_order(
-    model_map: ModelMap, statistics: Statistics, natural: list[Arms]
+    model_map: ModelMap, statistics: Statistics, natural: list[ArmTable]
 ) -> None:
     plan = _plan(model_map, with_sorted_rows(natural, _plan(model_map, natural)), 3.0)
     chosen = plan.matrices["model.layers.0.self_attn.q_proj.weight"]
@@ -106,13 +106,13 @@ def test_a_probe_perturbs_in_natural_order(
     assert len(means) > 3 and min(means) > 0.5 and max(means) < 3.0
 
 
-def test_matrices_with_pruned_channels_are_not_sorted(model_map: ModelMap, natural: list[Arms]) -> None:
-    down = next(arm for arm in natural if arm.matrix.role == "down")
+def test_matrices_with_pruned_channels_are_not_sorted(model_map: ModelMap, natural: list[ArmTable]) -> None:
+    down = next(table for table in natural if table.matrix.role == "down")
     channels = np.full(11, 1e9)
     channels[2] = 0.0
     row_sorted = None if down.row_sorted is None else replace(down.row_sorted, channels=channels)
     changed = replace(down, channels=channels, row_sorted=row_sorted)
-    natural = [changed if arm is down else arm for arm in natural]
+    natural = [changed if table is down else table for table in natural]
     layer = down.matrix.key.removesuffix("down_proj.weight")
     first = _plan(model_map, natural, 2.5)
     assert [(s.down, s.block) for s in first.pruned_structures] == [(down.matrix.key, 2)]
@@ -125,13 +125,13 @@ def test_matrices_with_pruned_channels_are_not_sorted(model_map: ModelMap, natur
                 assert chosen.row_bits[2] == 0
 
 
-def test_the_journal_keeps_both_row_orders(natural: list[Arms]) -> None:
-    arms = next(arm for arm in natural if arm.row_sorted is not None)
-    loaded = arms_from_bytes(arms_to_bytes(arms), arms.matrix, OPTIONS)
-    assert loaded.row_class is None and loaded.row_sorted is not None and arms.row_sorted is not None
-    assert np.array_equal(loaded.sensitivity, arms.sensitivity)
-    assert np.array_equal(loaded.row_sorted.sensitivity, arms.row_sorted.sensitivity)
-    assert loaded.row_sorted.row_class is not None and arms.row_sorted.row_class is not None
-    assert np.array_equal(loaded.row_sorted.row_class, arms.row_sorted.row_class)
-    unsorted = Arms(WeightMatrix("w", None, "q", 32, 32), (0, 2), 12, np.ones(2), np.ones(2))
+def test_the_journal_keeps_both_row_orders(natural: list[ArmTable]) -> None:
+    tables = next(table for table in natural if table.row_sorted is not None)
+    loaded = arms_from_bytes(arms_to_bytes(tables), tables.matrix, OPTIONS)
+    assert loaded.row_class is None and loaded.row_sorted is not None and tables.row_sorted is not None
+    assert np.array_equal(loaded.sensitivity, tables.sensitivity)
+    assert np.array_equal(loaded.row_sorted.sensitivity, tables.row_sorted.sensitivity)
+    assert loaded.row_sorted.row_class is not None and tables.row_sorted.row_class is not None
+    assert np.array_equal(loaded.row_sorted.row_class, tables.row_sorted.row_class)
+    unsorted = ArmTable(WeightMatrix("w", None, "q", 32, 32), (0, 2), 12, np.ones(2), np.ones(2))
     assert arms_from_bytes(arms_to_bytes(unsorted), unsorted.matrix, OPTIONS).row_sorted is None

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 import torch
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors.torch import save_file
 
 from ciuic_cli.checkpoint.folder import checked_file, locate, read_config, read_json
@@ -214,14 +216,27 @@ def test_a_hub_id_fetches_safetensors_only(folder: Path, monkeypatch: pytest.Mon
     )
 
 
-def test_offline_the_hub_gives_a_clear_message(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (LocalEntryNotFoundError("no network"), "the hub cannot be reached"),
+        (HfHubHTTPError("oops", response=SimpleNamespace(status_code=503, headers={}, request=None)),
+         "the hub answers with HTTP status 503"),
+        (HFValidationError("a--b"), "the name is no hub id"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    ],
+)  # fmt: skip
+def test_a_failed_download_gives_a_clear_message(
+    error: Exception, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fetch(name: str, **options: object) -> str:
-        raise LocalEntryNotFoundError("no network")
+        raise error
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    with pytest.raises(InputError, match="hub cannot be reached") as caught:
+    with pytest.raises(InputError, match=message) as caught:
         locate("some-org/some-model")
     assert caught.value.file == "some-org/some-model" and "network" in (caught.value.remedy or "")
+    assert type(error).__name__ not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./org/name", "a/b/c", "/abs/name", "org/"])

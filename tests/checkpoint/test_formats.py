@@ -36,6 +36,14 @@ def e2m1(code: int) -> float:
     return minifloat(code, 2, 1, 1)
 
 
+FORMATS = {number_format.name: number_format for number_format in formats.FORMATS}
+
+
+def decode_fp8(stored: torch.Tensor) -> torch.Tensor:
+    (dtype,) = (name for name, dtype in formats.TORCH_DTYPES.items() if dtype == stored.dtype)
+    return FORMATS[dtype].decode(stored)
+
+
 def float32(value: float) -> float:
     return struct.unpack("<f", struct.pack("<f", value))[0]
 
@@ -73,7 +81,7 @@ def test_fp8_with_block_scales_bit_by_bit(
     grid = (math.ceil(rows / block[0]), math.ceil(cols / block[1]))
     scales = torch.rand(grid, generator=generator) * 0.01 + 1e-4
     found_block = formats.scale_block((rows, cols), grid, block)
-    found = formats.apply_scales(formats.decode_fp8(codes.view(dtype)), scales, found_block)
+    found = formats.apply_scales(decode_fp8(codes.view(dtype)), scales, found_block)
     expected = reference_fp8(codes.tolist(), scales.tolist(), block, decode)
     finite = ~expected.isnan()
     assert torch.equal(found.isnan(), expected.isnan())
@@ -106,7 +114,7 @@ def test_one_scale_per_tensor_or_per_row(scale_shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (1,), (3, 5), (16, 17), (256,)])
 def test_fp8_conversion_equals_torchs_for_every_code(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     codes = torch.arange(math.prod(shape), dtype=torch.int32).to(torch.uint8).reshape(shape).view(dtype)
-    found, expected = formats.decode_fp8(codes), codes.to(torch.float32)
+    found, expected = decode_fp8(codes), codes.to(torch.float32)
     assert found.shape == codes.shape and torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(bits(found)[~found.isnan()], bits(expected)[~expected.isnan()])
 
@@ -114,7 +122,7 @@ def test_fp8_conversion_equals_torchs_for_every_code(dtype: torch.dtype, shape: 
 def test_fp8_slices_at_odd_offsets() -> None:
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e5m2)
     for begin, end in [(1, 9), (3, 4), (5, 102)]:
-        assert torch.equal(formats.decode_fp8(codes[begin:end]), codes[begin:end].to(torch.float32))
+        assert torch.equal(decode_fp8(codes[begin:end]), codes[begin:end].to(torch.float32))
 
 
 def test_ue8m0_scales_are_powers_of_two() -> None:
@@ -131,10 +139,10 @@ def test_fp4_unpacks_low_nibble_first_bit_by_bit() -> None:
     expected = [
         [e2m1(nibble) for byte in row for nibble in (byte & 15, byte >> 4)] for row in packed.tolist()
     ]
-    found = formats.unpack_fp4(packed)
+    found = FORMATS["FP4"].decode(packed)
     assert found.shape == (4, 128)
     assert torch.equal(bits(found), bits(torch.tensor(expected)))
-    assert torch.equal(bits(formats.unpack_fp4(packed.view(torch.int8))), bits(found))
+    assert torch.equal(bits(FORMATS["FP4"].decode(packed.view(torch.int8))), bits(found))
 
 
 @pytest.mark.parametrize("cols", [32, 96, 48])
@@ -142,7 +150,7 @@ def test_fp4_with_ue8m0_scales_bit_by_bit(cols: int) -> None:
     generator = torch.Generator().manual_seed(cols)
     packed = torch.randint(0, 256, (5, cols // 2), generator=generator, dtype=torch.uint8)
     scales = torch.randint(100, 140, (5, math.ceil(cols / 32)), generator=generator, dtype=torch.uint8)
-    block = formats.scale_block((5, cols), tuple(scales.shape), (128, 128), fp4=True)
+    block = formats.scale_block((5, cols), tuple(scales.shape), (128, 128), fixed=FORMATS["FP4"].scale_block)
     assert block == (1, 32)
     expected = [
         [
@@ -154,28 +162,28 @@ def test_fp4_with_ue8m0_scales_bit_by_bit(cols: int) -> None:
         ]
         for r in range(5)
     ]
-    found = formats.apply_scales(formats.unpack_fp4(packed), scales, block)
+    found = formats.apply_scales(FORMATS["FP4"].decode(packed), scales, block)
     assert torch.equal(bits(found), bits(torch.tensor(expected)))
 
 
 @pytest.mark.parametrize(
-    ("shape", "scale_shape", "fp4"),
+    ("shape", "scale_shape", "fixed"),
     [
-        ((256, 256), (2, 3), False),
-        ((256, 256), (256, 2), False),
-        ((8, 64), (8, 1), True),
-        ((8, 8, 8), (1,), False),
-        ((256, 256), (), False),
-        ((256, 256), (1, 1), False),
-        ((256, 256), (256,), False),
-        ((256, 256), (256, 8), False),
+        ((256, 256), (2, 3), None),
+        ((256, 256), (256, 2), None),
+        ((8, 64), (8, 1), (1, 32)),
+        ((8, 8, 8), (1,), None),
+        ((256, 256), (), None),
+        ((256, 256), (1, 1), None),
+        ((256, 256), (256,), None),
+        ((256, 256), (256, 8), None),
     ],
 )
 def test_24_a_scale_of_the_wrong_shape(
-    shape: tuple[int, ...], scale_shape: tuple[int, ...], fp4: bool
+    shape: tuple[int, ...], scale_shape: tuple[int, ...], fixed: tuple[int, int] | None
 ) -> None:
     with pytest.raises(InputError) as caught:
-        formats.scale_block(shape, scale_shape, (128, 128), fp4=fp4, tensor="layers.0.w")
+        formats.scale_block(shape, scale_shape, (128, 128), fixed=fixed, tensor="layers.0.w")
     assert caught.value.tensor == "layers.0.w" and caught.value.remedy
 
 

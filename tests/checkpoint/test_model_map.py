@@ -215,7 +215,7 @@ def test_fp8_checkpoint_streams_like_its_decoded_copy(
     def decode(tensors: dict[str, torch.Tensor]) -> None:
         for name in list(tensors):
             if name in model_map.checkpoint.scales:
-                tensors[name] = model_map.checkpoint.read_dense(name).to(torch.bfloat16)
+                tensors[name] = model_map.checkpoint.read_decoded(name).to(torch.bfloat16)
                 del tensors[f"{name}_scale_inv"]
 
     decoded = changed(folder, tmp_path / "bf16", decode)

@@ -32,7 +32,7 @@ def test_every_value_that_is_not_finite_in_the_wanted_dtype_is_counted(
     tensor = torch.tensor(numbers, dtype=torch.float64).to(stored)
     expected = sum(not math.isfinite(value) for value in tensor.to(wanted).double().tolist())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(formats, "_FINITE_CHUNK", part)
+        patch.setattr(formats, "_FINITE_ELEMENTS", part)
         assert formats.count_nonfinite(tensor, wanted) == expected
 
 

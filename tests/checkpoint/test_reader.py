@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from ciuic_cli.checkpoint import formats
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.checkpoint.shards import INDEX_NAME
@@ -112,15 +113,15 @@ def test_fp8_finds_its_scale_under_each_name(tmp_path: Path, suffix: str) -> Non
     )
     expected = weight.float() * scale.repeat_interleave(16, 0)[:40].repeat_interleave(16, 1)[:, :30]
     assert opened.scales == {"a.weight": f"a.{suffix}"}
-    assert torch.equal(opened.read_dense("a.weight"), expected)
-    assert torch.equal(opened.read_dense("a.weight", (15, 33)), expected[15:33])
-    assert opened.dense_shape("a.weight") == (40, 30)
+    assert torch.equal(opened.read_decoded("a.weight"), expected)
+    assert torch.equal(opened.read_decoded("a.weight", (15, 33)), expected[15:33])
+    assert opened.decoded_shape("a.weight") == (40, 30)
 
 
 def test_the_block_size_defaults_to_128(tmp_path: Path) -> None:
     weight, scale = fp8(130, 257), torch.rand(2, 3) + 0.5
     opened = checkpoint(tmp_path / "m", {"a.weight": weight, "a.weight_scale_inv": scale})
-    found = opened.read_dense("a.weight")
+    found = opened.read_decoded("a.weight")
     assert found.dtype == torch.float32
     assert torch.equal(found[128:, 256:], weight[128:, 256:].float() * scale[1, 2])
     assert torch.equal(found[:128, :128], weight[:128, :128].float() * scale[0, 0])
@@ -131,13 +132,39 @@ def test_fp4_experts_as_v4_stores_them(tmp_path: Path, dtype: torch.dtype) -> No
     packed = torch.randint(0, 256, (6, 48), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     scale = torch.randint(120, 130, (6, 3), dtype=torch.uint8).view(torch.float8_e8m0fnu)
     opened = checkpoint(tmp_path / "m", {"w1.weight": packed.view(dtype), "w1.scale": scale})
-    assert opened.dense_shape("w1.weight") == (6, 96)
+    assert opened.decoded_shape("w1.weight") == (6, 96)
     values = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-    found = opened.read_dense("w1.weight")
+    found = opened.read_decoded("w1.weight")
     row, col = 4, 77
     nibble = (packed[row, col // 2].item() >> 4) & 15
     assert found[row, col] == values[nibble] * 2.0 ** (scale.view(torch.uint8)[row, col // 32].item() - 127)
-    assert torch.equal(opened.read_dense("w1.weight", (2, 5)), found[2:5])
+    assert torch.equal(opened.read_decoded("w1.weight", (2, 5)), found[2:5])
+
+
+def test_a_new_format_is_one_row_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four codes per int16, one scale per 8 values: read by an opened checkpoint without a change elsewhere."""
+    values = tuple(float(code**2 - 40) for code in range(16))
+    row = formats.NumberFormat("squares", 4, values, packed_in=("I16",), scale_block=(1, 8))
+    monkeypatch.setattr(formats, "FORMATS", (*formats.FORMATS, row))
+    codes = torch.randint(0, 16, (5, 24), generator=torch.Generator().manual_seed(0))
+    packed = (codes.reshape(5, 6, 4) << torch.tensor([0, 4, 8, 12])).sum(-1).to(torch.int16)
+    scale = torch.rand(5, 3) + 0.5
+    opened = checkpoint(tmp_path / "m", {"a.weight": packed, "a.weight_scale": scale, "b": packed.clone()})
+    found = opened.format_of("a.weight")
+    assert found is not None and found.name == "squares" and opened.format_of("b") is None
+    assert opened.decoded_shape("a.weight") == (5, 24) and opened.decoded_shape("b") == (5, 6)
+    expected = torch.tensor(values)[codes] * scale.repeat_interleave(8, 1)
+    assert torch.equal(opened.read_decoded("a.weight"), expected)
+    assert torch.equal(opened.read_decoded("a.weight", (1, 3)), expected[1:3])
+    with pytest.raises(InputError, match=r"needs \(5, 3\)"):
+        checkpoint(tmp_path / "n", {"a.weight": packed, "a.weight_scale": torch.ones(5, 4)})
+
+
+def test_rows_of_f4_end_with_a_whole_byte() -> None:
+    assert formats.stored_shape("F4", (3, 6)) == (3, 3) and formats.stored_shape("F32", (3, 5)) == (3, 5)
+    for shape in ((3, 5), ()):
+        with pytest.raises(ValueError, match="must fill whole bytes"):
+            formats.stored_shape("F4", shape)
 
 
 def test_24_fp8_without_its_scale(tmp_path: Path) -> None:
@@ -156,7 +183,7 @@ def test_24_one_scale_per_tensor_only_if_the_config_states_no_block(tmp_path: Pa
     tensors = {"a.weight": fp8(130, 257), "a.weight_scale": torch.tensor([0.5])}
     section = {"quant_method": "fp8", "weight_block_size": None}
     opened = checkpoint(tmp_path / "m", tensors, quantization_config=section)
-    assert torch.equal(opened.read_dense("a.weight"), tensors["a.weight"].float() * 0.5)
+    assert torch.equal(opened.read_decoded("a.weight"), tensors["a.weight"].float() * 0.5)
     section["weight_block_size"] = [128, 128]
     with pytest.raises(InputError, match=r"needs \(2, 3\)") as caught:
         checkpoint(tmp_path / "n", tensors, quantization_config=section)

@@ -15,9 +15,13 @@ from typer.testing import CliRunner
 import ciuic_cli.compression.pipeline
 import ciuic_cli.evaluation.perplexity as evaluating
 from ciuic_cli.cli import app as cli
+from ciuic_cli.cli.compress import _show_next_steps
+from ciuic_cli.cli.console import Console
+from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.errors import CiuicError
 from ciuic_cli.evaluation import opening
 from ciuic_cli.evaluation.opening import expected_bytes
+from ciuic_cli.evaluation.perplexity import OWN_TEXT
 from ciuic_cli.process.signals import INTERRUPTED
 
 QUICK = ["--nsamples", "4", "--seqlen", "64", "--effort", "fast"]
@@ -49,7 +53,7 @@ def made(
         (["--ratio", "nan"], "--ratio nan"),
         (["--ratio", "inf"], "--ratio inf"),
         (["--ratio", "four"], "--ratio"),
-        (["--ratio", "4", "--target-bpw", "4"], "contradict"),
+        (["--ratio", "4", "--target-bpw", "4"], "each set the budget"),
         (["--target-bpw", "0"], "--target-bpw"),
         (["--target-bpw", "17"], "--target-bpw"),
         (["--target-size", "8X"], "is not a size"),
@@ -196,7 +200,7 @@ def test_compress_prints_the_report(made: tuple[Path, Path, Any]) -> None:
     for figure in (f"{report['ratio']:.3f}", f"{report['bits_per_weight']:.3f}", f"{report['predicted_kl']:.3g}",
                    f"{report['measured_kl']:.3g}", "embedding", "down", "prune:", "lowrank:", "bits:"):  # fmt: skip
         assert figure in result.stdout
-    assert f"ciuic eval {out} --base {original}" in result.stderr
+    assert f"next: ciuic eval {out} --base {original} --text FILE\n" in result.stderr
     assert "<!DOCTYPE html>" in (out / "memory_report.html").read_text(encoding="utf-8")
 
 
@@ -336,6 +340,24 @@ def test_eval_of_an_original_that_cannot_be_loaded(
     assert "text_before" not in found
     said = " ".join(result.stderr.split())
     assert "layer by layer" in said and "no text of the original: the weights take" in said
+
+
+@pytest.mark.parametrize("files", [(), (Path("mine.txt"),)])
+def test_the_next_command_suggests_a_text_after_calibration_with_the_users_own(
+    files: tuple[Path, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _show_next_steps(Console(), "model", Path("out"), CompressOptions(calibration=files))
+    shown = capsys.readouterr().err
+    assert "ciuic eval out --base model" in shown and ("--text FILE" in shown) == bool(files)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_eval_says_which_text_it_used(made: tuple[Path, Path, Any], text: Path, own: bool) -> None:
+    chosen = [] if own else ["--text", text]
+    result = invoke("eval", made[1], *chosen, "--seqlen", 64, "--limit", 1)
+    assert result.exit_code == 0, result.stderr
+    assert (OWN_TEXT if own else str(text)) in result.stdout
+    assert ("--text FILE measures on yours" in result.stderr) == own
 
 
 def test_eval_of_the_original_with_itself(made: tuple[Path, Path, Any], text: Path) -> None:

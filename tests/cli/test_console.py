@@ -249,7 +249,8 @@ def test_progress_bars_on_a_terminal_reach_the_end() -> None:
     with sink.progress() as progress:
         progress("[red]encode", 0, 4)
         progress("[red]encode", 4, 4)
-    assert "[red]encode" in stream.getvalue() and "100%" in stream.getvalue()
+    assert "[red]encode" in stream.getvalue() and "100 %" in stream.getvalue()
+    assert "[progress" not in stream.getvalue()
 
 
 @pytest.mark.parametrize("quiet", [False, True])

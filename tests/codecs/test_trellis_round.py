@@ -259,3 +259,18 @@ def test_feedback_that_is_not_finite_is_refused(name: str) -> None:
             gaussian(size, size), np.ones(size, np.float32), [4] * 3, L=12, input_feedback=inputs,
             output_feedback=outputs, row_feedback=(torch.ones(size, size), pull),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_rounding_stops_at_the_first_target_that_is_not_finite(threads: int) -> None:
+    """The second column of tiles cannot be rounded; the 30 columns after it are not tried."""
+    rows, cols = 64, 512
+    feedback = torch.zeros(cols, cols)
+    feedback[cols - 1, cols - 32] = float("nan")
+    progress = ctypes.c_long(0)
+    with pytest.raises(UsageError, match="NaN or infinite"):
+        trellis.round_matrix(
+            gaussian(rows, cols), np.ones(rows, np.float32), [4] * 4, L=12, input_feedback=feedback,
+            threads=threads, progress=progress,
+        )  # fmt: skip
+    assert progress.value <= rows // 16

@@ -124,13 +124,13 @@ def test_a_run_without_finished_steps_leaves_nothing(tmp_path: Path) -> None:
 
 def test_36_the_differences_are_listed(tmp_path: Path) -> None:
     before = {
-        "options": {"seed": 0, "rank": 1},
+        "options": {"seed": 0, "rank": 1, "ratio": 3.0000012, "share": 0.1},
         "weights": {"a": "1" * 64, "b": "2" * 64},
         "budget": 7,
         "same": 1,
     }
     after = {
-        "options": {"seed": 5, "rank": 1},
+        "options": {"seed": 5, "rank": 1, "ratio": 4.9999996, "share": 0.10000001},
         "weights": {"a": "1" * 64, "b": "3" * 64, "c": "4" * 64},
         "same": 1,
         "extra": True,
@@ -142,6 +142,7 @@ def test_36_the_differences_are_listed(tmp_path: Path) -> None:
             journal.begin(after, restart=False)
         text = str(caught.value)
         assert "seed: 0 before, 5 now" in text and "rank" not in text
+        assert "ratio: 3 before, 5 now" in text and "share: 0.1 before, 0.10000001 now" in text
         assert "b changed; c changed" in text
         assert "budget: 7 before, None now" in text
         assert "extra: None before, True now" in text

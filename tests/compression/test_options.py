@@ -28,7 +28,7 @@ def test_the_budget_follows_from_each_target() -> None:
     assert CompressOptions(ratio=2.5).budget(1000) == 400
     assert CompressOptions(target_bpw=3.2).budget(1000) == 200
     assert CompressOptions(target_size=2**20).budget(1000) == 2**20
-    refused("--ratio and --target-size contradict", ratio=4.0, target_size=2**20)
+    refused("--ratio and --target-size each set the budget", ratio=4.0, target_size=2**20)
 
 
 def test_options_are_immutable_and_checked_by_replace() -> None:

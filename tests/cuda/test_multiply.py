@@ -115,7 +115,7 @@ def test_matrices_that_share_their_input(emulator: Emulator, rng: np.random.Gene
         )
     # Five matrices share seed and L, which makes two launches. Two with input scales, one with another seed and one
     # with another L have launches of their own. Three right factors have launches too.
-    if batch <= product.LARGEST_BATCH:
+    if batch <= product.SMALL_BATCH:
         assert sum(name.startswith("linear_") for name in emulator.launched) == 2 + 2 + 1 + 1 + 3
 
 
@@ -153,10 +153,10 @@ def test_more_columns_than_a_warp_can_sum_are_refused(
         linear([matrix], torch.zeros(1, product.WARP_COLUMNS + 16))
 
 
-def test_row_chunks_cover_the_matrix(
+def test_panels_cover_the_matrix(
     emulator: Emulator, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ciuic_cli.kernels.multiply.SCRATCH_BYTES", 2 * 144 * 48)
+    monkeypatch.setattr("ciuic_cli.kernels.multiply.PANEL_BYTES", 2 * 144 * 48)
     matrix = random_matrix(115, 144, MIXED_BITS, rng=rng)
     x = activations_for(emulator, 50, 144)
     (y,) = linear([on_device(emulator, matrix)], x)

@@ -99,7 +99,7 @@ def test_every_matrix_of_the_layer_is_coded_and_the_rest_is_kept_exactly(kept: K
     assert stored_blobs(kept.out) == expected | matrices
     assert {name for name in stored_names(kept.out) if name.startswith(f"{kept.prefix}.")} == matrices | exact
     for name in matrices:
-        weight = checkpoint.read_dense(name).float()
+        weight = checkpoint.read_decoded(name).float()
         decoded = read_tensor(kept.out, name)
         assert decoded.shape == weight.shape and decoded.dtype == torch.float32
         assert float((decoded - weight).square().sum() / weight.square().sum()) < ERROR, name

@@ -80,7 +80,7 @@ def checkpoint(data: bytes, folder: Folder) -> None:
     try:
         found = open_checkpoint(place)
         for name in itertools.islice(found.tensors, 8):
-            found.read_dense(name)
+            found.read_decoded(name)
         build_config(found.config, place / "config.json")
     except InputError as error:
         assert error.remedy, error

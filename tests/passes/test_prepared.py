@@ -13,7 +13,7 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.passes.feedback import INPUT_DAMPING
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss, removal_loss
+from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss, pruning_loss
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.passes.rounding import round_prepared
 
@@ -58,7 +58,7 @@ def test_half_bits_cost_what_is_predicted(bits: float) -> None:
 
 def test_more_bits_cost_less_at_every_width_and_for_every_row_group() -> None:
     prepared = prepare(_random(40, 48, seed=9), KroneckerFisher(torch.eye(48), torch.ones(40)))
-    removal = removal_loss(_random(40, 48, seed=9), KroneckerFisher(torch.eye(48), torch.ones(40)))
+    pruning = pruning_loss(_random(40, 48, seed=9), KroneckerFisher(torch.eye(48), torch.ones(40)))
     for L in (12, 16):
-        loss = predicted_loss(group_sums(prepared.row_sensitivity), group_sums(removal), BITS, L)
+        loss = predicted_loss(group_sums(prepared.row_sensitivity), group_sums(pruning), BITS, L)
         assert (np.diff(loss, axis=1) < 0).all()

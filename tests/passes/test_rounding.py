@@ -15,7 +15,7 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import decode, decode_dense
 from ciuic_cli.passes.feedback import INPUT_DAMPING, OUTPUT_DAMPING, OUTPUT_SHRINKAGE
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss, removal_loss
+from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss, pruning_loss
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
 from ciuic_cli.passes.rounding import round_prepared, round_without_feedback
 
@@ -85,11 +85,11 @@ def test_feedback_on_both_sides_beats_feedback_on_one() -> None:
     assert _loss(weight - both, g, h) < 0.95 * _loss(weight - one, g, h)
 
 
-def test_removal_loss_equals_the_loss_of_zeroed_rows() -> None:
+def test_pruning_loss_equals_the_loss_of_zeroed_rows() -> None:
     """Rows count as at least average ones."""
     h, g = random_moment(48, 12), torch.rand(40, generator=torch.Generator().manual_seed(13)) + 0.1
     weight = random_matrix(40, 48, 14)
-    losses = group_sums(removal_loss(weight, KroneckerFisher(h, g)))
+    losses = group_sums(pruning_loss(weight, KroneckerFisher(h, g)))
     assert len(losses) == 3
     for group, loss in enumerate(losses):
         error = torch.zeros_like(weight)
@@ -113,8 +113,8 @@ def test_groups_with_0_bits_are_exactly_zero_and_take_no_bytes() -> None:
 
 
 def test_predicted_loss_by_bits() -> None:
-    sensitivity, removal = np.array([2.0, 1.0]), np.array([5.0, 7.0])
-    loss = predicted_loss(sensitivity, removal, (0, 2, 4), 16)
+    sensitivity, pruning = np.array([2.0, 1.0]), np.array([5.0, 7.0])
+    loss = predicted_loss(sensitivity, pruning, (0, 2, 4), 16)
     assert loss.shape == (2, 3)
     assert loss[:, 0].tolist() == [5.0, 7.0]
     # At these bits the code is within 15 % of Shannon's distortion 4⁻ᴷ, and never below it.
@@ -130,7 +130,7 @@ def test_23_constant_weights_stay_finite(value: float, bits: int) -> None:
     fisher = KroneckerFisher(random_moment(83, 18), random_moment(37, 19))
     prepared = prepare(weight, fisher)
     assert np.isfinite(group_sums(prepared.row_sensitivity)).all()
-    assert torch.isfinite(removal_loss(weight, fisher)).all()
+    assert torch.isfinite(pruning_loss(weight, fisher)).all()
     packed = round_prepared(prepared, np.full(3, bits, np.uint8), L=12)
     decoded = decode(packed, original_basis=True)
     assert np.isfinite(packed.header.scales).all()

@@ -1,4 +1,4 @@
-"""Recovery: gradients against the whole model's, check points and resuming, stored factors, text of the steps."""
+"""Recovery: gradients against the whole model's, evaluations and resuming, stored factors, text of the steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ from ciuic_cli.compression.task import Task
 from ciuic_cli.layerwise import layer_stream
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.passes.rounding import round_without_feedback
+from ciuic_cli.process.progress import no_progress
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.recovery import tuning
+from ciuic_cli.recovery import gradients, tuning
+from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.row_factors import Factors, tunable_shapes, with_row_factors
 from ciuic_cli.recovery.schedule import FULL_RATE_KL, PEAK_LEARNING_RATE, WARM_UP_STEPS, learning_rate
-from ciuic_cli.recovery.tuning import CHECKS, STEP_SEQUENCES, Recovery, RecoveryResult
+from ciuic_cli.recovery.tuning import EVALUATIONS, Recovery, RecoveryResult
 from ciuic_cli.report.json_form import to_plain
 from ciuic_cli.report.schema import MemoryReport, RecoveryPass
 
@@ -45,7 +47,7 @@ BITS = 3
 @pytest.fixture(autouse=True)
 def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 20 tokens go through the head in three parts; the references take them whole."""
-    monkeypatch.setattr(tuning, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(gradients, "compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 8 * 4 * 256)
 
 
@@ -74,10 +76,6 @@ class Rounded:
 def _text(steps: int, length: int = 20) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(0, 250, (STEP_SEQUENCES * steps, length), generator=generator)
-
-
-def _silent(what: str, done: int, total: int) -> None:
-    del what, done, total
 
 
 def _measures(values: list[float]) -> Callable[[Factors], float]:
@@ -116,7 +114,7 @@ def _loss_and_gradients(
         p = original(input_ids=text).logits.log_softmax(-1)
     q = functional_call(original, weights, kwargs={"input_ids": text}).logits.log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1)
-    (2 * (kl + tuning.KL_FLOOR).sqrt()).mean().backward()
+    (2 * (kl + gradients.KL_FLOOR).sqrt()).mean().backward()
     return float(kl.detach().mean()), {
         key: factor.grad for key, factor in factors.items() if factor.grad is not None
     }
@@ -148,7 +146,7 @@ def test_gradients_are_those_of_the_whole_model(
         found.update({key: value.grad for key, value in tuned._factors.items() if value.grad is not None})
 
     monkeypatch.setattr(tuned._optimizer, "step", note_gradients)
-    tuned.run(lambda factors: 1.0, lambda state: None, _silent)
+    tuned.tune(lambda factors: 1.0, lambda state: None, no_progress)
     assert found.keys() == expected.keys() and any(len(value) > 1 for value in found.values())
     for key, gradient in expected.items():
         scale = float(gradient.abs().max())
@@ -162,7 +160,7 @@ def test_kl_falls_on_the_text_of_the_steps(tiny_checkpoint: Callable[..., Path],
     folder = tiny_checkpoint("deepseek_v3")
     rounded, same = Rounded(folder), _text(1)
     tuned = rounded.recovery(same.repeat(40, 1), tmp_path)
-    result = tuned.run(_measures([5, 4, 3, 2, 1]), lambda state: None, _silent)
+    result = tuned.tune(_measures([5, 4, 3, 2, 1]), lambda state: None, no_progress)
     assert result.steps == 40
     assert any(rounded.coded(*key) is None for key in result.factors), "no norm was tuned"
     ones = {key: torch.ones_like(factor) for key, factor in result.factors.items()}
@@ -174,9 +172,9 @@ def test_kl_falls_on_the_text_of_the_steps(tiny_checkpoint: Callable[..., Path],
 def test_no_step_is_made_with_gradients_that_are_not_finite(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "root_kl_gradient", lambda logits, p: torch.full_like(logits, torch.nan))
+    monkeypatch.setattr(gradients, "root_kl_gradient", lambda logits, p: torch.full_like(logits, torch.nan))
     tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
-    result = tuned.run(_measures([1.0]), lambda state: None, _silent)
+    result = tuned.tune(_measures([1.0]), lambda state: None, no_progress)
     assert (result.factors, result.steps, result.kl_after) == ({}, 0, 1.0)
 
 
@@ -185,7 +183,7 @@ def test_with_nothing_to_tune_there_are_no_steps(
 ) -> None:
     monkeypatch.setattr(tuning, "tunable_shapes", lambda model_map, coded: {})
     tuned = Rounded(tiny_checkpoint("llama_tied")).recovery(_text(2), tmp_path)
-    assert tuned.run(_measures([1.0]), lambda state: None, _silent).steps == 0
+    assert tuned.tune(_measures([1.0]), lambda state: None, no_progress).steps == 0
 
 
 @pytest.mark.parametrize(
@@ -208,7 +206,7 @@ def test_it_stops_after_two_rises_and_returns_the_best_factors(
         seen.append(factors)
         return measure(factors)
 
-    result = rounded.recovery(_text(2 * CHECKS), tmp_path).run(note, lambda state: None, _silent)
+    result = rounded.recovery(_text(2 * EVALUATIONS), tmp_path).tune(note, lambda state: None, no_progress)
     assert len(seen) == len(values)
     assert (result.steps, result.kl_before, result.kl_after) == (steps, values[0], min(values))
     assert bool(result.factors) == kept
@@ -219,16 +217,18 @@ def test_it_stops_after_two_rises_and_returns_the_best_factors(
 def test_a_saved_state_leads_to_the_same_factors(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    rounded, text = Rounded(tiny_checkpoint("deepseek_v3")), _text(CHECKS)
+    rounded, text = Rounded(tiny_checkpoint("deepseek_v3")), _text(EVALUATIONS)
     states: list[bytes] = []
 
     def keep(state: Callable[[], bytes]) -> None:
         states.append(state())
 
-    whole = rounded.recovery(text, tmp_path / "a").run(_measures([5, 4, 3, 2, 1]), keep, _silent)
-    assert len(states) == CHECKS
-    again = rounded.recovery(text, tmp_path / "b", state=states[1]).run(_measures([2, 1]), keep, _silent)
-    done = rounded.recovery(text, tmp_path / "c", state=states[CHECKS - 1]).run(_measures([]), keep, _silent)
+    whole = rounded.recovery(text, tmp_path / "a").tune(_measures([5, 4, 3, 2, 1]), keep, no_progress)
+    assert len(states) == EVALUATIONS
+    again = rounded.recovery(text, tmp_path / "b", state=states[1]).tune(_measures([2, 1]), keep, no_progress)
+    done = rounded.recovery(text, tmp_path / "c", state=states[EVALUATIONS - 1]).tune(
+        _measures([]), keep, no_progress
+    )
     for other in (again, done):
         assert other.factors.keys() == whole.factors.keys() and replace(other, factors={}) == replace(
             whole, factors={}
@@ -245,7 +245,7 @@ def test_any_number_of_workers_gives_the_same_factors(
 
     def work(rank: int, workers: Workers) -> RecoveryResult:
         tuned = rounded.recovery(text, tmp_path / str(workers.size) / str(rank), workers=workers)
-        return tuned.run(_measures([3, 2, 1]), lambda state: None, _silent)
+        return tuned.tune(_measures([3, 2, 1]), lambda state: None, no_progress)
 
     alone = work(0, Workers())
     with ThreadPoolExecutor(size) as pool:
@@ -319,7 +319,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen
 @pytest.fixture
 def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., MemoryReport]:
     """compress() with effort best, short sequences, and a few recovery steps."""
-    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, 6, CHECKS))
+    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, 6, EVALUATIONS))
     words = TEXT.split()
     random = np.random.default_rng(0)
     text = tmp_path / "text.txt"

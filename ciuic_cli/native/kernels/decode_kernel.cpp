@@ -6,7 +6,7 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// Hash byte sums (level + 510) of column pairs P .. 7 of a tile. Masked: L < 16, so windows need the mask.
+// Byte sums (level + 510) of column pairs P .. 7 of a tile. Masked: L is below 16, so windows need the mask.
 template <int H, bool Masked, int P>
 static inline __attribute__((always_inline)) void read_pairs(const Tile<H>& tile,
                                                              decltype(Tile<H>::mask_of(0)) mask, Pair* pairs) {
@@ -17,8 +17,8 @@ static inline __attribute__((always_inline)) void read_pairs(const Tile<H>& tile
 }
 
 // Tiles that are decoded before their rows are written. The rows of a wide matrix lie a multiple of the page size apart and
-// compete for the same cache sets, so each row is written in long runs.
-constexpr long kRunTiles = 16;
+// compete for the same cache sets, so each row is written many values at a time. No measurement is on record.
+constexpr long kTilesPerWrite = 16;
 
 static inline void store_value(float* to, float value) { *to = value; }
 
@@ -28,9 +28,9 @@ template <int H, bool Masked, typename Out>
 static void decode(const uint8_t* codes, long tiles, int L, const float* row_factor, int row_begin, int row_end,
                    Out* out, size_t out_stride) {
   const auto mask = Tile<H>::mask_of(L);
-  alignas(64) int16_t sums[kRunTiles][kTile][kTile];
-  for (long first = 0; first < tiles; first += kRunTiles) {
-    const long count = tiles - first < kRunTiles ? tiles - first : kRunTiles;
+  alignas(64) int16_t sums[kTilesPerWrite][kTile][kTile];
+  for (long first = 0; first < tiles; first += kTilesPerWrite) {
+    const long count = tiles - first < kTilesPerWrite ? tiles - first : kTilesPerWrite;
     for (long t = 0; t < count; ++t) {
       Pair pairs[kTile / 2];
       read_pairs<H, Masked, 0>(Tile<H>(codes + (first + t) * CIUIC_TILE_BYTES(H)), mask, pairs);

@@ -1,4 +1,4 @@
-// Error feedback: products of stored rounding errors with panels of the feedback matrices.
+// Error feedback: products of rounding errors with panels of the feedback matrices (Panels in round.cpp).
 #include "kernels_of_isa.h"
 
 namespace ciuic {

@@ -1,14 +1,14 @@
-// One step of the encoder's forward pass, for several tiles at once. It computes the minimal cost best_t[p] of all
-// paths that end in prefix p after weight t:
+// One step of the encoder's forward pass, for several tiles at once. It computes best_t[p], the least cost of all paths
+// that end in prefix p after weight t:
 //
 //   best_t[p] = min over high of best_{t-1}[s >> in] + cost(s, x_t),   s = high << (L - out) | p
 //
 // The weight has `in` bits and the next one has `out` bits. The two differ if K is not whole: then K - 1/2 and K + 1/2
 // alternate.
 //
-// Arguments of the functions below: `before[t]` is best_{t-1} of tile t, `after[t]` receives best_t, and `terms[t]` is
-// the target's term (codebook.h). `table` is read once from front to back. It has 256 KB at L = 16 and streams through
-// the cache; `Tiles` tiles that are encoded together share its loads. codebook.cpp describes the three layouts.
+// Arguments of the functions below: before[i] is best_{t-1} of tile i, after[i] receives its best_t, and terms[i] is the
+// term of its target (codebook.h). `table` is read once, from front to back. At L = 16 it has 256 KB and streams through
+// the cache; the `Tiles` tiles share its loads. codebook.cpp describes its three layouts.
 #ifndef CIUIC_FORWARD_KERNEL_H
 #define CIUIC_FORWARD_KERNEL_H
 
@@ -35,7 +35,7 @@ static inline __attribute__((always_inline)) void accumulate(Lanes (*best)[4], c
   }
 }
 
-// One group of the quad layout for one block of predecessors; returns the position in the table after it.
+// One group of the quad layout for one block of predecessors. Returns the end of the group in the table.
 template <int In, int Tiles, int Group>
 static inline __attribute__((always_inline)) const int32_t* quad_group(const int32_t* table, const int32_t* const* before,
                                                                        int32_t* const* after, const Lanes* term_vectors,

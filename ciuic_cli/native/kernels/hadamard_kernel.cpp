@@ -1,7 +1,7 @@
 // The input transform: random signs, then an orthonormal block Hadamard matrix in Sylvester order.
 //
-// Butterflies run level by level, from a stride of 1 to half the block, whatever the vector length. Every instruction set
-// therefore adds the same numbers in the same order and rounds alike.
+// The stages of butterflies run from a stride of 1 to half the block, whatever the vector length. So every instruction
+// set adds the same numbers in the same order and rounds alike.
 #include <cmath>
 
 #include "kernels_of_isa.h"
@@ -22,7 +22,7 @@ typedef int32_t Integers __attribute__((vector_size(4 * kWidth)));
 
 static inline Floats& vector_at(float* values) { return *reinterpret_cast<Floats*>(values); }
 
-// Butterflies between lanes i and i ^ Stride of one vector; no operation where the vector is shorter.
+// Butterflies between lanes i and i ^ Stride of one vector; nothing if the vector has only `Stride` lanes or fewer.
 template <int Stride>
 static inline __attribute__((always_inline)) Floats butterfly_lanes(Floats v) {
   if constexpr (Stride < kWidth) {
@@ -53,7 +53,7 @@ static void butterflies(float* block, long size) {
     vector_at(block + i) =
         butterfly_lanes<8>(butterfly_lanes<4>(butterfly_lanes<2>(butterfly_lanes<1>(vector_at(block + i)))));
   long stride = kWidth;
-  for (; 4 * stride <= size; stride *= 4)  // two levels per pass over memory
+  for (; 4 * stride <= size; stride *= 4)  // two stages per sweep over memory
     for (long start = 0; start < size; start += 4 * stride)
       for (long i = start; i < start + stride; i += kWidth) {
         const Floats a = vector_at(block + i), b = vector_at(block + i + stride);

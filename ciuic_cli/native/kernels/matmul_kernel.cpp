@@ -1,10 +1,10 @@
-// Multiplies quantized activations straight from the codes. Within a block of 256 columns the sums are exact int32;
-// they are scaled and added in float32 block after block, in ascending order. Every instruction set and batch size
-// therefore gives the same result.
+// Multiplies quantized activations straight from the codes. Sums within a block of 256 columns are exact int32. They are
+// scaled and added in float32, block after block in ascending order. So every instruction set and batch size gives the
+// same result.
 //
-// There are two loops. multiply_levels decodes pairs of columns to 16-bit level sums and multiplies these by int16
-// activations. multiply_bytes multiplies the hash bytes by activation bytes, which fuses the byte sum with the product;
-// it takes fewer instructions per weight but more per product, so it serves 1 or 2 rows
+// There are two loops. multiply_levels decodes pairs of columns to 16-bit byte sums and multiplies these by int16
+// activations. multiply_bytes multiplies hash bytes by activation bytes, so that one instruction sums the bytes and
+// multiplies. It takes fewer instructions per weight but more per row of activations, so it serves 1 or 2 rows
 // (docs/experiments/runtime/cpu-product.md).
 #include <cmath>
 
@@ -47,18 +47,18 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
     }
     float largest;
     __builtin_memcpy(&largest, &largest_bits, sizeof largest);
-    const float step = largest / bound;  // an infinity or NaN makes all products of this row infinite or NaN
-    const float inverse = step > 0.0f ? 1.0f / step : 0.0f;
+    const float scale = largest / bound;  // an infinity or NaN makes all products of this row infinite or NaN
+    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
     int32_t sum = 0;
     for (long j = begin; j < end; ++j) {
-      // Clamped because the reciprocal carries a rounding error, and is infinite if the step is subnormal.
-      const float position = x[j] * inverse;
-      const float bounded = position < bound ? position : bound;
+      // Clamped because the reciprocal carries a rounding error, and is infinite if the scale is subnormal.
+      const float exact = x[j] * inverse;
+      const float bounded = exact < bound ? exact : bound;
       const int32_t value = static_cast<int32_t>(std::rint(bounded > -bound ? bounded : -bound));
       row.value[j] = static_cast<int16_t>(value);
       sum += value;
     }
-    row.step[block] = step;
+    row.scale[block] = scale;
     row.offset[block] = -CIUIC_LEVEL_CENTRE * sum;
     if constexpr (kByteProducts) fill_bytes(row, begin, end, precision);
   }
@@ -90,11 +90,12 @@ static void multiply_levels(const uint8_t* codes, long tiles, int L, const Quant
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t)
       add_pairs<H, Masked, Batch, 0>(sums, Tile<H>(codes + t * CIUIC_TILE_BYTES(H)), x, mask, t * kTile);
-    for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], x[b].step[block]);
+    for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], x[b].scale[block]);
   }
 }
 
-// Independent sums per row, taken by columns in turn, so that no product waits for the result of the one before.
+// Independent sums per row. Columns take turns among them, so that no product waits for the result of the one before.
+// Measured: docs/experiments/runtime/cpu-product.md.
 constexpr int kChains = 4;
 
 // Adds the products of columns C .. 15 of a tile that begins at `column`.
@@ -135,13 +136,13 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int L, const Quanti
       Sums sum = sums_of(x[b].offset[block]);
       for (int plane = 0; plane < Planes; ++plane)
         for (int chain = 0; chain < kChains; ++chain) sum = combined(sum, sums[b][plane][chain], 8 * plane);
-      add_scaled(total[b], sum, x[b].step[block]);
+      add_scaled(total[b], sum, x[b].scale[block]);
     }
   }
 }
 
-// Runs the loop for the smallest compiled batch size, kBatches[Choice] or a later one, that holds `batch` rows. Byte
-// products are used where they are no more numerous than the 16-bit products and byte sums that they replace.
+// Runs the loop for the smallest compiled batch size, kBatches[Choice] or a later one, that holds `batch` rows. It uses
+// byte products where they take no more instructions than the 16-bit products and byte sums that they replace.
 template <int H, bool Masked, int Choice>
 static void multiply_batch(const uint8_t* codes, long tiles, int L, QuantizedRow* x, float (*total)[kTile], int batch,
                           Precision precision) {
@@ -149,7 +150,7 @@ static void multiply_batch(const uint8_t* codes, long tiles, int L, QuantizedRow
   if constexpr (Choice + 1 < kChoices) {
     if (batch > kBatch) return multiply_batch<H, Masked, Choice + 1>(codes, tiles, L, x, total, batch, precision);
   }
-  for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // unused rows repeat the last one; their totals are dropped
+  for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // unused rows repeat the last one; their totals are not used
   for (int b = 0; b < kBatch; ++b)
     for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
   if constexpr (kByteProducts && kBatch <= 2) {

@@ -1,10 +1,9 @@
 // The encoder: a tail-biting Viterbi search over the bit-shift trellis.
 //
-// The state after step t is the window s_t, the L bits from which weight t is decoded. The next step shifts in that
-// weight's bits: K of them, or alternately K - 1/2 and K + 1/2. Only the low bits p of a window, the prefix of the next
-// window, matter for later steps, so the forward pass computes best_t[p], the minimal cost of all paths to p
-// (forward_kernel.h). It stores best_t as a checkpoint every `stride` steps, and no decisions. The traceback recomputes
-// the minimising windows between two checkpoints.
+// Step t chooses the window s_t, the L bits from which weight t is decoded. It shifts in that weight's new bits: K of
+// them, or alternately K - 1/2 and K + 1/2. Later steps depend only on the low bits p of a window, the prefix of the
+// next window. So the forward pass computes best_t[p], the least cost of all paths to p (forward_kernel.h). It saves
+// best_t every `stride` steps and stores no decisions. The traceback recomputes the windows between two saved steps.
 //
 // All costs are integers (codebook.h), so every instruction set and batch size gives the same path.
 #include <cmath>
@@ -17,11 +16,12 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// Cost of a prefix that no path has reached yet. It exceeds the cost of any path over the few steps until every prefix
-// can be reached, and it is far enough below 2^31 that sums do not overflow.
+// Cost of a prefix that no path has reached yet. Every prefix can be reached within a few steps; until then no path costs
+// as much. Sums with it do not overflow an int32.
 static const int32_t kUnreachable = 1 << 30;
 
-// Targets are clipped to this magnitude, which exceeds the largest level (510). The clipping bounds the costs.
+// Targets, in levels, are clipped to this magnitude. It bounds the costs and exceeds the largest level, 510 (chosen, not
+// tuned).
 static const float kLargestTarget = 576.0f;
 
 // Tiles that are encoded together.
@@ -32,27 +32,27 @@ static const int kBatch = 2;
 #endif
 static_assert(kBatch <= kMaxEncodeBatch, "callers size their arrays by kMaxEncodeBatch");
 
-// Steps from one checkpoint to the next. A longer stride keeps the checkpoints in the cache but makes the traceback slower
-// (docs/experiments/runtime/cpu-encoder.md). If K is not whole, the stride is even, so that all checkpoints have the same
+// Steps from one saved step to the next. A longer stride keeps the saved costs in the cache but makes the traceback slower
+// (docs/experiments/runtime/cpu-encoder.md). If K is not whole, the stride is even, so that all saved steps have the same
 // number of prefixes.
-static int checkpoint_stride(int half_bits) {
+static int save_stride(int half_bits) {
   return half_bits == 2 ? 8 : half_bits <= 4 ? 4 : half_bits <= 8 || half_bits % 2 == 1 ? 2 : 1;
 }
 
 struct Search {
   int half_bits, L, stride;
-  int prefixes;             // of a checkpoint; no step has more
+  int prefixes;             // of a saved step; no step has more
   bool squared;
   const int32_t* table[2];  // cost tables of even and odd weights
   int32_t terms[kBatch][kTileWeights];  // terms of the targets (codebook.h)
-  int32_t* checkpoints[kBatch];         // best_t for t + 1 = 0, stride, 2 stride .. 256
+  int32_t* saved[kBatch];               // best_t for t + 1 = 0, stride, 2 stride .. 256
   int32_t* scratch[kBatch][2];          // best_t of the other steps, alternating
 };
 
-static int checkpoint_count(int half_bits) { return kTileWeights / checkpoint_stride(half_bits) + 1; }
+static int saved_count(int half_bits) { return kTileWeights / save_stride(half_bits) + 1; }
 
 size_t encode_workspace_bytes(int half_bits, int L) {
-  return 64 + sizeof(int32_t) * kBatch * (checkpoint_count(half_bits) + 2) * ((size_t{1} << (L - half_bits / 2)) + 64);
+  return 64 + sizeof(int32_t) * kBatch * (saved_count(half_bits) + 2) * ((size_t{1} << (L - half_bits / 2)) + 64);
 }
 
 int encode_batch() { return kBatch; }
@@ -63,25 +63,26 @@ static int bits_after(int weight, int half_bits) { return bits_of(weight + 1, ha
 
 // The term of target x (codebook.h).
 static int32_t target_term(float x, bool squared) {
-  // NaN: the weight's error costs nothing. Term 0 makes all costs 0 up to 5 bits; from 5.5 bits on it is a target of 0.
+  // NaN: the weight is padding and may take any level. Term 0 makes all costs 0 up to 5 bits; from 5.5 bits on it is a
+  // target of 0.
   if (x != x) return 0;
   const float clipped = x > kLargestTarget ? kLargestTarget : (x < -kLargestTarget ? -kLargestTarget : x);
   if (squared) return pair_of(static_cast<int>(std::rint(16.0f * clipped)), 0);
   return pair_of(16, static_cast<int>(std::rint(-8.0f * clipped)));
 }
 
-// Subtracts the cost of prefix 0 from all costs; only their differences matter. Done every 16 steps, it prevents
-// overflow however far the targets lie beyond the code's range. The traceback compares sums over one checkpoint, so it
-// sees no change.
+// Subtracts the cost of prefix 0 from all costs, because only their differences matter. Done every 16 steps, it prevents
+// overflow however far the targets lie beyond the code's range. The traceback compares only costs of one saved step, so
+// the subtraction does not change its choice.
 static void rebase(int32_t* costs, int prefixes) {
   const int32_t base = costs[0];
   for (int p = 0; p < prefixes; ++p) costs[p] -= base;
 }
 
 // Runs steps first .. first + count - 1 (modulo 256) for the given tiles of the batch, from the costs in `from`. With
-// `keep`, writes checkpoints; otherwise only the final costs, to checkpoint 0.
+// `save`, saves the costs of every stride-th step; otherwise only the final costs, in slot 0.
 template <int Tiles>
-static void forward(Search& search, const int* tiles, int first, int count, const int32_t* const* from, bool keep) {
+static void forward(Search& search, const int* tiles, int first, int count, const int32_t* const* from, bool save) {
   const int32_t* before[Tiles];
   int32_t* after[Tiles];
   int32_t term[Tiles];
@@ -91,9 +92,9 @@ static void forward(Search& search, const int* tiles, int first, int count, cons
     const int in = bits_of(weight, search.half_bits), out = bits_after(weight, search.half_bits);
     for (int t = 0; t < Tiles; ++t) {
       term[t] = search.terms[tiles[t]][weight];
-      const bool is_checkpoint = keep ? (i + 1) % search.stride == 0 : i + 1 == count;
-      const size_t slot = keep ? static_cast<size_t>((i + 1) / search.stride) : 0;
-      after[t] = is_checkpoint ? search.checkpoints[tiles[t]] + slot * search.prefixes : search.scratch[tiles[t]][i & 1];
+      const bool is_saved = save ? (i + 1) % search.stride == 0 : i + 1 == count;
+      const size_t slot = save ? static_cast<size_t>((i + 1) / search.stride) : 0;
+      after[t] = is_saved ? search.saved[tiles[t]] + slot * search.prefixes : search.scratch[tiles[t]][i & 1];
     }
     forward_step<Tiles>(search.table[weight & 1], before, after, term, in, out, search.squared, search.L);
     for (int t = 0; t < Tiles; ++t) {
@@ -103,6 +104,7 @@ static void forward(Search& search, const int* tiles, int first, int count, cons
   }
 }
 
+// Most paths backwards over one stride: 2^11 at 5.5 bits, whose stride is 2.
 static const int kMaxCandidates = 2048;
 
 // Partial paths of a traceback: the cost of each so far, and the prefix that it has reached.
@@ -129,8 +131,8 @@ static inline void expand(const Candidates& from, int count, int32_t term, int i
       for (int i = 0; i < count; ++i) extend(i, high, high * count + i);
 }
 
-// Traces the cheapest path back over one stride: from `prefix` after weight (slot + 1) * stride - 1 to checkpoint
-// `slot`. Writes the windows of these weights and returns the path's prefix at the checkpoint.
+// Traces the cheapest path back over one stride: from `prefix` after weight (slot + 1) * stride - 1 to the saved step
+// `slot`. Writes the windows of these weights and returns the path's prefix at the saved step.
 static int trace_stride(const Search& search, int tile, int slot, int prefix, uint16_t* windows) {
   const int L = search.L, stride = search.stride;
   Candidates candidates[2];
@@ -150,7 +152,7 @@ static int trace_stride(const Search& search, int tile, int slot, int prefix, ui
   }
   int32_t* cost = candidates[current].cost;
   const int32_t* reached = candidates[current].prefix;
-  const int32_t* before = search.checkpoints[tile] + static_cast<size_t>(slot) * search.prefixes;
+  const int32_t* before = search.saved[tile] + static_cast<size_t>(slot) * search.prefixes;
   int32_t least_cost = INT32_MAX;
   for (int i = 0; i < count; ++i) cost[i] += before[reached[i]];
   for (int i = 0; i < count; ++i) least_cost = cost[i] < least_cost ? cost[i] : least_cost;
@@ -166,9 +168,9 @@ static int trace_stride(const Search& search, int tile, int slot, int prefix, ui
   return prefix;
 }
 
-// Traces the cheapest path to `prefix` at checkpoint `slots` back to its beginning and returns the prefix that it
-// starts from. `trail` receives the path's prefix at every checkpoint. With have_trail it holds those of an earlier
-// path; from the point where the two paths meet, they are the same.
+// Traces the cheapest path to `prefix` at the saved step `slots` back to its beginning and returns the prefix that it
+// starts from. `trail` receives the path's prefix at every saved step. With have_trail it holds those of the path traced
+// before: where the two paths meet the trace ends, because before that point they are the same.
 static int trace(const Search& search, int tile, int slots, int prefix, uint16_t* windows, uint16_t* trail,
                  bool have_trail) {
   for (int slot = slots - 1; slot >= 0; --slot) {
@@ -180,16 +182,16 @@ static int trace(const Search& search, int tile, int slots, int prefix, uint16_t
   return prefix;
 }
 
-// Weights that are searched again if no closed path is found.
+// Weights that are searched again if no closed path is found. No measurement is on record.
 static const int kRepair = 64;
 
-// Finds a closed path, one that ends in the prefix that it starts from. Nearly all paths have the same start, so the
-// path that ends in the start of the best path is usually closed; if not, the next attempt ends in that path's start.
-// After three failures, the first kRepair weights are searched again, from the required start to the path's prefix
-// after them.
+// Finds a closed path, one that ends in the prefix that it starts from. Nearly all paths start from the same prefix. So
+// the path that ends in the start of the best path is usually closed. If it is not, the next attempt is the path that
+// ends in its start. After three failures the path that ends in the best path's start is closed by force: its first
+// kRepair weights are searched again, from that prefix to the path's prefix after them.
 static void close_path(Search& search, int tile, uint16_t* windows) {
   const int prefixes = search.prefixes, slots = kTileWeights / search.stride;
-  const int32_t* last = search.checkpoints[tile] + static_cast<size_t>(slots) * prefixes;
+  const int32_t* last = search.saved[tile] + static_cast<size_t>(slots) * prefixes;
   int end = 0;
   for (int p = 1; p < prefixes; ++p)
     if (last[p] < last[end]) end = p;
@@ -203,7 +205,7 @@ static void close_path(Search& search, int tile, uint16_t* windows) {
   }
   start = first_start;
   trace(search, tile, slots, start, windows, trail, false);
-  int32_t* start_costs = search.checkpoints[tile];
+  int32_t* start_costs = search.saved[tile];
   for (int p = 0; p < prefixes; ++p) start_costs[p] = p == start ? 0 : kUnreachable;
   const int tiles[1] = {tile};
   const int32_t* from[1] = {start_costs};
@@ -222,7 +224,7 @@ static void encode_together(const float* const* targets, Search& search, uint16_
   }
   const int lead = CIUIC_LEAD_IN(search.L);
   forward<Tiles>(search, tiles, kTileWeights - lead, lead, start, false);
-  for (int t = 0; t < Tiles; ++t) start[t] = search.checkpoints[t];
+  for (int t = 0; t < Tiles; ++t) start[t] = search.saved[t];
   forward<Tiles>(search, tiles, 0, kTileWeights, start, true);
   for (int t = 0; t < Tiles; ++t) close_path(search, t, windows[t]);
 }
@@ -232,7 +234,7 @@ int encode_tiles(const float* const* targets, int tiles, int half_bits, int L, v
   Search search;
   search.half_bits = half_bits;
   search.L = L;
-  search.stride = checkpoint_stride(half_bits);
+  search.stride = save_stride(half_bits);
   search.prefixes = 1 << (L - half_bits / 2);
   search.squared = uses_squares(half_bits);
   for (int i = 0; i < 2; ++i) {
@@ -244,8 +246,8 @@ int encode_tiles(const float* const* targets, int tiles, int half_bits, int L, v
   const size_t padded = static_cast<size_t>(search.prefixes) + 64;
   int32_t* memory = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(workspace) + 63) / 64 * 64);
   for (int t = 0; t < kBatch; ++t) {
-    search.checkpoints[t] = memory;
-    memory += static_cast<size_t>(checkpoint_count(half_bits)) * search.prefixes + 64;
+    search.saved[t] = memory;
+    memory += static_cast<size_t>(saved_count(half_bits)) * search.prefixes + 64;
     for (int i = 0; i < 2; ++i, memory += padded) search.scratch[t][i] = memory;
   }
   for (int done = 0; done < tiles;) {

@@ -32,14 +32,14 @@ static inline Lanes add_squares(Lanes base, Lanes entry, Lanes term) {
 // Copies lane J of each quad to the whole quad.
 template <int J>
 static inline Lanes copy_lane(Lanes v) { return _mm512_shuffle_epi32(v, static_cast<_MM_PERM_ENUM>(J * 0x55)); }
-// Stores quad q of vector k at to[q * step + 4 k].
-static inline void store_quads(const Lanes* v, int32_t* to, size_t step) {
+// Stores quad q of vector k at to[q * stride + 4 k].
+static inline void store_quads(const Lanes* v, int32_t* to, size_t stride) {
   const Lanes a = _mm512_shuffle_i32x4(v[0], v[1], 0x44), b = _mm512_shuffle_i32x4(v[0], v[1], 0xEE);
   const Lanes c = _mm512_shuffle_i32x4(v[2], v[3], 0x44), d = _mm512_shuffle_i32x4(v[2], v[3], 0xEE);
   store(to, _mm512_shuffle_i32x4(a, c, 0x88));
-  store(to + step, _mm512_shuffle_i32x4(a, c, 0xDD));
-  store(to + 2 * step, _mm512_shuffle_i32x4(b, d, 0x88));
-  store(to + 3 * step, _mm512_shuffle_i32x4(b, d, 0xDD));
+  store(to + stride, _mm512_shuffle_i32x4(a, c, 0xDD));
+  store(to + 2 * stride, _mm512_shuffle_i32x4(b, d, 0x88));
+  store(to + 3 * stride, _mm512_shuffle_i32x4(b, d, 0xDD));
 }
 // Stores a0, b0, a1, b1, ..
 static inline void store_interleaved(Lanes a, Lanes b, int32_t* to) {
@@ -66,10 +66,10 @@ static inline Lanes add_squares(Lanes base, Lanes entry, Lanes term) {
 }
 template <int J>
 static inline Lanes copy_lane(Lanes v) { return _mm256_shuffle_epi32(v, J * 0x55); }
-static inline void store_quads(const Lanes* v, int32_t* to, size_t step) {
+static inline void store_quads(const Lanes* v, int32_t* to, size_t stride) {
   for (int k = 0; k < 4; k += 2) {
     store(to + 4 * k, _mm256_permute2x128_si256(v[k], v[k + 1], 0x20));
-    store(to + 4 * k + step, _mm256_permute2x128_si256(v[k], v[k + 1], 0x31));
+    store(to + 4 * k + stride, _mm256_permute2x128_si256(v[k], v[k + 1], 0x31));
   }
 }
 static inline void store_interleaved(Lanes a, Lanes b, int32_t* to) {

@@ -4,8 +4,8 @@
 //   hash_of, byte_sums  windows of a pair -> level + 510
 //   Sums             one int32 per row; add_products and add_scaled accumulate products of levels and activations
 //   store_rows       8 pairs -> 16 rows of 16 values
-//   kBatches         numbers of activation rows with code of their own, as many as the registers hold
-//   kByteProducts    whether add_byte_products exists: products straight from the hash bytes
+//   kBatches         numbers of rows of activations for which a loop is compiled; the last fills the registers
+//   kByteProducts    whether add_byte_products exists, which multiplies hash bytes without summing them first
 #ifndef CIUIC_TILE_H
 #define CIUIC_TILE_H
 

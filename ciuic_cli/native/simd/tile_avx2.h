@@ -81,10 +81,10 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
   }
 }
 
-static inline void add_scaled(float* total, const Sums& sums, float step) {
+static inline void add_scaled(float* total, const Sums& sums, float scale) {
   for (int part = 0; part < 2; ++part) {
     const __m256i rows = _mm256_permute2x128_si256(sums.part[0], sums.part[1], part == 0 ? 0x20 : 0x31);
-    const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(step), _mm256_cvtepi32_ps(rows));
+    const __m256 scaled = _mm256_mul_ps(_mm256_set1_ps(scale), _mm256_cvtepi32_ps(rows));
     _mm256_storeu_ps(total + 8 * part, _mm256_add_ps(_mm256_loadu_ps(total + 8 * part), scaled));
   }
 }

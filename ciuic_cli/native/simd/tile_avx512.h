@@ -41,12 +41,12 @@ struct Sums {
 
 static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value)}; }
 
-// Decoding and multiplying in one instruction: a dot product of the four hash bytes with the activation byte, four times.
+// One instruction sums the hash bytes and multiplies: the dot product of the four bytes with four copies of an activation.
 constexpr bool kByteProducts = true;
 static inline __m512i hash_of_column(__m512i windows) {
   __m512i hash = _mm512_mullo_epi32(windows, _mm512_set1_epi32(static_cast<int>(CIUIC_MULTIPLIER)));
-  // The empty asm statements make multiplications and dot products alternate. Both run on two pipes of Zen 4, which assigns
-  // instructions to pipes in program order; the compiler's order left one pipe idle for a quarter of the time
+  // The empty asm statements make multiplications and dot products alternate. Zen 4 runs both on the same two pipes and
+  // assigns instructions to pipes in program order. In the compiler's order one pipe was idle for a quarter of the time
   // (docs/experiments/runtime/cpu-product.md).
   asm volatile("" : "+v"(hash));
   return hash;
@@ -69,10 +69,10 @@ static inline void add_products(Sums& sums, const Pair& levels, const int16_t* p
   sums.part = _mm512_dpwssd_epi32(sums.part, levels.words, _mm512_set1_epi32(both));
 }
 
-// total[row] += step * sums[row]
-static inline void add_scaled(float* total, const Sums& sums, float step) {
+// total[row] += scale * sums[row]
+static inline void add_scaled(float* total, const Sums& sums, float scale) {
   const __m512 sum = _mm512_cvtepi32_ps(sums.part);
-  _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), _mm512_mul_ps(_mm512_set1_ps(step), sum)));
+  _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), _mm512_mul_ps(_mm512_set1_ps(scale), sum)));
 }
 
 // The 8 pairs of a tile as 16 rows of 16 values.
@@ -166,7 +166,7 @@ struct Tile {
   __m512i column(__m512i mask) const {
     constexpr int u = ciuic_unit_of_column(Column, H), shift = ciuic_shift_of_column(Column, H);
     if constexpr (shift >= 8 && 32 % H == 0 && !Masked) {
-      // Shuffling bytes instead of shifting by `shift`: the compiler reuses the shift by shift - 8 of another column.
+      // A byte shuffle replaces the shift by `shift`: the compiler reuses another column's shift by shift - 8.
       const int zeros = static_cast<int>(0x80800000u);
       const __m512i middle = _mm512_set4_epi32(zeros | 0x0E0D, zeros | 0x0A09, zeros | 0x0605, zeros | 0x0201);
       return _mm512_shuffle_epi8(_mm512_srli_epi32(unit[u], shift - 8), middle);

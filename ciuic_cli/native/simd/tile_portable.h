@@ -100,8 +100,8 @@ static inline void add_products(Sums& sums, const Pair& levels, const int16_t* p
   }
 }
 
-static inline void add_scaled(float* total, const Sums& sums, float step) {
-  for (int row = 0; row < CIUIC_TILE; ++row) total[row] += step * static_cast<float>(sums.part[row / 4][row % 4]);
+static inline void add_scaled(float* total, const Sums& sums, float scale) {
+  for (int row = 0; row < CIUIC_TILE; ++row) total[row] += scale * static_cast<float>(sums.part[row / 4][row % 4]);
 }
 
 // The 8 pairs of a tile as 16 rows of 16 values.

@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "linear.cu"
-#undef STAGES
 #include "transform.cu"
 #include "decode.cu"
 #include "encode.cu"
