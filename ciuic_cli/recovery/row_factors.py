@@ -21,8 +21,8 @@ from ciuic_cli.layerwise.layer_stream import Override
 from ciuic_cli.layerwise.linear_hooks import Key
 
 MIN_STEPS_PER_OCTAVE = 40
-"""Least steps per octave of a matrix's row scales with which it is tuned. Rounding to such a step changes a factor by at
-most 0.9 %; factors differ from 1 by about half a per cent (docs/experiments/recovery/factors-and-norms.md). No
+"""Least steps per octave of a matrix's row scales with which it is tuned. Rounding to such a step changes a factor by
+at most 0.9 %; factors differ from 1 by about half a per cent (docs/experiments/recovery/factors-and-norms.md). No
 measurement is on record."""
 
 Factors = Mapping[Key, torch.Tensor]
@@ -81,6 +81,6 @@ def with_row_factors(packed: PackedMatrix, factors: torch.Tensor | None) -> Pack
 
 
 def tuned_dense(model_map: ModelMap, name: str, factors: Factors) -> torch.Tensor:
-    """A parameter that is not rounded, times its factors if it has any, in the dtype in which the artifact stores it."""
+    """A parameter that is not rounded, times its factors if it has any, in the dtype that the artifact stores."""
     value, factor = model_map.read(name), factors.get((name, None))
     return (value if factor is None else value.float() * factor).to(model_map.stored_dtype(name)).contiguous()
