@@ -73,8 +73,11 @@ def discard(destination: Path) -> Path | None:
 
 
 def may_replace(destination: Path, *, force: bool) -> bool:
-    """Whether `destination` is a folder that a new artifact may replace: an empty one, or with `force` one that ciuic
-    wrote, which has its list of checksums or its config.json."""
+    """Whether a new artifact may replace the folder `destination`.
+
+    It may if the folder is empty. With `force` it may also replace a folder that ciuic wrote, which has its list of
+    checksums or its config.json.
+    """
     if destination.is_symlink() or not destination.is_dir():
         return False
     try:

@@ -140,7 +140,7 @@ def sort_unexpected(
     if others:
         more = ", ..." if len(others) > 3 else ""
         warnings.append(
-            f"{len(others)} tensor(s) of the checkpoint are not part of the model and are left out: "
+            f"{len(others)} tensor(s) of the checkpoint are not part of the model and are dropped: "
             f"{', '.join(others[:3])}{more}"
         )
     mtp = PredictionLayers(

@@ -75,7 +75,7 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
 
 def _show_notes(console: Console, report: MemoryReport) -> None:
     for note in report.dropped:
-        console.warning(f"left out: {note}")
+        console.warning(note)
     for note in report.kept:
         console.hint(note)
     if warning := unrouted_experts_warning(report):
@@ -126,7 +126,7 @@ def _roles(components: Sequence[ComponentReport]) -> list[list[object]]:
 
 def show_description(console: Console, description: Description, tensors: bool) -> None:
     """Print the kind of a checkpoint or artifact, its bytes by component, and with `tensors` every tensor."""
-    for note in (*description.warnings, *(f"left out: {note}" for note in description.dropped)):
+    for note in (*description.warnings, *description.dropped):
         console.warning(note)
     for note in description.kept:
         console.hint(note)

@@ -93,7 +93,7 @@ class Task:
         return torch.arange(count) * len(self.batches) // count
 
     def settled_options(self) -> dict[str, Any]:
-        """The options that decide the artifact's bytes, with the defaults that depend on the model filled in."""
+        """The options that decide the artifact's bytes. Defaults that depend on the model are filled in."""
         seqlen = self.options.sequence_length(max_positions(self.map.config))
         return self.options.as_dict(ratio=2 * self.map.stored_numel / self.budget, seqlen=seqlen)
 

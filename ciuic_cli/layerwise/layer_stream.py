@@ -187,7 +187,7 @@ class LayerStream:
 
     @contextmanager
     def tail(self, visit: VisitLogits) -> Iterator[RunChunks]:
-        """Context that yields a function which runs what follows the last layer: `visit` gets all logits, span by span.
+        """Context that yields a function to run what follows the last layer. `visit` gets the logits, span by span.
 
         If `visit` leaves a gradient in hidden.grad, it is written as the gradient at the last layer's output.
         """

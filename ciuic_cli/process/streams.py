@@ -53,7 +53,7 @@ def _text_options(stream: Any) -> dict[str, Any]:
 
 
 class _LossyFile(io.FileIO):
-    """A file that drops bytes that cannot be written."""
+    """A file that discards bytes that cannot be written."""
 
     def write(self, data: Any) -> int:
         try:

@@ -152,7 +152,7 @@ class FactorGradients:
     def _tuned_norms(self, module: nn.Module, prefix: str) -> dict[Key, torch.Tensor]:
         """The norm weights of a module that have factors; from now on autograd records their gradients.
 
-        LayerNorm is left out: torch adds up the gradients of its weights thread by thread, and bits must not depend on
+        LayerNorm is not tuned: torch adds up the gradients of its weights thread by thread, and bits must not depend on
         the number of threads.
         """
         norms: dict[Key, torch.Tensor] = {}

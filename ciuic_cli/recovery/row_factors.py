@@ -21,8 +21,8 @@ from ciuic_cli.layerwise.layer_stream import Override
 from ciuic_cli.layerwise.linear_hooks import Key
 
 MIN_STEPS_PER_OCTAVE = 40
-"""Steps per octave that a matrix's row scales must allow to be tuned. Then rounding to a step changes a factor by at
-most 0.9 %; factors differ from 1 by about half a per cent (docs/experiments/recovery/factors-and-norms.md). No
+"""Least steps per octave of a matrix's row scales with which it is tuned. Rounding to such a step changes a factor by
+at most 0.9 %; factors differ from 1 by about half a per cent (docs/experiments/recovery/factors-and-norms.md). No
 measurement is on record."""
 
 Factors = Mapping[Key, torch.Tensor]
@@ -34,8 +34,8 @@ CodedLookup = Callable[[str, int | None], PackedMatrix | None]
 def tunable_shapes(model_map: ModelMap, coded: CodedLookup) -> dict[Key, torch.Size]:
     """The shape of the factors of everything that is tuned: rows of the layers' linears, and all norms.
 
-    Left alone are embeddings and heads; matrices with a low-rank part, whose own scales a row's factor does not reach;
-    and matrices with rows of such different size that their scales have too coarse steps.
+    These are not tuned: embeddings and heads; matrices with a low-rank part, which has scales of its own; and matrices
+    whose rows differ so much in size that the steps of their scales are too coarse.
     """
     inside_layers = tuple(model_map.layer_prefixes)
     shapes: dict[Key, torch.Size] = {}
@@ -81,7 +81,6 @@ def with_row_factors(packed: PackedMatrix, factors: torch.Tensor | None) -> Pack
 
 
 def tuned_dense(model_map: ModelMap, name: str, factors: Factors) -> torch.Tensor:
-    """A parameter that is not rounded, in the dtype in which the artifact stores it, times its factors if it has
-    any."""
+    """A parameter that is not rounded, times its factors if it has any, in the dtype that the artifact stores."""
     value, factor = model_map.read(name), factors.get((name, None))
     return (value if factor is None else value.float() * factor).to(model_map.stored_dtype(name)).contiguous()

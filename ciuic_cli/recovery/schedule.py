@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 PEAK_LEARNING_RATE = 1e-3
-"""About the relative change of a factor per step, at most. Measured on SmolLM2:
+"""Highest learning rate: about the most by which a step changes a factor of 1. Measured on SmolLM2:
 docs/experiments/recovery/factors-and-norms.md."""
 FULL_RATE_KL = 0.037
-"""Nats per token lost by rounding, from which the rate has its full peak. Below, the peak falls with the root of the
-KL: the noise of steps costs their square, and there is less to gain. Measured:
+"""KL of the rounded model, in nats per token, from which the peak is PEAK_LEARNING_RATE. With less KL there is less to
+gain, and the peak falls with the root of the KL, because the loss by noise in a step grows with its square. Measured:
 docs/experiments/recovery/step-size.md."""
 WARM_UP_STEPS = 5
 """Steps of the linear warm-up. No measurement is on record."""

@@ -37,7 +37,7 @@ from ciuic_cli.statistics.files import Statistics
 TUNED_NORM = "norm: one number per channel, tuned by recovery"
 UNPREDICTED = (
     "These layers draft tokens ahead. The model's own predictions do not depend on them, so they have no predicted KL, "
-    "and they are coded without statistics."
+    "and they are coded without calibration."
 )
 
 

@@ -60,7 +60,7 @@ def _warnings(report: MemoryReport) -> list[str]:
     found = [unrouted_experts_warning(report), large_loss_warning(report)]
     return [
         *report.warnings,
-        *(f"left out: {note}" for note in report.dropped),
+        *report.dropped,
         *(warning for warning in found if warning is not None),
     ]
 

@@ -104,7 +104,7 @@ Pass = PrunePass | LowRankPass | BitsPass | RecoveryPass
 
 @dataclass(frozen=True, kw_only=True)
 class PaddingReport:
-    """Matrices that end inside a tile of 16 x 16, their weights that are only padding, and the bytes of these."""
+    """Padding to tiles of 16 x 16: the padded matrices, the weights added to them, and the bytes of these weights."""
 
     matrices: int
     weights: int
