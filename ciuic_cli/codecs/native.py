@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -41,7 +41,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         _int,
         (*_MATRIX, _int, _uint32, _pointer, _int, _long, _long, _pointer, _int, _long, _pointer, _int, _int),
     ),
-    "ciuic_hadamard": (_int, (_pointer, _long, _long, _int, _uint32, _int, _int)),
+    "ciuic_hadamard": (_int, (_pointer, _int, _long, _long, _int, _uint32, _int, _int)),
 }
 
 
