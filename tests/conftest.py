@@ -33,6 +33,7 @@ SLOW_PLACES = (
     ),
     *(
         "statistics",
+        "train",
         "process/test_workers.py",
         "codecs/test_native.py",
         "text/test_tokenizer.py",

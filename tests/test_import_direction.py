@@ -28,7 +28,7 @@ FLOORS = (
     ("allocation", "evaluation"),
     ("recovery",),
     ("cost", "report"),
-    ("compression",),
+    ("compression", "train"),
     ("cli",),
     ("__main__",),
 )

@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -70,7 +70,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_program_create": (_int, (_pointer, _int, _pointer, _int, _pointer, _int, _pointer)),
     "ciuic_program_free": (None, (_pointer,)),
     "ciuic_program_run": (_int, (_pointer, _pointer, _int, _long, _int, _int, _int)),
-    "ciuic_hadamard": (_int, (_pointer, _long, _long, _int, _uint32, _int, _int)),
+    "ciuic_hadamard": (_int, (_pointer, _int, _long, _long, _int, _uint32, _int, _int)),
 }
 
 

@@ -61,40 +61,60 @@ def _signs_on(device: torch.device, cols_padded: int, seed: int) -> torch.Tensor
     return signs(cols_padded, seed).to(device)
 
 
-def transform(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+def transform(x: torch.Tensor, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """T applied along the last dimension, which is zero-padded to a multiple of 16.
 
     Args:
         x: floating point [..., cols]; not changed.
         seed: of the signs.
+        dtype: of the result. The arithmetic is float32 and is rounded once at the end.
 
     Returns:
-        float32 [..., cols_padded] on x's device.
+        `dtype` [..., cols_padded] on x's device.
     """
     cols = x.shape[-1]
-    out = x.to(torch.float32)
+    out = x.to(dtype if _computes_in(x, dtype) else torch.float32)
     if padded(cols) != cols:
         out = torch.nn.functional.pad(out, (0, padded(cols) - cols))
     if out.data_ptr() == x.data_ptr() or not out.is_contiguous():
         out = out.clone(memory_format=torch.contiguous_format)
-    return _apply(out, seed, inverse=False)
+    return _apply(out, seed, inverse=False).to(dtype)
 
 
 def inverse_transform(x: torch.Tensor, cols: int, seed: int = 0) -> torch.Tensor:
     """Inverse of `transform`: float32 [..., cols_padded] to float32 [..., cols]."""
     out = x.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-    return _apply(out, seed, inverse=True)[..., :cols]
+    return inverse_transform_inplace(out, cols, seed)
+
+
+def inverse_transform_inplace(x: torch.Tensor, cols: int, seed: int = 0) -> torch.Tensor:
+    """As `inverse_transform`, for a contiguous float32 or bfloat16 tensor whose memory may be overwritten.
+
+    Returns:
+        x's dtype [..., cols], a view of x on the CPU. The arithmetic is float32.
+    """
+    out = x if _computes_in(x, x.dtype) else x.to(torch.float32)
+    return _apply(out, seed, inverse=True)[..., :cols].to(x.dtype)
+
+
+def _computes_in(x: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether `_apply` takes x as `dtype` without rounding it before the transform."""
+    return dtype == torch.float32 or (x.dtype == dtype == torch.bfloat16 and x.device.type == "cpu")
 
 
 def _apply(x: torch.Tensor, seed: int, *, inverse: bool) -> torch.Tensor:
-    """T or its inverse along x's last dimension; in place if x is on the CPU."""
+    """T or its inverse along x's last dimension; in place if x is on the CPU.
+
+    x: contiguous float32, on the CPU also bfloat16.
+    """
     cols = x.shape[-1]
     log2 = log2_block(cols)
     if x.device.type != "cpu":
         return _apply_torch(x, _signs_on(x.device, cols, seed), log2, inverse=inverse)
     rows = x.numel() // cols
+    bf16 = int(x.dtype == torch.bfloat16)
     status = native.interface().ciuic_hadamard(
-        x.data_ptr(), rows, cols, log2, seed, int(inverse), torch.get_num_threads()
+        x.data_ptr(), bf16, rows, cols, log2, seed, int(inverse), torch.get_num_threads()
     )
     native.check(status, "Hadamard transform")
     return x

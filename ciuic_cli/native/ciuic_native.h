@@ -111,7 +111,9 @@ CIUIC_EXPORT int ciuic_program_run(const void* program, void* const* arguments, 
                                    int precise, int threads);
 
 // Transforms each row of x (n_rows x cols) in place: signs, then the orthonormal block Hadamard transform of size
-// 2^log2_block, which must divide cols. `inverse` applies the inverse.
-CIUIC_EXPORT int ciuic_hadamard(float* x, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads);
+// 2^log2_block, which must divide cols and be at most 1024. `inverse` applies the inverse. x is float32, or bfloat16 if
+// `bf16` is not 0: the same float32 arithmetic, rounded at the end.
+CIUIC_EXPORT int ciuic_hadamard(void* x, int bf16, long n_rows, long cols, int log2_block, uint32_t seed, int inverse,
+                                int threads);
 
 #endif

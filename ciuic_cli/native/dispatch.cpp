@@ -35,6 +35,6 @@ const Kernels& kernels() {
 
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 10; }
+int ciuic_abi_version() { return 11; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

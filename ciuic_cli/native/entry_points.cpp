@@ -122,18 +122,21 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   return CIUIC_OK;
 }
 
-int ciuic_hadamard(float* x, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads) {
+int ciuic_hadamard(void* x, int bf16, long n_rows, long cols, int log2_block, uint32_t seed, int inverse, int threads) {
   using namespace ciuic;
   if (n_rows == 0) return CIUIC_OK;
-  if (x == nullptr || n_rows < 0 || cols < 1 || log2_block < 0 || log2_block > 30 || cols % (1L << log2_block) != 0 ||
-      threads < 1)
+  if (x == nullptr || n_rows < 0 || cols < 1 || log2_block < 0 || log2_block > kMaxLog2Block ||
+      cols % (1L << log2_block) != 0 || threads < 1)
     return CIUIC_BAD_ARGUMENT;
   const std::unique_ptr<float[]> signs(new (std::nothrow) float[cols]);
   if (!signs) return CIUIC_NO_MEMORY;
   kernels().fill_signs(signs.get(), cols, seed);
   parallel_for((n_rows + kRowsPerItem - 1) / kRowsPerItem, threads, [&](long item) {
     for (long row = kRowsPerItem * item; row < std::min(n_rows, kRowsPerItem * (item + 1)); ++row)
-      kernels().hadamard_row(x + row * cols, cols, log2_block, signs.get(), inverse);
+      if (bf16)
+        kernels().hadamard_row_bfloat16(static_cast<uint16_t*>(x) + row * cols, cols, log2_block, signs.get(), inverse);
+      else
+        kernels().hadamard_row(static_cast<float*>(x) + row * cols, cols, log2_block, signs.get(), inverse);
   });
   return CIUIC_OK;
 }

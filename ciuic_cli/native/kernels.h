@@ -18,6 +18,7 @@ constexpr int kTile = 16;
 constexpr int kTileWeights = kTile * kTile;
 constexpr int kMaxEncodeBatch = 4;
 constexpr int kMaxHalfBits = 16;
+constexpr int kMaxLog2Block = 10;  // of the Hadamard transform; part of the format
 
 static constexpr bool valid_L(int L) { return L >= 12 && L <= 16; }
 
@@ -48,6 +49,8 @@ struct Kernels {
   void (*fill_signs)(float* signs, long cols, uint32_t seed);
   // In place on one row of `cols` values, a multiple of 2^log2_block.
   void (*hadamard_row)(float* row, long cols, int log2_block, const float* signs, int inverse);
+  // The same for bfloat16 values: computed in float32 and rounded once. Blocks have at most 2^kMaxLog2Block values.
+  void (*hadamard_row_bfloat16)(uint16_t* row, long cols, int log2_block, const float* signs, int inverse);
 
   // For r < rows: y[b * y_stride + r] = row_factor[r] * (row r of the group . activations of batch row b). The `batch`
   // rows of activations, written by quantize_row, are adjacent in memory.

@@ -51,7 +51,7 @@ int check_product_matrix(const CiuicMatrix& matrix) {
       check_matrix(matrix.codes, matrix.group_offset, matrix.row_bits, matrix.scale, matrix.rows, matrix.cols, matrix.L);
   if (status != CIUIC_OK) return status;
   if (matrix.cols_in < 1 || matrix.cols_in > matrix.cols || matrix.rows_out < 1 || matrix.rows_out > matrix.rows ||
-      matrix.log2_block < 0 || matrix.log2_block > 30 || matrix.cols % (1L << matrix.log2_block) != 0)
+      matrix.log2_block < 0 || matrix.log2_block > kMaxLog2Block || matrix.cols % (1L << matrix.log2_block) != 0)
     return CIUIC_BAD_ARGUMENT;
   if (matrix.order != nullptr && !all_in_range(matrix.order, matrix.rows_out)) return CIUIC_BAD_ARGUMENT;
   return CIUIC_OK;

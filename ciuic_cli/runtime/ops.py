@@ -130,10 +130,12 @@ def _routed_linear_backward(
     tokens, k = ids.shape
     gx = torch.zeros((tokens, cols), dtype=torch.float32, device=grad.device)
     by_pair, flat = grad.reshape(tokens * k, -1), ids.reshape(-1)
-    for expert in flat.unique().tolist():
+    order = torch.argsort(flat, stable=True)
+    used, counts = torch.unique_consecutive(flat[order], return_counts=True)
+    for expert, pairs in zip(used.tolist(), order.split(counts.tolist()), strict=True):
         if 0 <= expert < stack.count and not stack.expert(expert).is_zero:
-            pairs = (flat == expert).nonzero()[:, 0]
-            gx.index_add_(0, pairs // k, products.gradient(stack.expert(expert), by_pair[pairs]))
+            of_expert = products.gradient(stack.expert(expert), by_pair[pairs])
+            gx.index_add_(0, pairs // k, of_expert.to(torch.float32))
     return gx.to(grad.dtype)
 
 

@@ -149,8 +149,8 @@ class CiuicQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Codes cannot be trained; gradients do flow to the activations."""
-        return False
+        """transformers' Trainer asks this, and besides for an adapter: the codes themselves have no gradient."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

@@ -1,8 +1,8 @@
-"""Registers the "ciuic" quantization method with transformers, without importing transformers.
+"""Registers the "ciuic" quantization method with transformers, and its LoRA layers with PEFT, without importing either.
 
 transformers takes seconds to import, and `import ciuic_cli` must stay fast. If transformers' registry of quantizers is
 already imported, the plug-in registers at once. Otherwise a finder on `sys.meta_path` runs the registration right
-after that module has been executed.
+after that module has been executed. The same holds for PEFT's LoRA model.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ REGISTRY_MODULE = "transformers.quantizers.auto"
 """The module that holds transformers' mapping from `quant_method` to quantizer classes."""
 PLUGIN_MODULE = "ciuic_cli.runtime.plugin"
 """The module with this package's quantizer. It imports the registry and registers at its end."""
+
+PEFT_MODULE = "peft.tuners.lora.model"
+"""The module that chooses PEFT's LoRA layers."""
+LORA_MODULE = "ciuic_cli.train.lora_layers"
+"""The module with this package's LoRA layers. A name, because loading a model does not need it."""
 
 
 def register() -> None:
@@ -42,12 +47,23 @@ def register() -> None:
 
 
 def install() -> None:
-    """Register now if transformers' registry is imported, else as soon as it is. Idempotent."""
+    """Register now with what is imported, and with the rest as soon as it is. Idempotent."""
     if not any(isinstance(finder, _RegistryFinder) for finder in sys.meta_path):
         # The finder stays: if the registry is imported again (tests do that), it must be filled again.
         sys.meta_path.insert(0, _RegistryFinder())
-    if REGISTRY_MODULE in sys.modules:
-        register()
+    for module, action in _ACTIONS.items():
+        if module in sys.modules:
+            action()
+
+
+def register_adapters() -> None:
+    """Let PEFT find the LoRA layers for compressed modules. Imports PEFT. Idempotent."""
+    if transformers_fault() is None:
+        importlib.import_module(LORA_MODULE).register()
+
+
+_ACTIONS = {REGISTRY_MODULE: register, PEFT_MODULE: register_adapters}
+"""What runs right after a module of another package has been imported."""
 
 
 class _Refusal:
@@ -63,12 +79,12 @@ class _Refusal:
 
 
 class _RegistryFinder(importlib.abc.MetaPathFinder):
-    """Finds only the registry module, through the other finders, and registers after it has been executed."""
+    """Finds only the modules of _ACTIONS, through the other finders, and registers after they have been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != REGISTRY_MODULE:
+        if fullname not in _ACTIONS:
             return None
         for finder in sys.meta_path:
             if finder is self:
@@ -85,10 +101,9 @@ class _RegistryFinder(importlib.abc.MetaPathFinder):
 
         def execute_then_register(module: types.ModuleType) -> None:
             execute(module)
-            if (
-                not _plugin_is_half_loaded()
-            ):  # if unpickling imported the plug-in first, it registers at its end
-                register()
+            # If unpickling imported the plug-in first, it registers at its end.
+            if fullname != REGISTRY_MODULE or not _plugin_is_half_loaded():
+                _ACTIONS[fullname]()
 
         # Patched on the instance, so that the loader keeps its type, on which tracebacks and `inspect` rely.
         loader.exec_module = execute_then_register  # type: ignore[method-assign]

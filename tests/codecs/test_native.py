@@ -92,7 +92,7 @@ def test_the_native_functions_refuse_null_and_nonsense() -> None:
     lib = native.interface()
     assert lib.ciuic_round(None, 16, 16, *[None] * 6, 16, 1, None, None, None, None) == -1
     assert lib.ciuic_decode(None, None, None, None, 16, 16, 16, 0, 16, None, 0, 1) == -1
-    assert lib.ciuic_hadamard(None, 1, 16, 4, 0, 0, 1) == -1
+    assert lib.ciuic_hadamard(None, 0, 1, 16, 4, 0, 0, 1) == -1
     with pytest.raises(UsageError):
         native.check(-1, "x")
     with pytest.raises(EnvironmentFault):

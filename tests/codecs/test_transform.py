@@ -76,3 +76,21 @@ def test_other_shapes_and_dtypes() -> None:
     assert found.shape == (2, 3, 48) and found.dtype == torch.float32
     torch.testing.assert_close(t.inverse_transform(found, 40), x.float(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(t.transform(x[:, 1:2]), found[:, 1:2])
+
+
+@pytest.mark.parametrize("cols", [16, 40, 576, 2048])
+def test_bfloat16_is_rounded_once_at_the_end(cols: int) -> None:
+    x = torch.randn(5, cols, generator=torch.Generator().manual_seed(cols)).bfloat16()
+    found = t.transform(x, 7, torch.bfloat16)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, t.transform(x, 7).bfloat16())
+    back = t.inverse_transform(found, cols, 7).bfloat16()
+    assert torch.equal(t.inverse_transform_inplace(found, cols, 7), back)
+
+
+def test_float16_is_not_transformed_in_bfloat16() -> None:
+    x = torch.randn(5, 64).half()
+    assert torch.equal(t.transform(x, 7, torch.float16), t.transform(x, 7).half())
+    wide = t.transform(x, 7, torch.float16)
+    assert torch.equal(
+        t.inverse_transform_inplace(wide.clone(), 64, 7), t.inverse_transform(wide, 64, 7).half()
+    )

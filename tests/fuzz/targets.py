@@ -187,7 +187,9 @@ def native_functions(data: bytes, folder: Folder) -> None:
     elif which == 3:
         x = np.array(np.frombuffer(_repeated(body, 4 * rows * cols), np.float32))
         block = signed[0] % 40 - 2
-        library.ciuic_hadamard(x.ctypes.data, rows, cols, block, 7, signed[1] & 1, 1 + (signed[2] & 1))
+        library.ciuic_hadamard(
+            x.ctypes.data, signed[1] & 2, rows, cols, block, 7, signed[1] & 1, 1 + (signed[2] & 1)
+        )
     else:
         weight = np.array(np.frombuffer(_repeated(body, 4 * rows * cols), np.float32)).reshape(rows, cols)
         decoded = np.empty_like(weight)

@@ -59,6 +59,23 @@ def test_gradients() -> None:
         assert relative_error(ours.grad, theirs.grad) < 1e-5, name
 
 
+def test_gradients_in_bfloat16() -> None:
+    weight, experts = dense(MATRIX), torch.stack([dense(expert) for expert in STACK.experts])
+    experts = torch.cat([experts, torch.zeros(1, 24, 40)])
+    for name, exact in {
+        "linear": lambda g: g @ weight,
+        "grouped_linear": lambda g: torch.einsum("bgr,grc->bgc", g, weight.reshape(2, 24, 40)),
+        "routed_linear": lambda g: torch.einsum("tkr,tkrc->tc", g, experts[IDS]),
+    }.items():
+        x, *rest = CALLS[name]
+        ours = x.bfloat16().clone().requires_grad_()
+        y = getattr(ops, name)(ours, *rest)
+        grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+        y.backward(grad)
+        assert ours.grad is not None and ours.grad.dtype == torch.bfloat16
+        assert relative_error(ours.grad, exact(grad.float())) < 6e-3, name
+
+
 class Small(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

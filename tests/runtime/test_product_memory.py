@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
+from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.runtime import products
+from ciuic_cli.runtime.matrices import CpuMatrix
 
 TILE = 16
 COLS = 64
@@ -79,6 +85,29 @@ def test_batches_up_to_the_limit_are_multiplied_from_the_codes(small_batch: int)
         products.product(matrix, gaussian(batch, COLS), small_batch=small_batch)
         assert matrix.small_batches == [batch] * (batch <= small_batch)
         assert bool(matrix.panels) == (batch > small_batch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_holds_one_panel_and_its_sums(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak that the docstring states, measured at torch's allocator."""
+    panel, rows, batch = 1 << 20, 2048, 64
+    monkeypatch.setattr(products, "PANEL_BYTES", panel)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    matrix = CpuMatrix(random_matrix(rows, 1024, 4))
+    grad = gaussian(batch, rows).to(dtype)
+    sums, columns = batch * 1024 * (4 + dtype.itemsize), panel // 1024 * batch
+    most = peak_bytes(lambda: products.gradient(matrix, grad))
+    copies = 2 if dtype == torch.bfloat16 else 1  # oneDNN brings a bfloat16 panel into its own layout
+    assert panel < most < copies * panel + sums + columns + panel // 8
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator had given out during `action`."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = list(itertools.accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    return max(held)
 
 
 def test_part_of_the_rows_is_never_multiplied_from_the_codes() -> None:

@@ -79,6 +79,31 @@ def test_gradient(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 7])
+@pytest.mark.parametrize("panels", [1, 3, 40])
+def test_gradient_in_bfloat16(rank: int, panels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most twice the error of a dense bfloat16 product, however many panels are summed."""
+    monkeypatch.setattr(products, "PANEL_BYTES", 2 * 576 * max(16, 640 // panels))
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    grad = activations(64, 640).bfloat16()
+    for matrix, exact in both_classes(640, 576, rank):
+        reference = grad.double() @ exact.double()
+        rounded = relative_error(grad @ exact.bfloat16(), reference)
+        found = products.gradient(matrix, grad)
+        assert found.dtype == torch.bfloat16
+        assert relative_error(found, reference) < 2 * rounded
+        part = products.gradient(matrix, grad[:, 20:601], 20, 601)
+        reference = grad[:, 20:601].double() @ exact[20:601].double()
+        assert relative_error(part, reference) < 2 * rounded
+
+
+def test_gradient_of_nothing() -> None:
+    for matrix, _ in both_classes(100, 70):
+        assert products.gradient(matrix, torch.empty(0, 100)).shape == (0, 70)
+    empty = CpuMatrix(random_codes(20, 40, 0))
+    assert not products.gradient(empty, activations(3, 20)).any()
+
+
+@pytest.mark.parametrize("rank", [0, 7])
 def test_rows(rank: int) -> None:
     rows = torch.tensor([0, 99, 32, 5, 32])
     for matrix, exact in both_classes(100, 70, rank):

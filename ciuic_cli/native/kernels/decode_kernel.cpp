@@ -22,7 +22,7 @@ constexpr long kTilesPerWrite = 16;
 
 static inline void store_value(float* to, float value) { *to = value; }
 
-static inline void store_value(uint16_t* to, float value) { *to = to_bfloat16(value); }
+static inline void store_value(uint16_t* to, float value) { *to = finite_to_bfloat16(value); }
 
 template <int H, bool Masked, typename Out>
 static void decode(const uint8_t* codes, long tiles, int L, const float* row_factor, int row_begin, int row_end,

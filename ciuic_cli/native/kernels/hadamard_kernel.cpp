@@ -4,6 +4,7 @@
 // set adds the same numbers in the same order and rounds alike.
 #include <cmath>
 
+#include "bfloat16.h"
 #include "kernels_of_isa.h"
 #include "trellis_decode.h"
 
@@ -77,19 +78,30 @@ void fill_signs(float* signs, long cols, uint32_t seed) {
     signs[j] = 1.0f - 2.0f * static_cast<float>(static_cast<int>(ciuic_sign_is_negative(seed, static_cast<unsigned>(j))));
 }
 
+// One block in place: signs and transform, or transform and signs.
+static inline void transform_block(float* block, long size, const float* sign, int inverse) {
+  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+  if (!inverse)
+    for (long i = 0; i < size; ++i) block[i] *= sign[i];
+  butterflies(block, size);
+  if (inverse)
+    for (long i = 0; i < size; ++i) block[i] *= norm * sign[i];
+  else
+    for (long i = 0; i < size; ++i) block[i] *= norm;
+}
+
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse) {
   const long size = 1L << log2_block;
-  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
+  for (long begin = 0; begin < cols; begin += size) transform_block(row + begin, size, signs + begin, inverse);
+}
+
+void hadamard_row_bfloat16(uint16_t* row, long cols, int log2_block, const float* signs, int inverse) {
+  const long size = 1L << log2_block;
+  alignas(64) float block[1L << kMaxLog2Block];
   for (long begin = 0; begin < cols; begin += size) {
-    float* block = row + begin;
-    const float* sign = signs + begin;
-    if (!inverse)
-      for (long i = 0; i < size; ++i) block[i] *= sign[i];
-    butterflies(block, size);
-    if (inverse)
-      for (long i = 0; i < size; ++i) block[i] *= norm * sign[i];
-    else
-      for (long i = 0; i < size; ++i) block[i] *= norm;
+    for (long i = 0; i < size; ++i) block[i] = from_bfloat16(row[begin + i]);
+    transform_block(block, size, signs + begin, inverse);
+    for (long i = 0; i < size; ++i) row[begin + i] = to_bfloat16(block[i]);
   }
 }
 

@@ -17,6 +17,7 @@ const Kernels table = {
     decode_tiles,
     fill_signs,
     hadamard_row,
+    hadamard_row_bfloat16,
     matmul_group,
     quantize_row,
     rms_norm,

@@ -17,6 +17,7 @@ void decode_tiles(const uint8_t* codes, long tiles, int half_bits, int L, const 
                   int row_end, void* out, size_t out_stride, bool bf16);
 void fill_signs(float* signs, long cols, uint32_t seed);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
+void hadamard_row_bfloat16(uint16_t* row, long cols, int log2_block, const float* signs, int inverse);
 void matmul_group(const uint8_t* codes, long tiles, int half_bits, int L, const float* row_factor, Precision precision,
                   const uint8_t* activations, long batch, float* y, long y_stride, int rows);
 void quantize_row(const float* x, long cols, Precision precision, uint8_t* activations);

@@ -295,10 +295,18 @@ class Kernels:
                 y = self.guarded.copy(x)
                 for inverse in (0, 1):
                     self.call(
-                        "ciuic_hadamard", y, rows, cols, log2_block(cols), 2**32 - 1, inverse,
+                        "ciuic_hadamard", y, 0, rows, cols, log2_block(cols), 2**32 - 1, inverse,
                         self.random.choice(THREADS),
                     )  # fmt: skip
                 np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
+                half = self.guarded.copy((x.view(np.uint32) >> 16).astype(np.uint16))
+                for inverse in (0, 1):
+                    self.call(
+                        "ciuic_hadamard", half, 1, rows, cols, log2_block(cols), 2**32 - 1, inverse,
+                        self.random.choice(THREADS),
+                    )  # fmt: skip
+                back = (half.astype(np.uint32) << 16).view(np.float32)
+                np.testing.assert_allclose(back, x, rtol=0.02, atol=0.03)
 
 
 def main() -> None:
