@@ -10,6 +10,7 @@ from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.cli.arguments import Base, Device, Json, PathArgument, announce_device, execute
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.tables import show_bench
+from ciuic_cli.cli.values import parse_depths
 from ciuic_cli.compression.options import check_device
 from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
 
@@ -35,6 +36,16 @@ def bench(
     new_tokens: Annotated[
         int | None, _tokens("-n", "--new-tokens", NEW_TOKENS, "Tokens to generate (decode).")
     ] = None,
+    depth: Annotated[
+        str | None,
+        typer.Option(
+            "-d",
+            "--depth",
+            metavar="N,N",
+            show_default="128,2048,8192, as far as the model goes",
+            help="Tokens in the cache at which a decoding step is timed.",
+        ),
+    ] = None,
     repetitions: Annotated[
         int,
         typer.Option("-r", "--repetitions", metavar="N", min=1, max=1 << 30, help="Number of measured runs."),
@@ -50,6 +61,7 @@ def bench(
 
     def action() -> None:
         check_device(device)
+        contexts = None if depth is None else parse_depths(depth)
         folder = locate(path)
         original = None if base is None else locate(base)
         from ciuic_cli.evaluation.bench import bench as run_bench
@@ -57,7 +69,7 @@ def bench(
         announce_device(console, device)
         with console.progress() as progress:
             measured = run_bench(
-                folder, base=original, prompt_tokens=prompt_tokens, new_tokens=new_tokens,
+                folder, base=original, prompt_tokens=prompt_tokens, new_tokens=new_tokens, contexts=contexts,
                 repetitions=repetitions, batch_size=batch_size, device=device,
                 progress=progress, hint=console.hint,
             )  # fmt: skip

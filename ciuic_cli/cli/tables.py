@@ -239,6 +239,35 @@ def show_bench(console: Console, measured: Mapping[str, Any], title: str) -> Non
     ]
     columns = ["", "model"] if base is None else ["", "original", "model", "improvement"]
     console.table(title, columns, rows)
+    _show_decode_at(console, model, base)
+
+
+def _show_decode_at(console: Console, model: Mapping[str, Any], base: Mapping[str, Any] | None) -> None:
+    """Print the decoding steps behind each context, if any was measured."""
+    labels = {"model": model} if base is None else {"original": base, "model": model}
+    steps = {
+        label: {step["context"]: step for step in figures.get("decode_at", ())}
+        for label, figures in labels.items()
+    }
+    columns = ["context", *(f"{label}{unit}" for label in labels for unit in (", ms per token", ", GB/s"))]
+    rows = []
+    for context, step in steps["model"].items():
+        cells = [str(context)]
+        for label in labels:
+            found = steps[label].get(context)
+            cells += ["", ""] if found is None else [f"{found['ms_per_token']:.1f}", _bandwidth_cell(found)]
+        if base is not None and context in steps["original"]:
+            cells.append(f"{steps['original'][context]['ms_per_token'] / step['ms_per_token']:.2f}")
+        rows.append(cells)
+    if rows:
+        columns += ["improvement"] if len(rows[0]) > len(columns) else []
+        title = f"decoding steps by context (memory reads {model['bandwidth'] / 1e9:.3g} GB/s)"
+        console.table(title, columns, rows)
+
+
+def _bandwidth_cell(step: Mapping[str, Any]) -> str:
+    """Weights read per second, and their share of the memory's bandwidth."""
+    return f"{step['bytes_per_second'] / 1e9:.2f} ({100 * step['of_bandwidth']:.0f} %)"
 
 
 def _bench_cell(key: str, value: Any) -> str:

@@ -42,6 +42,14 @@ def parse_bits(text: str) -> tuple[Any, ...]:
     return tuple(values.get(name, name) for name in names)
 
 
+def parse_depths(text: str) -> list[int]:
+    """The numbers of tokens in "128,2048"; raises UsageError for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,9}", part) and int(part) > 0 for part in parts):
+        raise UsageError(f"{text!r:.60} are no numbers of tokens", remedy="write -d 128,2048")
+    return sorted({int(part) for part in parts})
+
+
 def parse_prune(text: str) -> str | float:
     """A share as a number; "off", "auto" and any other text stay as they are."""
     with suppress(ValueError):

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -36,6 +36,7 @@ def bench(
     base: str | Path | None = None,
     prompt_tokens: int | None = None,
     new_tokens: int | None = None,
+    contexts: Sequence[int] | None = None,
     repetitions: int = 5,
     batch_size: int = 1,
     device: str = "auto",
@@ -46,6 +47,8 @@ def bench(
 
     Args:
         prompt_tokens, new_tokens: default: 512 and 128, reduced to the model's number of positions with a hint.
+        contexts: tokens in the cache at which decoding steps are timed; default: those of `decode_speed.CONTEXTS` for
+            which the model has positions.
         repetitions: timed runs after one warm-up.
         progress: its phases are "model" and "base".
         hint: gets messages about what differs from the request.
@@ -64,6 +67,7 @@ def bench(
     options: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
+        "contexts": None if contexts is None else list(contexts),
         "repetitions": repetitions,
         "batch_size": batch_size,
         "device": device,
@@ -79,7 +83,7 @@ def bench(
             hint(f"the original was not measured: {fault}")
             results[label] = _file_figures(folder)
         else:  # the first model settles the defaults, so that both are measured with the same numbers
-            options |= {name: results[label][name] for name in ("prompt_tokens", "new_tokens")}
+            options |= {name: results[label][name] for name in ("prompt_tokens", "new_tokens", "contexts")}
     if (options["prompt_tokens"], options["new_tokens"]) != (
         prompt_tokens or PROMPT_TOKENS,
         new_tokens or NEW_TOKENS,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import json
 import math
 import os
@@ -30,6 +31,7 @@ from ciuic_cli.checkpoint.architecture import (
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
+from ciuic_cli.evaluation.decode_speed import CONTEXTS, STEPS, active_bytes, decode_at, memory_bandwidth
 from ciuic_cli.evaluation.opening import file_bytes, free_memory, open_model, require_runnable
 from ciuic_cli.process.memory import exhaustion, peak_resident_bytes, resident_bytes, return_freed_memory
 from ciuic_cli.process.streams import reserve_stdout
@@ -43,6 +45,7 @@ def measure(
     repetitions: int,
     batch_size: int,
     device: str,
+    contexts: list[int] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Memory and speed of one model in this process, which should be a fresh one.
@@ -50,6 +53,7 @@ def measure(
     Args:
         path: an artifact or a checkpoint.
         prompt_tokens, new_tokens: None: see `fitted`.
+        contexts: None: those of `decode_speed.CONTEXTS` that fit the model.
         progress: called with the steps that are done, and all steps.
 
     Returns:
@@ -61,6 +65,9 @@ def measure(
         prefill, decode: tokens per second of all sequences of the batch together, as {"mean", "stdev"} over
         `repetitions` runs after one warm-up; stdev is None for a single run. Prefill: `prompt_tokens` random tokens
         into an empty cache, with the logits of the last token only. Decode: `new_tokens` greedy steps after that.
+        contexts: as used. decode_at: for each context {"context", "ms_per_token", "bytes_per_second": active_bytes over
+        the time of a step, "of_bandwidth": their share of bandwidth}. active_bytes: weights that one token reads.
+        bandwidth: bytes per second at which this machine reads memory.
 
     Raises:
         InputError, UsageError, EnvironmentFault: as `bench`.
@@ -72,16 +79,18 @@ def measure(
     positions = max_positions(config)
     prompt_tokens, new_tokens = fitted(prompt_tokens, new_tokens, positions)
     _require_positions(positions, prompt_tokens + new_tokens, folder)
+    contexts = fitted_contexts(contexts, positions, folder)
     # Imports the model's code, so that its memory is not counted and transformers knows its kinds of cache layers.
     build_meta_model(config, torch.bfloat16, folder / "config.json")
     with config_faults(folder / "config.json"):
-        needed = token_bytes(config, prompt_tokens, new_tokens, batch_size)
+        longest = max([prompt_tokens + new_tokens, *(context + STEPS + 2 for context in contexts)])
+        needed = token_bytes(config, prompt_tokens, longest - prompt_tokens, batch_size)
     _require_memory(needed, target)
     if target.type == "cuda":
         torch.cuda.init()
     _return_memory()
     before = resident_bytes()
-    total = repetitions + 2
+    total = repetitions + 2 + len(contexts)
     progress(0, total)
     started = time.perf_counter()
     model = open_model(folder, device)
@@ -94,6 +103,7 @@ def measure(
         "path": path,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
+        "contexts": contexts,
         "device": torch.cuda.get_device_name(target) if target.type == "cuda" else "cpu",
         "threads": torch.get_num_threads(),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -117,6 +127,21 @@ def measure(
                 prefill.append(batch_size * prompt_tokens / prefill_seconds)
                 decode.append(batch_size * new_tokens / decode_seconds)
             progress(repetition + 2, total)
+        done = itertools.count(repetitions + 3)
+        with config_faults(folder / "config.json"):
+            steps = decode_at(
+                model,
+                cache_keyword(model),
+                contexts,
+                batch_size=batch_size,
+                progress=lambda: progress(next(done), total),
+            )
+    figures["active_bytes"] = active_bytes(model)
+    figures["bandwidth"] = memory_bandwidth(target)
+    for step in steps:
+        step["bytes_per_second"] = 1e3 * figures["active_bytes"] / step["ms_per_token"]
+        step["of_bandwidth"] = step["bytes_per_second"] / figures["bandwidth"]
+    figures["decode_at"] = steps
     figures |= {"prefill": _mean_and_stdev(prefill), "decode": _mean_and_stdev(decode)}
     figures["peak_rss_bytes"] = peak_resident_bytes()
     figures["peak_growth_bytes"] = max(0, figures["peak_rss_bytes"] - before)
@@ -175,6 +200,25 @@ def fitted(prompt_tokens: int | None, new_tokens: int | None, positions: int | N
     if prompt_tokens is None:
         prompt_tokens = max(1, min(PROMPT_TOKENS, available - new_tokens))
     return prompt_tokens, new_tokens
+
+
+def fitted_contexts(contexts: list[int] | None, positions: int | None, folder: Path) -> list[int]:
+    """The contexts to measure at: as requested, else the defaults for which the model has positions.
+
+    Raises:
+        UsageError: the model has too few positions for a requested context.
+    """
+    available = sys.maxsize if positions is None else positions
+    if contexts is None:
+        return [context for context in CONTEXTS if context + STEPS + 2 <= available]
+    longest = max(contexts, default=0) + STEPS + 2
+    if longest > available:
+        raise UsageError(
+            f"a context of {max(contexts)} needs {longest} positions, the model has {positions}",
+            file=folder,
+            remedy="use a smaller -d",
+        )
+    return contexts
 
 
 def _require_positions(positions: int | None, needed: int, folder: Path) -> None:

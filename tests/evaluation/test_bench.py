@@ -31,6 +31,7 @@ QUICK: dict[str, Any] = {
     "repetitions": 2,
     "batch_size": 1,
     "device": "cpu",
+    "contexts": [8, 40],
 }
 
 
@@ -53,7 +54,7 @@ def found(artifact: tuple[Path, Path]) -> tuple[dict[str, Any], list[tuple[str, 
 def test_each_model_is_measured_in_its_own_process(found: tuple[dict[str, Any], list[Any]]) -> None:
     result, steps = found
     assert set(result) == {"options", "model", "base", "ratios"}
-    assert steps == [(label, done, 4) for label in ("model", "base") for done in range(5)]
+    assert steps == [(label, done, 6) for label in ("model", "base") for done in range(7)]
     for figures in (result["model"], result["base"]):
         assert figures["device"] == "cpu"
         assert figures["load_seconds"] > 0
