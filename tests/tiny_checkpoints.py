@@ -255,7 +255,9 @@ def make_checkpoint(
                 noise = torch.randn(tensor.shape, generator=generator)
                 tensor.copy_(noise / tensor.shape[-1] ** 0.5)
         for name, parameter in model.named_parameters():
-            if name.endswith(".gate.weight"):  # transformers computes routers in float32; published files hold `dtype`
+            if name.endswith(
+                ".gate.weight"
+            ):  # transformers computes routers in float32; published files hold `dtype`
                 parameter.data = parameter.to(dtype)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     if family == "deepseek_v4":
