@@ -147,7 +147,7 @@ class LayerStream:
         """
         with self._without_layers() as stand_ins, torch.no_grad(), self._autocast():
             for index, tokens in enumerate(self.chunks):
-                self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
+                self._run_without_layers(tokens, stand_ins)
                 assert stand_ins[0].hidden is not None
                 if index == 0:
                     rows = self.model.get_input_embeddings().weight[tokens.to(self.device)]
@@ -161,6 +161,18 @@ class LayerStream:
                         for name, value in stand_in.kwargs.items()
                         if is_other_tensor(value, shared[name])
                     }
+
+    def _run_without_layers(self, tokens: torch.Tensor, stand_ins: Sequence[StandIn]) -> None:
+        with config_faults(self.map.checkpoint.folder / "config.json"):
+            self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
+        absent = [stand_in for stand_in in stand_ins if stand_in.hidden is None]
+        if absent:
+            raise InputError(
+                f"{type(self.model).__name__} does not call its layers one after the other: "
+                f"{len(absent)} of {len(stand_ins)} did not run",
+                file=self.map.checkpoint.folder,
+                remedy="ciuic does not support this architecture",
+            )
 
     def forward(self, progress: Progress) -> None:
         """Run `begin` and all layers forward; only the last layer's outputs stay in `hidden`."""
@@ -311,12 +323,12 @@ class LayerStream:
         if self.override is not None:
             self._replace_weights(module, prefix, self.override)
 
-    @staticmethod
-    def _replace_weights(module: nn.Module, prefix: str, override: Override) -> None:
+    def _replace_weights(self, module: nn.Module, prefix: str, override: Override) -> None:
         """Copy what `override` gives into the module's parameters, expert by expert; small ones in parallel."""
         targets: dict[tuple[str, int | None], torch.Tensor] = {}
         for name, parameter in module.named_parameters():
-            experts = enumerate(parameter) if parameter.dim() == 3 else [(None, parameter)]
+            stored = self.map.parameters[prefix + name].in_memory(parameter)
+            experts = enumerate(stored) if stored.dim() == 3 else [(None, stored)]
             targets |= {(prefix + name, expert): part for expert, part in experts}
 
         def is_large(key: tuple[str, int | None]) -> bool:

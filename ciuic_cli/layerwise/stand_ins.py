@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import functools
+import inspect
+import textwrap
 from typing import Any
 
 import torch
 from torch import nn
 
+from ciuic_cli.errors import InputError
 from ciuic_cli.process.threads import one_thread
 
 
 class StandIn(nn.Module):
     """Takes a decoder layer's place: records the call's arguments and returns the hidden state, or `replacement`.
 
-    Attributes that the model's own forward reads from the layer come from the layer.
+    Attributes that the model's own forward reads from the layer come from the layer. If the layer returns a tuple, so
+    does the stand-in. The tuple's other parts are `extras`, empty tensors by which later layers' arguments that come
+    from this layer are recognised.
+
+    hidden: the call's first argument. kwargs: all others, by the layer's own parameter names.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -22,6 +31,13 @@ class StandIn(nn.Module):
         self.hidden: torch.Tensor | None = None
         self.kwargs: dict[str, Any] = {}
         self.replacement: torch.Tensor | None = None
+        count = returned_extras(type(layer))
+        self.extras = None if count is None else [torch.empty(0) for _ in range(count)]
+        self._names = [
+            name
+            for name, parameter in inspect.signature(type(layer).forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY)
+        ][1:]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -29,11 +45,45 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "layer"), name)
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args:
-            raise TypeError("decoder layers are expected to take keyword arguments besides the hidden state")
-        self.hidden, self.kwargs = hidden, kwargs
-        return hidden if self.replacement is None else self.replacement
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if len(args) > len(self._names) or self._names[0] not in given:
+            raise InputError(
+                f"{type(self.layer).__name__} is called in a way that ciuic does not know: with {len(args)} positional "
+                f"arguments and {', '.join(kwargs) or 'no others'}",
+                remedy="ciuic does not support this architecture",
+            )
+        hidden = given.pop(self._names[0])
+        self.hidden, self.kwargs = hidden, given
+        output = hidden if self.replacement is None else self.replacement
+        return output if self.extras is None else (output, *self.extras)
+
+
+@functools.cache
+def returned_extras(kind: type[nn.Module]) -> int | None:
+    """Parts of the tuple that this class's forward returns, besides the hidden state; None if it returns no tuple.
+
+    Read from the source. Parts that are added to a tuple later, which only some calls ask for, do not count.
+    """
+    forward = inspect.unwrap(kind.forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # a class made at run time has no source
+        return None
+    tuples: dict[str, int] = {}
+    returned: ast.AST | None = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = node.value.left if isinstance(node.value, ast.BinOp) else node.value
+            if isinstance(value, ast.Tuple):
+                tuples.setdefault(node.targets[0].id, len(value.elts) - 1)
+        elif isinstance(node, ast.Return):
+            returned = node.value
+    if isinstance(returned, ast.BinOp):
+        returned = returned.left
+    if isinstance(returned, ast.Tuple):
+        return len(returned.elts) - 1
+    return tuples.get(returned.id) if isinstance(returned, ast.Name) else None
 
 
 @one_thread()
