@@ -46,7 +46,28 @@ SIZES: dict[str, Any] = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
+    "qk_rope_head_dim": 16,
+    "rotary_dim": 8,
+    "dff": 96,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 1,
+    "lru_width": 64,
+    "attention_hidden_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "moe_num_experts": 4,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
+    "num_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 48,
+    "image_token_id": 260,
+    "image_token_index": 260,
+    "audio_token_id": 259,
+    "video_token_id": 258,
     "v_head_dim": 16,
     "sliding_window": 16,
     "index_n_heads": 16,
@@ -81,7 +102,18 @@ VISION: dict[str, Any] = {
 }
 """The same in a vision section."""
 
-CHANGES: dict[str, dict[str, Any]] = {}
+CHANGES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_d_state": 16},
+    "falcon": {"head_dim": None},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
+    "rwkv": {"context_length": 64},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
+}
 """By model type: more values, or a section's values under the section's name."""
 
 
@@ -103,7 +135,8 @@ def tiny_config(model_type: str) -> Any:
             **_sizes(part, SIZES if is_text else VISION),
             **changes.pop(section, {}),
         }
-    return kind(**{**values, **changes})
+    values.update(changes)
+    return kind(**{key: value for key, value in values.items() if value is not None})
 
 
 def _sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
