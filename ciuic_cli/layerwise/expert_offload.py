@@ -36,6 +36,8 @@ class ExpertsOnUse(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.baddbmm and not kwargs and args[2].data_ptr() in self._experts:
+            return args[0] + self.__torch_function__(torch.bmm, types, args[1:])
         if kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
             pass
         elif (func is linear or func in MATMULS) and args[1].data_ptr() in self._experts:

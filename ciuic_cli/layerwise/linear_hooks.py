@@ -105,8 +105,9 @@ class LinearHook(TorchFunctionMode, ABC):
         output = func(*args, **(kwargs or {}))
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             return output
-        if func is torch.bmm:
-            self._watch_groups(args[0].detach(), args[1], output)
+        if func in (torch.bmm, torch.baddbmm):
+            x, weight = args[-2:]
+            self._watch_groups(x.detach(), weight, output)
         elif func in MATMULS:
             self._watch_columns(*matmul_factors(func, args), output, has_bias=func is torch.addmm)
         elif func is torch.nn.functional.linear:

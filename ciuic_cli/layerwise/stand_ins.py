@@ -92,14 +92,23 @@ def embedding_factor(hidden: torch.Tensor, rows: torch.Tensor) -> float:
 
     hidden: (b, t, n), or (b, t, streams, n) in DeepSeek-V4, which copies each row into several residual streams.
     """
+    if hidden.numel() % rows.numel():
+        return 1.0  # the first layer's input is something else than a row of the embedding
     rows = rows.unsqueeze(-2) if hidden.dim() > rows.dim() else rows
     rows = rows.expand_as(hidden)
     return float((hidden * rows).sum() / rows.square().sum().clamp_min(1e-30))
 
 
-def is_other_tensor(value: Any, other: Any) -> bool:
-    """Whether `value` is a tensor that differs from `other`.
+def is_of_the_chunk(value: Any, other: Any) -> bool:
+    """Whether an argument belongs to one chunk: a tensor that differs from `other`, or a dictionary of its own.
 
-    Layers get such arguments besides the hidden state in DeepSeek-V4, where they contain the tokens.
+    Layers get such arguments besides the hidden state: the tokens in DeepSeek-V4, inputs per layer in Gemma 3n, and in
+    Gemma 4 a dictionary in which a layer leaves its keys and values for later ones.
     """
-    return isinstance(value, torch.Tensor) and value is not other and not torch.equal(value, other)
+    if isinstance(value, dict):
+        return value is not other
+    return isinstance(value, torch.Tensor) and value is not other and not _equal(value, other)
+
+
+def _equal(value: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)

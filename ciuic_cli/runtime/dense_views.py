@@ -207,6 +207,11 @@ def _bmm(left: Any, right: Any) -> Any:
     return y.reshape(experts, tokens, -1)
 
 
+def _baddbmm(bias: Any, left: Any, right: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    y = _bmm(left, right) if beta == 1 and alpha == 1 else NotImplemented
+    return y if y is NotImplemented else y + _dense(bias).to(y.dtype)
+
+
 def _embedding(ids: Any, weight: Any, *args: Any, **options: Any) -> Any:
     if not isinstance(weight, DenseView) or weight.dim() != 2 or weight.codes.transposed or weight.codes.is_stack:
         return NotImplemented
@@ -259,6 +264,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.mm: _matmul,
     torch.bmm: _bmm,
     torch.addmm: _addmm,
+    torch.baddbmm: _baddbmm,
     torch.Tensor.matmul: _matmul,
     torch.Tensor.mm: _matmul,
     torch.Tensor.bmm: _bmm,

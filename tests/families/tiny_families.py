@@ -107,9 +107,23 @@ CHANGES: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": None},
     "falcon_h1": {"mamba_d_ssm": 128},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_hidden_layers": None},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [96] * 4,
+        "laurel_rank": 16,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16},
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1, "attention_hidden_size": 128, "attention_head_dim": 32},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
     "rwkv": {"context_length": 64},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
@@ -144,10 +158,17 @@ def _sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in sizes.items()
-        if isinstance(getattr(config, key, None), (int, float))
+        if isinstance(_value(config, key), (int, float))
         or (key.endswith("token_id") and hasattr(config, key))
         or (key in aliases and hasattr(config, aliases[key]))
-    }
+    } | ({"num_key_value_heads": sizes["num_attention_heads"]} if _value(config, "kv_lora_rank") else {})
+
+
+def _value(config: Any, key: str) -> Any:
+    try:
+        return getattr(config, key, None)
+    except AttributeError:  # it differs from layer to layer
+        return None
 
 
 @torch.no_grad()
