@@ -176,9 +176,7 @@ class ModelMap:
             parts = [self._reader(name)(source) for source in assembly.expert_sources(expert)]
             return parameter.in_memory(torch.cat(parts))
         if assembly.converter is None:
-            return parameter.in_memory(
-                self._reader(name)(assembly.source_names[0], (expert, expert + 1))[0]
-            )
+            return parameter.in_memory(self._reader(name)(assembly.source_names[0], (expert, expert + 1))[0])
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:

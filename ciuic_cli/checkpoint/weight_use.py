@@ -72,9 +72,7 @@ def _uses_in(node: ast.AST, name: str) -> set[Use]:
     return set()
 
 
-def _factors(
-    left: ast.AST | None, right: ast.AST | None, name: str, *, transposed: bool = False
-) -> set[Use]:
+def _factors(left: ast.AST | None, right: ast.AST | None, name: str, *, transposed: bool = False) -> set[Use]:
     """The uses of the weight in left @ right; transposed: in left @ rightᵀ."""
     uses = set()
     as_right, as_left = _orientation(right, name), _orientation(left, name)

@@ -130,6 +130,12 @@ class LayerStream:
         self.hidden = ActivationStore(folder / "hidden")
         self.gradient = ActivationStore(folder / "gradient")
         self.prefixes = list(model_map.layer_prefixes)
+        if not self.prefixes:
+            raise InputError(
+                f"{type(self.model).__name__} has no list of layers",
+                file=model_map.checkpoint.folder,
+                remedy="ciuic does not support this architecture",
+            )
         head = self.model.get_output_embeddings()
         self._head_name = next(name for name, module in self.model.named_modules() if module is head)
         self.embedding_scale = 1.0
@@ -138,7 +144,9 @@ class LayerStream:
         self._chunk_arguments: dict[tuple[str, int], dict[str, Any]] = {}
         # Layer -> argument -> the earlier layer, and the part of its output, that the argument is.
         self._links: dict[int, dict[str, tuple[int, int]]] = {}
-        self._extras: dict[tuple[int, int], tuple[Any, ...]] = {}  # by layer and chunk, where a link needs them
+        self._extras: dict[
+            tuple[int, int], tuple[Any, ...]
+        ] = {}  # by layer and chunk, where a link needs them
         self._streams_first = False
 
     # --- the steps
@@ -155,9 +163,12 @@ class LayerStream:
                 assert stand_ins[0].hidden is not None
                 if index == 0:
                     rows = self.model.get_input_embeddings().weight[tokens.to(self.device)]
-                    self.embedding_scale = embedding_factor(stand_ins[0].hidden, rows)
+                    hidden = stand_ins[0].hidden
+                    self._streams_first = (
+                        hidden.shape[:2] != tokens.shape and hidden.shape[1:3] == tokens.shape
+                    )
+                    self.embedding_scale = embedding_factor(self._streams_last(hidden), rows)
                 first = stand_ins[0].hidden
-                self._streams_first = first.shape[:2] != tokens.shape and first.shape[1:3] == tokens.shape
                 if f"0.{index}" not in self.hidden:
                     self.hidden.put(f"0.{index}", self._streams_last(first))
                 for number, (prefix, stand_in) in enumerate(zip(self.prefixes, stand_ins, strict=True)):
@@ -170,13 +181,15 @@ class LayerStream:
                     }
 
     def _run_without_layers(self, tokens: torch.Tensor, stand_ins: Sequence[StandIn]) -> None:
+        for stand_in in stand_ins:
+            stand_in.calls = 0
         with config_faults(self.map.checkpoint.folder / "config.json"):
             self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
-        absent = [stand_in for stand_in in stand_ins if stand_in.hidden is None]
-        if absent:
+        calls = {stand_in.calls for stand_in in stand_ins}
+        if calls != {1}:
             raise InputError(
-                f"{type(self.model).__name__} does not call its layers one after the other: "
-                f"{len(absent)} of {len(stand_ins)} did not run",
+                f"{type(self.model).__name__} does not run its {len(stand_ins)} layers once each, but "
+                f"{min(calls)} to {max(calls)} times",
                 file=self.map.checkpoint.folder,
                 remedy="ciuic does not support this architecture",
             )
@@ -202,7 +215,9 @@ class LayerStream:
                 with self._blaming_config(prefix):
                     output = layer(self._as_the_model(hidden), **self._arguments(number, index))
                 if isinstance(output, tuple):
-                    if any(source == number for links in self._links.values() for source, _ in links.values()):
+                    if any(
+                        source == number for links in self._links.values() for source, _ in links.values()
+                    ):
                         self._extras[number, index] = output[1:]
                     output = output[0]
                 self._require_finite(output, prefix)

@@ -157,9 +157,7 @@ class LinearHook(TorchFunctionMode, ABC):
 
         output.register_hook(call_hooks)
 
-    def _watch_stack(
-        self, name: str, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor
-    ) -> None:
+    def _watch_stack(self, name: str, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """All experts of a transposed stack at once (Llama 4): x (E, t, n) times W (E, n, m)."""
         if name not in self._transposed:
             return

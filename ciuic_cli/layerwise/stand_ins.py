@@ -22,7 +22,7 @@ class StandIn(nn.Module):
     does the stand-in. The tuple's other parts are `extras`, empty tensors by which later layers' arguments that come
     from this layer are recognised.
 
-    hidden: the call's first argument. kwargs: all others, by the layer's own parameter names.
+    hidden: the call's first argument. kwargs: all others, by the layer's own parameter names. calls: how often it ran.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -30,6 +30,7 @@ class StandIn(nn.Module):
         object.__setattr__(self, "layer", layer)  # not a submodule: the layer's weights must not be loaded
         self.hidden: torch.Tensor | None = None
         self.kwargs: dict[str, Any] = {}
+        self.calls = 0
         self.replacement: torch.Tensor | None = None
         count = returned_extras(type(layer))
         self.extras = None if count is None else [torch.empty(0) for _ in range(count)]
@@ -54,7 +55,7 @@ class StandIn(nn.Module):
                 remedy="ciuic does not support this architecture",
             )
         hidden = given.pop(self._names[0])
-        self.hidden, self.kwargs = hidden, given
+        self.hidden, self.kwargs, self.calls = hidden, given, self.calls + 1
         output = hidden if self.replacement is None else self.replacement
         return output if self.extras is None else (output, *self.extras)
 

@@ -138,7 +138,9 @@ def _dense(value: Any) -> Any:
     return value
 
 
-def _shown(view: DenseView, codes: Codes, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> DenseView:
+def _shown(
+    view: DenseView, codes: Codes, shape: tuple[int, ...], dtype: torch.dtype | None = None
+) -> DenseView:
     return DenseView(codes, shape, dtype or view.dtype)
 
 
@@ -213,7 +215,12 @@ def _baddbmm(bias: Any, left: Any, right: Any, *, beta: float = 1, alpha: float 
 
 
 def _embedding(ids: Any, weight: Any, *args: Any, **options: Any) -> Any:
-    if not isinstance(weight, DenseView) or weight.dim() != 2 or weight.codes.transposed or weight.codes.is_stack:
+    if (
+        not isinstance(weight, DenseView)
+        or weight.dim() != 2
+        or weight.codes.transposed
+        or weight.codes.is_stack
+    ):
         return NotImplemented
     if options.get("max_norm") is not None or len(args) > 1 and args[1] is not None:
         return NotImplemented

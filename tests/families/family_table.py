@@ -72,7 +72,9 @@ def try_family(family: str, folder: Path, ratio: float = 4.0) -> Result:
         reached = report.ratio
         rows = [row for row in report.components if len(row.shape) > 1 and row.parameters >= LARGE]
         share = sum(row.parameters for row in rows if row.dense is None) / sum(row.parameters for row in rows)
-        reason = "; ".join(sorted({f"{row.name.rpartition('.')[2]}: {row.dense}" for row in rows if row.dense}))
+        reason = "; ".join(
+            sorted({f"{row.name.rpartition('.')[2]}: {row.dense}" for row in rows if row.dense})
+        )
         model, difference = compare(source, out)
         describe(out)
         verify(out).require_intact(out)

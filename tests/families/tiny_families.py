@@ -121,9 +121,20 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
-    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba"], "num_mem_blocks": 1, "attention_hidden_size": 128, "attention_head_dim": 32},
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "num_mem_blocks": 1,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
     "rwkv": {"context_length": 64},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
@@ -154,20 +165,20 @@ def tiny_config(model_type: str) -> Any:
 
 
 def _sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
-    aliases = getattr(type(config), "attribute_map", {})
+    aliases, plain = getattr(type(config), "attribute_map", {}), config.to_dict()
     return {
         key: value
         for key, value in sizes.items()
         if isinstance(_value(config, key), (int, float))
-        or (key.endswith("token_id") and hasattr(config, key))
-        or (key in aliases and hasattr(config, aliases[key]))
+        or (key.endswith("token_id") and key in plain)
+        or (key in aliases and aliases[key] in plain)
     } | ({"num_key_value_heads": sizes["num_attention_heads"]} if _value(config, "kv_lora_rank") else {})
 
 
 def _value(config: Any, key: str) -> Any:
     try:
         return getattr(config, key, None)
-    except AttributeError:  # it differs from layer to layer
+    except Exception:  # transformers' own error for a value that differs from layer to layer
         return None
 
 
