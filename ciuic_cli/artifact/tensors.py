@@ -17,7 +17,8 @@ from ciuic_cli.errors import InputError
 def read_tensor(path: str | Path, name: str) -> torch.Tensor:
     """One tensor of an artifact, on the CPU.
 
-    Compressed tensors are decoded to float32 in the shape that the model has; others keep their stored dtype and shape. A multi-token-prediction layer's copy of the embedding or head is read where the shared tensor is stored.
+    Compressed tensors are decoded to float32 in the shape that the model has; others keep their stored dtype and
+    shape. A multi-token-prediction layer's copy of the embedding or head is read where the shared tensor is stored.
 
     Args:
         path: the artifact's folder, or a hub id.

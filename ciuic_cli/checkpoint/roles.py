@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
-from ciuic_cli.checkpoint.weight_use import Use, weight_use
+from ciuic_cli.checkpoint.compressible import Use, experts_fault, matrix_fault, weight_use
 
 _TILE = 16  # rows and columns of a tile of the trellis code; a matrix is padded to whole tiles
 _PACKED_OVERHEAD = 48  # header bytes of a packed matrix, without the one byte per row
@@ -80,7 +79,8 @@ class Classification:
 def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
     """Classification and (meta) tensor of every parameter and persistent buffer, by in-memory name.
 
-    The tensor has the shape that is stored: a transposed parameter's is the transpose of the model's. A module that the model uses under two names appears once, under its first name.
+    The tensor has the shape that is stored: a transposed parameter's is the transpose of the model's. A module that the
+    model uses under two names appears once, under its first name.
     """
     head = _output_embeddings(model)
     result = {}

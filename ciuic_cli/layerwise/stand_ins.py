@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import textwrap
 from typing import Any
@@ -60,7 +59,6 @@ class StandIn(nn.Module):
         return output if self.extras is None else (output, *self.extras)
 
 
-@functools.cache
 def returned_extras(kind: type[nn.Module]) -> int | None:
     """Parts of the tuple that this class's forward returns, besides the hidden state; None if it returns no tuple.
 

@@ -16,7 +16,7 @@ from torch import nn
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.attention.mla_products import HeadShape
 from ciuic_cli.runtime.blobs import drop_stale
-from ciuic_cli.runtime.dense_views import DenseView, Presentation, reads_parameter_itself, view_of
+from ciuic_cli.runtime.views.dense_views import DenseView, Presentation, reads_parameter_itself, view_of
 
 
 def blob_parameter(nbytes: int, device: torch.device | str | None = None) -> nn.Parameter:

@@ -38,7 +38,7 @@ from ciuic_cli.runtime.mixed_classes import fix_model_dtype
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
-from ciuic_cli.runtime.viewed_modules import ViewedModule
+from ciuic_cli.runtime.views.viewed_modules import ViewedModule
 
 _FOLDER_FIELDS = ("checksums", "mtp")
 """Fields of the config that describe the folder's files, not the model. A saved copy does not inherit them."""
@@ -181,9 +181,7 @@ def finish_modules(
     if dtype is None:
         dtype = _dtype_of(model)
     for name, module in model.named_modules():
-        if isinstance(module, ViewedModule):
-            module.present()
-        elif isinstance(module, CompressedEmbedding):
+        if isinstance(module, ViewedModule | CompressedEmbedding):
             module.present()
         if not isinstance(module, CompressedLinear):
             continue

@@ -12,12 +12,13 @@ from torch import nn
 from ciuic_cli.artifact.reader import Blob
 from ciuic_cli.checkpoint.compressible import (
     EXPERT_STACKS,
+    Use,
     embedding_scale_of,
     experts_fault,
     is_grouped_linear,
     matrix_fault,
+    weight_use,
 )
-from ciuic_cli.checkpoint.weight_use import Use, weight_use
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import (
@@ -25,7 +26,7 @@ from ciuic_cli.runtime.modules import (
     CompressedGroupedLinear,
     CompressedLinear,
 )
-from ciuic_cli.runtime.viewed_modules import with_blobs
+from ciuic_cli.runtime.views.viewed_modules import with_blobs
 
 _REMEDY = "the artifact belongs to another model or version; compress the model again with this version"
 
@@ -112,12 +113,16 @@ def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlo
 
 def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: torch.dtype) -> nn.Module:
     """The compressed module that replaces `dense`, or `dense` itself with blobs in it."""
-    if all(stack in slots for stack in EXPERT_STACKS) and experts_fault(dense) is None:
+    if any(stack in slots for stack in EXPERT_STACKS) and experts_fault(dense) is None:
+        missing = [stack for stack in EXPERT_STACKS if stack not in slots]
+        if missing:
+            raise _cannot_hold(dense, name, f"{missing[0]} is not compressed")
         return CompressedExperts(dense, *(slots[stack].parameter() for stack in EXPERT_STACKS))
     if set(slots) != {"weight"} or matrix_fault(dense) is not None:
         unknown = [short for short in slots if weight_use(type(dense), short) is None]
         if unknown:
-            raise _cannot_hold(dense, name, f"it does not show how it uses {unknown[0]}")
+            fault = matrix_fault(dense) or "its weight can be compressed"
+            raise _cannot_hold(dense, name, f"{fault}, and its code shows no product with {unknown[0]}")
         blobs = {short: slot.parameter() for short, slot in slots.items()}
         transposed = {short: _is_transposed(dense, short) for short in slots}
         return with_blobs(dense, blobs, transposed, dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F  # noqa: N812 (its usual name)
+from torch.nn import functional as F
 
 from ciuic_cli.runtime import ops, products
 from ciuic_cli.runtime.blobs import stack_of, weight_of
@@ -62,6 +62,7 @@ class Codes:
         if not self.is_stack:
             return ops.linear(x, self.blob, rows)
         flat = x.reshape(-1, x.shape[-1])
+        assert self.expert is not None
         ids = torch.full((len(flat), 1), self.expert, device=x.device)
         return ops.routed_linear(flat, self.blob, ids, rows).reshape(*x.shape[:-1], rows)
 
@@ -77,7 +78,7 @@ class DenseView(torch.Tensor):
 
     @staticmethod
     def __new__(cls, codes: Codes, shape: tuple[int, ...], dtype: torch.dtype) -> DenseView:
-        view: DenseView = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        view: DenseView = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=codes.blob.device
         )
         view.codes = codes
@@ -86,7 +87,7 @@ class DenseView(torch.Tensor):
     def __init__(self, *arguments: Any) -> None:
         super().__init__()
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"DenseView(shape={tuple(self.shape)}, dtype={self.dtype}, bytes={self.codes.blob.numel()})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -111,7 +112,7 @@ class DenseView(torch.Tensor):
         return func(*dense_args, **{key: _dense(value) for key, value in kwargs.items()})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.ops.aten.detach.default:
@@ -187,8 +188,9 @@ def _matmul(left: Any, right: Any) -> Any:
             return _bmm(left, right)
         return right.codes.product(left) if right.codes.transposed and left.dim() > 0 else NotImplemented
     if isinstance(left, DenseView) and isinstance(right, torch.Tensor) and not isinstance(right, DenseView):
-        if left.dim() == 2 and not left.codes.transposed:
-            return left.codes.product(right.mT).mT if right.dim() > 1 else left.codes.product(right)
+        if left.dim() != 2 or left.codes.transposed:
+            return NotImplemented
+        return left.codes.product(right.mT).mT if right.dim() > 1 else left.codes.product(right)
     return NotImplemented
 
 
@@ -222,7 +224,7 @@ def _embedding(ids: Any, weight: Any, *args: Any, **options: Any) -> Any:
         or weight.codes.is_stack
     ):
         return NotImplemented
-    if options.get("max_norm") is not None or len(args) > 1 and args[1] is not None:
+    if options.get("max_norm") is not None or (len(args) > 1 and args[1] is not None):
         return NotImplemented
     return ops.embedding(ids, weight.codes.blob, weight.shape[1], weight.dtype)
 
@@ -278,8 +280,10 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.__matmul__: _matmul,
     torch.Tensor.__rmatmul__: lambda right, left: _matmul(left, right),
     torch.Tensor.__getitem__: _item,
-    torch.Tensor.T.__get__: _transposed_matrix,
-    torch.Tensor.mT.__get__: _transposed,
+    torch.Tensor.T.__get__:  # type: ignore[attr-defined]
+    _transposed_matrix,
+    torch.Tensor.mT.__get__:  # type: ignore[attr-defined]
+    _transposed,
     torch.Tensor.t: _transposed_matrix,
     torch.t: _transposed_matrix,
     torch.Tensor.transpose: _transposed,
@@ -291,6 +295,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.half: lambda view: _converted(view, torch.float16),
     torch.Tensor.detach: _itself,
     torch.Tensor.contiguous: _itself,
-    torch.Tensor.data.__get__: _itself,
+    torch.Tensor.data.__get__:  # type: ignore[attr-defined]
+    _itself,
 }
 """Operations that use the codes, or give another view. They return NotImplemented where the weight must be decoded."""

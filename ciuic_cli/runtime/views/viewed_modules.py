@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ciuic_cli.runtime.dense_views import Presentation
 from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class, original_class
 from ciuic_cli.runtime.modules import BlobModule
+from ciuic_cli.runtime.views.dense_views import Presentation
 
 
 class ViewedModule(Mixin, BlobModule):
