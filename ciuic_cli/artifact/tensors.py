@@ -9,6 +9,7 @@ from safetensors import safe_open
 
 from ciuic_cli.artifact.model import meta_model
 from ciuic_cli.artifact.reader import open_artifact, require_compressed
+from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.errors import InputError
 
@@ -16,7 +17,7 @@ from ciuic_cli.errors import InputError
 def read_tensor(path: str | Path, name: str) -> torch.Tensor:
     """One tensor of an artifact, on the CPU.
 
-    Compressed tensors are decoded to float32 (rows, cols) or (experts, rows, cols); others keep their stored dtype and
+    Compressed tensors are decoded to float32 in the shape that the model has; others keep their stored dtype and
     shape. A multi-token-prediction layer's copy of the embedding or head is read where the shared tensor is stored.
 
     Args:
@@ -27,7 +28,8 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
         InputError: not an artifact, damaged, or no tensor of this name.
     """
     artifact = open_artifact(path)
-    require_compressed(artifact, meta_model(artifact).state_dict())
+    classified = classify(meta_model(artifact))
+    require_compressed(artifact, {name: tensor for name, (_, tensor) in classified.items()})
     name = artifact.mtp.shared.get(name, name)
     entry = artifact.tensors.get(name)
     if entry is None:
@@ -43,4 +45,6 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
     blob = artifact.blobs[name]
     with blob.matrices() as matrices:
         decoded = [decode_dense(matrix) for matrix in matrices]
-    return torch.stack(decoded) if len(blob.shape) == 3 else decoded[0]
+    value = torch.stack(decoded) if len(blob.shape) == 3 else decoded[0]
+    is_transposed = name in classified and classified[name][0].transposed
+    return value.mT.contiguous() if is_transposed else value

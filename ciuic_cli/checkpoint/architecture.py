@@ -179,19 +179,25 @@ def initialise_buffers(model: Any, device: torch.device | str = "cpu") -> None:
 
 
 def layer_prefixes(model: Any, count: int) -> list[str]:
-    """Names of the `count` decoder layers in order, with a trailing dot ("model.layers.0."). Empty if none."""
+    """Names of the decoder layers in order, with a trailing dot ("model.layers.0."). Empty if the model has no list.
+
+    count: of layers in the config. Some models count otherwise: LongCat-Flash counts two for each of its layers.
+    """
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
+        if isinstance(module, nn.ModuleList) and len(module)
     ]
     if not lists:
         return []
+    sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists}
     # A one-layer model may have other lists of the same length inside its layer. The decoder's list is the outermost
     # one, and the largest of several outermost ones.
-    name, module = min(
-        lists, key=lambda item: (item[0].count("."), -sum(p.numel() for p in item[1].parameters()))
-    )
+    matching = [item for item in lists if len(item[1]) == count]
+    largest = max(lists, key=lambda item: sizes[item[0]])
+    name, module = min(matching or [largest], key=lambda item: (item[0].count("."), -sizes[item[0]]))
+    if 2 * sizes[name] < sizes[largest[0]]:
+        name, module = largest
     return [f"{name}.{index}." for index in range(len(module))]
 
 

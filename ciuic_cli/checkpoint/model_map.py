@@ -44,7 +44,8 @@ class Parameter:
     """One parameter or persistent buffer of the model.
 
     Attributes:
-        role, compress, reason: as in `roles.Classification`.
+        shape: as it is stored in an artifact; the model's parameter has the last two sizes exchanged if `transposed`.
+        role, compress, reason, transposed: as in `roles.Classification`.
         sources: names of the checkpoint's tensors that it is made of.
         tied_to: the parameter whose values it shares. A tied parameter is stored and counted only there.
         buffer: whether it is a buffer (a router's bias, a lookup table): stored, but not counted as a parameter.
@@ -58,6 +59,16 @@ class Parameter:
     sources: tuple[str, ...]
     tied_to: str | None = None
     buffer: bool = False
+    transposed: bool = False
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of experts' matrices that is compressed."""
+        return self.compress and len(self.shape) == 3
+
+    def in_memory(self, value: torch.Tensor) -> torch.Tensor:
+        """A stored value, or one expert of it, in the orientation of the model's parameter, or the other way round."""
+        return value.mT if self.transposed else value
 
     @property
     def numel(self) -> int:
@@ -143,35 +154,35 @@ class ModelMap:
         return model
 
     def read(self, name: str) -> torch.Tensor:
-        """A parameter in its in-memory shape, in the checkpoint's dtype; float32 if it had scales.
+        """A parameter in its stored shape, in the checkpoint's dtype; float32 if it had scales.
 
         An expert stack is read as a whole; prefer `read_expert` for large stacks. `read`, `read_expert` and `read_rows`
         raise InputError for a value that is NaN or infinite, or becomes so in the model's dtype.
         """
-        assembly = self._assembly(name)
+        assembly, parameter = self._assembly(name), self.parameters[name]
         if assembly.stacks_experts:
-            count = self.parameters[name].shape[0]
-            return torch.stack([self.read_expert(name, expert) for expert in range(count)])
+            return torch.stack([self.read_expert(name, expert) for expert in range(parameter.shape[0])])
         if assembly.converter is None:
-            return self._reader(name)(assembly.source_names[0])
-        return assembly.build(self._reader(name), self._conversion_model)[name]
+            return parameter.in_memory(self._reader(name)(assembly.source_names[0]))
+        return parameter.in_memory(assembly.build(self._reader(name), self._conversion_model)[name])
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
-        """One expert (rows, columns) of a fused stack. Other experts are read only if a converter needs them."""
-        assembly = self._assembly(name)
-        shape = self.parameters[name].shape
+        """One expert (out, in) of a fused stack. Other experts are read only if a converter needs them."""
+        assembly, parameter = self._assembly(name), self.parameters[name]
+        shape = parameter.shape
         if len(shape) != 3 or not 0 <= expert < shape[0]:
             raise ValueError(f"{name} of shape {shape} has no expert {expert}")
         if assembly.stacks_experts:
-            return torch.cat([self._reader(name)(source) for source in assembly.expert_sources(expert)])
+            parts = [self._reader(name)(source) for source in assembly.expert_sources(expert)]
+            return parameter.in_memory(torch.cat(parts))
         if assembly.converter is None:
-            return self._reader(name)(assembly.source_names[0], (expert, expert + 1))[0]
+            return parameter.in_memory(self._reader(name)(assembly.source_names[0], (expert, expert + 1))[0])
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
         """Rows [begin, end) of a matrix, for embeddings that are too large to read as a whole."""
         assembly = self._assembly(name)
-        if assembly.converter is None:
+        if assembly.converter is None and not self.parameters[name].transposed:
             return self._reader(name)(assembly.source_names[0], (begin, end))
         return self.read(name)[begin:end].clone()
 
@@ -195,7 +206,7 @@ class ModelMap:
         for owner, short, name, is_buffer in stored_tensors(module, prefix):
             key = self.parameters[name].tied_to or name
             if key not in loaded:
-                is_stack = len(self.parameters[key].shape) == 3
+                is_stack = self.parameters[key].is_stack
                 target = stack_device if is_stack and stack_device is not None else device
                 value = self._load(
                     name, stack_dtype if is_stack and stack_dtype is not None else dtype, target
@@ -232,12 +243,13 @@ class ModelMap:
 
     def _load(self, name: str, requested: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
         dtype = self._dtype(name, requested or self.dtype)
+        parameter = self.parameters[name]
         if not self._assembly(name).stacks_experts:
-            return self.read(name).to(device=device, dtype=dtype)
-        shape = self.parameters[name].shape
+            return parameter.in_memory(self.read(name)).to(device=device, dtype=dtype).contiguous()
+        shape = parameter.in_memory(torch.empty(parameter.shape, device="meta")).shape
         stack = torch.empty(shape, dtype=dtype, device=device)
         for expert in range(shape[0]):
-            stack[expert] = self.read_expert(name, expert).to(dtype)
+            stack[expert] = parameter.in_memory(self.read_expert(name, expert)).to(dtype)
         return stack
 
 
@@ -277,6 +289,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             sources,
             tied_to,
             classification.buffer,
+            classification.transposed,
         )
         if tied_to is not None:
             parameters[name] = replace(
@@ -339,9 +352,10 @@ def _require_shapes(
         assembly = assemblies[key]
         stored = assembly.shapes.get(key, assembly.shapes[assembly.target])
         entry = checkpoint.tensors[parameter.sources[0]]
-        if stored != parameter.shape:
+        expected = tuple(parameter.in_memory(torch.empty(parameter.shape, device="meta")).shape)
+        if stored != expected:
             raise InputError(
-                f"stored with shape {stored}, but config.json makes it {parameter.shape}",
+                f"stored with shape {stored}, but config.json makes it {expected}",
                 file=entry.file,
                 tensor=entry.name,
                 remedy="the weights and config.json do not belong together; download the checkpoint again",

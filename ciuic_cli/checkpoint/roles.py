@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ciuic_cli.checkpoint.compressible import experts_fault, matrix_fault
+from ciuic_cli.checkpoint.compressible import Use, experts_fault, matrix_fault, weight_use
 from ciuic_cli.integers import round_up
 
 _TILE = 16
@@ -56,6 +56,7 @@ _OLD_MLP_ROLES = {
 """Names in the MLP of the same families."""
 MTP_ROLES = ("mtp", "mtp_expert", "mtp_dense")
 """Roles in multi-token-prediction layers: matrices, matrices of routed experts, tensors kept exactly."""
+_NO_PLAIN_MODULE = "it is neither a linear nor an embedding"
 _EXPERT_ROLES = {"gate_up_proj": "expert_gate_up", "down_proj": "expert_down"}
 
 
@@ -68,18 +69,21 @@ class Classification:
         compress: whether the tensor is compressed.
         reason: why it is not; empty if it is.
         buffer: whether it is a buffer: no trained weight, and not counted as a parameter.
+        transposed: it is compressed as its transpose, because the model has it as (inputs, outputs).
     """
 
     role: str
     compress: bool
     reason: str
     buffer: bool = False
+    transposed: bool = False
 
 
 def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
     """Classification and (meta) tensor of every parameter and persistent buffer, by in-memory name.
 
-    A module that the model uses under two names appears once, under its first name.
+    The tensor has the shape that is stored: a transposed parameter's is the transpose of the model's. A module that the
+    model uses under two names appears once, under its first name.
     """
     head = _output_embeddings(model)
     result = {}
@@ -97,7 +101,7 @@ def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
                 )
             else:
                 classified = _classify_parameter(owner_name, owner, parent, short, tensor, head)
-            result[name] = (classified, tensor)
+            result[name] = (classified, tensor.mT if classified.transposed else tensor)
     return result
 
 
@@ -155,12 +159,16 @@ def _classify_parameter(
     if isinstance(owner, (nn.Embedding, nn.Linear)) and short == "weight":
         is_embedding = isinstance(owner, nn.Embedding)
         role = "embedding" if is_embedding else "head" if owner is head else _linear_role(owner_name, leaf)
-        return _classify_unless_fault(role, tensor, matrix_fault(owner), owner)
+        return _classify_product(role, tensor, matrix_fault(owner), owner, short)
     if tensor.dim() == 3 and _is_expert_stack(owner, leaf):
         role = _EXPERT_ROLES.get(short, f"expert_{short.removesuffix('_proj')}")
-        return _classify_unless_fault(role, tensor, experts_fault(owner), owner)
+        return _classify_product(role, tensor, experts_fault(owner), owner, short)
     if tensor.dim() < 2:
         return Classification("other", False, "a vector: too small to matter, kept exactly")
+    is_layer = tensor.dim() == 2 and short == "weight"
+    if (is_layer or tensor.dim() == 3) and weight_use(type(owner), short) in (Use.ROWS, Use.COLUMNS):
+        role = _linear_role(owner_name, leaf) if is_layer else f"expert_{leaf.removesuffix('_linear')}"
+        return _classify_product(role, tensor, _NO_PLAIN_MODULE, owner, short)
     return Classification(
         "other",
         False,
@@ -193,13 +201,21 @@ def _linear_role(owner_name: str, leaf: str) -> str:
     return role
 
 
-def _classify_unless_fault(
-    role: str, tensor: torch.Tensor, fault: str | None, owner: nn.Module
+def _classify_product(
+    role: str, tensor: torch.Tensor, fault: str | None, owner: nn.Module, short: str
 ) -> Classification:
-    """`_classify_by_size`, unless `fault` says that loading could not replace the module by a compressed one."""
-    if fault is not None:
+    """The classification of a factor of products, by its size.
+
+    fault: why no compressed module can replace the owner, or None. The owner then keeps its class and gets a view of
+    the weight, if the source of the class shows how it uses the weight.
+    """
+    use = Use.ROWS if fault is None else weight_use(type(owner), short)
+    if use is None:
         return Classification(role, False, f"used by {type(owner).__name__}, {fault}: kept exactly")
-    return _classify_by_size(role, tensor)
+    if use is not Use.COLUMNS:
+        return _classify_by_size(role, tensor)
+    by_size = _classify_by_size(role, tensor.mT)
+    return replace(by_size, transposed=by_size.compress)
 
 
 def _classify_by_size(role: str, tensor: torch.Tensor) -> Classification:

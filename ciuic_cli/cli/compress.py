@@ -201,9 +201,12 @@ def compress(
 def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:
     """The report of the run; None in all processes of torchrun but the first."""
     configure_numeric_libraries()
+    from transformers.utils.logging import disable_progress_bar
+
     from ciuic_cli.compression.pipeline import compress as run_compress
     from ciuic_cli.process.workers import is_leader
 
+    disable_progress_bar()  # of loading the finished artifact, in transformers
     if is_leader():
         announce_device(console, options.device)
     with console.progress() as progress:

@@ -28,7 +28,7 @@ from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.steps import Steps
 from ciuic_cli.compression.task import Task
 from ciuic_cli.errors import TargetError
-from ciuic_cli.evaluation.estimates import Mean
+from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
@@ -143,7 +143,7 @@ class Run:
 
         def measure(number: int) -> bytes:
             noise = perturbation(self.map, self.statistics, plan, probes[number], L=self.options.level.L)
-            return json.dumps(self._meter().measure(noise).value).encode()
+            return json.dumps(self.meter().measure(noise).value).encode()
 
         self._steps.finish("probe", [1] * len(probes), measure)
         measured = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
@@ -219,10 +219,14 @@ class Run:
 
     def measured_kl(self, plan: Plan, factors: Factors) -> Mean:
         """KL divergence (nats per token) of the rounded model with these factors, on the held-out sequences."""
-        weights = tuned_weights(self.map, self._encoded_or_none, factors)
-        return self._meter().measure(weights, self._expert_masks(plan))
+        return mean_of(self.rounded_kls(plan, factors))
 
-    def _meter(self) -> KLMeter:
+    def rounded_kls(self, plan: Plan, factors: Factors) -> list[Floats]:
+        """As `measured_kl`, but of every token: one array per held-out sequence."""
+        weights = tuned_weights(self.map, self._encoded_or_none, factors)
+        return self.meter().token_kls(weights, self._expert_masks(plan))
+
+    def meter(self) -> KLMeter:
         """The meter of KL on the held-out sequences. The first call makes it, which runs the original model."""
         if self._kl_meter is None:
             folder = self.journal.folder / f"meter-{self.workers.number}"

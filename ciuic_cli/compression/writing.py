@@ -12,10 +12,11 @@ from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.compression.loaded_model import loaded_kls
 from ciuic_cli.compression.output_checks import check_no_run_inside
 from ciuic_cli.compression.run import Run
 from ciuic_cli.errors import InputError, TargetError
-from ciuic_cli.evaluation.estimates import Mean
+from ciuic_cli.evaluation.estimates import Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import NONFINITE_REMEDY
 from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.signals import raise_if_interrupted
@@ -34,8 +35,8 @@ def write_artifact(
     Returns the report, and the path of a folder with a replaced output that cannot be removed (None: it was removed).
 
     Raises:
-        TargetError: the compressed model predicts worse than guessing.
-        InputError: a source file changed during the run.
+        TargetError: the compressed model predicts worse than guessing, or otherwise once it is loaded.
+        InputError: a source file changed during the run; transformers cannot run the artifact.
     """
     try:
         folder = publishing.begin(out)
@@ -57,13 +58,14 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     factors = {} if run.recovered is None else run.recovered.factors
     _write_weights(run, plan, folder, factors)
     writer.copy_companions(run.map.checkpoint.folder, folder)
-    measured = run.measured_kl(plan, factors)
-    _require_better_than_guessing(run, measured)
-    report = run.report(plan, started, measured)
+    rounded = run.rounded_kls(plan, factors)
+    _require_better_than_guessing(run, mean_of(rounded))
+    report = run.report(plan, started)
     quantization = quantization_config(
         bits_per_weight=report.bits_per_weight, ratio=report.ratio, mtp=run.map.mtp
     )
     writer.write_config(folder, run.map.source_config, quantization)
+    report = run.report(plan, started, mean_of(loaded_kls(run, folder, rounded)))
     (folder / writer.REPORT).write_text(report.to_json(), encoding="utf-8")
     (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
     card = render_card(report, source_of(run.map))

@@ -273,6 +273,8 @@ def _seconds(
         total["recovery"] += 4 * text.recovery * text.length * active * product
         total["recovery"] += 2 * (text.recovery // STEP_SEQUENCES) * (weights * read + decoding)
         total["recovery"] += (EVALUATIONS + 1) * total["measure"]
+    # The finished artifact runs once more, from its codes.
+    total["measure"] += text.held_out * text.length * active * product + decoding
     return total
 
 

@@ -26,34 +26,49 @@ of the window but the first."""
 def loaded(model: Any, windows: Sequence[torch.Tensor], config: Path) -> PredictWindow:
     """Predictions of a transformers model in memory.
 
-    The model's body, which is everything before the head, runs once per window. Then the model's own forward runs for
-    some tokens at a time, while the body returns the hidden states that it gave for them.
-
     Args:
         windows: LongTensors (length,).
         config: config.json, for messages where transformers cannot run the model.
     """
     size = logit_tokens(model.config.get_text_config().vocab_size)
 
+    def predict(number: int) -> Iterator[torch.Tensor]:
+        return logits_in_parts(model, windows[number], len(windows[number]) - 1, size, config)
+
+    return predict
+
+
+def logits_in_parts(
+    model: Any, tokens: torch.Tensor, count: int, size: int, config: Path
+) -> Iterator[torch.Tensor]:
+    """Logits of a transformers model for the first `count` of the tokens (length,), at most `size` at a time.
+
+    The model's body, which is everything before the head, runs once. Then the model's own forward runs for some tokens
+    at a time, while the body returns the hidden states that it gave for them.
+
+    Yields:
+        (at most `size`, vocabulary), in order.
+
+    Raises:
+        InputError: transformers cannot run the model of this config.json.
+    """
+
     def run(module: Any, ids: torch.Tensor) -> Any:
         with config_faults(config):
             return module(input_ids=ids, use_cache=False)
 
-    def predict(number: int) -> Iterator[torch.Tensor]:
-        ids, last = windows[number][None].to(model.device), len(windows[number]) - 1
-        if last <= size or model.base_model is model:
-            yield run(model, ids).logits[0, :-1]
-            return
-        output = run(model.base_model, ids)
-        for begin in range(0, last, size):
-            tokens = slice(begin, min(begin + size, last))
-            part = replace(output, last_hidden_state=output.last_hidden_state[:, tokens])
-            with _returning(model.base_model, part):
-                logits = run(model, ids[:, tokens]).logits[0]
-            yield logits
-            del logits  # frees them before the next ones are made
-
-    return predict
+    ids = tokens[None].to(model.device)
+    if count <= size or model.base_model is model:
+        yield run(model, ids).logits[0, :count]
+        return
+    output = run(model.base_model, ids)
+    for begin in range(0, count, size):
+        part = slice(begin, min(begin + size, count))
+        states = replace(output, last_hidden_state=output.last_hidden_state[:, part])
+        with _returning(model.base_model, states):
+            logits = run(model, ids[:, part]).logits[0]
+        yield logits
+        del logits  # frees them before the next ones are made
 
 
 @contextmanager

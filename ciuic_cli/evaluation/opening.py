@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +13,13 @@ import torch
 
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.schema import is_artifact
-from ciuic_cli.checkpoint.architecture import require_token_ids
+from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, require_token_ids
 from ciuic_cli.checkpoint.folder import locate, read_config, read_json, require_unreplaced
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs import native
 from ciuic_cli.errors import EnvironmentFault, InputError
-from ciuic_cli.runtime.loading import choose_device, load
+from ciuic_cli.runtime.loading import choose_device, load, load_offloaded
 
 
 def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> Any:
@@ -42,6 +45,44 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
     model = model_map.skeleton(dtype=dtype)
     model_map.materialise(model, "", dtype, target)
     return _ready(model, open_generation_config(folder))
+
+
+@contextmanager
+def artifact_in_memory(folder: Path, target: torch.device, layer_prefixes: Sequence[str]) -> Iterator[Any]:
+    """An artifact as a transformers model in evaluation mode, in float32 on a CPU and in its own dtype elsewhere.
+
+    If it does not fit into the free memory (on a CPU: into half of it), the layers stay on disk, and transformers reads
+    each one when it runs.
+
+    Args:
+        layer_prefixes: of the decoder layers' names, with a trailing dot.
+    """
+    on_cpu = target.type == "cpu"
+    dtype = torch.float32 if on_cpu else None
+    if expected_bytes(folder, dtype) <= free_memory(target) // (2 if on_cpu else 1):
+        yield open_model(folder, str(target), dtype)
+        return
+    with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
+        places = _layers_on_disk(folder, target, layer_prefixes)
+        model = load_offloaded(folder, places, Path(scratch), dtype)
+        yield _ready(model, open_generation_config(folder))
+
+
+def _layers_on_disk(folder: Path, target: torch.device, layer_prefixes: Sequence[str]) -> dict[str, str]:
+    """Module or parameter -> "disk" for decoder layers, else the device; together they are the whole model."""
+    model = build_meta_model(build_config(read_config(folder)), torch.float32)
+    layers = {prefix.rstrip(".") for prefix in layer_prefixes}
+    ancestors = {""} | {layer[:end] for layer in layers for end in range(len(layer)) if layer[end] == "."}
+    places: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if name in ancestors:
+            tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+            parts = [short for short, _ in (*module.named_children(), *tensors)]
+            full = (f"{name}.{part}" if name else part for part in parts)
+            places |= {part: str(target) for part in full if part not in ancestors}
+        elif name in layers:
+            places[name] = "disk"
+    return places
 
 
 def _ready(model: Any, generation: Any) -> Any:

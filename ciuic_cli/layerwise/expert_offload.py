@@ -14,11 +14,15 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from ciuic_cli.layerwise.linear_hooks import MATMULS
 from ciuic_cli.process.memory import limit_freed_memory
 
 
 class ExpertsOnUse(TorchFunctionMode):
-    """While active, `F.linear` with an expert of one of the module's stacks works on any device and in any dtype."""
+    """While active, products with an expert of one of the module's stacks work on any device and in any dtype.
+
+    Products are `F.linear`, `@` and its named forms, and `torch.bmm` with all experts of a stack.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -32,8 +36,15 @@ class ExpertsOnUse(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is linear and len(args) == 2 and not kwargs and args[1].data_ptr() in self._experts:
-            return _ExpertProduct.apply(*args)
+        if func is torch.baddbmm and not kwargs and args[2].data_ptr() in self._experts:
+            return args[0] + self.__torch_function__(torch.bmm, types, args[1:])
+        if kwargs or len(args) != 2 or not isinstance(args[1], torch.Tensor):
+            pass
+        elif (func is linear or func in MATMULS) and args[1].data_ptr() in self._experts:
+            return _ExpertProduct.apply(args[0], args[1] if func is linear else args[1].mT)
+        elif func is torch.bmm and args[1].data_ptr() in self._experts:
+            products = [_ExpertProduct.apply(x, expert.mT) for x, expert in zip(*args, strict=True)]
+            return torch.stack(products)
         return func(*args, **(kwargs or {}))
 
 

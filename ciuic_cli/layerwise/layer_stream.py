@@ -33,7 +33,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
-from ciuic_cli.layerwise.stand_ins import StandIn, embedding_factor, is_other_tensor
+from ciuic_cli.layerwise.stand_ins import StandIn, embedding_factor, is_of_the_chunk
 from ciuic_cli.process.memory import (
     PARALLEL_WORK_BYTES,
     limit_freed_memory,
@@ -129,12 +129,24 @@ class LayerStream:
         self.hidden = ActivationStore(folder / "hidden")
         self.gradient = ActivationStore(folder / "gradient")
         self.prefixes = list(model_map.layer_prefixes)
+        if not self.prefixes:
+            raise InputError(
+                f"{type(self.model).__name__} has no list of layers",
+                file=model_map.checkpoint.folder,
+                remedy="ciuic does not support this architecture",
+            )
         head = self.model.get_output_embeddings()
         self._head_name = next(name for name, module in self.model.named_modules() if module is head)
         self.embedding_scale = 1.0
         # Keyword arguments of each layer: by shape of the chunk, and those that differ from chunk to chunk.
         self._shared_arguments: dict[tuple[str, torch.Size], dict[str, Any]] = {}
         self._chunk_arguments: dict[tuple[str, int], dict[str, Any]] = {}
+        # Layer -> argument -> the earlier layer, and the part of its output, that the argument is.
+        self._links: dict[int, dict[str, tuple[int, int]]] = {}
+        self._extras: dict[
+            tuple[int, int], tuple[Any, ...]
+        ] = {}  # by layer and chunk, where a link needs them
+        self._streams_first = False
 
     # --- the steps
 
@@ -146,20 +158,40 @@ class LayerStream:
         """
         with self._without_layers() as stand_ins, torch.no_grad(), self._autocast():
             for index, tokens in enumerate(self.chunks):
-                self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
+                self._run_without_layers(tokens, stand_ins)
                 assert stand_ins[0].hidden is not None
                 if index == 0:
                     rows = self.model.get_input_embeddings().weight[tokens.to(self.device)]
-                    self.embedding_scale = embedding_factor(stand_ins[0].hidden, rows)
+                    hidden = stand_ins[0].hidden
+                    self._streams_first = (
+                        hidden.shape[:2] != tokens.shape and hidden.shape[1:3] == tokens.shape
+                    )
+                    self.embedding_scale = embedding_factor(self._streams_last(hidden), rows)
+                first = stand_ins[0].hidden
                 if f"0.{index}" not in self.hidden:
-                    self.hidden.put(f"0.{index}", stand_ins[0].hidden)
-                for prefix, stand_in in zip(self.prefixes, stand_ins, strict=True):
+                    self.hidden.put(f"0.{index}", self._streams_last(first))
+                for number, (prefix, stand_in) in enumerate(zip(self.prefixes, stand_ins, strict=True)):
+                    self._links.setdefault(number, _links(stand_in, stand_ins[:number]))
                     shared = self._shared_arguments.setdefault((prefix, tokens.shape), stand_in.kwargs)
                     self._chunk_arguments[prefix, index] = {
                         name: value
                         for name, value in stand_in.kwargs.items()
-                        if is_other_tensor(value, shared[name])
+                        if is_of_the_chunk(value, shared[name])
                     }
+
+    def _run_without_layers(self, tokens: torch.Tensor, stand_ins: Sequence[StandIn]) -> None:
+        for stand_in in stand_ins:
+            stand_in.calls = 0
+        with config_faults(self.map.checkpoint.folder / "config.json"):
+            self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
+        calls = {stand_in.calls for stand_in in stand_ins}
+        if calls != {1}:
+            raise InputError(
+                f"{type(self.model).__name__} does not run its {len(stand_ins)} layers once each, but "
+                f"{min(calls)} to {max(calls)} times",
+                file=self.map.checkpoint.folder,
+                remedy="ciuic does not support this architecture",
+            )
 
     def forward(self, progress: Progress) -> None:
         """Run `begin` and all layers forward; only the last layer's outputs stay in `hidden`."""
@@ -180,10 +212,15 @@ class LayerStream:
             for index in self._chunks_or_all(chunks):
                 hidden = self.hidden.get(f"{number}.{index}", self.device)
                 with self._blaming_config(prefix):
-                    output = layer(hidden, **self._arguments(prefix, index))
-                output = output[0] if isinstance(output, tuple) else output
+                    output = layer(self._as_the_model(hidden), **self._arguments(number, index))
+                if isinstance(output, tuple):
+                    if any(
+                        source == number for links in self._links.values() for source, _ in links.values()
+                    ):
+                        self._extras[number, index] = output[1:]
+                    output = output[0]
                 self._require_finite(output, prefix)
-                self.hidden.put(f"{number + 1}.{index}", output)
+                self.hidden.put(f"{number + 1}.{index}", self._streams_last(output))
 
     @contextmanager
     def tail(self, visit: VisitLogits) -> Iterator[RunChunks]:
@@ -222,7 +259,7 @@ class LayerStream:
                 for row, begin in product(range(len(hidden)), range(0, hidden.shape[1], size)):
                     where = slice(row, row + 1), slice(begin, begin + size)
                     part = hidden[where].requires_grad_(torch.is_grad_enabled())
-                    stand_ins[-1].replacement = part
+                    stand_ins[-1].replacement = self._as_the_model(part)
                     with self._autocast():
                         tokens = self.chunks[index][where].to(self.device)
                         logits = self.model(input_ids=tokens, use_cache=False).logits
@@ -245,8 +282,8 @@ class LayerStream:
                 for index in chunks:
                     hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
                     with self._autocast():
-                        output = layer(hidden, **self._arguments(prefix, index))
-                    output = output[0] if isinstance(output, tuple) else output
+                        output = layer(self._as_the_model(hidden), **self._arguments(number, index))
+                    output = self._streams_last(output[0] if isinstance(output, tuple) else output)
                     output.backward(self.gradient.get(f"{number + 1}.{index}", self.device, output.dtype))
                     assert hidden.grad is not None
                     self.gradient.put(f"{number}.{index}", hidden.grad)
@@ -267,6 +304,15 @@ class LayerStream:
         """Delete the files of what was dropped."""
         self.hidden.delete_dropped()
         self.gradient.delete_dropped()
+
+    @property
+    def carries_state(self) -> bool:
+        """Whether layers get more from earlier layers than the hidden state; known after `begin`.
+
+        Such values are in memory only, so a run that is resumed runs all layers forward again.
+        """
+        values = (value for arguments in self._shared_arguments.values() for value in arguments.values())
+        return any(self._links.values()) or any(isinstance(value, dict) for value in values)
 
     # --- weights in memory
 
@@ -314,12 +360,12 @@ class LayerStream:
         if self.override is not None:
             self._replace_weights(module, prefix, self.override)
 
-    @staticmethod
-    def _replace_weights(module: nn.Module, prefix: str, override: Override) -> None:
+    def _replace_weights(self, module: nn.Module, prefix: str, override: Override) -> None:
         """Copy the values of `override` into the module's parameters, expert by expert; small ones in parallel."""
         targets: dict[tuple[str, int | None], torch.Tensor] = {}
         for name, parameter in module.named_parameters():
-            experts = enumerate(parameter) if parameter.dim() == 3 else [(None, parameter)]
+            stored = self.map.parameters[prefix + name].in_memory(parameter)
+            experts = enumerate(stored) if stored.dim() == 3 else [(None, stored)]
             targets |= {(prefix + name, expert): part for expert, part in experts}
 
         def is_large(key: tuple[str, int | None]) -> bool:
@@ -334,10 +380,23 @@ class LayerStream:
 
     # --- running
 
-    def _arguments(self, prefix: str, index: int) -> dict[str, Any]:
-        """Keyword arguments with which the model calls the layer `prefix` on chunk `index`."""
+    def _arguments(self, number: int, index: int) -> dict[str, Any]:
+        """Keyword arguments with which the model calls layer `number` on chunk `index`."""
+        prefix = self.prefixes[number]
         shared = self._shared_arguments[prefix, self.chunks[index].shape]
-        return {**shared, **self._chunk_arguments[prefix, index]}
+        linked = {
+            name: self._extras[source, index][part]
+            for name, (source, part) in self._links.get(number, {}).items()
+        }
+        return {**shared, **self._chunk_arguments[prefix, index], **linked}
+
+    def _streams_last(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(sequences, tokens, ..) of a layer's hidden state, which Gemma 3n has as (streams, sequences, tokens, n)."""
+        return hidden.movedim(0, 2) if self._streams_first else hidden
+
+    def _as_the_model(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The inverse of `_streams_last`."""
+        return hidden.movedim(2, 0) if self._streams_first else hidden
 
     def _autocast(self) -> torch.autocast:
         """Matrix products in `dtype`; the residual stream stays float32."""
@@ -364,3 +423,13 @@ class LayerStream:
                 tensor=prefix.rstrip("."),
                 remedy="its weights are finite but too large, or config.json is damaged: download both again",
             )
+
+
+def _links(stand_in: StandIn, earlier: Sequence[StandIn]) -> dict[str, tuple[int, int]]:
+    """Argument -> (layer, part of its output), for the arguments that are extras of earlier layers."""
+    parts = {
+        id(extra): (number, part)
+        for number, before in enumerate(earlier)
+        for part, extra in enumerate(before.extras or ())
+    }
+    return {name: parts[id(value)] for name, value in stand_in.kwargs.items() if id(value) in parts}

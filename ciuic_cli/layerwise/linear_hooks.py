@@ -19,18 +19,39 @@ Hook = Callable[[torch.Tensor], None]
 """Called with the gradient of a product's outputs, which has their shape."""
 
 
+MATMULS = (
+    torch.matmul,
+    torch.mm,
+    torch.addmm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.mm,
+)
+"""The functions of torch for the product of two matrices."""
+
+
+def matmul_factors(func: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Both factors, of the positional arguments of one of MATMULS."""
+    first = 1 if func is torch.addmm else 0
+    return args[first], args[first + 1]
+
+
 @dataclass(frozen=True)
 class WatchedLinear:
-    """A parameter to watch: its in-memory name, and the tensor (m, n) or (E, m, n) that the layer computes with."""
+    """A parameter to watch: its in-memory name, and the tensor (m, n) or (E, m, n) that the layer computes with.
+
+    transposed: the layer's tensor is (n, m) or (E, n, m), and it computes x W instead of x Wᵀ.
+    """
 
     name: str
     tensor: torch.Tensor
+    transposed: bool = False
 
 
 def linears_of(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter]) -> list[WatchedLinear]:
     """All compressible matrices of a layer, whose parameters' names begin with `prefix`."""
     return [
-        WatchedLinear(prefix + name, tensor)
+        WatchedLinear(prefix + name, tensor, parameter.transposed)
         for name, tensor in layer.named_parameters()
         if (parameter := parameters.get(prefix + name)) is not None and parameter.compress
     ]
@@ -57,13 +78,15 @@ class Product:
 class LinearHook(TorchFunctionMode, ABC):
     """While active, `watch` is called for every product with a watched weight whose output requires a gradient.
 
-    Products are `F.linear`, or the grouped `torch.bmm` of DeepSeek-V4. What `watch` returns is called with the gradient
-    of the product's outputs. Experts of a stack (E, m, n) are recognised by the memory address of their slice.
+    Products are `F.linear`, `@` and its named forms, and `torch.bmm` with the groups of DeepSeek-V4's linear or with
+    all experts of a stack. What `watch` returns is called with the gradient of the product's outputs. Experts of a
+    stack (E, m, n) are recognised by the memory address of their slice.
     """
 
     def __init__(self, watched: Sequence[WatchedLinear]) -> None:
         super().__init__()
         self._key_by_address: dict[int, Key] = {}
+        self._transposed = {item.name for item in watched if item.transposed}
         for item in watched:
             experts = enumerate(item.tensor) if item.tensor.dim() == 3 else [(None, item.tensor)]
             self._key_by_address |= {part.data_ptr(): (item.name, expert) for expert, part in experts}
@@ -80,18 +103,35 @@ class LinearHook(TorchFunctionMode, ABC):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func is torch.bmm and output.requires_grad:
-            self._watch_groups(args[0].detach(), args[1], output)
-        elif func is torch.nn.functional.linear and output.requires_grad:
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            return output
+        if func in (torch.bmm, torch.baddbmm):
+            x, weight = args[-2:]
+            self._watch_groups(x.detach(), weight, output)
+        elif func in MATMULS:
+            self._watch_columns(*matmul_factors(func, args), output, has_bias=func is torch.addmm)
+        elif func is torch.nn.functional.linear:
             given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
             weight, has_bias = given["weight"], given.get("bias") is not None
             key = self._key_by_address.get(weight.data_ptr())
-            if key is not None and weight.dim() == 2:
+            if key is not None and weight.dim() == 2 and key[0] not in self._transposed:
                 all_rows = slice(0, weight.shape[0])
                 x, outputs = given["input"].detach(), output.detach()
                 product = Product(key, weight.shape, all_rows, weight, x, outputs, has_bias)
                 output.register_hook(self.watch(product))
         return output
+
+    def _watch_columns(
+        self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, *, has_bias: bool
+    ) -> None:
+        """A product x W with a transposed weight W (n, m)."""
+        key = self._key_by_address.get(weight.data_ptr()) if isinstance(weight, torch.Tensor) else None
+        if key is not None and key[0] in self._transposed and weight.dim() == 2:
+            rows = weight.detach().mT
+            product = Product(
+                key, rows.shape, slice(0, len(rows)), rows, x.detach(), output.detach(), has_bias
+            )
+            output.register_hook(self.watch(product))
 
     def _watch_groups(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """A grouped linear (DeepSeek-V4's o_a_proj): x (G, t, n) times a view (G, n, m / G) of the weight (m, n).
@@ -101,12 +141,32 @@ class LinearHook(TorchFunctionMode, ABC):
         key = self._key_by_address.get(weight.data_ptr())
         if key is None:
             return
+        if key[1] is not None:
+            self._watch_stack(key[0], x, weight, output)
+            return
         groups, cols, rows_per_group = weight.shape
         shape, outputs = torch.Size((groups * rows_per_group, cols)), output.detach()
         hooks = []
         for group in range(groups):
             rows = slice(group * rows_per_group, (group + 1) * rows_per_group)
             hooks.append(self.watch(Product(key, shape, rows, weight[group].T, x[group], outputs[group])))
+
+        def call_hooks(gradient: torch.Tensor) -> None:
+            for hook, part in zip(hooks, gradient, strict=True):
+                hook(part)
+
+        output.register_hook(call_hooks)
+
+    def _watch_stack(self, name: str, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
+        """All experts of a transposed stack at once (Llama 4): x (E, t, n) times W (E, n, m)."""
+        if name not in self._transposed:
+            return
+        outputs, hooks = output.detach(), []
+        for expert, rows in enumerate(weight.detach().mT):
+            product = Product(
+                (name, expert), rows.shape, slice(0, len(rows)), rows, x[expert], outputs[expert]
+            )
+            hooks.append(self.watch(product))
 
         def call_hooks(gradient: torch.Tensor) -> None:
             for hook, part in zip(hooks, gradient, strict=True):

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from typing import Any
 
 import torch
 from torch import nn
 
+from ciuic_cli.errors import InputError
 from ciuic_cli.process.threads import one_thread
 
 
 class StandIn(nn.Module):
     """Takes a decoder layer's place: records the call's arguments and returns the hidden state, or `replacement`.
 
-    Attributes that the model's own forward reads from the layer come from the layer.
+    Attributes that the model's own forward reads from the layer come from the layer. If the layer returns a tuple, so
+    does the stand-in. The tuple's other parts are `extras`, empty tensors by which later layers' arguments that come
+    from this layer are recognised.
+
+    hidden: the call's first argument. kwargs: all others, by the layer's own parameter names. calls: how often it ran.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -21,7 +29,15 @@ class StandIn(nn.Module):
         object.__setattr__(self, "layer", layer)  # not a submodule: the layer's weights must not be loaded
         self.hidden: torch.Tensor | None = None
         self.kwargs: dict[str, Any] = {}
+        self.calls = 0
         self.replacement: torch.Tensor | None = None
+        count = returned_extras(type(layer))
+        self.extras = None if count is None else [torch.empty(0) for _ in range(count)]
+        self._names = [
+            name
+            for name, parameter in inspect.signature(type(layer).forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY)
+        ][1:]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -29,11 +45,44 @@ class StandIn(nn.Module):
         except AttributeError:
             return getattr(object.__getattribute__(self, "layer"), name)
 
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if args:
-            raise TypeError("decoder layers are expected to take keyword arguments besides the hidden state")
-        self.hidden, self.kwargs = hidden, kwargs
-        return hidden if self.replacement is None else self.replacement
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if len(args) > len(self._names) or self._names[0] not in given:
+            raise InputError(
+                f"{type(self.layer).__name__} is called in a way that ciuic does not know: with {len(args)} positional "
+                f"arguments and {', '.join(kwargs) or 'no others'}",
+                remedy="ciuic does not support this architecture",
+            )
+        hidden = given.pop(self._names[0])
+        self.hidden, self.kwargs, self.calls = hidden, given, self.calls + 1
+        output = hidden if self.replacement is None else self.replacement
+        return output if self.extras is None else (output, *self.extras)
+
+
+def returned_extras(kind: type[nn.Module]) -> int | None:
+    """Parts of the tuple that this class's forward returns, besides the hidden state; None if it returns no tuple.
+
+    Read from the source. Parts that are added to a tuple later, which only some calls ask for, do not count.
+    """
+    forward = inspect.unwrap(kind.forward)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # a class made at run time has no source
+        return None
+    tuples: dict[str, int] = {}
+    returned: ast.AST | None = None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            value = node.value.left if isinstance(node.value, ast.BinOp) else node.value
+            if isinstance(value, ast.Tuple):
+                tuples.setdefault(node.targets[0].id, len(value.elts) - 1)
+        elif isinstance(node, ast.Return):
+            returned = node.value
+    if isinstance(returned, ast.BinOp):
+        returned = returned.left
+    if isinstance(returned, ast.Tuple):
+        return len(returned.elts) - 1
+    return tuples.get(returned.id) if isinstance(returned, ast.Name) else None
 
 
 @one_thread()
@@ -42,14 +91,23 @@ def embedding_factor(hidden: torch.Tensor, rows: torch.Tensor) -> float:
 
     hidden: (b, t, n), or (b, t, streams, n) in DeepSeek-V4, which copies each row into several residual streams.
     """
+    if hidden.numel() % rows.numel():
+        return 1.0  # the first layer's input is something else than a row of the embedding
     rows = rows.unsqueeze(-2) if hidden.dim() > rows.dim() else rows
     rows = rows.expand_as(hidden)
     return float((hidden * rows).sum() / rows.square().sum().clamp_min(1e-30))
 
 
-def is_other_tensor(value: Any, other: Any) -> bool:
-    """Whether `value` is a tensor that differs from `other`.
+def is_of_the_chunk(value: Any, other: Any) -> bool:
+    """Whether an argument belongs to one chunk: a tensor that differs from `other`, or a dictionary of its own.
 
-    DeepSeek-V4 passes such arguments to its layers: the tokens.
+    Layers get such arguments besides the hidden state: the tokens in DeepSeek-V4, inputs per layer in Gemma 3n, and in
+    Gemma 4 a dictionary in which a layer leaves its keys and values for later ones.
     """
-    return isinstance(value, torch.Tensor) and value is not other and not torch.equal(value, other)
+    if isinstance(value, dict):
+        return value is not other
+    return isinstance(value, torch.Tensor) and value is not other and not _equal(value, other)
+
+
+def _equal(value: torch.Tensor, other: Any) -> bool:
+    return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)

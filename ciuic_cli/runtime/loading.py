@@ -50,6 +50,31 @@ def load(
         from ciuic_cli.artifact.verification import verify as verify_files
 
         verify_files(path).require_intact(locate(path))
+    model = _from_pretrained(path, target, dtype)
+    return model if target.type == "cpu" else model.to(target)
+
+
+def load_offloaded(
+    path: str | Path,
+    places: Mapping[str, str],
+    offload_folder: Path,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """As `load`, but with some modules left on disk, from where each is read when it runs.
+
+    Args:
+        places: module or parameter -> device or "disk", for all of the model; transformers' `device_map`.
+        offload_folder: for what accelerate writes.
+    """
+    return _from_pretrained(
+        path, torch.device("cpu"), dtype, device_map=dict(places), offload_folder=str(offload_folder)
+    )
+
+
+def _from_pretrained(
+    path: str | Path, target: torch.device, dtype: torch.dtype | str | None, **options: Any
+) -> Any:
+    """The artifact as transformers' `from_pretrained` loads it, with errors as `load` raises them."""
     artifact = open_artifact(path)
     if target.type == "cpu":
         native.interface()
@@ -62,11 +87,12 @@ def load(
     config_file = artifact.folder / "config.json"
     require_plausible(build_config(artifact.config, config_file), artifact.shapes, config_file)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        return AutoModelForCausalLM.from_pretrained(
             artifact.folder,
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=False,
             use_safetensors=True,
+            **options,
         )
     except InputError as error:
         raise InputError(
@@ -84,7 +110,6 @@ def load(
             file=artifact.folder,
             remedy="check it with `ciuic inspect --verify`; fetch or compress it again",
         ) from error
-    return model if target.type == "cpu" else model.to(target)  # type: ignore[arg-type]
 
 
 def pack_module_inplace(

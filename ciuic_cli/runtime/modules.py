@@ -7,6 +7,7 @@ that state dicts, device moves, saving and tying work as for any module. Outputs
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.attention.mla_products import HeadShape
 from ciuic_cli.runtime.blobs import drop_stale
+from ciuic_cli.runtime.views.dense_views import DenseView, Presentation, reads_parameter_itself, view_of
 
 
 def blob_parameter(nbytes: int, device: torch.device | str | None = None) -> nn.Parameter:
@@ -23,7 +25,23 @@ def blob_parameter(nbytes: int, device: torch.device | str | None = None) -> nn.
 
 
 class BlobModule(nn.Module):
-    """Base class of modules with blobs among their parameters."""
+    """Base class of modules with blobs among their parameters.
+
+    presented: parameter -> how code outside the module sees the blob when it reads the parameter as an attribute; see
+    dense_views.py. The module's own code, state dicts, device moves, saving and accelerate use the blob.
+    """
+
+    presented: dict[str, Presentation] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        presented = self.presented
+        if presented is None or name not in presented or reads_parameter_itself(2):
+            return super().__getattr__(name)
+        return view_of(self._parameters[name], presented[name])  # type: ignore[arg-type]
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module.register_parameter; of a view, its blob is registered, so that weights can be tied."""
+        super().register_parameter(name, param.codes.blob if isinstance(param, DenseView) else param)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BlobModule:
         """As nn.Module._apply, which `to`, `cpu` and `cuda` call; then frees what was parsed on the old device."""
@@ -31,6 +49,11 @@ class BlobModule(nn.Module):
         for parameter in self._parameters.values():
             if parameter is not None:
                 drop_stale(parameter)
+        if self.presented is not None:  # a view has the dtype that a dense weight would have now
+            self.presented = {
+                name: replace(shown, dtype=fn(torch.empty(0, dtype=shown.dtype)).dtype)
+                for name, shown in self.presented.items()
+            }
         return self
 
 
@@ -54,7 +77,7 @@ class CompressedLinear(BlobModule):
 
     @property
     def blob(self) -> torch.Tensor:
-        """The parameter `weight`, also after `present_dtype`."""
+        """The parameter `weight`, also after `present`."""
         return self._parameters["weight"]  # type: ignore[return-value]
 
     def forward(self, x: torch.Tensor | HeadShape) -> Any:
@@ -77,14 +100,9 @@ class CompressedLinear(BlobModule):
         """
         self.register_buffer("decoded", ops.decoded_rows(self.blob, dtype), persistent=False)
 
-    def present_dtype(self, dtype: torch.dtype) -> None:
-        """Make the attribute `weight` a meta tensor of the dense shape and of `dtype`.
-
-        Some callers cast the input to `module.weight.dtype` before they call the module (the indexer of DeepSeek
-        V3.2); the blob's uint8 would turn their activations into bytes. State dict, device moves and saving still
-        use the blob. The effect ends when the parameter is assigned again.
-        """
-        self.__dict__["weight"] = torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
+    def present(self, dtype: torch.dtype) -> None:
+        """Let other code read `weight` as a dense matrix of `dtype`."""
+        self.presented = {"weight": Presentation((self.out_features, self.in_features), dtype)}
 
     def extra_repr(self) -> str:
         return (
@@ -145,11 +163,21 @@ class CompressedEmbedding(BlobModule):
         )
         self.dtype_of_rows: torch.Tensor
 
+    @property
+    def blob(self) -> torch.Tensor:
+        """The parameter `weight`, also after `present`."""
+        return self._parameters["weight"]  # type: ignore[return-value]
+
+    def present(self) -> None:
+        """Let other code read `weight` as a dense table."""
+        shape = (self.num_embeddings, self.embedding_dim)
+        self.presented = {"weight": Presentation(shape, self.dtype_of_rows.dtype)}
+
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (...) integer -> (..., embedding_dim)."""
         dtype = self.dtype_of_rows.dtype
-        rows = ops.embedding(input_ids, self.weight, self.embedding_dim, dtype)
+        rows = ops.embedding(input_ids, self.blob, self.embedding_dim, dtype)
         return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=dtype)
 
     def extra_repr(self) -> str:
-        return f"{self.num_embeddings}, {self.embedding_dim}, bytes={self.weight.numel()}"
+        return f"{self.num_embeddings}, {self.embedding_dim}, bytes={self.blob.numel()}"

@@ -35,9 +35,10 @@ from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.mixed_classes import fix_model_dtype
-from ciuic_cli.runtime.modules import CompressedLinear
+from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
+from ciuic_cli.runtime.views.viewed_modules import ViewedModule
 
 _FOLDER_FIELDS = ("checksums", "mtp")
 """Fields of the config that describe the folder's files, not the model. A saved copy does not inherit them."""
@@ -74,6 +75,8 @@ class CiuicQuantizer(HfQuantizer):
     requires_calibration = True
     pruned: Mapping[str, torch.Tensor] | None = None
     """Name of the experts module -> mask (E,) of its pruned experts, as read from the files; None before loading."""
+    dtype: torch.dtype | None = None
+    """Of activations and dense weights; None before loading."""
 
     def _process_model_before_weight_loading(
         self,
@@ -104,7 +107,8 @@ class CiuicQuantizer(HfQuantizer):
             {name: tables[model_name] for name, model_name in in_model.items() if model_name in tables},
         )
         blobs = {in_model[name]: blob for name, blob in artifact.blobs.items() if in_model[name] in expected}
-        swap_modules(model, blob_slots(model, blobs), dtype or torch.get_default_dtype())
+        self.dtype = dtype or torch.get_default_dtype()
+        swap_modules(model, blob_slots(model, blobs), self.dtype)
         # Read from the files now, because parameters of offloaded layers will stay on the meta device.
         self.pruned = {}
         for name, blob in blobs.items():
@@ -115,7 +119,7 @@ class CiuicQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        finish_modules(model, self.pruned)
+        finish_modules(model, self.pruned, self.dtype)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
@@ -158,12 +162,15 @@ class CiuicQuantizer(HfQuantizer):
         return True
 
 
-def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Last steps that need the parameters: weight dtypes, biases, router masks, the model's dtype.
+def finish_modules(
+    model: Any, pruned: Mapping[str, torch.Tensor] | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Last steps that need the parameters: views of weights, biases, router masks, the model's dtype.
 
     Args:
         model: after loading, or after its modules were replaced in place.
         pruned: name of the experts module -> mask (E,) of its pruned experts; default: from the blobs in the modules.
+        dtype: that dense weights of linears would have; default: the embedding rows' or the model's.
     """
     if pruned is None:
         pruned = {
@@ -171,12 +178,15 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
             for name, module in model.named_modules()
             if isinstance(module, CompressedExperts)
         }
+    if dtype is None:
+        dtype = _dtype_of(model)
     for name, module in model.named_modules():
+        if isinstance(module, ViewedModule | CompressedEmbedding):
+            module.present()
         if not isinstance(module, CompressedLinear):
             continue
-        if name.endswith("indexer.weights_proj"):
-            # transformers keeps this weight in float32 and casts the input to `weight.dtype`.
-            module.present_dtype(torch.float32)
+        # transformers keeps the weight of an indexer in float32 and casts the input to `weight.dtype`.
+        module.present(torch.float32 if name.endswith("indexer.weights_proj") else dtype)
         if module.bias is not None and module.bias.numel() > module.out_features:
             # Tying pads a head's bias to the length of the weight's first dimension, which here counts bytes.
             module.bias.data = module.bias.data[: module.out_features].clone()
@@ -189,6 +199,13 @@ def finish_modules(model: Any, pruned: Mapping[str, torch.Tensor] | None = None)
     from ciuic_cli.runtime.decoding.layer import adapt_decoder_layers
 
     adapt_decoder_layers(model)
+
+
+def _dtype_of(model: Any) -> torch.dtype:
+    for module in model.modules():
+        if isinstance(module, CompressedEmbedding):
+            return module.dtype_of_rows.dtype
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.get_default_dtype())
 
 
 def mark_compressed(model: Any, notes: dict[str, Any] | None = None) -> None:

@@ -12,10 +12,12 @@ from torch import nn
 from ciuic_cli.artifact.reader import Blob
 from ciuic_cli.checkpoint.compressible import (
     EXPERT_STACKS,
+    Use,
     embedding_scale_of,
     experts_fault,
     is_grouped_linear,
     matrix_fault,
+    weight_use,
 )
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.experts import CompressedExperts
@@ -24,6 +26,7 @@ from ciuic_cli.runtime.modules import (
     CompressedGroupedLinear,
     CompressedLinear,
 )
+from ciuic_cli.runtime.views.viewed_modules import with_blobs
 
 _REMEDY = "the artifact belongs to another model or version; compress the model again with this version"
 
@@ -84,36 +87,45 @@ def swap_modules(model: nn.Module, slots: Mapping[str, BlobSlot], dtype: torch.d
             ) from error
         for parameter_name, slot in module_slots.items():
             _check_shape(dense, f"{module_name}.{parameter_name}", parameter_name, slot)
-        model.set_submodule(module_name, _compressed(dense, module_name, module_slots, dtype))
+        compressed = _compressed(dense, module_name, module_slots, dtype)
+        if compressed is not dense:
+            model.set_submodule(module_name, compressed)
+
+
+def _is_transposed(dense: nn.Module, parameter_name: str) -> bool:
+    """Whether the module has the parameter as (inputs, outputs), and the blob as (outputs, inputs)."""
+    fault = matrix_fault(dense) if parameter_name == "weight" else experts_fault(dense)
+    return fault is not None and weight_use(type(dense), parameter_name) is Use.COLUMNS
 
 
 def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlot) -> None:
     parameter = dense._parameters.get(parameter_name)
     if parameter is None:
         raise InputError("the model has no parameter of this name", tensor=name, remedy=_REMEDY)
-    if tuple(parameter.shape) != slot.shape:
+    shape = parameter.mT.shape if _is_transposed(dense, parameter_name) else parameter.shape
+    if tuple(shape) != slot.shape:
         raise InputError(
-            f"the blob holds a matrix of shape {list(slot.shape)}, the model expects {list(parameter.shape)}",
+            f"the blob holds a matrix of shape {list(slot.shape)}, the model expects {list(shape)}",
             tensor=name,
             remedy=_REMEDY,
         )
 
 
 def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: torch.dtype) -> nn.Module:
-    """The compressed module that replaces `dense`."""
-    if any(stack in slots for stack in EXPERT_STACKS):
-        reason = experts_fault(dense)
+    """The compressed module that replaces `dense`, or `dense` itself with blobs in it."""
+    if any(stack in slots for stack in EXPERT_STACKS) and experts_fault(dense) is None:
         missing = [stack for stack in EXPERT_STACKS if stack not in slots]
-        if reason is None and missing:
-            reason = f"{missing[0]} is not compressed"
-        if reason is not None:
-            raise _cannot_hold(dense, name, reason)
+        if missing:
+            raise _cannot_hold(dense, name, f"{missing[0]} is not compressed")
         return CompressedExperts(dense, *(slots[stack].parameter() for stack in EXPERT_STACKS))
-    if set(slots) != {"weight"}:
-        raise _cannot_hold(dense, name, f"only its weight can be compressed, not {', '.join(sorted(slots))}")
-    reason = matrix_fault(dense)
-    if reason is not None:
-        raise _cannot_hold(dense, name, reason)
+    if set(slots) != {"weight"} or matrix_fault(dense) is not None:
+        unknown = [short for short in slots if weight_use(type(dense), short) is None]
+        if unknown:
+            fault = matrix_fault(dense) or "its weight can be compressed"
+            raise _cannot_hold(dense, name, f"{fault}, and its code shows no product with {unknown[0]}")
+        blobs = {short: slot.parameter() for short, slot in slots.items()}
+        transposed = {short: _is_transposed(dense, short) for short in slots}
+        return with_blobs(dense, blobs, transposed, dtype)
     weight = slots["weight"].parameter()
     if isinstance(dense, nn.Embedding):
         return CompressedEmbedding(

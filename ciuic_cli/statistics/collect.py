@@ -139,6 +139,9 @@ class _Collection:
         first = self._resume(len(steps))
         if first < len(steps):
             self.stream.begin()
+            if first > 0 and self.stream.carries_state:
+                for number in range(layers):
+                    self.stream.forward_layer(number)
         for number, (phase, step) in enumerate(steps[first:], first):
             step()
             if number >= layers:

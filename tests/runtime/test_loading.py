@@ -82,7 +82,7 @@ def test_packing_a_loaded_model(
     reference = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
     assert torch.equal(model(prompt).logits, reference(prompt).logits)
     if family == "llama_tied":
-        assert model.lm_head.weight is model.model.embed_tokens.weight
+        assert model.lm_head.blob is model.model.embed_tokens.blob
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(saved[name], blob) for name, blob in blobs.items())
@@ -109,8 +109,6 @@ def test_packing_a_plain_module() -> None:
         ("1.bias", (48, 1), "expects"),
         ("1.scale", (48, 40), "no parameter"),
         ("2.weight", (16, 16), "neither a linear nor an embedding"),
-        ("3.weight", (16, 16), "computes something else"),
-        ("4.weight", (16, 16), "something else from the table"),
     ],
 )
 def test_blobs_that_do_not_fit_the_model(name: str, shape: tuple[int, int], message: str) -> None:
@@ -119,15 +117,7 @@ def test_blobs_that_do_not_fit_the_model(name: str, shape: tuple[int, int], mess
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(16, 16))
 
-    class Odd(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).relu()
-
-    class Normed(nn.Embedding):
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            return super().forward(ids) / 2
-
-    model = nn.Sequential(nn.ReLU(), nn.Linear(40, 48), Bare(), Odd(16, 16), Normed(16, 16))
+    model = nn.Sequential(nn.ReLU(), nn.Linear(40, 48), Bare())
     with pytest.raises(InputError, match=message) as caught:
         pack_module_inplace(model, {name: random_codes(*shape).to_bytes()})
     assert caught.value.tensor is not None and name.startswith(caught.value.tensor)

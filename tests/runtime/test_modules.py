@@ -110,12 +110,12 @@ def test_grouped_linear() -> None:
 
 def test_presented_dtype() -> None:
     module = CompressedLinear(40, 48, parameter())
-    module.present_dtype(torch.float32)
+    module.present(torch.float32)
     assert module.weight.dtype == torch.float32 and module.weight.shape == (48, 40)
     assert module.blob.dtype == torch.uint8 and module.state_dict()["weight"].dtype == torch.uint8
     assert relative_error(module(X), X @ dense(MATRIX).T) < 1e-3
     module.weight = parameter()
-    assert module.weight.dtype == torch.uint8
+    assert module.blob is module._parameters["weight"] and module.weight.shape == (48, 40)
 
 
 def test_blob_parameters_have_no_gradient_and_repr_shows_their_size() -> None:

@@ -120,7 +120,7 @@ def test_saved_in_shards(artifact: Callable[..., Any], tmp_path: Path) -> None:
 
 def test_tied_head_shares_the_blob(artifact: Callable[..., Any]) -> None:
     model = AutoModelForCausalLM.from_pretrained(artifact("llama_tied").folder)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.blob is model.model.embed_tokens.blob
 
 
 @torch.inference_mode()

@@ -1,0 +1,201 @@
+"""Tiny random checkpoints of any causal language model class of transformers, made from its own configuration class.
+
+`SIZES` shrinks every size that a configuration has. `CHANGES` has what a family needs besides: sizes that depend on
+each other, and layer types that a model of a few layers would not have.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_checkpoints import VOCABULARY, make_tokenizer
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "ffn_dim": 96,
+    "word_embed_proj_dim": 64,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
+    "moe_topk": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "rotary_dim": 8,
+    "dff": 96,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 16,
+    "n_groups": 1,
+    "lru_width": 64,
+    "attention_hidden_size": 64,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "moe_num_experts": 4,
+    "ffn_hidden_size": 96,
+    "expert_ffn_hidden_size": 32,
+    "num_shared_experts": 1,
+    "moe_shared_expert_intermediate_size": 48,
+    "image_token_id": 260,
+    "image_token_index": 260,
+    "audio_token_id": 259,
+    "video_token_id": 258,
+    "v_head_dim": 16,
+    "sliding_window": 16,
+    "index_n_heads": 16,
+    "index_head_dim": 16,
+    "index_topk": 64,
+    "state_size": 16,
+    "time_step_rank": 16,
+    "mamba_d_state": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 1,
+    "mamba_dt_rank": 16,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+"""Applied where the configuration has the key."""
+
+VISION: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "depth": 1,
+    "embed_dim": 32,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+"""The same in a vision section."""
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "mamba_d_state": 16},
+    "falcon": {"head_dim": None},
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba"]},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_hidden_layers": None},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 4,
+        "intermediate_size": [96] * 4,
+        "laurel_rank": 16,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    },
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "jamba": {
+        "attn_layer_offset": 1,
+        "attn_layer_period": 2,
+        "expert_layer_offset": 1,
+        "expert_layer_period": 2,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+        "num_mem_blocks": 1,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+    },
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
+    "rwkv": {"context_length": 64},
+    "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
+}
+"""By model type: more values, or a section's values under the section's name."""
+
+
+def tiny_config(model_type: str) -> Any:
+    """A configuration of the class that transformers has for `model_type`, with tiny sizes."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    plain = kind()
+    changes = dict(CHANGES.get(model_type, {}))
+    values = _sizes(plain, SIZES)
+    for section, section_kind in (getattr(kind, "sub_configs", None) or {}).items():
+        part = getattr(plain, section, None)
+        if part is None:
+            continue
+        is_text = "text" in section or "language" in section or "llm" in section
+        values[section] = {
+            "model_type": getattr(section_kind, "model_type", None) or part.model_type,
+            **_sizes(part, SIZES if is_text else VISION),
+            **changes.pop(section, {}),
+        }
+    values.update(changes)
+    return kind(**{key: value for key, value in values.items() if value is not None})
+
+
+def _sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    aliases, plain = getattr(type(config), "attribute_map", {}), config.to_dict()
+    return {
+        key: value
+        for key, value in sizes.items()
+        if isinstance(_value(config, key), (int, float))
+        or (key.endswith("token_id") and key in plain)
+        or (key in aliases and aliases[key] in plain)
+    } | ({"num_key_value_heads": sizes["num_attention_heads"]} if _value(config, "kv_lora_rank") else {})
+
+
+def _value(config: Any, key: str) -> Any:
+    try:
+        return getattr(config, key, None)
+    except Exception:  # transformers' own error for a value that differs from layer to layer
+        return None
+
+
+@torch.no_grad()
+def make_family(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Write a tiny random checkpoint with a tokenizer; returns `folder`."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not name.endswith(("A_log", "conv1d.weight")):
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        elif parameter.dim() == 1 and parameter.is_floating_point():
+            parameter.add_((torch.rand(parameter.shape, generator=generator) * 0.1).to(parameter.dtype))
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
