@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from tiny_checkpoints import VOCABULARY, make_tokenizer
 
+MAX_PARAMETERS = 4_000_000
+"""A larger model would take minutes."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "bos_token_id": 0,
@@ -188,7 +190,12 @@ def make_family(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype)
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"{size:,} parameters: SIZES and CHANGES leave a part of it large")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not name.endswith(("A_log", "conv1d.weight")):
