@@ -261,7 +261,7 @@ class LayerStream:
                     where = slice(row, row + 1), slice(begin, begin + size)
                     part = hidden[where].requires_grad_(torch.is_grad_enabled())
                     stand_ins[-1].replacement = self._as_the_model(part)
-                    with self._autocast():
+                    with self._autocast(), self._blaming_config(self._head_name):
                         tokens = self.chunks[index][where].to(self.device)
                         logits = self.model(input_ids=tokens, use_cache=False).logits
                     self._require_finite(logits, self._head_name)
@@ -279,10 +279,11 @@ class LayerStream:
             def run_chunks(chunks: Sequence[int]) -> None:
                 for index in chunks:
                     hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
-                    with self._autocast():
-                        output = layer(self._as_the_model(hidden), **self._arguments(number, index))
-                    output = self._streams_last(output[0] if isinstance(output, tuple) else output)
-                    output.backward(self.gradient.get(f"{number + 1}.{index}", self.device, output.dtype))
+                    with self._blaming_config(prefix):
+                        with self._autocast():
+                            output = layer(self._as_the_model(hidden), **self._arguments(number, index))
+                        output = self._streams_last(output[0] if isinstance(output, tuple) else output)
+                        output.backward(self.gradient.get(f"{number + 1}.{index}", self.device, output.dtype))
                     assert hidden.grad is not None
                     self.gradient.put(f"{number}.{index}", hidden.grad)
 
