@@ -124,6 +124,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v4": {"hc_mult": 2, "hidden_size": 128, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "electra": {"embedding_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "jamba": {
         "attn_layer_offset": 1,
