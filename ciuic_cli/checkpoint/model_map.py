@@ -310,7 +310,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         config=config,
         dtype=dtype,
         parameters=parameters,
-        layer_prefixes=layer_prefixes(model, config.get_text_config().num_hidden_layers),
+        layer_prefixes=layer_prefixes(model, getattr(config.get_text_config(), "num_hidden_layers", 0)),
         warnings=[*checkpoint.warnings, *warnings, *unexpected_warnings],
         mtp=mtp,
         mtp_tensors=mtp_tensors,

@@ -33,7 +33,13 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
-from ciuic_cli.layerwise.stand_ins import StandIn, embedding_factor, is_of_the_chunk
+from ciuic_cli.layerwise.stand_ins import (
+    StandIn,
+    embedding_factor,
+    is_of_the_chunk,
+    linked_arguments,
+    require_one_call_each,
+)
 from ciuic_cli.process.memory import (
     PARALLEL_WORK_BYTES,
     limit_freed_memory,
@@ -171,7 +177,7 @@ class LayerStream:
                 if f"0.{index}" not in self.hidden:
                     self.hidden.put(f"0.{index}", self._streams_last(first))
                 for number, (prefix, stand_in) in enumerate(zip(self.prefixes, stand_ins, strict=True)):
-                    self._links.setdefault(number, _links(stand_in, stand_ins[:number]))
+                    self._links.setdefault(number, linked_arguments(stand_in, stand_ins[:number]))
                     shared = self._shared_arguments.setdefault((prefix, tokens.shape), stand_in.kwargs)
                     self._chunk_arguments[prefix, index] = {
                         name: value
@@ -184,14 +190,7 @@ class LayerStream:
             stand_in.calls = 0
         with config_faults(self.map.checkpoint.folder / "config.json"):
             self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
-        calls = {stand_in.calls for stand_in in stand_ins}
-        if calls != {1}:
-            raise InputError(
-                f"{type(self.model).__name__} does not run its {len(stand_ins)} layers once each, but "
-                f"{min(calls)} to {max(calls)} times",
-                file=self.map.checkpoint.folder,
-                remedy="ciuic does not support this architecture",
-            )
+        require_one_call_each(stand_ins, type(self.model).__name__, self.map.checkpoint.folder)
 
     def forward(self, progress: Progress) -> None:
         """Run `begin` and all layers forward; only the last layer's outputs stay in `hidden`."""
@@ -260,7 +259,7 @@ class LayerStream:
                     where = slice(row, row + 1), slice(begin, begin + size)
                     part = hidden[where].requires_grad_(torch.is_grad_enabled())
                     stand_ins[-1].replacement = self._as_the_model(part)
-                    with self._autocast():
+                    with self._autocast(), self._blaming_config(self._head_name):
                         tokens = self.chunks[index][where].to(self.device)
                         logits = self.model(input_ids=tokens, use_cache=False).logits
                     self._require_finite(logits, self._head_name)
@@ -281,10 +280,11 @@ class LayerStream:
             def run_chunks(chunks: Sequence[int]) -> None:
                 for index in chunks:
                     hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)
-                    with self._autocast():
-                        output = layer(self._as_the_model(hidden), **self._arguments(number, index))
-                    output = self._streams_last(output[0] if isinstance(output, tuple) else output)
-                    output.backward(self.gradient.get(f"{number + 1}.{index}", self.device, output.dtype))
+                    with self._blaming_config(prefix):
+                        with self._autocast():
+                            output = layer(self._as_the_model(hidden), **self._arguments(number, index))
+                        output = self._streams_last(output[0] if isinstance(output, tuple) else output)
+                        output.backward(self.gradient.get(f"{number + 1}.{index}", self.device, output.dtype))
                     assert hidden.grad is not None
                     self.gradient.put(f"{number}.{index}", hidden.grad)
 
@@ -423,13 +423,3 @@ class LayerStream:
                 tensor=prefix.rstrip("."),
                 remedy="its weights are finite but too large, or config.json is damaged: download both again",
             )
-
-
-def _links(stand_in: StandIn, earlier: Sequence[StandIn]) -> dict[str, tuple[int, int]]:
-    """Argument -> (layer, part of its output), for the arguments that are extras of earlier layers."""
-    parts = {
-        id(extra): (number, part)
-        for number, before in enumerate(earlier)
-        for part, extra in enumerate(before.extras or ())
-    }
-    return {name: parts[id(value)] for name, value in stand_in.kwargs.items() if id(value) in parts}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +85,27 @@ def returned_extras(kind: type[nn.Module]) -> int | None:
     if isinstance(returned, ast.Tuple):
         return len(returned.elts) - 1
     return tuples.get(returned.id) if isinstance(returned, ast.Name) else None
+
+
+def linked_arguments(stand_in: StandIn, earlier: Sequence[StandIn]) -> dict[str, tuple[int, int]]:
+    """Argument -> (layer, part of its output), for the arguments of the call that are extras of earlier layers."""
+    parts = {
+        id(extra): (number, part)
+        for number, before in enumerate(earlier)
+        for part, extra in enumerate(before.extras or ())
+    }
+    return {name: parts[id(value)] for name, value in stand_in.kwargs.items() if id(value) in parts}
+
+
+def require_one_call_each(stand_ins: Sequence[StandIn], model: str, folder: Path) -> None:
+    """Raise InputError unless the model, of this class and from this folder, has called each layer once."""
+    calls = {stand_in.calls for stand_in in stand_ins}
+    if calls != {1}:
+        raise InputError(
+            f"{model} does not run its {len(stand_ins)} layers once each, but {min(calls)} to {max(calls)} times",
+            file=folder,
+            remedy="ciuic does not support this architecture",
+        )
 
 
 @one_thread()

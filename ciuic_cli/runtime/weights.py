@@ -79,6 +79,10 @@ class PlainStack:
     def product(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         tokens, k = ids.shape
         rows = self.experts[0].rows
+        # Products from the codes round activations to 15 bits. In float32 an expert with few of many tokens is as exact
+        # as the layer's linears, which get all tokens and are multiplied from decoded rows.
+        exact = x.dtype == torch.float32 and tokens > self.small_batch
+        small_batch = 0 if exact else self.small_batch
         y = torch.zeros((tokens * k, rows), dtype=x.dtype, device=x.device)
         flat = ids.reshape(-1)
         order = torch.argsort(flat, stable=True)
@@ -86,8 +90,6 @@ class PlainStack:
         for expert, pairs in zip(used.tolist(), order.split(counts.tolist()), strict=True):
             # Ids beyond the last expert are padding; a pruned expert adds nothing.
             if 0 <= expert < self.count and not self.experts[expert].is_zero:
-                of_expert = products.product(
-                    self.experts[expert], x[pairs // k], small_batch=self.small_batch
-                )
+                of_expert = products.product(self.experts[expert], x[pairs // k], small_batch=small_batch)
                 y[pairs] = of_expert.to(x.dtype)
         return y.reshape(tokens, k, rows)

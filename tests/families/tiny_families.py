@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from tiny_checkpoints import VOCABULARY, make_tokenizer
 
+MAX_PARAMETERS = 4_000_000
+"""A larger model would take minutes."""
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "bos_token_id": 0,
@@ -122,6 +124,13 @@ CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v4": {"hc_mult": 2, "hidden_size": 128, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "electra": {"embedding_size": 64},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "jamba": {
         "attn_layer_offset": 1,
@@ -188,7 +197,12 @@ def make_family(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype)
+    config = tiny_config(model_type)
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > MAX_PARAMETERS:
+        raise ValueError(f"{size:,} parameters: SIZES and CHANGES leave a part of it large")
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not name.endswith(("A_log", "conv1d.weight")):

@@ -1,0 +1,39 @@
+"""One family for each mechanism that a model class may need, at 4:1; `family_table.py` tries all of transformers'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from family_table import try_family
+
+MECHANISMS = {
+    "gpt2": "Conv1D: weights as (inputs, outputs)",
+    "gpt_oss": "transposed experts with biases",
+    "llama4_text": "all experts in one bmm",
+    "jamba": "state-space layers, and weights that other code reads",
+    "mamba": "a head whose dtype is read",
+    "recurrent_gemma": "block-diagonal gates in one baddbmm",
+    "bloom": "a layer that returns a tuple",
+    "gpt_bigcode": "positional arguments of layers",
+    "glm_moe_dsa": "a layer's second output goes into the next layer",
+    "gemma3n_text": "streams before sequences, and keys and values of earlier layers",
+    "longcat_flash": "a config that counts other layers than the model has",
+}
+
+
+@pytest.mark.parametrize("family", MECHANISMS)
+def test_a_family_is_as_exact_as_its_dense_model(family: str, tmp_path: Path) -> None:
+    result = try_family(family, tmp_path)
+    assert result.code == 0, result.reason
+    assert result.works, result.difference
+    assert result.share > 0.95 and result.ratio >= 4.0
+
+
+@pytest.mark.parametrize(
+    ("family", "message"), [("hrm_text", "HrmTextForCausalLM does not run its 3 layers once each")]
+)
+def test_an_unknown_shape_is_named(family: str, message: str, tmp_path: Path) -> None:
+    result = try_family(family, tmp_path)
+    assert result.code == 3 and message in result.reason
+    assert not (tmp_path / "out").exists()
