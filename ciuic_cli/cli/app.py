@@ -18,6 +18,7 @@ from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.eval import evaluate
 from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.cli.inspect import inspect
+from ciuic_cli.cli.train import train
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; "
@@ -36,6 +37,7 @@ app.command()(compress)
 app.command()(inspect)
 app.command("eval")(evaluate)
 app.command()(bench)
+app.command()(train)
 
 
 def _show_version(wanted: bool) -> None:
