@@ -76,8 +76,11 @@ def test_examples_in_one_row_do_not_see_each_other(artifact: Callable[..., Any],
     apart = sum(losses([row_of([example])]) for example in examples)
     assert losses([row_of(examples)]) == pytest.approx(apart, rel=1e-4)
     assert losses([row_of(examples[:2]), row_of(examples[2:])]) == pytest.approx(apart, rel=1e-4)
-    joined = Example(sum(texts, []), [IGNORED, *texts[0][1:], IGNORED, *texts[1][1:], IGNORED, *texts[2][1:]])
-    assert abs(losses([row_of([joined])]) - apart) > 0.01 * apart, "the mask makes no difference"
+    joined = Example(
+        [token for text in texts for token in text],
+        [IGNORED, *texts[0][1:], IGNORED, *texts[1][1:], IGNORED, *texts[2][1:]],
+    )
+    assert abs(losses([row_of([joined])]) - apart) > 2e-3 * apart, "the mask makes no difference"
 
 
 def test_a_run_learns_and_writes_an_adapter_that_loads(folder: Path, data: Path, tmp_path: Path) -> None:
