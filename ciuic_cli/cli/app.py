@@ -19,6 +19,7 @@ from ciuic_cli.cli.eval import evaluate
 from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.cli.help import Command, Group, example
 from ciuic_cli.cli.inspect import inspect
+from ciuic_cli.cli.train import train
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; "
@@ -45,6 +46,7 @@ app.command(
     "eval", cls=Command, epilog=example("ciuic eval out --base deepseek-model --text my-text.txt --limit 20")
 )(evaluate)
 app.command(cls=Command, epilog=example("ciuic bench out --base deepseek-model -p 256 -n 64"))(bench)
+app.command(cls=Command, epilog=example("ciuic train out adapter --train-file chats.jsonl"))(train)
 
 
 def _show_version(wanted: bool) -> None:

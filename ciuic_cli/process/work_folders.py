@@ -16,9 +16,10 @@ from ciuic_cli.process.atomic_files import remove_path
 
 MARK = ".ciuic-working-folder"
 """Name of the empty file that marks a working folder. It is written first and removed last."""
-JOURNAL, ENDED, PARTIAL = ".ciuic", ".ciuic.ended", ".partial"
-"""Endings of the working folders' names: the journal, a journal that is being removed, and an unfinished artifact."""
-_RESERVED = re.compile(r"\..+\.(?:ciuic|ciuic\.ended|partial|replaced)", re.DOTALL)
+JOURNAL, ENDED, PARTIAL, TRAINING = ".ciuic", ".ciuic.ended", ".partial", ".ciuic.train"
+"""Endings of the working folders' names: the journal, a journal that is being removed, an unfinished artifact, and a
+training run."""
+_RESERVED = re.compile(r"\..+\.(?:ciuic|ciuic\.ended|ciuic\.train|partial|replaced)", re.DOTALL)
 """Names of working folders; earlier versions had one that ended in ".replaced"."""
 
 

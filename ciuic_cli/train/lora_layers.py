@@ -27,6 +27,10 @@ INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 class LoraCompressedLinear(Linear):
     """x W^T + scaling · dropout(x) A^T B^T, where W stays compressed. x (..., in_features)."""
 
+    def _get_in_out_features(self, module: nn.Module) -> tuple[int, int]:
+        linear: Any = self.get_base_layer()
+        return linear.in_features, linear.out_features
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise _no_merging()
 

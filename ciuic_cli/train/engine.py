@@ -1,0 +1,183 @@
+"""A training run: data, model, adapter, transformers' Trainer, and the finished adapter's folder.
+
+The loop, the optimizer and the schedule are transformers'. Ours are the data, the layers, the resumable checkpoints and
+the output, which appears in one rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from ciuic_cli.artifact import publishing
+from ciuic_cli.artifact.schema import is_artifact
+from ciuic_cli.checkpoint.folder import locate, read_config
+from ciuic_cli.errors import InputError
+from ciuic_cli.runtime.loading import choose_device, load
+from ciuic_cli.text.tokenizer import open_tokenizer
+from ciuic_cli.train.examples import read_examples
+from ciuic_cli.train.options import TrainOptions
+from ciuic_cli.train.packing import Row, batch_of, pack, row_of
+from ciuic_cli.train.run_folder import RunFolder
+from ciuic_cli.train.targets import lora_config
+
+Progress = Callable[[str, int, int], None]
+REPORT = "train_report.json"
+"""Name of the report in the output folder."""
+
+
+def train(
+    model: str | Path,
+    out: Path,
+    options: TrainOptions,
+    *,
+    device: str = "auto",
+    progress: Progress = lambda what, done, total: None,
+    hint: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """Train a LoRA adapter on `model` and write it to `out`.
+
+    The same call after a crash continues from the last checkpoint, and ends with the same bytes.
+
+    Args:
+        model: an artifact of `ciuic compress` or a dense checkpoint: a folder or a hub id.
+        out: the adapter's folder, in PEFT's format; absent or empty.
+        progress: called with phase, steps done and steps in total.
+        hint: called with one line per ten steps: loss, tokens per second, memory, time left.
+
+    Returns:
+        The report that is also written as `train_report.json`.
+
+    Raises:
+        InputError: model, data or output cannot be used, or an unfinished run had other options.
+        UsageError: an option does not fit the model.
+        EnvironmentFault: the machine cannot do it.
+    """
+    out = Path(os.path.abspath(out))
+    folder = locate(model)
+    if out.exists() and not publishing.may_replace(out, force=False):
+        raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
+    examples = read_examples(
+        options.train_file,
+        open_tokenizer(folder),
+        max_length=options.sequence_len,
+        train_on_inputs=options.train_on_inputs,
+    )
+    length = options.sequence_len
+    rows = pack(examples, length) if options.sample_packing else [row_of([example]) for example in examples]
+    run = RunFolder(out)
+    description = {
+        **options.to_dict(),
+        "train_file_sha256": hashlib.sha256(options.train_file.read_bytes()).hexdigest(),
+        "model": str(folder.resolve()),
+        "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
+    }
+    with run.locked():
+        run.begin(description)
+        trainer = _trainer(folder, run, rows, options, device, progress, hint)
+        checkpoint = run.last_checkpoint()
+        if checkpoint is not None:
+            hint(f"continuing from step {checkpoint.name.rpartition('-')[2]}")
+        began = time.monotonic()
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        report = _report(trainer, examples, rows, time.monotonic() - began)
+        unfinished = publishing.begin(out)
+        trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
+        (unfinished / REPORT).write_text(json.dumps({**report, "options": description}, indent=1))
+        publishing.publish(out, force=False)
+        run.remove()
+    return report
+
+
+def _trainer(
+    folder: Path,
+    run: RunFolder,
+    rows: list[Row],
+    options: TrainOptions,
+    device: str,
+    progress: Progress,
+    hint: Callable[[str], None],
+) -> Any:
+    from peft import get_peft_model
+    from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+
+    from ciuic_cli.train.callbacks import Checkpoints, Display
+
+    target = choose_device(device)
+    base = _load(folder, target)
+    set_seed(options.seed)  # the adapter's random factors
+    config = lora_config(base, options)
+    adapted = get_peft_model(base, config)
+    adapted.config.use_cache = False
+    padding = next(
+        value for value in (base.config.pad_token_id, base.config.eos_token_id, 0) if isinstance(value, int)
+    )
+    arguments = TrainingArguments(
+        output_dir=str(run.path),
+        learning_rate=options.learning_rate,
+        num_train_epochs=options.num_train_epochs,
+        max_steps=options.max_steps,
+        per_device_train_batch_size=options.per_device_train_batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        warmup_steps=options.warmup_steps,
+        lr_scheduler_type=options.lr_scheduler_type,
+        optim=options.optim,
+        activation_checkpointing=options.activation_checkpointing,
+        activation_checkpointing_kwargs=(
+            {"every_n_layers": options.every_n_layers, "use_reentrant": False}
+            if options.activation_checkpointing
+            else None
+        ),
+        bf16=False,  # no autocast: the model already has its dtype, the adapter is float32
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_steps=options.save_steps,
+        save_total_limit=2,
+        seed=options.seed,
+        use_cpu=target.type == "cpu",
+        dataloader_pin_memory=target.type != "cpu",
+        remove_unused_columns=False,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    trainer = Trainer(
+        model=adapted,
+        args=arguments,
+        train_dataset=rows,
+        data_collator=lambda batch: batch_of(batch, padding),
+        callbacks=[Checkpoints(run), Display(progress, hint, [len(row["input_ids"]) for row in rows])],
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _load(folder: Path, target: torch.device) -> Any:
+    if is_artifact(read_config(folder)):
+        return load(folder, target)
+    from transformers import AutoModelForCausalLM
+
+    dense: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
+    return dense.to(target)
+
+
+def _report(trainer: Any, examples: list[Any], rows: list[Row], seconds: float) -> dict[str, Any]:
+    """Losses by step, counts, and memory. Figures of time are of this process: a continued run counts only its part."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "steps": trainer.state.global_step,
+        "examples": len(examples),
+        "rows": len(rows),
+        "tokens": sum(len(row["input_ids"]) for row in rows),
+        "losses": losses,
+        "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        "seconds": round(seconds, 2),
+        "resident_bytes": psutil.Process().memory_info().rss,
+    }

@@ -1,0 +1,187 @@
+"""Training examples from a JSON-lines file: tokens, and which of them are learned.
+
+A line is an object in one of three forms:
+
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"prompt": "...", "completion": "..."}
+    {"text": "..."}
+
+Only completions and assistant messages are learned, with the token that ends them; a text is learned as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ciuic_cli.errors import InputError
+
+IGNORED = -100
+"""Label of a token that is not learned; the value that torch's cross entropy ignores."""
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles of chat messages that are accepted."""
+FORMS = (("messages",), ("prompt", "completion"), ("text",))
+"""Fields of the three forms of a line."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """Token ids, and as many labels: the token's id, or IGNORED."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+class _Fault(Exception):
+    """What is wrong with a line, and what to do about it."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message)
+        self.message, self.remedy = message, remedy
+
+
+def read_examples(path: Path, tokenizer: Any, *, max_length: int, train_on_inputs: bool) -> list[Example]:
+    """All examples of a file, in its order. Empty lines are skipped.
+
+    Args:
+        path: JSON lines, UTF-8.
+        tokenizer: a fast tokenizer of transformers; for chat messages, with a chat template.
+        max_length: most tokens of an example.
+        train_on_inputs: learn prompts and other roles' messages, too.
+
+    Raises:
+        InputError: the file cannot be read, has no example, or a line is wrong; the message names the line.
+    """
+    examples = []
+    for number, line in _lines(path):
+        try:
+            text, learned, is_chat = _parse(line, tokenizer)
+            if train_on_inputs:
+                learned = [(0, len(text))]
+            examples.append(_tokenized(tokenizer, text, learned, is_chat, max_length))
+        except _Fault as fault:
+            raise InputError(f"line {number}: {fault.message}", file=path, remedy=fault.remedy) from fault
+    if not examples:
+        raise InputError(
+            "the training file has no example", file=path, remedy="write one JSON object per line"
+        )
+    return examples
+
+
+def _lines(path: Path) -> Iterator[tuple[int, str]]:
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                try:
+                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+                except UnicodeDecodeError as error:
+                    raise InputError(
+                        f"line {number}: byte {error.start + 1} is not UTF-8",
+                        file=path,
+                        remedy="convert the file to UTF-8",
+                    ) from error
+                if line:
+                    yield number, line
+    except OSError as error:
+        raise InputError(
+            f"the training file cannot be read: {error.strerror}", file=path, remedy="check the path"
+        ) from error
+
+
+def _parse(line: str, tokenizer: Any) -> tuple[str, list[tuple[int, int]], bool]:
+    """(text of a line, learned ranges of its characters, whether a chat template made it)."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise _Fault(f"this is not JSON ({error})", "write one JSON object per line") from error
+    names = " or ".join(" and ".join(form) for form in FORMS)
+    if not isinstance(record, dict):
+        raise _Fault("this is not a JSON object", f"write an object with {names}")
+    found = [form for form in FORMS if any(field in record for field in form)]
+    if len(found) != 1 or any(field not in record for field in found[0]):
+        raise _Fault(f"the fields are {sorted(record)}", f"write an object with {names}")
+    if found[0] == ("messages",):
+        return (*_chat(record["messages"], tokenizer), True)
+    for field in found[0]:
+        if not isinstance(record[field], str):
+            raise _Fault(f"{field} is not a string", "write text in quotes")
+        if not record[field].strip() and field != "prompt":
+            raise _Fault(f"{field} is empty", "remove the line or write what is to be learned")
+    if found[0] == ("text",):
+        return record["text"], [(0, len(record["text"]))], False
+    text = record["prompt"] + record["completion"]
+    return text, [(len(record["prompt"]), len(text))], False
+
+
+def _chat(messages: Any, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    if not isinstance(messages, list) or not messages:
+        raise _Fault("messages is not a list of messages", "write a list of objects with role and content")
+    for position, message in enumerate(messages, start=1):
+        where = f"message {position}"
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise _Fault(f"{where} has no text in content", "write objects with role and content")
+        if message.get("role") not in ROLES:
+            raise _Fault(
+                f"{where} has the role {message.get('role')!r:.60}", f"use one of {', '.join(ROLES)}"
+            )
+        if message["role"] == "assistant" and not message["content"].strip():
+            raise _Fault(f"{where} of the assistant is empty", "remove it or write what is to be learned")
+    if all(message["role"] != "assistant" for message in messages):
+        raise _Fault("no message is the assistant's", "nothing could be learned; remove the line")
+    if not getattr(tokenizer, "chat_template", None):
+        raise _Fault("the model has no chat template", "use prompt and completion, or text")
+    text = _rendered(tokenizer, messages)
+    learned = []
+    for position, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _rendered(tokenizer, messages[:position], add_generation_prompt=True)
+            through = _rendered(tokenizer, messages[: position + 1])
+            if not (text.startswith(through) and through.startswith(before)):
+                raise _Fault(
+                    f"the chat template renders message {position + 1} differently once others follow",
+                    "split the conversation so that the assistant's last message is the one to learn",
+                )
+            learned.append((len(before), len(through)))
+    return text, learned
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) -> str:
+    if not messages:
+        return ""
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # templates are programs, and raise whatever they like
+        raise _Fault(
+            f"the chat template refuses the messages ({error})", "check roles and their order"
+        ) from error
+
+
+def _tokenized(
+    tokenizer: Any, text: str, learned: list[tuple[int, int]], is_chat: bool, max_length: int
+) -> Example:
+    """A chat template writes special tokens itself; other texts get the tokenizer's own and an end of text."""
+    encoded = tokenizer(text, add_special_tokens=not is_chat, return_offsets_mapping=True)
+    ids = list(encoded["input_ids"])
+    labels = [
+        token if end > begin and any(first < end and begin < last for first, last in learned) else IGNORED
+        for token, (begin, end) in zip(ids, encoded["offset_mapping"], strict=True)
+    ]
+    end_of_text = tokenizer.eos_token_id
+    if not is_chat and end_of_text is not None:
+        if ids and ids[-1] == end_of_text:
+            ids.pop(), labels.pop()
+        ids.append(end_of_text)
+        labels.append(end_of_text)
+    if len(ids) > max_length:
+        raise _Fault(
+            f"the example has {len(ids)} tokens, more than the {max_length} of --sequence-len",
+            "shorten or split it, or give a longer --sequence-len",
+        )
+    if ids:
+        labels[0] = IGNORED  # nothing comes before it that could predict it
+    if all(label == IGNORED for label in labels):
+        raise _Fault("no token is left to learn", "write a longer completion or text")
+    return Example(ids, labels)

@@ -1,0 +1,91 @@
+"""The working folder of an unfinished training run: what is being run, its checkpoints, and a lock.
+
+A checkpoint counts only once it is marked complete. A killed run continues from the last one that is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ciuic_cli.errors import EnvironmentFault, InputError
+from ciuic_cli.process import work_folders
+from ciuic_cli.process.atomic_files import remove_path, sync_file, sync_folder, write_atomically
+
+COMPLETE = "complete"
+"""Name of the empty file in a checkpoint that is written after everything else."""
+_RUN = "run.json"
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+
+
+class RunFolder:
+    """The working folder beside the output `out`."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = work_folders.work_folder(out, work_folders.TRAINING)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Creates the folder and holds its lock. Raises EnvironmentFault if another run has it."""
+        work_folders.require_usable(self.path)
+        work_folders.create(self.path)
+        with (self.path / "lock").open("ab") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise EnvironmentFault(
+                    "another run is training into this output", file=self.path, remedy="wait until it ends"
+                ) from error
+            yield
+
+    def begin(self, description: dict[str, Any]) -> None:
+        """Record what is run, or compare it with the run that is to be continued.
+
+        Raises InputError with the differences: a run continues only with the same options and data.
+        """
+        file = self.path / _RUN
+        if file.is_file():
+            before = json.loads(file.read_text(encoding="utf-8"))
+            changed = [
+                f"{name}: {before.get(name)!r}, now {description.get(name)!r}"
+                for name in sorted({*before, *description})
+                if before.get(name) != description.get(name)
+            ]
+            if changed:
+                raise InputError(
+                    f"an unfinished run has other options or data ({'; '.join(changed)})",
+                    file=self.path,
+                    remedy="give the same ones to continue it, or remove the folder to begin again",
+                )
+        else:
+            write_atomically(file, json.dumps(description, indent=1).encode())
+
+    def last_checkpoint(self) -> Path | None:
+        """The newest complete checkpoint. Removes incomplete ones."""
+        complete: dict[int, Path] = {}
+        for folder in self.path.iterdir():
+            match = _CHECKPOINT.fullmatch(folder.name)
+            if match and (folder / COMPLETE).is_file():
+                complete[int(match[1])] = folder
+            elif match:
+                remove_path(folder)
+        return complete[max(complete)] if complete else None
+
+    def mark_complete(self, step: int) -> None:
+        """Sync the checkpoint of `step`, then mark it."""
+        folder = self.path / f"checkpoint-{step}"
+        for file in folder.rglob("*"):
+            if file.is_file():
+                sync_file(file)
+        sync_folder(folder)
+        write_atomically(folder / COMPLETE, b"")
+        sync_folder(self.path)
+
+    def remove(self) -> None:
+        """Remove the folder with everything in it."""
+        work_folders.remove(self.path)
