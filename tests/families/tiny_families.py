@@ -123,7 +123,6 @@ CHANGES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "layer_types": ["sliding_attention", "full_attention"] * 3,
     },
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "linear_attention"]},
     "deepseek_v2": {"num_experts_per_tok": 2, "q_lora_rank": None, "topk_method": "greedy"},
     "deepseek_v4": {"hc_mult": 2, "hidden_size": 128, "mlp_layer_types": ["hash_moe", "moe", "moe"]},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -175,13 +174,19 @@ def tiny_config(model_type: str) -> Any:
 
 def _sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     aliases, plain = getattr(type(config), "attribute_map", {}), config.to_dict()
-    return {
-        key: value
-        for key, value in sizes.items()
-        if isinstance(_value(config, key), (int, float))
-        or (key.endswith("token_id") and key in plain)
-        or (key in aliases and aliases[key] in plain)
-    } | ({"num_key_value_heads": sizes["num_attention_heads"]} if _value(config, "kv_lora_rank") else {})
+    hybrid = "linear_attention" in (_value(config, "layer_types") or ())
+    layers = ["linear_attention", "full_attention", "linear_attention"]
+    return (
+        ({"layer_types": layers} if hybrid else {})
+        | {
+            key: value
+            for key, value in sizes.items()
+            if isinstance(_value(config, key), (int, float))
+            or (key.endswith("token_id") and key in plain)
+            or (key in aliases and aliases[key] in plain)
+        }
+        | ({"num_key_value_heads": sizes["num_attention_heads"]} if _value(config, "kv_lora_rank") else {})
+    )
 
 
 def _value(config: Any, key: str) -> Any:
