@@ -140,6 +140,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
     },
     "zamba2": {
+        "layer_types": None,
         "layers_block_type": ["mamba", "hybrid", "mamba"],
         "num_mem_blocks": 1,
         "attention_hidden_size": 128,
