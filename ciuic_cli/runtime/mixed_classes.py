@@ -49,7 +49,11 @@ def _new_instance(mixin: Any, original: Any) -> Any:
 def fix_model_dtype(model: Any) -> None:
     """Make `model.dtype` the dtype of the compressed embedding's rows, in place."""
     embedding = model.get_input_embeddings()
-    if isinstance(embedding, CompressedEmbedding) and model.dtype != embedding.dtype_of_rows.dtype:
+    if not isinstance(embedding, CompressedEmbedding):
+        return
+    # OLMo has no floating-point parameter at all, and asking for the dtype fails.
+    has_floats = any(parameter.is_floating_point() for parameter in model.parameters())
+    if not has_floats or model.dtype != embedding.dtype_of_rows.dtype:
         original: Any = type(model)
         model.__class__ = mixed_class(_EmbeddingDtype, original)
 

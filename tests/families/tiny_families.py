@@ -130,6 +130,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "bailing_hybrid": {"layer_group_size": 2},
     "electra": {"embedding_size": 64},
+    "ministral": {"head_dim": 16},
+    "nemotron": {"num_key_value_heads": 2, "head_dim": 16},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "jamba": {
         "attn_layer_offset": 1,
@@ -138,6 +140,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "expert_layer_period": 2,
     },
     "zamba2": {
+        "layer_types": None,
         "layers_block_type": ["mamba", "hybrid", "mamba"],
         "num_mem_blocks": 1,
         "attention_hidden_size": 128,
