@@ -150,7 +150,9 @@ def test_little_address_space_is_a_plain_message(artifact: Path, limit: int) -> 
     assert "address space is limited" in done.stderr and "ulimit -v" in done.stderr
 
 
-@pytest.mark.parametrize("limit", [5, 6, 8, 10, 14])  # with 4, Python itself cannot start where .pth files import
+@pytest.mark.parametrize(
+    "limit", [5, 6, 8, 10, 14]
+)  # with 4, Python itself cannot start where .pth files import
 def test_few_file_descriptors_are_a_plain_message(victim: Make, limit: int) -> None:
     v = victim(0, "llama")
     done = _limited(resource.RLIMIT_NOFILE, limit, *v.arguments())
