@@ -381,9 +381,7 @@ def _converted(
 ) -> CiuicError:
     """An error of transformers as our own: an EnvironmentFault if the machine is the cause, else an InputError."""
     fault = machine_fault(error)
-    if fault is not None and getattr(
-        error, "errno", True
-    ):  # an OSError that transformers itself raises has no number
+    if fault is not None and getattr(error, "errno", True):  # an OSError of transformers itself has no number
         return fault
     reason = " ".join(str(error).split())
     function = _failed_function(error)

@@ -32,7 +32,8 @@ from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.layerwise.layer_stream import compute_dtype, logit_tokens
+from ciuic_cli.layerwise.layer_stream import compute_dtype
+from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.feedback import factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher

@@ -43,7 +43,7 @@ def active_bytes(model: nn.Module) -> int:
     seen: set[int] = set()
     total = 0.0
     for module in model.modules():
-        is_tied = head is not None and getattr(head, "weight", None) is getattr(table, "weight", None)
+        is_tied = head is not None and head._parameters.get("weight") is table._parameters.get("weight")
         if module is table and not is_tied:
             continue
         experts = getattr(module, "num_experts", None) if hasattr(module, "gate_up_proj") else None

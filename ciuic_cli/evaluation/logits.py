@@ -15,7 +15,8 @@ import torch
 from ciuic_cli.checkpoint.architecture import config_faults
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.layerwise.layer_stream import LayerStream, logit_tokens
+from ciuic_cli.layerwise.layer_stream import LayerStream
+from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.process.progress import Progress
 
 PredictWindow = Callable[[int], Iterator[torch.Tensor]]

@@ -7,7 +7,7 @@ A chunk is a batch of sequences that run through a layer together. The methods, 
    model passes to each layer (masks, rotary embeddings). The model's own code makes them, so any family works.
 2. `forward_layer` loads one layer and runs it on one chunk after the other, from inputs on disk to outputs on disk.
 3. `tail` runs what follows the last layer, again with everything but the layers in memory. `visit` gets the logits in
-   parts of at most `LOGIT_BYTES`. If it computes a gradient, that at the last layer's output is written to disk.
+   parts of at most `logits.LOGIT_BYTES`. If it computes a gradient, that at the last layer's output is written to disk.
 4. `backward_layer` loads one layer, computes its output again from its inputs on disk, and turns the gradient at its
    output on disk into the gradient at its input on disk. In memory: the layer, and autograd's graph of one chunk.
 5. `drop` and `delete_dropped` delete files that no later step reads.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
+from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
     embedding_factor,
@@ -50,10 +51,6 @@ from ciuic_cli.process.processor import multiplies_bfloat16
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 
-LOGIT_BYTES = 1 << 27
-"""Most bytes of float32 logits that exist at a time; longer sequences go through the head in parts. No measurement is
-on record; see also docs/experiments/scale/vocabulary-chunks.md."""
-
 Override = Callable[[str, int | None], torch.Tensor | None]
 """Called with a parameter's name, and the number of an expert in a stack. Returns other values for the parameter or
 the expert; None keeps the original. Called from several threads."""
@@ -61,31 +58,6 @@ Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer with its weights; the context is active while the layer runs."""
 RunChunks = Callable[[Sequence[int]], None]
 """Runs the chunks with these numbers, one after the other."""
-
-
-class TokenSpan(NamedTuple):
-    """Consecutive tokens of one sequence: the chunk, the sequence in it, and the first of the tokens."""
-
-    chunk: int
-    sequence: int
-    begin: int
-
-    @property
-    def name(self) -> str:
-        """A file name."""
-        return f"{self.chunk}.{self.sequence}.{self.begin}"
-
-
-VisitLogits = Callable[[TokenSpan, torch.Tensor, torch.Tensor], None]
-"""Called with a span, its hidden states (1, tokens, n), and the logits (1, tokens, vocabulary) made of them. The hidden
-states require a gradient where gradients are enabled."""
-LogitsOfChunk = Callable[[int], Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]]
-"""Yields all spans of a chunk in order, each with what `VisitLogits` gets."""
-
-
-def logit_tokens(vocabulary: int) -> int:
-    """The most tokens whose logits exist at a time."""
-    return max(1, LOGIT_BYTES // (4 * vocabulary))
 
 
 def compute_dtype(device: torch.device) -> torch.dtype:

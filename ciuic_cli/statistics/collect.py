@@ -32,8 +32,9 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.layerwise.activation_store import ActivationStore
-from ciuic_cli.layerwise.layer_stream import LayerStream, TokenSpan, compute_dtype
+from ciuic_cli.layerwise.layer_stream import LayerStream, compute_dtype
 from ciuic_cli.layerwise.linear_hooks import linears_of
+from ciuic_cli.layerwise.logits import TokenSpan
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.embedding_fisher import (

@@ -13,7 +13,7 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.evaluation.estimates import mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
-from ciuic_cli.layerwise import layer_stream
+from ciuic_cli.layerwise import logits as layer_logits
 
 CHANGED = "model.layers.1.mlp.down_proj.weight"
 
@@ -25,7 +25,7 @@ def test_kl_equals_the_whole_models(
     monkeypatch: pytest.MonkeyPatch,
     tokens_at_a_time: int,
 ) -> None:
-    monkeypatch.setattr(layer_stream, "LOGIT_BYTES", tokens_at_a_time * 4 * 256)
+    monkeypatch.setattr(layer_logits, "LOGIT_BYTES", tokens_at_a_time * 4 * 256)
     checkpoint = tiny_checkpoint("llama")
     batches = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(1))
     meter = KLMeter(

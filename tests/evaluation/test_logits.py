@@ -16,12 +16,12 @@ from ciuic_cli.evaluation import perplexity
 from ciuic_cli.evaluation.logits import loaded, streamed
 from ciuic_cli.evaluation.opening import expected_bytes, open_model
 from ciuic_cli.evaluation.perplexity import evaluate
-from ciuic_cli.layerwise import layer_stream
+from ciuic_cli.layerwise import logits as layer_logits
 
 
 @pytest.fixture
 def _sixteen_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 16 * 4 * VOCABULARY)
+    monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 16 * 4 * VOCABULARY)
 
 
 WINDOW = torch.randint(0, 256, (40,), generator=torch.Generator().manual_seed(1))
@@ -87,7 +87,7 @@ def test_metrics_in_parts_equal_those_of_whole_windows(
 ) -> None:
     one, other = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
     whole = evaluate(one, base=other, text=text, seqlen=64, device="cpu")
-    monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 20 * 4 * VOCABULARY)
+    monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 20 * 4 * VOCABULARY)
     found = evaluate(one, base=other, text=text, seqlen=64, device="cpu")
     assert _numbers(found) == pytest.approx(_numbers(whole), rel=1e-5)
 

@@ -27,7 +27,7 @@ from ciuic_cli.codecs.scales import encode_scales
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.compression import options, pipeline
 from ciuic_cli.compression.task import Task
-from ciuic_cli.layerwise import layer_stream
+from ciuic_cli.layerwise import logits as layer_logits
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.passes.rounding import round_without_feedback
 from ciuic_cli.process.progress import no_progress
@@ -48,7 +48,7 @@ BITS = 3
 def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 20 tokens go through the head in three parts; the references take them whole."""
     monkeypatch.setattr(gradients, "compute_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 8 * 4 * 256)
+    monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 8 * 4 * 256)
 
 
 class Rounded:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from ciuic_cli.allocation.matrices import TOKEN_WEIGHT_EXPONENT, fisher_of, weight_matrices
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.layerwise import layer_stream
+from ciuic_cli.layerwise import logits as layer_logits
 from ciuic_cli.statistics import collect, moments
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
@@ -31,7 +31,7 @@ def _silent(what: str, done: int, total: int) -> None:
 def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 24 tokens go through the head in three parts; the references take them whole."""
     monkeypatch.setattr(collect, "compute_dtype", lambda device: torch.float32)
-    monkeypatch.setattr(layer_stream, "LOGIT_BYTES", 10 * 4 * 256)
+    monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 10 * 4 * 256)
 
 
 def _collect(checkpoint: Path, folder: Path, batches: torch.Tensor, chunk: int = 4) -> Statistics:

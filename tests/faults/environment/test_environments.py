@@ -29,7 +29,7 @@ Make = Callable[..., Victim]
 
 
 def test_the_supported_range_of_transformers_is_that_of_the_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     (stated,) = (line for line in project["dependencies"] if line.startswith("transformers"))
     assert re.fullmatch(r"transformers>=5\.20,<6", stated)
     assert SUPPORTED_TRANSFORMERS == ((5, 20), (6, 0))
@@ -150,10 +150,9 @@ def test_little_address_space_is_a_plain_message(artifact: Path, limit: int) -> 
     assert "address space is limited" in done.stderr and "ulimit -v" in done.stderr
 
 
-@pytest.mark.parametrize(
-    "limit", [5, 6, 8, 10, 14]
-)  # with 4, Python itself cannot start where .pth files import
+@pytest.mark.parametrize("limit", [5, 6, 8, 10, 14])
 def test_few_file_descriptors_are_a_plain_message(victim: Make, limit: int) -> None:
+    """With 4, Python itself cannot start where .pth files import something."""
     v = victim(0, "llama")
     done = _limited(resource.RLIMIT_NOFILE, limit, *v.arguments())
     assert done.code in (0, 5) and "Traceback" not in done.stderr, done.stderr

@@ -1,0 +1,37 @@
+"""Logits of long sequences exist in parts: how many tokens at a time, and what tells the parts apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+LOGIT_BYTES = 1 << 27
+"""Most bytes of float32 logits that exist at a time; longer sequences go through the head in parts. No measurement is
+on record; see also docs/experiments/scale/vocabulary-chunks.md."""
+
+
+class TokenSpan(NamedTuple):
+    """Consecutive tokens of one sequence: the chunk, the sequence in it, and the first of the tokens."""
+
+    chunk: int
+    sequence: int
+    begin: int
+
+    @property
+    def name(self) -> str:
+        """A file name."""
+        return f"{self.chunk}.{self.sequence}.{self.begin}"
+
+
+VisitLogits = Callable[[TokenSpan, torch.Tensor, torch.Tensor], None]
+"""Called with a span, its hidden states (1, tokens, n), and the logits (1, tokens, vocabulary) made of them. The hidden
+states require a gradient where gradients are enabled."""
+LogitsOfChunk = Callable[[int], Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]]
+"""Yields all spans of a chunk in order, each with what `VisitLogits` gets."""
+
+
+def logit_tokens(vocabulary: int) -> int:
+    """The most tokens whose logits exist at a time."""
+    return max(1, LOGIT_BYTES // (4 * vocabulary))
