@@ -66,7 +66,7 @@ class GuardedLauncher:
         self.inner.launch(launch)
 
     def verify(self) -> bool:
-        """Check that all guard bytes are intact, and drop the buffers. Returns False if one has changed."""
+        """Check that all guard bytes are intact, and forget the buffers. Returns False if one has changed."""
         intact = all(
             bool((whole[:_GUARD] == _PATTERN).all() and (whole[-_GUARD:] == _PATTERN).all())
             for whole in self.buffers

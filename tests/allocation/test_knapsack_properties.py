@@ -56,7 +56,7 @@ def test_a_budget_below_the_smallest_options_is_refused(problem: Problem, missin
 @settings(quick, derandomize=True)
 @given(problem=problems(), share=st.floats(0.0, 1.0), more=st.integers(0, 300))
 def test_a_larger_budget_never_raises_the_loss(problem: Problem, share: float, more: int) -> None:
-    """No counterexample is known (50,000 random problems); the same examples every time, since no proof is either."""
+    """Not proven, but true for 50,000 random problems; so the test uses the same examples every time."""
     loss, nbytes = problem
     least = smallest_bytes(loss, nbytes)
     budget = least + int(share * (largest(loss, nbytes) - least))

@@ -146,7 +146,7 @@ def test_no_plan_is_larger_than_the_largest(model_map: ModelMap, is_sorted: bool
 
 
 def test_low_rank_parts_that_do_not_fit_beside_the_codes_are_left_out(model_map: ModelMap) -> None:
-    """With one width there is nothing to choose, so that the multiplier prices bytes at nothing."""
+    """With one width there is nothing to choose, so the multiplier of bytes is nearly 0."""
     options = PassOptions((4,), prune="off", rank="auto")
     tables = arms_of(model_map, options)
     least = make_plan(model_map, tables, 1 << 50, options).file_bytes
@@ -165,7 +165,7 @@ def test_low_rank_parts_that_do_not_fit_beside_the_codes_are_left_out(model_map:
 
 
 def test_every_byte_of_the_budget_is_a_reachable_limit(model_map: ModelMap) -> None:
-    """Sizes in the header have more digits in some plans than in others; no plan is over its budget for that."""
+    """Sizes in the header have more digits in some plans than in others; no plan exceeds its budget because of that."""
     options = PassOptions(WIDTHS, prune="off", rank="off")
     tables = arms_of(model_map, options)
     for budget in range(half_of_4_bits(model_map), half_of_4_bits(model_map) + 24):

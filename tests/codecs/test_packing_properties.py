@@ -214,7 +214,7 @@ def test_an_array_of_other_numbers_than_bytes_is_no_blob(dtype: type) -> None:
 
 
 def test_the_low_rank_part_has_exactly_the_announced_length() -> None:
-    """More bytes between its factors and the codes are refused, also where the announced length counts them."""
+    """More bytes between the factors and the codes are refused, even if the announced length counts them."""
     matrix = random_matrix(40, 48, rank=3)
     assert matrix.lowrank is not None
     blob = bytearray(matrix.to_bytes())

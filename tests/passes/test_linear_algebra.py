@@ -1,4 +1,4 @@
-"""Panelled factors and solves against LAPACK's."""
+"""Factors and solves panel by panel against LAPACK's."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def _steep(rows: int, cols: int, seed: int = 0) -> torch.Tensor:
 
 
 def _importance(rows: int, seed: int = 0) -> torch.Tensor:
-    """Row weights over two orders of magnitude."""
+    """Importance of rows over two orders of magnitude."""
     return torch.exp(4.6 * torch.rand(rows, generator=torch.Generator().manual_seed(seed)))
 
 
