@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,7 @@ from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, WeightMatrix, weight_
 from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.allocation.planning import make_plan
 from ciuic_cli.allocation.pricing import price_matrix
-from ciuic_cli.allocation.reachable import check_reachable, largest_bytes
+from ciuic_cli.allocation.reachable import largest_bytes
 from ciuic_cli.artifact.layout import lay_out
 from ciuic_cli.artifact.reader import read_blobs
 from ciuic_cli.artifact.writer import write_shards
@@ -32,7 +31,6 @@ from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.compression.options import BITS
-from ciuic_cli.errors import TargetError, UsageError
 from ciuic_cli.passes.lowrank import LowRankPart, factor_bytes
 from ciuic_cli.statistics.files import EmbeddingUse, Statistics
 
@@ -324,63 +322,6 @@ def test_a_share_is_pruned(tiny_checkpoint: Callable[..., Path], share: float) -
     total = sum(p.matrix.groups * p.matrix.cols for p in prunable)
     pruned = sum(int((p.row_bits == 0).sum()) * p.matrix.cols for p in prunable)
     assert share * total <= pruned <= share * total + 88
-
-
-@pytest.mark.parametrize("bits", [(4,), BITS])
-def test_the_error_of_an_unreachable_target_reports_the_highest_ratio(
-    tiny_checkpoint: Callable[..., Path], bits: tuple[int, ...]
-) -> None:
-    model_map = _map(tiny_checkpoint("llama"))
-    options = PassOptions(bits, prune="off")
-    with pytest.raises(TargetError) as caught:
-        check_reachable(model_map, _budget(model_map, 14.0), options)
-    assert caught.value.exit_code == 4
-    best = float(str(caught.value.remedy).split("--ratio ")[1].split()[0])
-    check_reachable(model_map, _budget(model_map, best), options)
-    with pytest.raises(TargetError):
-        check_reachable(model_map, _budget(model_map, best + 0.02), options)
-    # Each other option that is named reaches the ratio that is promised for it, and no more.
-    changed = {"--prune auto": PassOptions(bits), "--bits with 1": PassOptions((1, *bits), prune="off")}
-    promised = dict(re.findall(r"; (--[a-z 0-9]+) allows up to ([0-9.]+)", str(caught.value.remedy)))
-    assert set(promised) == set(changed) - ({"--bits with 1"} if 1 in bits else set())
-    for option, ratio in promised.items():
-        assert float(ratio) > best
-        check_reachable(model_map, _budget(model_map, float(ratio)), changed[option])
-        with pytest.raises(TargetError):
-            check_reachable(model_map, _budget(model_map, float(ratio) + 0.02), changed[option])
-
-
-def test_options_that_do_not_raise_the_highest_ratio_are_not_named(
-    tiny_checkpoint: Callable[..., Path],
-) -> None:
-    """All rows may be pruned, so fewer bits per weight gain nothing."""
-    with pytest.raises(TargetError) as caught:
-        check_reachable(_map(tiny_checkpoint("llama")), 1000, PassOptions((4,)))
-    assert re.fullmatch(r"ask for --ratio [0-9.]+ or less", str(caught.value.remedy))
-
-
-def test_a_given_rank_lowers_the_highest_ratio(tiny_checkpoint: Callable[..., Path]) -> None:
-    model_map = _map(tiny_checkpoint("llama"))
-    with pytest.raises(TargetError) as caught:
-        check_reachable(model_map, 1000, PassOptions(BITS, rank="off"))
-    assert "--rank" not in str(caught.value.remedy)
-    best = float(str(caught.value.remedy).split("--ratio ")[1].split()[0])
-    check_reachable(model_map, _budget(model_map, best), PassOptions(BITS))
-    with pytest.raises(TargetError) as caught:
-        check_reachable(model_map, _budget(model_map, best), PassOptions(BITS, rank=16))
-    assert "--rank auto" in str(caught.value.remedy)
-
-
-def test_a_rank_that_no_matrix_can_have_is_refused(tiny_checkpoint: Callable[..., Path]) -> None:
-    model_map = _map(tiny_checkpoint("llama"))
-    with pytest.raises(UsageError, match="--rank 999999984") as caught:
-        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(BITS, rank=999_999_984))
-    advised = re.fullmatch("use at most ([0-9]+), or auto", caught.value.remedy or "")
-    assert advised is not None
-    rank = int(advised[1])
-    check_reachable(model_map, model_map.stored_numel * 2, PassOptions(BITS, rank=rank))
-    with pytest.raises(UsageError, match="no matrix has room"):
-        check_reachable(model_map, model_map.stored_numel * 2, PassOptions(BITS, rank=rank + 16))
 
 
 @pytest.mark.parametrize(("rank", "share"), [("off", 0.95), ("auto", 0.0), (16, 0.0)])

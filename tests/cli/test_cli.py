@@ -391,12 +391,8 @@ def test_bench(made: tuple[Path, Path, Any], monkeypatch: pytest.MonkeyPatch, js
     )
     assert result.exit_code == 0, result.stderr
     assert (seen["path"], seen["base"]) == (out, original)
-    assert [seen[key] for key in ("prompt_tokens", "new_tokens", "repetitions", "batch_size")] == [
-        32,
-        4,
-        2,
-        3,
-    ]
+    keys = ("prompt_tokens", "new_tokens", "repetitions", "batch_size")
+    assert [seen[key] for key in keys] == [32, 4, 2, 3]
     if json_option:
         assert json.loads(result.stdout)["ratios"] == {"weight_bytes": 4.0}
     else:

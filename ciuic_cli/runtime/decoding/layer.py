@@ -98,7 +98,7 @@ class LayerPrograms:
     def decode(self, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """The layer's output, [b, 1, hidden], for one token of each sequence; the cache gets its keys and values."""
         batch = hidden_states.shape[0]
-        cosine, sine = (_rows(part, batch) for part in kwargs["position_embeddings"])
+        cosine, sine = (_rows(part, hidden_states) for part in kwargs["position_embeddings"])
         hidden_states = hidden_states.contiguous()
         q, k, v = (hidden_states.new_empty((batch, width)) for width in self._widths)
         self._before.run((hidden_states, cosine, sine, q, k, v), batch)
@@ -238,6 +238,9 @@ def _suits(layer: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     if kwargs.get("position_embeddings") is None or all(kwargs.get(name) is None for name in _CACHE_NAMES):
         return False
     attention, mlp = layer._modules["self_attn"], layer._modules["mlp"]
+    angles = ((1, 1, attention.head_dim), (x.shape[0], 1, attention.head_dim))
+    if any(part.shape not in angles for part in kwargs["position_embeddings"]):
+        return False  # angles for a part of a head's numbers, or of another form
     return (
         attention.config._attn_implementation in _UNDERSTOOD
         and not _is_watched(attention)
@@ -326,9 +329,9 @@ def _cache_name(kind: Any) -> str:
     return next((name for name in _CACHE_NAMES if name in parameters), _CACHE_NAMES[-1])
 
 
-def _rows(part: torch.Tensor, batch: int) -> torch.Tensor:
-    """Cosines or sines, [1 or batch, 1, n], as contiguous [batch, 1, n]."""
-    return part.expand(batch, -1, -1).contiguous()
+def _rows(part: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Cosines or sines, [1 or batch, 1, n], as contiguous [batch, 1, n] of the dtype of x, [batch, 1, hidden]."""
+    return part.to(x.dtype).expand(x.shape[0], -1, -1).contiguous()
 
 
 def _activation(function: Any) -> Activation:

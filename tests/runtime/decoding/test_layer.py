@@ -233,6 +233,28 @@ def test_a_layer_that_computes_something_else_runs_its_own_forward(
     assert relative_error(found, plain) > 1e-2
 
 
+def test_angles_of_other_forms(load: Callable[..., Any], decoded: list[int]) -> None:
+    """Angles of another dtype are converted; angles for half a head are left to the layer, which refuses them."""
+    model = load("llama")
+    step_logits(model)
+    layer, size = model.model.layers[0], model.model.layers[0].self_attn.head_dim
+    x = torch.randn(1, 1, model.config.hidden_size, generator=torch.Generator().manual_seed(2))
+
+    def step(angles: torch.Tensor) -> torch.Tensor:
+        cache = DynamicCache(config=model.config)
+        keywords = {"position_embeddings": (angles.cos(), angles.sin()), cache_keyword(model): cache}
+        with torch.inference_mode():
+            return layer(x, attention_mask=None, use_cache=True, **keywords)
+
+    angles = torch.rand(1, 1, size, generator=torch.Generator().manual_seed(3))
+    decoded.clear()
+    torch.testing.assert_close(step(angles.double()), step(angles))
+    assert len(decoded) == 2
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        step(angles[..., : size // 2])
+    assert len(decoded) == 2
+
+
 def test_low_rank_parts_run_in_the_modules(artifact: Callable[..., Any], decoded: list[int]) -> None:
     built = artifact("llama", rank=4, prune=False)
     model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32).eval()

@@ -29,7 +29,7 @@ Make = Callable[..., Victim]
 
 
 def test_the_supported_range_of_transformers_is_that_of_the_package() -> None:
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     (stated,) = (line for line in project["dependencies"] if line.startswith("transformers"))
     assert re.fullmatch(r"transformers>=5\.20,<6", stated)
     assert SUPPORTED_TRANSFORMERS == ((5, 20), (6, 0))
