@@ -107,7 +107,7 @@ def _download(name: str) -> Path:
 
 
 def _hub_failure(error: Exception) -> str:
-    """What went wrong with a download, for a message."""
+    """The reason why a download failed, for a message."""
     response = getattr(error, "response", None)
     if response is not None:
         return f"the hub answers with HTTP status {response.status_code}"

@@ -143,7 +143,7 @@ _DEFAULT_BLOCK = (128, 128)
 _FINITE_ELEMENTS = 1 << 22
 """Elements checked at a time by `count_nonfinite`; bounds the temporaries. Chosen, not tuned."""
 SCALE_REMEDY = "download the checkpoint again, or use its bf16 version"
-"""What to try if a weight and its scale do not fit together."""
+"""The remedy if a weight and its scale do not fit together."""
 
 
 def format_of(dtype: str, *, has_scale: bool) -> NumberFormat | None:

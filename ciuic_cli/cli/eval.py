@@ -34,7 +34,7 @@ def evaluate(
     ] = None,
     prompt: Annotated[
         str | None,
-        typer.Option(metavar="TEXT", help="Continue this text, with the original and with PATH."),
+        typer.Option(metavar="TEXT", help="Also continue this text, with PATH and with --base."),
     ] = None,
     device: Device = "auto",
     json: Json = False,

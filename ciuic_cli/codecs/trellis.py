@@ -248,11 +248,8 @@ class Factor:
                 raise UsageError(f"{name} must be contiguous {dtype} [{length}] on the CPU")
         self.rows, self.cols = header.rows, header.cols
         self.packed = packed
-        self._order, self._input_factors, self._bias = (
-            order,
-            input_factors,
-            bias,
-        )  # `native` has their addresses
+        # `native` has the addresses of these.
+        self._order, self._input_factors, self._bias = order, input_factors, bias
         codes, offsets, bits, scales, rows, cols, L = packed.native_arguments
         self.native = native.Matrix(
             codes=codes,
@@ -331,7 +328,7 @@ class Factor:
 
 
 def is_precise(dtype: torch.dtype) -> bool:
-    """Whether activations of this dtype are rounded to 15 bits for every row group: all but the 16-bit floats."""
+    """True if products round activations of this dtype to 15 bits for every row group. 16-bit floats may get int8."""
     return dtype not in (torch.bfloat16, torch.float16)
 
 

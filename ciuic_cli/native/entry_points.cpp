@@ -4,7 +4,6 @@
 #include <memory>
 #include <new>
 
-#include "bfloat16.h"
 #include "check_matrix.h"
 #include "ciuic_native.h"
 #include "kernels.h"
@@ -41,14 +40,6 @@ void decode_group_rows(const PackedMatrix& packed, long group, int begin, int en
   row_factors(packed.scale + kTile * group, factors);
   kernels().decode_tiles(packed.codes + packed.group_offset[group], packed.cols / kTile, half_bits, packed.L, factors,
                          begin, end, to, static_cast<size_t>(packed.cols), bf16);
-}
-
-// Elements first .. first + count - 1 of x as float32.
-void load_row(const void* x, bool bf16, long first, long count, float* row) {
-  if (bf16)
-    for (long j = 0; j < count; ++j) row[j] = from_bfloat16(static_cast<const uint16_t*>(x)[first + j]);
-  else
-    std::memcpy(row, static_cast<const float*>(x) + first, sizeof(float) * count);
 }
 
 // Rows of the transform per work item, so that a thread fetches items rarely. No measurement is on record.
@@ -109,7 +100,7 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   uint8_t* prepared = aligned(memory.get());
   kernels().fill_signs(signs, cols, matrix->seed);
   for (long b = 0; b < batch; ++b) {
-    load_row(x, x_bf16 != 0, b * cols_in, cols_in, row);
+    load_floats(x, x_bf16 != 0, b * cols_in, cols_in, row);
     prepare_row(*matrix, signs, row, layout, b, prepared);
   }
   const Output output = {y, y_bf16 != 0};

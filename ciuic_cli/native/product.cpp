@@ -10,7 +10,7 @@
 namespace ciuic {
 namespace {
 
-// Whether the `count` indices are all in [0, count).
+// True if the `count` indices are all in [0, count).
 bool all_in_range(const int32_t* index, long count) {
   bool in_range = true;
   for (long i = 0; i < count; ++i) in_range &= index[i] >= 0 && index[i] < count;
@@ -55,6 +55,13 @@ int check_product_matrix(const CiuicMatrix& matrix) {
     return CIUIC_BAD_ARGUMENT;
   if (matrix.order != nullptr && !all_in_range(matrix.order, matrix.rows_out)) return CIUIC_BAD_ARGUMENT;
   return CIUIC_OK;
+}
+
+void load_floats(const void* from, bool bf16, int64_t first, int64_t count, float* to) {
+  if (bf16)
+    for (int64_t i = 0; i < count; ++i) to[i] = from_bfloat16(static_cast<const uint16_t*>(from)[first + i]);
+  else
+    std::memcpy(to, static_cast<const float*>(from) + first, sizeof(float) * count);
 }
 
 void Precisions::add(const CiuicMatrix& matrix, bool precise) {

@@ -34,6 +34,9 @@ struct PreparedLayout {
 void prepare_row(const CiuicMatrix& matrix, const float* signs, float* row, const PreparedLayout& layout, long b,
                  uint8_t* prepared);
 
+// `count` elements of an array from `first` on, as float32.
+void load_floats(const void* from, bool bf16, int64_t first, int64_t count, float* to);
+
 // The output of a product: batch x rows_out, bfloat16 or float32.
 struct Output {
   void* y;

@@ -22,7 +22,7 @@ struct Input {
   int signs;   // number of the sign array
 };
 
-// What one team of threads does between two barriers.
+// The work of the team of threads between two barriers.
 struct Stage {
   enum Kind { kSerial, kPrepare, kMultiply } kind;
   int first, last;  // steps (kSerial), inputs (kPrepare) or products (kMultiply)
@@ -130,14 +130,7 @@ bool independent(const Program& program, int first, int last) {
   return true;
 }
 
-// Elements of the caller's arrays as float32, and back.
-void load(const void* from, bool bf16, int64_t count, float* to) {
-  if (bf16)
-    for (int64_t i = 0; i < count; ++i) to[i] = from_bfloat16(static_cast<const uint16_t*>(from)[i]);
-  else
-    std::memcpy(to, from, sizeof(float) * count);
-}
-
+// Float32 values to an array of the caller.
 void save(const float* from, bool bf16, int64_t count, void* to) {
   if (bf16)
     for (int64_t i = 0; i < count; ++i) static_cast<uint16_t*>(to)[i] = to_bfloat16(from[i]);
@@ -243,7 +236,7 @@ class Run {
     const int64_t count = rows_ * program_.buffer_sizes[step.kind == CIUIC_LOAD ? step.out : step.in];
     switch (step.kind) {
       case CIUIC_LOAD:
-        load(arguments_[step.argument], bf16_, count, buffer(step.out));
+        load_floats(arguments_[step.argument], bf16_, 0, count, buffer(step.out));
         break;
       case CIUIC_STORE:
         save(buffer(step.in), bf16_, count, arguments_[step.argument]);
@@ -272,9 +265,8 @@ class Run {
     const int64_t size = step.size, half = size / 2, per_row = count / rows_;
     float *cosine = floats_ + angles_begin_, *sine = cosine + size;
     for (long row = 0; row < rows_; ++row) {
-      const int64_t row_bytes = size * (bf16_ ? 2 : 4);
-      load(static_cast<const uint8_t*>(arguments_[step.argument]) + row * row_bytes, bf16_, size, cosine);
-      load(static_cast<const uint8_t*>(arguments_[step.argument + 1]) + row * row_bytes, bf16_, size, sine);
+      load_floats(arguments_[step.argument], bf16_, row * size, size, cosine);
+      load_floats(arguments_[step.argument + 1], bf16_, row * size, size, sine);
       for (int64_t begin = 0; begin < per_row; begin += size) {
         float* values = buffer(step.in) + row * per_row + begin;
         for (int64_t i = 0; i < half; ++i) {
