@@ -41,7 +41,6 @@ def write_artifact(
     try:
         folder = publishing.begin(out)
         report = _write_folder(run, plan, folder, started)
-        _require_readable(folder)
         run.task.require_unchanged()
         check_no_run_inside(out)
         raise_if_interrupted()
@@ -65,6 +64,7 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
         bits_per_weight=report.bits_per_weight, ratio=report.ratio, mtp=run.map.mtp
     )
     writer.write_config(folder, run.map.source_config, quantization)
+    _require_readable(folder)
     report = run.report(plan, started, mean_of(loaded_kls(run, folder, rounded)))
     (folder / writer.REPORT).write_text(report.to_json(), encoding="utf-8")
     (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")

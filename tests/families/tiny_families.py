@@ -177,7 +177,9 @@ def tiny_config(model_type: str) -> Any:
 
 def _sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     aliases, plain = getattr(type(config), "attribute_map", {}), config.to_dict()
-    hybrid = "linear_attention" in (_value(config, "layer_types") or ())
+    attribute = aliases.get("layer_types", "layer_types")
+    computed = isinstance(getattr(type(config), attribute, None), property)
+    hybrid = not computed and "linear_attention" in (_value(config, "layer_types") or ())
     layers = ["linear_attention", "full_attention", "linear_attention"]
     return (
         ({"layer_types": layers} if hybrid else {})

@@ -344,7 +344,8 @@ def test_best_reports_its_gain_and_a_killed_run_ends_in_the_same_bytes(
     report = best(source, tmp_path / "whole")
     (entry,) = [entry for entry in report.passes if isinstance(entry, RecoveryPass)]
     assert entry.kl_after <= entry.kl_before
-    assert report.measured_kl == pytest.approx(entry.kl_after, rel=1e-6)
+    # The loaded artifact sums in another order than the model that runs layer by layer.
+    assert report.measured_kl == pytest.approx(entry.kl_after, rel=2e-3)
     assert report.artifact_bytes <= report.budget_bytes
     tuned = [row for row in report.components if "tuned" in (row.dense or "")]
     assert len(tuned) == entry.norms and bool(tuned) == (entry.kl_after < entry.kl_before)
