@@ -67,7 +67,7 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) decode_rows(CIUIC_PARAM(CiuicDecode) p) {
 }
 
 // out[i] = row tokens[i] of the table, zeros for a token outside the table (a kernel cannot raise an error). A block
-// decodes one row (grid x: tokens). Its warps share the chunks of 1024 columns; a lane decodes the 32 positions of
+// decodes one row (grid x: tokens). Its warps share the stripes of 1024 columns; a lane decodes the 32 positions of
 // hadamard.h. If log2_block is not 0, the row is transformed back and multiplied by signs and input factors. Dynamic
 // shared memory: EXCHANGE_FLOATS floats per warp.
 CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding) p) {
@@ -81,11 +81,11 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding
   const float factor = row_factor(p.blob, groups, row);
   const u8* codes = p.blob + 16 * (u64)p.group_offset[group];
 
-  for (u32 base = warp * CIUIC_CHUNK; base < p.cols_padded; base += warps * CIUIC_CHUNK) {
+  for (u32 base = warp * CIUIC_STRIPE; base < p.cols_padded; base += warps * CIUIC_STRIPE) {
     float v[32];
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const u32 j = base + chunk_position(lane, i);
+      const u32 j = base + stripe_position(lane, i);
       const u8* tile = codes + (u64)(j / CIUIC_TILE) * CIUIC_TILE_BYTES(half_bits);
       v[i] = 0.0f;
       if (half_bits && j < p.cols_padded)
@@ -95,14 +95,14 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding
       hadamard(v, lane, p.log2_block, exchange);
 #pragma unroll
       for (int i = 0; i < 32; ++i) {
-        const u32 j = base + chunk_position(lane, i);
+        const u32 j = base + stripe_position(lane, i);
         v[i] = apply_sign(v[i], p.seed, j);
         if (p.input_factor && j < p.cols) v[i] *= p.input_factor[j];
       }
     }
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
-      const u32 j = base + chunk_position(lane, i);
+      const u32 j = base + stripe_position(lane, i);
       if (j < p.cols) store_as(p.out, (u64)block_x() * p.cols + j, v[i], p.out_type);
     }
   }

@@ -1,17 +1,17 @@
-// The block Hadamard transform of a chunk of 1024 values by one warp: five stages of butterflies in registers, an exchange
+// The block Hadamard transform of a stripe of 1024 values by one warp: five stages of butterflies in registers, an exchange
 // among the lanes through shared memory, five more stages in registers.
 //
-// Layout: position j = 256 c + 8 lane + e of the chunk is v[8 c + e] of that lane, so that a lane loads and stores eight
+// Layout: position j = 256 c + 8 lane + e of the stripe is v[8 c + e] of that lane, so that a lane loads and stores eight
 // neighbours at a time.
 #ifndef CIUIC_HADAMARD_H
 #define CIUIC_HADAMARD_H
 
 #include "parameters.h"
 
-#define EXCHANGE_FLOATS (CIUIC_CHUNK + 32)  // eight floats of padding per 256 values prevent bank conflicts
+#define EXCHANGE_FLOATS (CIUIC_STRIPE + 32)  // eight floats of padding per 256 values prevent bank conflicts
 
 // The position of v[i].
-CIUIC_DEVICE u32 chunk_position(u32 lane, u32 i) { return 256 * (i / 8) + 8 * lane + i % 8; }
+CIUIC_DEVICE u32 stripe_position(u32 lane, u32 i) { return 256 * (i / 8) + 8 * lane + i % 8; }
 
 // One stage of butterflies among a lane's values.
 template <int stride>

@@ -14,7 +14,7 @@
 #define CIUIC_BLOB_BASE 20      // byte offset of the scale base (float32) in a blob
 #define CIUIC_BLOB_ROW_BITS 32  // byte offset of row_bits in a blob
 #define CIUIC_STACK_OFFSETS 16  // byte offset in a stack of its table: the byte offset (u64) of each expert's blob
-#define CIUIC_CHUNK 1024        // values that one warp transforms at a time; the largest Hadamard block
+#define CIUIC_STRIPE 1024        // values that one warp transforms at a time; the largest Hadamard block
 
 // One matrix, or one stack of experts, of a launch in which all parts share the input.
 struct CiuicPart {

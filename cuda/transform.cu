@@ -1,21 +1,21 @@
 // The input transform of activations and their quantization, and the inverse transform.
 //
-// A block transforms one row (grid x: rows, up to 16 warps). Its warps share the chunks of 1024 values; a lane holds
+// A block transforms one row (grid x: rows, up to 16 warps). Its warps share the stripes of 1024 values; a lane holds
 // the 32 positions of hadamard.h. Dynamic shared memory: EXCHANGE_FLOATS floats per warp. cols_padded is a multiple of
 // 2^log2_block, 16 <= 2^log2_block <= 1024.
 #include "parameters.h"
 #include "trellis_decode.h"
 #include "hadamard.h"
 
-// Loads the chunk that begins at `base` and transforms it. Forward: input factors and signs are applied first, and v
+// Loads the stripe that begins at `base` and transforms it. Forward: input factors and signs are applied first, and v
 // receives values in the transformed basis. Inverse: the caller has to apply the signs to v.
-CIUIC_DEVICE void load_chunk(float (&v)[32], const CiuicTransform& p, u32 row, u32 base, u32 lane, float* exchange) {
+CIUIC_DEVICE void load_stripe(float (&v)[32], const CiuicTransform& p, u32 row, u32 base, u32 lane, float* exchange) {
   const bool inverse = p.mode == CIUIC_INVERSE;
   const u32 limit = inverse ? p.cols_padded : p.cols;
   const u64 start = (u64)row * p.x_stride;
 #pragma unroll
   for (int i = 0; i < 32; ++i) {
-    const u32 j = base + chunk_position(lane, i);
+    const u32 j = base + stripe_position(lane, i);
     v[i] = j < limit ? load_as(p.x, start + j, p.x_type) : 0.0f;
     if (p.input_factor && j < limit) v[i] *= p.input_factor[j];
     if (!inverse) v[i] = apply_sign(v[i], p.seed, j);
@@ -28,9 +28,9 @@ CIUIC_DEVICE u32 larger(u32 a, u32 b) { return a > b ? a : b; }
 // The nearest integer, clamped to -127 .. 127.
 CIUIC_DEVICE s32 round_to_byte(float value) { return (s32)rintf(fminf(fmaxf(value, -127.0f), 127.0f)); }
 
-// TO_BYTES and TO_HALF need the row's largest magnitude before they can quantize. A first loop over the chunks computes it,
-// and a block-wide maximum combines the warps. If every warp has one chunk, v is still in registers for the second loop;
-// otherwise each chunk is loaded and transformed again.
+// TO_BYTES and TO_HALF need the row's largest magnitude before they can quantize. A first loop over the stripes computes it,
+// and a block-wide maximum combines the warps. If every warp has one stripe, v is still in registers for the second loop;
+// otherwise each stripe is loaded and transformed again.
 CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) {
   CIUIC_DYNAMIC_SHARED(memory);
   CIUIC_SHARED u32 shared_peak[16];
@@ -39,15 +39,15 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
   float* exchange = (float*)memory + warp * EXCHANGE_FLOATS;
   // The values beyond cols_padded are zeros in both bases, because the Hadamard block size divides cols_padded.
   const u32 width = p.mode == CIUIC_INVERSE ? p.cols_padded : (u32)p.out_stride;
-  const u32 chunks = (width + CIUIC_CHUNK - 1) / CIUIC_CHUNK;
+  const u32 stripes = (width + CIUIC_STRIPE - 1) / CIUIC_STRIPE;
   const bool scaled = p.mode == CIUIC_TO_BYTES || p.mode == CIUIC_TO_HALF;
 
   float v[32];
   float scale = 1.0f;
   if (scaled) {
     u32 bits = 0;  // bit pattern of the largest magnitude; a NaN exceeds all numbers and so reaches the result
-    for (u32 chunk = warp; chunk < chunks; chunk += warps) {
-      load_chunk(v, p, row, chunk * CIUIC_CHUNK, lane, exchange);
+    for (u32 stripe = warp; stripe < stripes; stripe += warps) {
+      load_stripe(v, p, row, stripe * CIUIC_STRIPE, lane, exchange);
 #pragma unroll
       for (int i = 0; i < 32; ++i) bits = larger(bits, float_to_bits(v[i]) & 0x7FFFFFFFu);
     }
@@ -68,12 +68,12 @@ CIUIC_KERNEL void CIUIC_BOUNDS(512, 1) transform(CIUIC_PARAM(CiuicTransform) p) 
   const float inverse_scale = 1.0f / scale;
 
   s32 sum = 0, residual_sum = 0;
-  for (u32 chunk = warp; chunk < chunks; chunk += warps) {
-    const u32 base = chunk * CIUIC_CHUNK;
-    if (!scaled || chunks > warps) load_chunk(v, p, row, base, lane, exchange);
+  for (u32 stripe = warp; stripe < stripes; stripe += warps) {
+    const u32 base = stripe * CIUIC_STRIPE;
+    if (!scaled || stripes > warps) load_stripe(v, p, row, base, lane, exchange);
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const u32 j = base + chunk_position(lane, 8 * c);  // eight neighbours; width is a multiple of 16
+      const u32 j = base + stripe_position(lane, 8 * c);  // eight neighbours; width is a multiple of 16
       if (j >= width) continue;
       if (p.mode == CIUIC_TO_BYTES) {
         u32 bytes[2] = {0, 0}, residuals[2] = {0, 0};

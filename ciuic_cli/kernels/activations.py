@@ -128,9 +128,9 @@ def inverse(launcher: Launcher, x: torch.Tensor, cols: int, seed: int) -> torch.
 
 
 def warps_for(launcher: Launcher, width: int, max_warps: int = _MAX_WARPS) -> int:
-    """Warps per block that transforms rows of this width: one per chunk, limited by shared memory and `max_warps`."""
+    """Warps per block that transforms rows of this width: one per stripe, limited by shared memory and `max_warps`."""
     fitting = (launcher.limits.shared_bytes - _STATIC_SHARED) // p.EXCHANGE_BYTES
-    return max(1, min(ceil_div(width, p.CHUNK), max_warps, fitting))
+    return max(1, min(ceil_div(width, p.STRIPE), max_warps, fitting))
 
 
 def _launch(launcher: Launcher, rows: int, width: int, parameters: p.Transform) -> None:

@@ -10,7 +10,7 @@ import torch
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 from ciuic_cli.integers import ceil_div
-from ciuic_cli.kernels import activations, product, rows
+from ciuic_cli.kernels import activations, product_launch, rows
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.activations import Activations
 from ciuic_cli.kernels.launcher import Launch, Launcher, launcher_for
@@ -61,7 +61,7 @@ def linear(
     if dtype not in activations.TYPES:
         raise UsageError(f"the product cannot be of {dtype}")
     launcher = launcher_for(first.blob.device)
-    multiply = _small if flat.shape[0] <= product.SMALL_BATCH else _large
+    multiply = _small if flat.shape[0] <= product_launch.SMALL_BATCH else _large
     results: dict[int, torch.Tensor] = {}
     keys = [_launch_key(weight, bare) for weight in weights]
     for key in dict.fromkeys(keys):
@@ -91,11 +91,11 @@ def _small(
     outputs = [launcher.empty((batch, weight.rows), dtype) for weight in weights]
     if batch == 0:
         return outputs
-    variants = product.kernels_for(batch)
+    variants = product_launch.kernels_for(batch)
     transformed = _transformed(launcher, weights[0], x, variants[0].mode, bare)
     addends = [None if bare else _small_lowrank(launcher, weight, x, transformed) for weight in weights]
-    kernel = product.choose(variants, launcher, [weight.groups for weight in weights], 1)
-    product.launch(launcher, kernel, weights, transformed, outputs, addends)
+    kernel = product_launch.choose(variants, launcher, [weight.groups for weight in weights], 1)
+    product_launch.launch(launcher, kernel, weights, transformed, outputs, addends)
     return outputs
 
 
@@ -106,12 +106,12 @@ def _small_lowrank(
     if weight.lowrank is None:
         return None
     right, left = weight.lowrank
-    variants = product.kernels_for(x.shape[0])
+    variants = product_launch.kernels_for(x.shape[0])
     if right.seed != weight.seed:
         transformed = activations.forward(launcher, x, right.seed, variants[0].mode, weight.input_factors)
     z = launcher.empty((x.shape[0], right.rows), torch.float32)
-    kernel = product.choose(variants, launcher, [right.groups], 1)
-    product.launch(launcher, kernel, [right], transformed, [z])
+    kernel = product_launch.choose(variants, launcher, [right.groups], 1)
+    product_launch.launch(launcher, kernel, [right], transformed, [z])
     summed = launcher.empty((x.shape[0], left.cols_padded), torch.float32)
     parameters = p.LowRank(
         blob=left.blob.data_ptr(),

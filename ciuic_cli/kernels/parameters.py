@@ -8,10 +8,10 @@ from typing import Any
 MAX_PARTS = 4
 """Most matrices of one launch of the product."""
 
-CHUNK = 1024
+STRIPE = 1024
 """Inputs that one warp transforms at a time."""
 
-EXCHANGE_BYTES = 4 * (CHUNK + 32)
+EXCHANGE_BYTES = 4 * (STRIPE + 32)
 """Bytes of shared memory that one warp needs for a transform."""
 
 FLOAT, HALF, BFLOAT = 0, 1, 2

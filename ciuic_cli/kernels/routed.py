@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ciuic_cli.errors import UsageError
-from ciuic_cli.kernels import activations, product
+from ciuic_cli.kernels import activations, product_launch
 from ciuic_cli.kernels.launcher import Launcher, launcher_for
 from ciuic_cli.kernels.matrix import DeviceStack
 from ciuic_cli.kernels.multiply import linear
-from ciuic_cli.kernels.product import Pairs
+from ciuic_cli.kernels.product_launch import Pairs
 
 LARGEST_LAUNCH = 512
 """Most pairs of one launch (chosen, not tuned). More are multiplied expert by expert, and the host waits for the
@@ -91,11 +91,11 @@ def _one_launch(
         stack.count,
     )
     # If more tokens share an expert than a fragment holds, several blocks share the work.
-    variants = product.kernels_for(4 if x.shape[0] <= _FEW_TOKENS else 16)
+    variants = product_launch.kernels_for(4 if x.shape[0] <= _FEW_TOKENS else 16)
     y = launcher.empty((count, stack.rows), dtype)
     transformed = activations.forward(launcher, x, stack.seed, variants[0].mode)
-    kernel = product.choose(variants, launcher, [stack.groups], min(count, stack.count))
-    product.launch(launcher, kernel, [stack], transformed, [y], pairs=pairs)
+    kernel = product_launch.choose(variants, launcher, [stack.groups], min(count, stack.count))
+    product_launch.launch(launcher, kernel, [stack], transformed, [y], pairs=pairs)
     return y
 
 

@@ -12,7 +12,7 @@ from ciuic_cli.codecs.bits import BITS
 from ciuic_cli.codecs.testing import MIXED_BITS, exact_stored, random_matrix, relative_error
 from ciuic_cli.codecs.transform import inverse_transform
 from ciuic_cli.errors import UsageError
-from ciuic_cli.kernels import linear, product
+from ciuic_cli.kernels import linear, product_launch
 from ciuic_cli.kernels.launcher import Limits
 
 # Batch, the kernel for it, and a bound that one wrong weight in a thousand would break.
@@ -115,7 +115,7 @@ def test_matrices_that_share_their_input(emulator: Emulator, rng: np.random.Gene
         )
     # Five matrices share seed and L, which makes two launches. Two with input scales, one with another seed and one
     # with another L have launches of their own. Three right factors have launches too.
-    if batch <= product.SMALL_BATCH:
+    if batch <= product_launch.SMALL_BATCH:
         assert sum(name.startswith("linear_") for name in emulator.launched) == 2 + 2 + 1 + 1 + 3
 
 
@@ -132,8 +132,8 @@ def test_the_largest_sums_do_not_overflow(
 ) -> None:
     # With the 8-bit code of the largest byte sum, activations that all become 127, and the most columns of one warp,
     # the sums reach 80 % of the range of 32 bits.
-    monkeypatch.setattr(product, "_MAX_WARPS", 1)
-    cols = product.WARP_COLUMNS
+    monkeypatch.setattr(product_launch, "_MAX_WARPS", 1)
+    cols = product_launch.WARP_COLUMNS
     byte = int(reference.levels(np.arange(256) * 257).argmax())
     matrix = random_matrix(16, cols, 8, rng=rng)
     matrix.codes[:] = byte
@@ -147,10 +147,10 @@ def test_the_largest_sums_do_not_overflow(
 def test_more_columns_than_a_warp_can_sum_are_refused(
     emulator: Emulator, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(product, "_MAX_WARPS", 1)
-    matrix = on_device(emulator, random_matrix(16, product.WARP_COLUMNS + 16, 2, rng=rng))
+    monkeypatch.setattr(product_launch, "_MAX_WARPS", 1)
+    matrix = on_device(emulator, random_matrix(16, product_launch.WARP_COLUMNS + 16, 2, rng=rng))
     with pytest.raises(UsageError, match="columns"):
-        linear([matrix], torch.zeros(1, product.WARP_COLUMNS + 16))
+        linear([matrix], torch.zeros(1, product_launch.WARP_COLUMNS + 16))
 
 
 def test_panels_cover_the_matrix(
