@@ -8,7 +8,7 @@ import sys
 
 from ciuic_cli.codecs import native
 
-NAMES = ("portable", "avx2", "avx512vnni")
+NAMES = ("portable", "avx2", "avx512vnni", "amx")
 
 
 def digests(script: str) -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -119,7 +119,7 @@ def interface() -> ctypes.CDLL:
 
 
 def cpu_kernels() -> str:
-    """Kernels in use: "avx512vnni", "avx2" or "portable". The environment variable CIUIC_CPU_KERNELS forces one."""
+    """Kernels in use: "amx", "avx512vnni", "avx2" or "portable". CIUIC_CPU_KERNELS in the environment forces one."""
     return interface().ciuic_cpu_kernels().decode()
 
 

@@ -1,10 +1,11 @@
 // Memory layout of a quantized row of activations.
 //
-// A row is quantized in blocks of 256 columns: x = scale * value. There are two precisions. int8 serves row groups of up
-// to 4 bits per weight, whose own error is ten times larger. 15-bit values serve the others: up to 16383 in magnitude, a
-// sum of 256 products with levels fits an int32.
+// A row is quantized in blocks of 256 columns: x = scale * value. There are two integer precisions. int8 serves row groups
+// of up to 4 bits per weight, whose own error is ten times larger. 15-bit values serve the others: up to 16383 in
+// magnitude, a sum of 256 products with levels fits an int32. Matrix units multiply many rows faster in bfloat16, for any
+// number of bits.
 //
-// The kernels multiply values by sums of hash bytes, which are levels + 510. So their integer sums start from `offset`,
+// The integer kernels multiply values by sums of hash bytes, which are levels + 510. So their integer sums start from `offset`,
 // -510 times the sum of the block's values.
 #ifndef CIUIC_ACTIVATIONS_H
 #define CIUIC_ACTIVATIONS_H
@@ -16,39 +17,89 @@ namespace ciuic {
 
 constexpr long kActivationBlock = 256;
 
-enum Precision { kInt8 = 0, kInt15 = 1 };
+enum Precision { kInt8 = 0, kInt15 = 1, kBfloat16 = 2 };
+constexpr Precision kPrecisions[] = {kInt8, kInt15, kBfloat16};
 static constexpr float largest_activation(Precision precision) { return precision == kInt8 ? 127.0f : 16383.0f; }
-static constexpr Precision precision_for(int half_bits, bool precise) {
-  return precise || half_bits > 8 ? kInt15 : kInt8;
+
+// How a product is computed: from the fewest bits per activation, from 15 bits for all row groups, or in bfloat16.
+enum Mode { kFast, kPrecise, kManyRows };
+static constexpr Precision precision_for(int half_bits, Mode mode) {
+  return mode == kManyRows ? kBfloat16 : mode == kPrecise || half_bits > 8 ? kInt15 : kInt8;
 }
 
 // Signed bytes per value: value = low + 256 high, and int8 has no high byte.
-static constexpr int byte_planes(Precision precision) { return precision == kInt8 ? 1 : 2; }
+static constexpr int byte_planes(Precision precision) { return precision == kInt15 ? 2 : 1; }
+
+// Columns whose activations fill a row of a tile register, 64 bytes: four copies of a byte, or a bfloat16 value, each.
+static constexpr long tile_columns(Precision precision) { return precision == kBfloat16 ? 32 : 16; }
+constexpr long kTilesPerBlock = 16, kTileRowBytes = 64;
 
 struct QuantizedRow {
   float* scale;     // one per block
   int32_t* offset;  // one per block
   int16_t* value;   // one per column
-  int8_t* bytes;    // per column and byte plane: the byte four times, to be multiplied by the four bytes of a hash
 };
 
-// Blocks of a row, rounded up to 16, so that every array begins on a 64-byte boundary.
-static inline size_t activation_blocks_padded(long cols) {
-  return static_cast<size_t>(((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16);
+// Rows of activations that a tile register of the AMX kernel holds.
+constexpr long kPanelRows = 16;
+
+// Where the arrays of `batch` rows lie: first scale, offset and value of each row, then what matrix units read.
+//
+// That is, per byte plane and column, the byte four times, to be multiplied by the four bytes of a hash; or a bfloat16 value
+// per column. The order is by block of 16 tiles of columns, panel of 16 rows, byte plane, tile, row and column. So the 16
+// rows of a tile are 1 KB of neighbouring memory. A single panel has as many rows as there are; otherwise the last panel
+// has unused rows.
+struct ActivationLayout {
+  Precision precision;
+  long cols, tiles, planes, panel_rows, padded_rows;
+  size_t blocks_padded, row_bytes, tiles_begin, size;  // size: bytes of the whole
+};
+
+static inline ActivationLayout activation_layout(long cols, Precision precision, long batch) {
+  ActivationLayout layout;
+  layout.precision = precision;
+  layout.cols = cols;
+  layout.tiles = (cols + tile_columns(precision) - 1) / tile_columns(precision);
+  layout.planes = byte_planes(precision);
+  layout.panel_rows = batch < kPanelRows ? batch : kPanelRows;
+  layout.padded_rows = (batch + layout.panel_rows - 1) / layout.panel_rows * layout.panel_rows;
+  // Rounded up to 16, so that every array begins on a 64-byte boundary.
+  layout.blocks_padded = static_cast<size_t>(((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16);
+  layout.row_bytes = (8 * layout.blocks_padded + 2 * static_cast<size_t>(cols) + 63) / 64 * 64;
+  if (precision == kBfloat16) layout.row_bytes = 0;
+  layout.tiles_begin = layout.row_bytes * batch;
+  layout.size = layout.tiles_begin + static_cast<size_t>(kTileRowBytes * layout.planes * layout.padded_rows * layout.tiles);
+  return layout;
 }
 
-// Bytes of one row. `cols` is a multiple of 16; the result is a multiple of 32.
-static inline size_t quantized_row_bytes(long cols, Precision precision) {
-  return 8 * activation_blocks_padded(cols) + (2 + 4 * byte_planes(precision)) * static_cast<size_t>(cols);
+struct Activations {
+  ActivationLayout layout;
+  uint8_t* memory;  // on a 64-byte boundary
+};
+
+static inline QuantizedRow quantized_row(const Activations& x, long row) {
+  const ActivationLayout& layout = x.layout;
+  uint8_t* begin = x.memory + layout.row_bytes * row;
+  return {reinterpret_cast<float*>(begin), reinterpret_cast<int32_t*>(begin + 4 * layout.blocks_padded),
+          reinterpret_cast<int16_t*>(begin + 8 * layout.blocks_padded)};
 }
 
-// The arrays of a row that is stored at `memory`.
-static inline QuantizedRow quantized_row(uint8_t* memory, long cols) {
-  const size_t blocks = activation_blocks_padded(cols);
-  uint8_t* values = memory + 8 * blocks;
-  return {reinterpret_cast<float*>(memory), reinterpret_cast<int32_t*>(memory + 4 * blocks),
-          reinterpret_cast<int16_t*>(values), reinterpret_cast<int8_t*>(values + 2 * cols)};
+// The tiles of a block, or as many as there are.
+static inline long tiles_of_block(const ActivationLayout& layout, long block) {
+  const long rest = layout.tiles - kTilesPerBlock * block;
+  return rest < kTilesPerBlock ? rest : kTilesPerBlock;
 }
+
+// A row of the first tile of a block. The next tile begins tile_stride bytes later.
+static inline uint8_t* tile_row(const Activations& x, long block, long row, int plane) {
+  const ActivationLayout& layout = x.layout;
+  const long tiles = tiles_of_block(layout, block), in_panel = row % layout.panel_rows;
+  const long before = layout.planes * (layout.padded_rows * kTilesPerBlock * block + (row - in_panel) * tiles) +
+                      plane * layout.panel_rows * tiles + in_panel;
+  return x.memory + layout.tiles_begin + kTileRowBytes * before;
+}
+
+static inline long tile_stride(const Activations& x) { return kTileRowBytes * x.layout.panel_rows; }
 
 }  // namespace ciuic
 

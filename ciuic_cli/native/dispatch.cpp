@@ -9,13 +9,17 @@ namespace ciuic {
 namespace {
 
 const Kernels* choose() {
-  const Kernels* available[3];
+  const Kernels* available[4];
   int count = 0;
 #ifdef CIUIC_X86_KERNELS
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2"))
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("bmi2")) {
+#ifdef CIUIC_AMX_KERNELS
+    if (const Kernels* table = amx::table_if_usable()) available[count++] = table;
+#endif
     available[count++] = &avx512vnni::table;
+  }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2")) available[count++] = &avx2::table;
 #endif
   available[count++] = &portable::table;
@@ -35,6 +39,6 @@ const Kernels& kernels() {
 
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 11; }
+int ciuic_abi_version() { return 12; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

@@ -91,25 +91,35 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   if (status != CIUIC_OK) return status;
   const long groups = output_groups(*matrix), cols = matrix->cols, cols_in = matrix->cols_in;
   Precisions precisions;
-  precisions.add(*matrix, precise != 0);
-  const PreparedLayout layout(precisions, cols, batch);
-  const std::unique_ptr<float[]> floats(new (std::nothrow) float[2 * cols]);  // the signs and one row of x
+  const long many = kernels().many_rows;
+  const Mode mode = precise != 0 ? kPrecise : many != 0 && batch >= many ? kManyRows : kFast;
+  precisions.add(*matrix, mode);
+  const int threads_used = groups * kTile * cols < kWeightsWorthThreads ? 1 : threads;
+  const long together = std::min(batch, kMaxBatchTogether);
+  const int preparers = static_cast<int>(std::min<long>(threads_used, together));
+  const PreparedLayout layout(precisions, cols, together);
+  const std::unique_ptr<float[]> floats(new (std::nothrow) float[(1 + preparers) * cols]);  // the signs, rows of x
   const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[layout.bytes + 64]);
   if (!floats || !memory) return CIUIC_NO_MEMORY;
-  float *signs = floats.get(), *row = signs + cols;
+  float* signs = floats.get();
   uint8_t* prepared = aligned(memory.get());
   kernels().fill_signs(signs, cols, matrix->seed);
-  for (long b = 0; b < batch; ++b) {
-    load_floats(x, x_bf16 != 0, b * cols_in, cols_in, row);
-    prepare_row(*matrix, signs, row, layout, b, prepared);
-  }
-  const Output output = {y, y_bf16 != 0};
-  const int threads_used = groups * kTile * cols < kWeightsWorthThreads ? 1 : threads;
   const long per_item = groups_per_item(groups, threads_used);
-  parallel_for((groups + per_item - 1) / per_item, threads_used, [&](long item) {
-    multiply_groups(*matrix, precise != 0, layout, prepared, batch, per_item * item,
-                    std::min(groups, per_item * (item + 1)), output);
-  });
+  for (long begin = 0; begin < batch; begin += together) {
+    const long count = std::min(batch - begin, together);
+    parallel_for(preparers, preparers, [&](long item) {
+      float* row = signs + (1 + item) * cols;
+      for (long b = count * item / preparers; b < count * (item + 1) / preparers; ++b) {
+        load_floats(x, x_bf16 != 0, (begin + b) * cols_in, cols_in, row);
+        prepare_row(*matrix, signs, row, layout, b, prepared);
+      }
+    });
+    const Output output = {y, y_bf16 != 0, begin};
+    parallel_for((groups + per_item - 1) / per_item, threads_used, [&](long item) {
+      multiply_groups(*matrix, mode, layout, prepared, count, per_item * item,
+                      std::min(groups, per_item * (item + 1)), output);
+    });
+  }
   return CIUIC_OK;
 }
 

@@ -22,6 +22,23 @@ constexpr int kMaxLog2Block = 10;  // of the Hadamard transform; part of the for
 
 static constexpr bool valid_L(int L) { return L >= 12 && L <= 16; }
 
+constexpr int kMaxGroupsTogether = 8;
+constexpr long kMaxBatchTogether = 256;
+
+// A row group of a product: its codes, its 16 values of ciuic_row_factor, and its results, batch x 16.
+struct RowGroup {
+  const uint8_t* codes;
+  int half_bits;
+  const float* row_factor;
+  float* y;
+};
+
+// Where the results of a row group go: `count` columns of y from `begin` on. `bias` is null or holds a value per column.
+struct GroupColumns {
+  long begin, count;
+  const float* bias;
+};
+
 // `half_bits` is H = 2 K, twice the bits per weight, and not 0. `codes` points to the codes of a row group.
 // `row_factor` holds 16 values of ciuic_row_factor.
 struct Kernels {
@@ -52,12 +69,21 @@ struct Kernels {
   // The same for bfloat16 values: computed in float32 and rounded once. Blocks have at most 2^kMaxLog2Block values.
   void (*hadamard_row_bfloat16)(uint16_t* row, long cols, int log2_block, const float* signs, int inverse);
 
-  // For r < rows: y[b * y_stride + r] = row_factor[r] * (row r of the group . activations of batch row b). The `batch`
-  // rows of activations, written by quantize_row, are adjacent in memory.
-  void (*matmul_group)(const uint8_t* codes, long tiles, int half_bits, int L, const float* row_factor,
-                       Precision precision, const uint8_t* activations, long batch, float* y, long y_stride, int rows);
-  // Quantizes one row of `cols` values (a multiple of 16) into the layout of activations.h.
-  void (*quantize_row)(const float* x, long cols, Precision precision, uint8_t* activations);
+  // y[b][r] = row_factor[r] * (row r of the group . activations of batch row b), for each of `count` row groups. All of them
+  // read rows first_row .. first_row + batch - 1 of the same activations; first_row is a multiple of kPanelRows. The results
+  // do not depend on the instruction set, on `count` or on `batch`.
+  void (*matmul_groups)(const RowGroup* groups, int count, int L, const Activations& activations, long first_row,
+                        long batch);
+  int groups_together;  // best `count`, at most kMaxGroupsTogether
+  long batch_together;  // best `batch` for products with more rows, at most kMaxBatchTogether
+  long many_rows;       // rows from which products in bfloat16 are faster than in integers; 0 if there are none
+  // Writes x, one value per column, as row `row` of the activations.
+  void (*quantize_row)(const float* x, const Activations& activations, long row);
+
+  // y[b][begin + r] = results[(group * batch + b) * 16 + r] + bias[r], with y_stride elements per row of y, which is bfloat16
+  // if `bf16` and float32 otherwise.
+  void (*store_groups)(const float* results, const GroupColumns* groups, int count, long batch, void* y, long y_stride,
+                       bool bf16);
 
   // out = x / sqrt(mean(x^2) + epsilon) * weight. out may be x.
   void (*rms_norm)(const float* x, long count, float epsilon, const float* weight, float* out);
@@ -72,6 +98,9 @@ namespace portable { extern const Kernels table; }
 #ifdef CIUIC_X86_KERNELS
 namespace avx2 { extern const Kernels table; }
 namespace avx512vnni { extern const Kernels table; }
+#ifdef CIUIC_AMX_KERNELS
+namespace amx { const Kernels* table_if_usable(); }  // avx512vnni with other products; null without the unit
+#endif
 #endif
 
 }  // namespace ciuic

@@ -17,32 +17,83 @@ bool all_in_range(const int32_t* index, long count) {
   return in_range;
 }
 
-// Batch rows that are multiplied before their results are stored: a multiple of every kernel's largest batch.
-constexpr long kStoredBatch = 48;
 // Bounds of a work item's size. No measurement is on record.
 constexpr long kItemsPerThread = 8, kMaxGroupsPerItem = 16;
 
-// Stores the results of a row group for `count` batch rows from `first` on.
-void store(const CiuicMatrix& matrix, const Output& output, const float (*sums)[kTile], long first, long count,
-           long group) {
-  const int group_rows = static_cast<int>(std::min<long>(kTile, matrix.rows_out - kTile * group));
-  long column[kTile];
-  float bias[kTile];
-  for (int r = 0; r < group_rows; ++r) {
-    column[r] = matrix.order != nullptr ? matrix.order[kTile * group + r] : kTile * group + r;
-    bias[r] = matrix.bias != nullptr ? matrix.bias[column[r]] : 0.0f;
-  }
-  for (long b = 0; b < count; ++b) {
-    const long begin = (first + b) * matrix.rows_out;
-    for (int r = 0; r < group_rows; ++r) {
-      const float value = sums[b][r] + bias[r];
-      if (output.bf16)
-        static_cast<uint16_t*>(output.y)[begin + column[r]] = to_bfloat16(value);
-      else
-        static_cast<float*>(output.y)[begin + column[r]] = value;
+// Takes the row groups first .. last - 1 that read activations of one precision, a few at a time.
+class Groups {
+ public:
+  Groups(const CiuicMatrix& matrix, Mode mode, Precision precision, long first, long last)
+      : matrix_(matrix), mode_(mode), precision_(precision), group_(first), last_(last) {}
+
+  // Takes up to `most` groups. False if none is left.
+  bool next(int most) {
+    for (count_ = 0; count_ < most && group_ < last_; ++group_) {
+      const int half_bits = ciuic_half_bits_of(matrix_.row_bits[group_]);
+      if (precision_for(half_bits, mode_) != precision_) continue;
+      float* factors = factors_[count_];
+      for (int r = 0; r < kTile; ++r) factors[r] = ciuic_row_factor(matrix_.scale[kTile * group_ + r]);
+      number_[count_] = group_;
+      coded_[count_++] = {matrix_.codes + matrix_.group_offset[group_], half_bits, factors, nullptr};
     }
+    return count_ != 0;
   }
-}
+
+  // The sums of the groups' rows for `batch` rows of activations: per group, batch x 16.
+  void multiply(const Activations& activations, long first_row, long batch, float* sums) {
+    RowGroup coded[kMaxGroupsTogether];
+    int count = 0;
+    for (int i = 0; i < count_; ++i) {
+      float* y = sums + kTile * batch * i;
+      if (coded_[i].half_bits == 0) {
+        std::memset(y, 0, sizeof(float) * kTile * batch);
+      } else {
+        coded[count] = coded_[i];
+        coded[count++].y = y;
+      }
+    }
+    if (count != 0) kernels().matmul_groups(coded, count, matrix_.L, activations, first_row, batch);
+  }
+
+  // Writes the sums, with the bias added, to the columns of the output that the groups' rows belong to.
+  void store(const Output& output, long first_row, long batch, const float* sums) const {
+    const long begin = (output.first_row + first_row) * matrix_.rows_out;
+    void* y = static_cast<uint8_t*>(output.y) + (output.bf16 ? 2 : 4) * begin;
+    if (matrix_.order != nullptr) return scatter(y, output.bf16, batch, sums);
+    GroupColumns columns[kMaxGroupsTogether];
+    for (int i = 0; i < count_; ++i) {
+      const long first = kTile * number_[i];
+      columns[i] = {first, std::min<long>(kTile, matrix_.rows_out - first),
+                    matrix_.bias != nullptr ? matrix_.bias + first : nullptr};
+    }
+    kernels().store_groups(sums, columns, count_, batch, y, matrix_.rows_out, output.bf16);
+  }
+
+ private:
+  // store() for a matrix whose rows are sorted.
+  void scatter(void* y, bool bf16, long batch, const float* sums) const {
+    for (int i = 0; i < count_; ++i)
+      for (long b = 0; b < batch; ++b)
+        for (long r = 0; r < kTile && kTile * number_[i] + r < matrix_.rows_out; ++r) {
+          const long column = matrix_.order[kTile * number_[i] + r];
+          const float sum = sums[kTile * (batch * i + b) + r];
+          const float value = matrix_.bias != nullptr ? sum + matrix_.bias[column] : sum;
+          if (bf16)
+            static_cast<uint16_t*>(y)[matrix_.rows_out * b + column] = to_bfloat16(value);
+          else
+            static_cast<float*>(y)[matrix_.rows_out * b + column] = value;
+        }
+  }
+
+  const CiuicMatrix& matrix_;
+  const Mode mode_;
+  const Precision precision_;
+  long group_, last_;
+  int count_ = 0;
+  long number_[kMaxGroupsTogether];
+  RowGroup coded_[kMaxGroupsTogether];
+  float factors_[kMaxGroupsTogether][kTile];
+};
 
 }  // namespace
 
@@ -64,16 +115,16 @@ void load_floats(const void* from, bool bf16, int64_t first, int64_t count, floa
     std::memcpy(to, static_cast<const float*>(from) + first, sizeof(float) * count);
 }
 
-void Precisions::add(const CiuicMatrix& matrix, bool precise) {
+void Precisions::add(const CiuicMatrix& matrix, Mode mode) {
   for (long g = 0; g < output_groups(matrix); ++g)
-    if (matrix.row_bits[g] != 0) needed[precision_for(ciuic_half_bits_of(matrix.row_bits[g]), precise)] = true;
+    if (matrix.row_bits[g] != 0) needed[precision_for(ciuic_half_bits_of(matrix.row_bits[g]), mode)] = true;
 }
 
 PreparedLayout::PreparedLayout(const Precisions& wanted, long cols, long batch) : precisions(wanted), bytes(0) {
-  for (const Precision precision : {kInt8, kInt15}) {
-    row_bytes[precision] = quantized_row_bytes(cols, precision);
+  for (const Precision precision : kPrecisions) {
+    layout[precision] = activation_layout(cols, precision, batch);
     offset[precision] = bytes;
-    if (precisions.needed[precision]) bytes += row_bytes[precision] * batch;
+    if (precisions.needed[precision]) bytes += layout[precision].size;
   }
 }
 
@@ -83,32 +134,22 @@ void prepare_row(const CiuicMatrix& matrix, const float* signs, float* row, cons
     for (long j = 0; j < matrix.cols_in; ++j) row[j] *= matrix.input_factors[j];
   std::memset(row + matrix.cols_in, 0, sizeof(float) * (matrix.cols - matrix.cols_in));
   kernels().hadamard_row(row, matrix.cols, matrix.log2_block, signs, 0);
-  for (const Precision precision : {kInt8, kInt15})
+  for (const Precision precision : kPrecisions)
     if (layout.precisions.needed[precision])
-      kernels().quantize_row(row, matrix.cols, precision,
-                             prepared + layout.offset[precision] + b * layout.row_bytes[precision]);
+      kernels().quantize_row(row, layout.at(precision, prepared), b);
 }
 
-void multiply_groups(const CiuicMatrix& matrix, bool precise, const PreparedLayout& layout, const uint8_t* prepared,
-                     long batch, long first, long last, const Output& output) {
-  for (long group = first; group < last; ++group) {
-    const int half_bits = ciuic_half_bits_of(matrix.row_bits[group]);
-    const Precision precision = precision_for(half_bits, precise);
-    float factors[kTile];
-    for (int r = 0; r < kTile; ++r) factors[r] = ciuic_row_factor(matrix.scale[kTile * group + r]);
-    for (long begin = 0; begin < batch; begin += kStoredBatch) {
-      const long count = std::min(batch - begin, kStoredBatch);
-      float sums[kStoredBatch][kTile];
-      if (half_bits == 0)
-        std::memset(sums, 0, sizeof sums[0] * count);
-      else
-        kernels().matmul_group(matrix.codes + matrix.group_offset[group], matrix.cols / kTile, half_bits, matrix.L,
-                               factors, precision,
-                               prepared + layout.offset[precision] + begin * layout.row_bytes[precision], count, sums[0],
-                               kTile, kTile);
-      store(matrix, output, sums, begin, count, group);
-    }
-  }
+void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout& layout, uint8_t* prepared, long batch,
+                     long first, long last, const Output& output) {
+  const Kernels& k = kernels();
+  alignas(64) float sums[kMaxGroupsTogether * kMaxBatchTogether * kTile];
+  for (const Precision precision : kPrecisions)
+    for (Groups groups(matrix, mode, precision, first, last); groups.next(k.groups_together);)
+      for (long begin = 0; begin < batch; begin += k.batch_together) {
+        const long count = std::min(batch - begin, k.batch_together);
+        groups.multiply(layout.at(precision, prepared), begin, count, sums);
+        groups.store(output, begin, count, sums);
+      }
 }
 
 long groups_per_item(long groups, int threads) {

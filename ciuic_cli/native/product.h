@@ -16,17 +16,20 @@ int check_product_matrix(const CiuicMatrix& matrix);
 
 // Which precisions of the prepared input the row groups of a matrix read.
 struct Precisions {
-  bool needed[2] = {false, false};
+  bool needed[3] = {false, false, false};
 
-  void add(const CiuicMatrix& matrix, bool precise);
+  void add(const CiuicMatrix& matrix, Mode mode);
 };
 
-// Where the prepared rows of one input lie: all rows at one precision, then all at the other.
+// Where the `batch` prepared rows of one input lie: all rows at one precision after another.
 struct PreparedLayout {
   Precisions precisions;
-  size_t row_bytes[2], offset[2], bytes;
+  ActivationLayout layout[3];
+  size_t offset[3], bytes;
 
   PreparedLayout(const Precisions& wanted, long cols, long batch);
+
+  Activations at(Precision precision, uint8_t* prepared) const { return {layout[precision], prepared + offset[precision]}; }
 };
 
 // Prepares row b: `row` (cols floats, of which the first cols_in are set) is multiplied by the matrix's input factors,
@@ -37,14 +40,15 @@ void prepare_row(const CiuicMatrix& matrix, const float* signs, float* row, cons
 // `count` elements of an array from `first` on, as float32.
 void load_floats(const void* from, bool bf16, int64_t first, int64_t count, float* to);
 
-// The output of a product: batch x rows_out, bfloat16 or float32.
+// The output of a product: rows first_row, first_row + 1, .. of an array with rows_out columns, bfloat16 or float32.
 struct Output {
   void* y;
   bool bf16;
+  long first_row;
 };
 
-// y of the row groups first .. last - 1, for all `batch` prepared rows; the bias is added.
-void multiply_groups(const CiuicMatrix& matrix, bool precise, const PreparedLayout& layout, const uint8_t* prepared,
+// y of the row groups first .. last - 1, for the first `batch` prepared rows; the bias is added.
+void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout& layout, uint8_t* prepared,
                      long batch, long first, long last, const Output& output);
 
 inline long output_groups(const CiuicMatrix& matrix) { return (matrix.rows_out + kTile - 1) / kTile; }

@@ -30,7 +30,7 @@ struct Stage {
 
 struct Product {
   int matrix, input, out;
-  Precisions precisions[2];  // by `precise`
+  Precisions precisions[2];  // by mode
 };
 
 struct Program {
@@ -78,7 +78,7 @@ void add_products(Program& program, std::vector<int>& sign_owners, int first, in
     if (input == static_cast<int>(program.inputs.size()))
       program.inputs.push_back({step.in, step.matrix, signs_for(program, sign_owners, step.matrix)});
     Product product = {step.matrix, input, step.out, {}};
-    for (const int precise : {0, 1}) product.precisions[precise].add(matrix, precise != 0);
+    for (const Mode mode : {kFast, kPrecise}) product.precisions[mode].add(matrix, mode);
     program.products.push_back(product);
   }
   program.stages.push_back({Stage::kPrepare, first_input, static_cast<int>(program.inputs.size())});
@@ -141,8 +141,8 @@ void save(const float* from, bool bf16, int64_t count, void* to) {
 // One run of a program: its arguments and its scratch memory.
 class Run {
  public:
-  Run(const Program& program, void* const* arguments, long rows, bool bf16, bool precise, int threads)
-      : program_(program), arguments_(arguments), rows_(rows), bf16_(bf16), precise_(precise), threads_(threads) {}
+  Run(const Program& program, void* const* arguments, long rows, bool bf16, Mode mode, int threads)
+      : program_(program), arguments_(arguments), rows_(rows), bf16_(bf16), mode_(mode), threads_(threads) {}
 
   int execute() {
     size_t floats = 0;
@@ -160,7 +160,7 @@ class Run {
       Precisions wanted;
       for (const Product& product : program_.products)
         if (product.input == static_cast<int>(i))
-          for (const Precision p : {kInt8, kInt15}) wanted.needed[p] |= product.precisions[precise_].needed[p];
+          for (const Precision p : kPrecisions) wanted.needed[p] |= product.precisions[mode_].needed[p];
       layouts_.emplace_back(wanted, program_.matrices[program_.inputs[i].matrix].cols, rows_);
       prepared_begin_.push_back(bytes);
       bytes += (layouts_.back().bytes + 63) / 64 * 64;
@@ -227,8 +227,8 @@ class Run {
 
   void multiply(const Product& product, long first, long last) {
     const CiuicMatrix& matrix = program_.matrices[product.matrix];
-    const Output output = {buffer(product.out), false};
-    multiply_groups(matrix, precise_, layouts_[product.input], prepared_ + prepared_begin_[product.input], rows_, first,
+    const Output output = {buffer(product.out), false, 0};
+    multiply_groups(matrix, mode_, layouts_[product.input], prepared_ + prepared_begin_[product.input], rows_, first,
                     std::min(last, output_groups(matrix)), output);
   }
 
@@ -281,7 +281,8 @@ class Run {
   const Program& program_;
   void* const* arguments_;
   const long rows_;
-  const bool bf16_, precise_;
+  const bool bf16_;
+  const Mode mode_;
   const int threads_;
   std::vector<size_t> buffer_begin_, row_begin_, prepared_begin_;
   std::vector<PreparedLayout> layouts_;
@@ -345,7 +346,7 @@ int ciuic_program_run(const void* program, void* const* arguments, int argument_
   if (argument_count < known.argument_count || (known.argument_count > 0 && arguments == nullptr))
     return CIUIC_BAD_ARGUMENT;
   try {
-    return Run(known, arguments, rows, bf16 != 0, precise != 0, threads).execute();
+    return Run(known, arguments, rows, bf16 != 0, precise != 0 ? kPrecise : kFast, threads).execute();
   } catch (const std::bad_alloc&) {
     return CIUIC_NO_MEMORY;
   }

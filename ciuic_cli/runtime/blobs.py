@@ -18,13 +18,16 @@ from ciuic_cli.codecs.layout import read_header
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack, read_stack_header
 from ciuic_cli.runtime.matrices import CpuMatrix, TorchMatrix
-from ciuic_cli.runtime.weights import PlainStack, PlainWeight, Stack, Weight
+from ciuic_cli.runtime.weights import PlainStack, PlainWeight, SmallBatch, Stack, Weight
 
 Value = TypeVar("Value", Weight, Stack)
 
-CPU_SMALL_BATCH = {"avx512vnni": 48, "avx2": 24, "portable": 12}
+CPU_SMALL_BATCH = {"amx": 48, "avx512vnni": 48, "avx2": 24, "portable": 12}
 """By native kernels: the most rows of x for which multiplying from the codes beat decoded panels (measured with one
 thread, a 4096 x 4096 matrix and 4 bits per weight)."""
+
+CPU_SMALL_BATCH_BFLOAT16 = {"amx": 1024}
+"""The same for x in bfloat16, where it differs (docs/experiments/runtime/matrix-units.md)."""
 
 _WEIGHT, _STACK = "weight", "experts"
 """Names in messages about damaged blobs."""
@@ -44,13 +47,19 @@ def portable_stack(blob: torch.Tensor) -> Stack:
 
 def _cpu_weight(blob: torch.Tensor) -> Weight:
     matrix = CpuMatrix(PackedMatrix.from_buffer(blob, where=_WEIGHT))
-    return PlainWeight(matrix, CPU_SMALL_BATCH[native.cpu_kernels()])
+    return PlainWeight(matrix, _cpu_small_batch())
 
 
 def _cpu_stack(blob: torch.Tensor) -> Stack:
     stack = ExpertStack.from_buffer(blob, where=_STACK)
     experts = tuple(CpuMatrix(packed) for packed in stack.experts)
-    return PlainStack(experts, CPU_SMALL_BATCH[native.cpu_kernels()])
+    return PlainStack(experts, _cpu_small_batch())
+
+
+def _cpu_small_batch() -> SmallBatch:
+    kernels = native.cpu_kernels()
+    most = CPU_SMALL_BATCH[kernels]
+    return SmallBatch(bfloat16=CPU_SMALL_BATCH_BFLOAT16.get(kernels, most), others=most)
 
 
 def _cuda_weight(blob: torch.Tensor) -> Weight:

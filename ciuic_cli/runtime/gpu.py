@@ -15,9 +15,9 @@ from ciuic_cli.codecs.header import MatrixHeader
 from ciuic_cli.codecs.stack import StackHeader
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.runtime import products
-from ciuic_cli.runtime.weights import PlainStack, Stack, Weight
+from ciuic_cli.runtime.weights import PlainStack, SmallBatch, Stack, Weight
 
-_ANY_BATCH = sys.maxsize
+_ANY_BATCH = SmallBatch(sys.maxsize, sys.maxsize)
 """The kernels' product is the faster one for any batch: it chooses between codes and decoded rows itself."""
 
 

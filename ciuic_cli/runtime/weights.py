@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -39,19 +39,28 @@ class Stack(Protocol):
         ...
 
 
+class SmallBatch(NamedTuple):
+    """The most rows of x that are multiplied straight from the codes, by the dtype of x."""
+
+    bfloat16: int = products.SMALL_BATCH
+    others: int = products.SMALL_BATCH
+
+    def of(self, dtype: torch.dtype) -> int:
+        return self.bfloat16 if dtype == torch.bfloat16 else self.others
+
+
+SMALL_BATCH = SmallBatch()
+
+
 class PlainWeight:
-    """A weight on top of any `Matrix`.
+    """A weight on top of any `Matrix`."""
 
-    Args:
-        small_batch: most rows of x that are multiplied straight from the codes.
-    """
-
-    def __init__(self, matrix: Matrix, small_batch: int = products.SMALL_BATCH) -> None:
+    def __init__(self, matrix: Matrix, small_batch: SmallBatch = SMALL_BATCH) -> None:
         self.matrix = matrix
         self.small_batch = small_batch
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        y = products.product(self.matrix, x, small_batch=self.small_batch)
+        y = products.product(self.matrix, x, small_batch=self.small_batch.of(x.dtype))
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -68,7 +77,7 @@ class PlainWeight:
 class PlainStack:
     """A stack on top of any matrices: one product per expert that a token is routed to."""
 
-    def __init__(self, experts: tuple[Matrix, ...], small_batch: int = products.SMALL_BATCH) -> None:
+    def __init__(self, experts: tuple[Matrix, ...], small_batch: SmallBatch = SMALL_BATCH) -> None:
         self.experts = experts
         self.small_batch = small_batch
         self.count = len(experts)
@@ -81,8 +90,9 @@ class PlainStack:
         rows = self.experts[0].rows
         # Products from the codes round activations to 15 bits. In float32 an expert with few of many tokens is as exact
         # as the layer's linears, which get all tokens and are multiplied from decoded rows.
-        exact = x.dtype == torch.float32 and tokens > self.small_batch
-        small_batch = 0 if exact else self.small_batch
+        small_batch = self.small_batch.of(x.dtype)
+        if x.dtype == torch.float32 and tokens > small_batch:
+            small_batch = 0
         y = torch.zeros((tokens * k, rows), dtype=x.dtype, device=x.device)
         flat = ids.reshape(-1)
         order = torch.argsort(flat, stable=True)

@@ -14,7 +14,7 @@ import pytest
 from attacks import BASE_SEED
 
 SHAPES = Path(__file__).parent / "campaigns" / "shapes.py"
-KERNELS = ("avx512vnni", "avx2", "portable")
+KERNELS = ("amx", "avx512vnni", "avx2", "portable")
 
 
 def python(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

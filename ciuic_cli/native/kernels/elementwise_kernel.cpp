@@ -1,15 +1,47 @@
-// The small steps between the products of a decoder layer: RMS norm and gated activation.
+// The small steps around products: results with their bias, and RMS norm and gated activation of a decoder layer.
 //
 // Sums run over 16 interleaved partial sums whatever the vector length, and the exponential is a polynomial, so that
 // every instruction set rounds alike.
 #include <cmath>
 
+#include "bfloat16.h"
 #include "kernels_of_isa.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
 
 constexpr int kLanes = 16;
+
+// Rows of y that are fetched ahead of their stores: rows lie far apart, so the processor's prefetcher does not find them. A
+// prefetch beyond the array is harmless.
+constexpr long kRowsAhead = 16;
+
+// Row by row of y, so that the results of neighbouring groups fill whole cache lines.
+void store_groups(const float* results, const GroupColumns* groups, int count, long batch, void* y, long y_stride, bool bf16) {
+  const long bytes = bf16 ? 2 : 4;
+  for (long b = 0; b < batch; ++b)
+    for (int g = 0; g < count; ++g) {
+      __builtin_prefetch(static_cast<uint8_t*>(y) + bytes * (y_stride * (b + kRowsAhead) + groups[g].begin), 1);
+      const float* result = results + (g * batch + b) * kTile;
+      const GroupColumns& columns = groups[g];
+      float value[kTile];
+      for (int r = 0; r < kTile; ++r) value[r] = result[r];
+      if (columns.bias != nullptr)
+        for (long r = 0; r < columns.count; ++r) value[r] += columns.bias[r];
+      const long begin = y_stride * b + columns.begin;
+      if (!bf16) {
+        for (long r = 0; r < columns.count; ++r) static_cast<float*>(y)[begin + r] = value[r];
+      } else {
+        uint16_t rounded[kTile];
+        for (int r = 0; r < kTile; ++r) rounded[r] = to_bfloat16(value[r]);
+        uint16_t* to = static_cast<uint16_t*>(y) + begin;
+        if (columns.count == kTile)
+          __builtin_memcpy(to, rounded, sizeof rounded);
+        else
+          for (long r = 0; r < columns.count; ++r) to[r] = rounded[r];
+      }
+    }
+}
 
 void rms_norm(const float* x, long count, float epsilon, const float* weight, float* out) {
   float lanes[kLanes] = {};

@@ -18,8 +18,12 @@ const Kernels table = {
     fill_signs,
     hadamard_row,
     hadamard_row_bfloat16,
-    matmul_group,
+    matmul_groups,
+    1,   // groups_together
+    48,  // batch_together: a multiple of every entry of kBatches that fills the registers
+    0,   // many_rows
     quantize_row,
+    store_groups,
     rms_norm,
     gate,
 };

@@ -18,23 +18,19 @@ namespace CIUIC_ISA {
 // The low byte of `value` in all four bytes.
 static int32_t repeat_byte(int32_t value) { return static_cast<int32_t>((value & 0xFFu) * 0x01010101u); }
 
-// Fills row.bytes for columns begin .. end - 1 from row.value.
-static void fill_bytes(const QuantizedRow& row, long begin, long end, Precision precision) {
-  int32_t* repeated = reinterpret_cast<int32_t*>(row.bytes);
-  for (long j = begin; j < end; ++j) {
-    const int32_t low = static_cast<int8_t>(row.value[j]), high = (row.value[j] - low) >> 8;
-    if (precision == kInt8) {
-      repeated[j] = repeat_byte(low);
-    } else {
-      repeated[2 * j] = repeat_byte(low);
-      repeated[2 * j + 1] = repeat_byte(high);
-    }
+// Fills the bytes of the columns of one block from their values. `bytes`: those of the first tile.
+static void fill_bytes(const int16_t* value, long count, int shift, uint8_t* bytes, long tile_stride) {
+  for (long tile = 0; tile * kTile < count; ++tile) {
+    int32_t* repeated = reinterpret_cast<int32_t*>(bytes + tile * tile_stride);
+    // The high byte of a value whose low byte is negative is one more: value = low + 256 high.
+    for (int j = 0; j < kTile; ++j) repeated[j] = repeat_byte((value[tile * kTile + j] + (shift == 8 ? 128 : 0)) >> shift);
   }
 }
 
-void quantize_row(const float* x, long cols, Precision precision, uint8_t* activations) {
-  const float bound = largest_activation(precision);
-  const QuantizedRow row = quantized_row(activations, cols);
+void quantize_row(const float* x, const Activations& activations, long row_number) {
+  const float bound = largest_activation(activations.layout.precision);
+  const long cols = activations.layout.cols;
+  const QuantizedRow row = quantized_row(activations, row_number);
   for (long block = 0, begin = 0; begin < cols; ++block, begin += kActivationBlock) {
     const long end = begin + kActivationBlock < cols ? begin + kActivationBlock : cols;
     // The largest magnitude by bit pattern: magnitudes order like their bits, and a NaN exceeds all numbers.
@@ -60,11 +56,12 @@ void quantize_row(const float* x, long cols, Precision precision, uint8_t* activ
     }
     row.scale[block] = scale;
     row.offset[block] = -CIUIC_LEVEL_CENTRE * sum;
-    if constexpr (kByteProducts) fill_bytes(row, begin, end, precision);
+    if constexpr (kByteProducts)
+      for (int plane = 0; plane < activations.layout.planes; ++plane)
+        fill_bytes(row.value + begin, end - begin, 8 * plane, tile_row(activations, block, row_number, plane),
+                   tile_stride(activations));
   }
 }
-
-constexpr long kTilesPerBlock = kActivationBlock / kTile;
 
 template <int H>
 using Mask = decltype(Tile<H>::mask_of(0));
@@ -98,16 +95,16 @@ static void multiply_levels(const uint8_t* codes, long tiles, int L, const Quant
 // Measured: docs/experiments/runtime/cpu-product.md.
 constexpr int kChains = 4;
 
-// Adds the products of columns C .. 15 of a tile that begins at `column`.
+// Adds the products of columns C .. 15 of a tile, whose bytes of activations begin at `begin`.
 template <int H, bool Masked, int Batch, int Planes, int C>
 static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][kChains], const Tile<H>& tile,
-                                                              const QuantizedRow* x, Mask<H> mask, long column) {
+                                                              const uint8_t* (*bytes)[Planes], Mask<H> mask, long begin) {
   if constexpr (C < kTile) {
     const auto hash = hash_of_column(tile.template column<C, Masked>(mask));
     for (int b = 0; b < Batch; ++b)
       for (int plane = 0; plane < Planes; ++plane)
-        add_byte_products(sums[b][plane][C % kChains], hash, x[b].bytes + 4 * (Planes * (column + C) + plane));
-    add_columns<H, Masked, Batch, Planes, C + 1>(sums, tile, x, mask, column);
+        add_byte_products(sums[b][plane][C % kChains], hash, bytes[b][plane] + begin + 4 * C);
+    add_columns<H, Masked, Batch, Planes, C + 1>(sums, tile, bytes, mask, begin);
   }
 }
 
@@ -118,19 +115,23 @@ constexpr long kPrefetchBytes = 8192;
 
 // As multiply_levels, from the bytes of the hashes.
 template <int H, bool Masked, int Batch, int Planes>
-static void multiply_bytes(const uint8_t* codes, long tiles, int L, const QuantizedRow* x, float (*total)[kTile]) {
+static void multiply_bytes(const uint8_t* codes, long tiles, int L, const QuantizedRow* x, const Activations& activations,
+                           long first_row, float (*total)[kTile]) {
   constexpr long kTileBytes = CIUIC_TILE_BYTES(H);
   const auto mask = Tile<H>::mask_of(L);
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
     Sums sums[Batch][Planes][kChains];
+    const uint8_t* bytes[Batch][Planes];
     for (int b = 0; b < Batch; ++b)
-      for (int plane = 0; plane < Planes; ++plane)
+      for (int plane = 0; plane < Planes; ++plane) {
+        bytes[b][plane] = tile_row(activations, block, first_row + b, plane);
         for (int chain = 0; chain < kChains; ++chain) sums[b][plane][chain] = sums_of(0);
+      }
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t) {
       const uint8_t* tile = codes + t * kTileBytes;
       for (long i = 0; i < kTileBytes; i += 64) __builtin_prefetch(tile + kPrefetchBytes + i);
-      add_columns<H, Masked, Batch, Planes, 0>(sums, Tile<H>(tile), x, mask, t * kTile);
+      add_columns<H, Masked, Batch, Planes, 0>(sums, Tile<H>(tile), bytes, mask, (t - first) * tile_stride(activations));
     }
     for (int b = 0; b < Batch; ++b) {
       Sums sum = sums_of(x[b].offset[block]);
@@ -144,42 +145,46 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int L, const Quanti
 // Runs the loop for the smallest compiled batch size, kBatches[Choice] or a later one, that holds `batch` rows. It uses
 // byte products where they take no more instructions than the 16-bit products and byte sums that they replace.
 template <int H, bool Masked, int Choice>
-static void multiply_batch(const uint8_t* codes, long tiles, int L, QuantizedRow* x, float (*total)[kTile], int batch,
-                          Precision precision) {
+static void multiply_batch(const uint8_t* codes, long tiles, int L, QuantizedRow* x, const Activations& activations,
+                           long first_row, float (*total)[kTile], int batch) {
   constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]), kBatch = kBatches[Choice];
   if constexpr (Choice + 1 < kChoices) {
-    if (batch > kBatch) return multiply_batch<H, Masked, Choice + 1>(codes, tiles, L, x, total, batch, precision);
+    if (batch > kBatch) return multiply_batch<H, Masked, Choice + 1>(codes, tiles, L, x, activations, first_row, total, batch);
   }
   for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // unused rows repeat the last one; their totals are not used
   for (int b = 0; b < kBatch; ++b)
     for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
   if constexpr (kByteProducts && kBatch <= 2) {
-    if (precision == kInt8) return multiply_bytes<H, Masked, kBatch, 1>(codes, tiles, L, x, total);
+    if (activations.layout.precision == kInt8) return multiply_bytes<H, Masked, kBatch, 1>(codes, tiles, L, x, activations, first_row, total);
   }
-  if constexpr (kByteProducts && kBatch == 1) return multiply_bytes<H, Masked, 1, 2>(codes, tiles, L, x, total);
+  if constexpr (kByteProducts && kBatch == 1)
+    return multiply_bytes<H, Masked, 1, 2>(codes, tiles, L, x, activations, first_row, total);
   multiply_levels<H, Masked, kBatch>(codes, tiles, L, x, total);
 }
 
-void matmul_group(const uint8_t* codes, long tiles, int half_bits, int L, const float* row_factor, Precision precision,
-                  const uint8_t* activations, long batch, float* y, long y_stride, int rows) {
+static void multiply_group(const RowGroup& group, int L, const Activations& activations, long first_row, long batch) {
   constexpr int kLargestBatch = kBatches[sizeof(kBatches) / sizeof(kBatches[0]) - 1];
-  const size_t row_bytes = quantized_row_bytes(tiles * kTile, precision);
+  const long tiles = activations.layout.cols / kTile;
   for (long done = 0; done < batch; done += kLargestBatch) {
     const int count = static_cast<int>(batch - done < kLargestBatch ? batch - done : kLargestBatch);
+    const long first = first_row + done;
     QuantizedRow x[kLargestBatch];
-    for (int b = 0; b < count; ++b)
-      x[b] = quantized_row(const_cast<uint8_t*>(activations) + (done + b) * row_bytes, tiles * kTile);
+    for (int b = 0; b < count; ++b) x[b] = quantized_row(activations, first + b);
     float total[kLargestBatch][kTile];
-    with_half_bits(half_bits, [&](auto constant) {
+    with_half_bits(group.half_bits, [&](auto constant) {
       constexpr int H = decltype(constant)::value;
       if (L == 16)
-        multiply_batch<H, false, 0>(codes, tiles, L, x, total, count, precision);
+        multiply_batch<H, false, 0>(group.codes, tiles, L, x, activations, first, total, count);
       else
-        multiply_batch<H, true, 0>(codes, tiles, L, x, total, count, precision);
+        multiply_batch<H, true, 0>(group.codes, tiles, L, x, activations, first, total, count);
     });
     for (int b = 0; b < count; ++b)
-      for (int r = 0; r < rows; ++r) y[(done + b) * y_stride + r] = row_factor[r] * total[b][r];
+      for (int r = 0; r < kTile; ++r) group.y[(done + b) * kTile + r] = group.row_factor[r] * total[b][r];
   }
+}
+
+void matmul_groups(const RowGroup* groups, int count, int L, const Activations& activations, long first_row, long batch) {
+  for (int g = 0; g < count; ++g) multiply_group(groups[g], L, activations, first_row, batch);
 }
 
 }  // namespace CIUIC_ISA

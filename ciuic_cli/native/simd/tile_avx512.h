@@ -51,7 +51,7 @@ static inline __m512i hash_of_column(__m512i windows) {
   asm volatile("" : "+v"(hash));
   return hash;
 }
-static inline void add_byte_products(Sums& sums, __m512i hash, const int8_t* four) {
+static inline void add_byte_products(Sums& sums, __m512i hash, const uint8_t* four) {
   int32_t bytes;
   __builtin_memcpy(&bytes, four, sizeof bytes);
   sums.part = _mm512_dpbusd_epi32(sums.part, hash, _mm512_set1_epi32(bytes));

@@ -1,0 +1,64 @@
+"""Products with many rows of activations, as prompts have them, against torch's bfloat16 linear in the same run.
+
+    python benchmarks/prompts.py [--threads 2] [--size 2048] [--bits 4] [--rows 1,4,16,64,256,512,2048]
+
+Our product is the one that a loaded model uses: straight from the codes or by decoded panels, whichever the number of
+rows selects. A second column shows the panels. Rounds take turns; times are lower quartiles. Compare ratios.
+CIUIC_CPU_KERNELS selects the kernels; ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 keeps torch from using AMX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from functools import partial
+
+import torch
+
+from ciuic_cli.codecs import native
+from ciuic_cli.codecs.testing import random_matrix
+from ciuic_cli.runtime.blobs import weight_of
+from ciuic_cli.runtime.products import product
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--size", type=int, default=2048)
+    parser.add_argument("--bits", type=float, default=4)
+    parser.add_argument("--rows", default="1,4,8,16,32,64,128,256,512,1024,2048")
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    packed = random_matrix(options.size, options.size, options.bits)
+    weight = weight_of(torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8))
+    dense = torch.randn(options.size, options.size).to(torch.bfloat16)
+    print(
+        f"{options.size} x {options.size}, {options.bits} bits, {options.threads} threads, "
+        f"kernels {native.cpu_kernels()}\n"
+    )
+    print("| rows of activations | ours ms | panels ms | torch bf16 ms | of torch's speed |")
+    print("|---|---|---|---|---|")
+    for rows in map(int, options.rows.split(",")):
+        x = torch.randn(rows, options.size).to(torch.bfloat16)
+        actions = (
+            partial(weight.product, x),
+            partial(product, weight.matrix, x, small_batch=0),
+            partial(torch.nn.functional.linear, x, dense),
+        )
+        times: tuple[list[float], ...] = ([], [], [])
+        for number in range(options.rounds + 3):
+            for action, measured in zip(actions, times, strict=True):
+                started = time.perf_counter()
+                action()
+                if number >= 3:
+                    measured.append(1e3 * (time.perf_counter() - started))
+        ours, panels, theirs = (statistics.quantiles(one, n=4)[0] for one in times)
+        print(f"| {rows} | {ours:.3f} | {panels:.3f} | {theirs:.3f} | {theirs / ours:.2f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
