@@ -1,4 +1,4 @@
-"""Threads of torch: `one_thread` for results that must not depend on their number, `parallel_map` for many items."""
+"""Threads of torch: `one_thread` and `threads` fix their number for results that depend on it; `parallel_map`."""
 
 from __future__ import annotations
 
@@ -20,11 +20,18 @@ Result = TypeVar("Result")
 def one_thread() -> Iterator[None]:
     """Run torch with one thread, for operations whose rounding depends on the number of threads.
 
-    Such operations are sums over a whole tensor, QR and singular values. Products, element-wise operations and sums
-    along rows are not affected (tests/process/test_threads.py).
+    Such operations are sums over a whole tensor, QR, singular values, and the gradient of softmax. Products,
+    element-wise operations and sums along rows are not affected (tests/process/test_threads.py).
     """
+    with threads(1):
+        yield
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Run torch with `number` threads."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(number)
     try:
         yield
     finally:
@@ -40,26 +47,26 @@ def parallel_map(
     busier than one product split among them. An item for which `alone` is true runs alone, with all threads. An item is
     taken from `items` only when a thread is free.
     """
-    threads = torch.get_num_threads()
+    count = torch.get_num_threads()
     for runs_alone, group in itertools.groupby(items, alone):
-        if runs_alone or threads == 1:
+        if runs_alone or count == 1:
             for item in group:
                 yield item, make(item)
         else:
-            yield from _map_in_pool(group, make, threads)
+            yield from _map_in_pool(group, make, count)
 
 
 def _map_in_pool(
-    items: Iterable[Item], make: Callable[[Item], Result], threads: int
+    items: Iterable[Item], make: Callable[[Item], Result], count: int
 ) -> Iterator[tuple[Item, Result]]:
     running: dict[Future[Result], Item] = {}
-    with one_thread(), ThreadPoolExecutor(threads, "ciuic-work") as pool:
+    with one_thread(), ThreadPoolExecutor(count, "ciuic-work") as pool:
         try:
             for item in items:
                 with defer_signals():
                     future = pool.submit(make, item)
                 running[future] = item
-                if len(running) == threads:
+                if len(running) == count:
                     yield from _pop_finished(running)
             while running:
                 yield from _pop_finished(running)

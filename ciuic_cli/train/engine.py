@@ -21,6 +21,7 @@ from ciuic_cli.artifact import publishing
 from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError
+from ciuic_cli.process.threads import threads
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.examples import read_examples
@@ -45,7 +46,8 @@ def train(
 ) -> dict[str, Any]:
     """Train a LoRA adapter on `model` and write it to `out`.
 
-    The same call after a crash continues from the last checkpoint, and ends with the same bytes.
+    The same call after a crash continues from the last checkpoint, with as many threads of torch as the run began with,
+    and ends with the same bytes.
 
     Args:
         model: an artifact of `ciuic compress` or a dense checkpoint: a folder or a hub id.
@@ -80,8 +82,7 @@ def train(
         "model": str(folder.resolve()),
         "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
     }
-    with run.locked():
-        run.begin(description)
+    with run.locked(), threads(run.begin(description, torch.get_num_threads())):
         trainer = _trainer(folder, run, rows, options, device, progress, hint)
         checkpoint = run.last_checkpoint()
         if checkpoint is not None:

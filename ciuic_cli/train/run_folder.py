@@ -43,14 +43,23 @@ class RunFolder:
                 ) from error
             yield
 
-    def begin(self, description: dict[str, Any]) -> None:
+    def begin(self, description: dict[str, Any], threads: int) -> int:
         """Record what is run, or compare it with the run that is to be continued.
 
-        Raises InputError with the differences: a run continues only with the same options and data.
+        Args:
+            description: options and data; a run continues only with the same ones.
+            threads: torch's threads now.
+
+        Returns:
+            The threads with which the run began. Some gradients, such as softmax's, depend on their number.
+
+        Raises:
+            InputError: the description differs; the message names the differences.
         """
         file = self.path / _RUN
         if file.is_file():
-            before = json.loads(file.read_text(encoding="utf-8"))
+            stored = json.loads(file.read_text(encoding="utf-8"))
+            before, threads = stored["description"], int(stored["threads"])
             changed = [
                 f"{name}: {before.get(name)!r}, now {description.get(name)!r}"
                 for name in sorted({*before, *description})
@@ -63,7 +72,9 @@ class RunFolder:
                     remedy="give the same ones to continue it, or remove the folder to begin again",
                 )
         else:
-            write_atomically(file, json.dumps(description, indent=1).encode())
+            stored = {"description": description, "threads": threads}
+            write_atomically(file, json.dumps(stored, indent=1).encode())
+        return threads
 
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint. Removes incomplete ones."""
