@@ -33,7 +33,7 @@ _uint32 = ctypes.c_uint32
 _MATRIX = (*[_pointer] * 4, _long, _long, _int)  # codes, group offsets, bits, scales, rows, columns, L
 
 
-class Matrix(ctypes.Structure):
+class CiuicMatrix(ctypes.Structure):
     """CiuicMatrix of `ciuic_native.h`: the addresses and numbers that describe a compressed matrix as a factor."""
 
     _fields_ = (
@@ -47,7 +47,7 @@ class Matrix(ctypes.Structure):
     )
 
 
-class Step(ctypes.Structure):
+class CiuicStep(ctypes.Structure):
     """CiuicStep of `ciuic_native.h`: one step of a program."""
 
     _fields_ = (

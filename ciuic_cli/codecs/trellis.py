@@ -251,7 +251,7 @@ class Factor:
         # `native` has the addresses of these.
         self._order, self._input_factors, self._bias = order, input_factors, bias
         codes, offsets, bits, scales, rows, cols, L = packed.native_arguments
-        self.native = native.Matrix(
+        self.native = native.CiuicMatrix(
             codes=codes,
             group_offset=offsets,
             row_bits=bits,

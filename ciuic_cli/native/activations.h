@@ -22,17 +22,17 @@ constexpr Precision kPrecisions[] = {kInt8, kInt15, kBfloat16};
 static constexpr float largest_activation(Precision precision) { return precision == kInt8 ? 127.0f : 16383.0f; }
 
 // How a product is computed: from the fewest bits per activation, from 15 bits for all row groups, or in bfloat16.
-enum Mode { kFast, kPrecise, kManyRows };
+enum Mode { kFast, kPrecise, kInBfloat16 };
 static constexpr Precision precision_for(int half_bits, Mode mode) {
-  return mode == kManyRows ? kBfloat16 : mode == kPrecise || half_bits > 8 ? kInt15 : kInt8;
+  return mode == kInBfloat16 ? kBfloat16 : mode == kPrecise || half_bits > 8 ? kInt15 : kInt8;
 }
 
 // Signed bytes per value: value = low + 256 high, and int8 has no high byte.
 static constexpr int byte_planes(Precision precision) { return precision == kInt15 ? 2 : 1; }
 
 // Columns whose activations fill a row of a tile register, 64 bytes: four copies of a byte, or a bfloat16 value, each.
-static constexpr long tile_columns(Precision precision) { return precision == kBfloat16 ? 32 : 16; }
-constexpr long kTilesPerBlock = 16, kTileRowBytes = 64;
+static constexpr long register_columns(Precision precision) { return precision == kBfloat16 ? 32 : 16; }
+constexpr long kRegistersPerBlock = 16, kRegisterRowBytes = 64;
 
 struct QuantizedRow {
   float* scale;     // one per block
@@ -40,35 +40,36 @@ struct QuantizedRow {
   int16_t* value;   // one per column
 };
 
-// Rows of activations that a tile register of the AMX kernel holds.
-constexpr long kPanelRows = 16;
+// Rows of activations of a band, the content of a tile register of the AMX kernel.
+constexpr long kBandRows = 16;
 
 // Where the arrays of `batch` rows lie: first scale, offset and value of each row, then what matrix units read.
 //
 // That is, per byte plane and column, the byte four times, to be multiplied by the four bytes of a hash; or a bfloat16 value
-// per column. The order is by block of 16 tiles of columns, panel of 16 rows, byte plane, tile, row and column. So the 16
-// rows of a tile are 1 KB of neighbouring memory. A single panel has as many rows as there are; otherwise the last panel
-// has unused rows.
+// per column. The order is by block of 16 registers, band of 16 rows, byte plane, register, row and column. So the 16 rows
+// of a register are 1 KB of neighbouring memory. A single band has as many rows as there are; otherwise the last one has
+// unused rows.
 struct ActivationLayout {
   Precision precision;
-  long cols, tiles, planes, panel_rows, padded_rows;
-  size_t blocks_padded, row_bytes, tiles_begin, size;  // size: bytes of the whole
+  long cols, registers, planes, band_rows, padded_rows;
+  size_t blocks_padded, row_bytes, registers_begin, size;  // size: bytes of the whole
 };
 
 static inline ActivationLayout activation_layout(long cols, Precision precision, long batch) {
   ActivationLayout layout;
   layout.precision = precision;
   layout.cols = cols;
-  layout.tiles = (cols + tile_columns(precision) - 1) / tile_columns(precision);
+  layout.registers = (cols + register_columns(precision) - 1) / register_columns(precision);
   layout.planes = byte_planes(precision);
-  layout.panel_rows = batch < kPanelRows ? batch : kPanelRows;
-  layout.padded_rows = (batch + layout.panel_rows - 1) / layout.panel_rows * layout.panel_rows;
+  layout.band_rows = batch < kBandRows ? batch : kBandRows;
+  layout.padded_rows = (batch + layout.band_rows - 1) / layout.band_rows * layout.band_rows;
   // Rounded up to 16, so that every array begins on a 64-byte boundary.
   layout.blocks_padded = static_cast<size_t>(((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16);
   layout.row_bytes = (8 * layout.blocks_padded + 2 * static_cast<size_t>(cols) + 63) / 64 * 64;
   if (precision == kBfloat16) layout.row_bytes = 0;
-  layout.tiles_begin = layout.row_bytes * batch;
-  layout.size = layout.tiles_begin + static_cast<size_t>(kTileRowBytes * layout.planes * layout.padded_rows * layout.tiles);
+  layout.registers_begin = layout.row_bytes * batch;
+  const long register_rows = layout.planes * layout.padded_rows * layout.registers;
+  layout.size = layout.registers_begin + static_cast<size_t>(kRegisterRowBytes * register_rows);
   return layout;
 }
 
@@ -84,22 +85,22 @@ static inline QuantizedRow quantized_row(const Activations& x, long row) {
           reinterpret_cast<int16_t*>(begin + 8 * layout.blocks_padded)};
 }
 
-// The tiles of a block, or as many as there are.
-static inline long tiles_of_block(const ActivationLayout& layout, long block) {
-  const long rest = layout.tiles - kTilesPerBlock * block;
-  return rest < kTilesPerBlock ? rest : kTilesPerBlock;
+// The registers of a block, or as many as there are.
+static inline long registers_of_block(const ActivationLayout& layout, long block) {
+  const long rest = layout.registers - kRegistersPerBlock * block;
+  return rest < kRegistersPerBlock ? rest : kRegistersPerBlock;
 }
 
-// A row of the first tile of a block. The next tile begins tile_stride bytes later.
-static inline uint8_t* tile_row(const Activations& x, long block, long row, int plane) {
+// A row of the first register of a block. The next register begins register_stride bytes later.
+static inline uint8_t* register_row(const Activations& x, long block, long row, int plane) {
   const ActivationLayout& layout = x.layout;
-  const long tiles = tiles_of_block(layout, block), in_panel = row % layout.panel_rows;
-  const long before = layout.planes * (layout.padded_rows * kTilesPerBlock * block + (row - in_panel) * tiles) +
-                      plane * layout.panel_rows * tiles + in_panel;
-  return x.memory + layout.tiles_begin + kTileRowBytes * before;
+  const long registers = registers_of_block(layout, block), in_band = row % layout.band_rows;
+  const long before = layout.planes * (layout.padded_rows * kRegistersPerBlock * block + (row - in_band) * registers) +
+                      plane * layout.band_rows * registers + in_band;
+  return x.memory + layout.registers_begin + kRegisterRowBytes * before;
 }
 
-static inline long tile_stride(const Activations& x) { return kTileRowBytes * x.layout.panel_rows; }
+static inline long register_stride(const Activations& x) { return kRegisterRowBytes * x.layout.band_rows; }
 
 }  // namespace ciuic
 

@@ -91,8 +91,8 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   if (status != CIUIC_OK) return status;
   const long groups = output_groups(*matrix), cols = matrix->cols, cols_in = matrix->cols_in;
   Precisions precisions;
-  const long many = kernels().many_rows;
-  const Mode mode = precise != 0 ? kPrecise : many != 0 && batch >= many ? kManyRows : kFast;
+  const long many = kernels().bfloat16_rows;
+  const Mode mode = precise != 0 ? kPrecise : many != 0 && batch >= many ? kInBfloat16 : kFast;
   precisions.add(*matrix, mode);
   const int threads_used = groups * kTile * cols < kWeightsWorthThreads ? 1 : threads;
   const long together = std::min(batch, kMaxBatchTogether);

@@ -70,13 +70,13 @@ struct Kernels {
   void (*hadamard_row_bfloat16)(uint16_t* row, long cols, int log2_block, const float* signs, int inverse);
 
   // y[b][r] = row_factor[r] * (row r of the group . activations of batch row b), for each of `count` row groups. All of them
-  // read rows first_row .. first_row + batch - 1 of the same activations; first_row is a multiple of kPanelRows. The results
+  // read rows first_row .. first_row + batch - 1 of the same activations; first_row is a multiple of kBandRows. The results
   // do not depend on the instruction set, on `count` or on `batch`.
   void (*matmul_groups)(const RowGroup* groups, int count, int L, const Activations& activations, long first_row,
                         long batch);
   int groups_together;  // best `count`, at most kMaxGroupsTogether
   long batch_together;  // best `batch` for products with more rows, at most kMaxBatchTogether
-  long many_rows;       // rows from which products in bfloat16 are faster than in integers; 0 if there are none
+  long bfloat16_rows;       // rows from which products in bfloat16 are faster than in integers; 0 if there are none
   // Writes x, one value per column, as row `row` of the activations.
   void (*quantize_row)(const float* x, const Activations& activations, long row);
 

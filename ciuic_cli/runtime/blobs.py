@@ -33,12 +33,12 @@ _WEIGHT, _STACK = "weight", "experts"
 """Names in messages about damaged blobs."""
 
 
-def portable_weight(blob: torch.Tensor) -> Weight:
+def torch_weight(blob: torch.Tensor) -> Weight:
     """A weight on any device, computed with torch operations."""
     return PlainWeight(TorchMatrix.on_device(read_header(blob, where=_WEIGHT), blob))
 
 
-def portable_stack(blob: torch.Tensor) -> Stack:
+def torch_stack(blob: torch.Tensor) -> Stack:
     """A stack on any device, computed with torch operations."""
     header = read_stack_header(blob, where=_STACK)
     parts = zip(header.experts, header.experts_in(blob), strict=True)
@@ -66,9 +66,7 @@ def _cuda_weight(blob: torch.Tensor) -> Weight:
     from ciuic_cli.runtime import gpu  # loaded only on machines with a GPU
 
     return (
-        gpu.weight(read_header(blob, where=_WEIGHT), blob)
-        if gpu.usable(blob.device)
-        else portable_weight(blob)
+        gpu.weight(read_header(blob, where=_WEIGHT), blob) if gpu.usable(blob.device) else torch_weight(blob)
     )
 
 
@@ -78,15 +76,15 @@ def _cuda_stack(blob: torch.Tensor) -> Stack:
     return (
         gpu.stack(read_stack_header(blob, where=_STACK), blob)
         if gpu.usable(blob.device)
-        else portable_stack(blob)
+        else torch_stack(blob)
     )
 
 
 WEIGHTS: dict[str, Callable[[torch.Tensor], Weight]] = {"cpu": _cpu_weight, "cuda": _cuda_weight}
-"""By device type: the weight in a blob on that device. Other devices use `portable_weight`."""
+"""By device type: the weight in a blob on that device. Other devices use `torch_weight`."""
 
 STACKS: dict[str, Callable[[torch.Tensor], Stack]] = {"cpu": _cpu_stack, "cuda": _cuda_stack}
-"""By device type: the stack in a blob on that device. Other devices use `portable_stack`."""
+"""By device type: the stack in a blob on that device. Other devices use `torch_stack`."""
 
 
 @functools.lru_cache
@@ -141,12 +139,12 @@ def weight_of(blob: torch.Tensor) -> Weight:
     Raises:
         InputError: the blob is damaged.
     """
-    return _parsed_once(blob, WEIGHTS, portable_weight)
+    return _parsed_once(blob, WEIGHTS, torch_weight)
 
 
 def stack_of(blob: torch.Tensor) -> Stack:
     """The experts in a stack's blob; as `weight_of`."""
-    return _parsed_once(blob, STACKS, portable_stack)
+    return _parsed_once(blob, STACKS, torch_stack)
 
 
 def _parsed_once(

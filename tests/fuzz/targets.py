@@ -176,7 +176,7 @@ def native_functions(data: bytes, folder: Folder) -> None:
         order = np.arange(max(1, wanted), dtype=np.int32)
         order = order[::-1].copy() if signed[5] & 8 else order + np.int32(signed[1] >> 6)
         block = signed[3] % 12 if signed[3] & 1 else log2_block(cols)
-        matrix = native.Matrix(
+        matrix = native.CiuicMatrix(
             *pointers, order.ctypes.data if signed[5] & 4 else None, None, None, rows, cols, wanted, given,
             L, block, signed[4] & 0xFFFF,
         )  # fmt: skip

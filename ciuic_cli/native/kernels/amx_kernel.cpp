@@ -27,12 +27,12 @@ namespace ciuic {
 namespace CIUIC_ISA {
 namespace {
 
-constexpr long kRegisterBytes = kTile * kTileRowBytes;
+constexpr long kRegisterBytes = kTile * kRegisterRowBytes;
 
 // Fewer rows of activations are multiplied faster without the unit. Measured: docs/experiments/runtime/matrix-units.md.
 constexpr long kFewestRows = 4;
 // From as many rows on bfloat16 is faster. Measured: the same page.
-constexpr long kManyRows = 40;
+constexpr long kFewestRowsInBfloat16 = 40;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -48,7 +48,7 @@ class TileShapes {
     _tile_storeconfig(&before_);
     TileConfig config;
     for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = kTileRowBytes;
+      config.row_bytes[i] = kRegisterRowBytes;
       config.rows[i] = static_cast<uint8_t>(i < 6 ? activation_rows : kTile);
     }
     _tile_loadconfig(&config);
@@ -68,7 +68,7 @@ class TileShapes {
 template <int H, bool Masked, int C = 0>
 inline __attribute__((always_inline)) void write_columns(const Tile<H>& tile, __m512i mask, uint8_t* to) {
   if constexpr (C < kTile) {
-    _mm512_store_si512(to + kTileRowBytes * C, hash_of_column(tile.template column<C, Masked>(mask)));
+    _mm512_store_si512(to + kRegisterRowBytes * C, hash_of_column(tile.template column<C, Masked>(mask)));
     write_columns<H, Masked, C + 1>(tile, mask, to);
   }
 }
@@ -90,7 +90,7 @@ inline __attribute__((always_inline)) void write_pairs(const Tile<H>& tile, __m5
         _mm512_cvtne2ps_pbh(levels<H, Masked, 2 * P + 1>(tile, mask), levels<H, Masked, 2 * P>(tile, mask)));
     const __m512i even = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512i order = _mm512_or_si512(even, _mm512_add_epi32(_mm512_slli_epi32(even, 16), _mm512_set1_epi32(16 << 16)));
-    _mm512_store_si512(to + kTileRowBytes * P, _mm512_permutexvar_epi16(order, columns));
+    _mm512_store_si512(to + kRegisterRowBytes * P, _mm512_permutexvar_epi16(order, columns));
     write_pairs<H, Masked, P + 1>(tile, mask, to);
   }
 }
@@ -146,11 +146,11 @@ union Sums16 {
   float real[kTile * kTile];
 };
 
-// Multiplies `count` registers of one or two panels of activations, a0 and a1 (null: none; registers are `stride` bytes
+// Multiplies `count` registers of one or two bands of activations, a0 and a1 (null: none; registers are `stride` bytes
 // apart), by those of `Groups` row groups. Decode: the latter are not in memory yet.
 //
 // Register 2 a + g holds sums, register 4 + a activations and register 6 + g weights. The intrinsics take literals.
-template <bool Bfloat16, int Panels, int Groups, bool Decode>
+template <bool Bfloat16, int Bands, int Groups, bool Decode>
 void multiply_block(const uint8_t* a0, const uint8_t* a1, long stride, const Source* source, long count, Sums16* sums) {
 #define CIUIC_DOT(to, a, b)     \
   {                             \
@@ -161,46 +161,46 @@ void multiply_block(const uint8_t* a0, const uint8_t* a1, long stride, const Sou
   }
   _tile_zero(0);
   if (Groups > 1) _tile_zero(1);
-  if (Panels > 1) _tile_zero(2);
-  if (Panels > 1 && Groups > 1) _tile_zero(3);
+  if (Bands > 1) _tile_zero(2);
+  if (Bands > 1 && Groups > 1) _tile_zero(3);
   if (Decode)
     for (int g = 0; g < Groups; ++g) source[g].decode<Bfloat16>(0);
   for (long t = 0; t < count; ++t) {
     if (Decode && t + 1 < count)
       for (int g = 0; g < Groups; ++g) source[g].decode<Bfloat16>(t + 1);
-    _tile_loadd(6, source[0].registers + t * kRegisterBytes, kTileRowBytes);
-    _tile_loadd(4, a0 + t * stride, kTileRowBytes);
+    _tile_loadd(6, source[0].registers + t * kRegisterBytes, kRegisterRowBytes);
+    _tile_loadd(4, a0 + t * stride, kRegisterRowBytes);
     CIUIC_DOT(0, 4, 6)
     if constexpr (Groups > 1) {
-      _tile_loadd(7, source[1].registers + t * kRegisterBytes, kTileRowBytes);
+      _tile_loadd(7, source[1].registers + t * kRegisterBytes, kRegisterRowBytes);
       CIUIC_DOT(1, 4, 7)
     }
-    if constexpr (Panels > 1) {
-      _tile_loadd(5, a1 + t * stride, kTileRowBytes);
+    if constexpr (Bands > 1) {
+      _tile_loadd(5, a1 + t * stride, kRegisterRowBytes);
       CIUIC_DOT(2, 5, 6)
     }
-    if constexpr (Panels > 1 && Groups > 1) CIUIC_DOT(3, 5, 7)
+    if constexpr (Bands > 1 && Groups > 1) CIUIC_DOT(3, 5, 7)
   }
-  _tile_stored(0, sums + 0, kTileRowBytes);
-  if (Groups > 1) _tile_stored(1, sums + 1, kTileRowBytes);
-  if (Panels > 1) _tile_stored(2, sums + 2, kTileRowBytes);
-  if (Panels > 1 && Groups > 1) _tile_stored(3, sums + 3, kTileRowBytes);
+  _tile_stored(0, sums + 0, kRegisterRowBytes);
+  if (Groups > 1) _tile_stored(1, sums + 1, kRegisterRowBytes);
+  if (Bands > 1) _tile_stored(2, sums + 2, kRegisterRowBytes);
+  if (Bands > 1 && Groups > 1) _tile_stored(3, sums + 3, kRegisterRowBytes);
 #undef CIUIC_DOT
 }
 
 using MultiplyBlock = void (*)(const uint8_t*, const uint8_t*, long, const Source*, long, Sums16*);
 
 template <bool Bfloat16>
-MultiplyBlock multiplier_for(int panels, int groups, bool decode) {
+MultiplyBlock multiplier_for(int bands, int groups, bool decode) {
   static constexpr MultiplyBlock choices[2][2][2] = {
       {{multiply_block<Bfloat16, 1, 1, false>, multiply_block<Bfloat16, 1, 1, true>},
        {multiply_block<Bfloat16, 1, 2, false>, multiply_block<Bfloat16, 1, 2, true>}},
       {{multiply_block<Bfloat16, 2, 1, false>, multiply_block<Bfloat16, 2, 1, true>},
        {multiply_block<Bfloat16, 2, 2, false>, multiply_block<Bfloat16, 2, 2, true>}}};
-  return choices[panels - 1][groups - 1][decode];
+  return choices[bands - 1][groups - 1][decode];
 }
 
-// Adds the sums of a panel, or at 15 bits of its low and its high bytes, to `count` rows of y. The first one is row first_row
+// Adds the sums of a band, or at 15 bits of its low and its high bytes, to `count` rows of y. The first one is row first_row
 // of the activations.
 template <Precision P>
 void add_block(const Sums16& low, const Sums16& high, const Activations& x, long block, long first_row, long count, float* y) {
@@ -221,32 +221,32 @@ template <Precision P>
 void multiply_rows(const Source* source, int groups, const Activations& x, long block, long first_row, long batch,
                    float* const* y) {
   alignas(64) Sums16 sums[4];
-  const long stride = tile_stride(x), count = tiles_of_block(x.layout, block);
-  // At 15 bits, both bytes of one panel are multiplied at a time; otherwise two panels.
-  constexpr int kPanels = P == kInt15 ? 1 : 2;
-  for (long done = 0; done < batch; done += kPanels * kPanelRows) {
+  const long stride = register_stride(x), count = registers_of_block(x.layout, block);
+  // At 15 bits, both bytes of one band are multiplied at a time; otherwise two bands.
+  constexpr int kBands = P == kInt15 ? 1 : 2;
+  for (long done = 0; done < batch; done += kBands * kBandRows) {
     const long rest = batch - done, first = first_row + done;
-    const bool second = kPanels == 2 && rest > kPanelRows;
-    const uint8_t* a1 = P == kInt15 ? tile_row(x, block, first, 1) : second ? tile_row(x, block, first + kPanelRows, 0) : nullptr;
-    multiplier_for<P == kBfloat16>(a1 == nullptr ? 1 : 2, groups, done == 0)(tile_row(x, block, first, 0), a1, stride, source,
+    const bool second = kBands == 2 && rest > kBandRows;
+    const uint8_t* a1 = P == kInt15 ? register_row(x, block, first, 1) : second ? register_row(x, block, first + kBandRows, 0) : nullptr;
+    multiplier_for<P == kBfloat16>(a1 == nullptr ? 1 : 2, groups, done == 0)(register_row(x, block, first, 0), a1, stride, source,
                                                                            count, sums);
     for (int g = 0; g < groups; ++g) {
       float* to = y[g] + kTile * done;
-      add_block<P>(sums[g], sums[2 + g], x, block, first, rest < kPanelRows ? rest : kPanelRows, to);
+      add_block<P>(sums[g], sums[2 + g], x, block, first, rest < kBandRows ? rest : kBandRows, to);
       if (second)
-        add_block<P>(sums[2 + g], sums[2 + g], x, block, first + kPanelRows,
-                     rest < 2 * kPanelRows ? rest - kPanelRows : kPanelRows, to + kTile * kPanelRows);
+        add_block<P>(sums[2 + g], sums[2 + g], x, block, first + kBandRows,
+                     rest < 2 * kBandRows ? rest - kBandRows : kBandRows, to + kTile * kBandRows);
     }
   }
 }
 
 template <Precision P>
 void multiply(const RowGroup* groups, int count, int L, const Activations& x, long first_row, long batch) {
-  alignas(64) uint8_t registers[2][kTilesPerBlock * kRegisterBytes];
-  constexpr long kCodeTiles = kTilesPerBlock * tile_columns(P) / kTile;  // of a block
+  alignas(64) uint8_t registers[2][kRegistersPerBlock * kRegisterBytes];
+  constexpr long kCodeTiles = kRegistersPerBlock * register_columns(P) / kTile;  // of a block
   const long tiles = x.layout.cols / kTile;
   for (int g = 0; g < count; ++g) std::memset(groups[g].y, 0, sizeof(float) * kTile * batch);
-  const TileShapes shapes(x.layout.panel_rows);
+  const TileShapes shapes(x.layout.band_rows);
   for (long block = 0; block * kCodeTiles < tiles; ++block)
     for (int g = 0; g < count; g += 2) {
       const int together = count - g < 2 ? 1 : 2;
@@ -278,12 +278,13 @@ void multiply_groups(const RowGroup* groups, int count, int L, const Activations
 void write_row(const float* x, const Activations& activations, long row) {
   const ActivationLayout& layout = activations.layout;
   if (layout.precision != kBfloat16) return avx512vnni::table.quantize_row(x, activations, row);
-  constexpr long kColumns = tile_columns(kBfloat16);
-  for (long tile = 0; tile < layout.tiles; ++tile) {
-    const float* from = x + kColumns * tile;
+  constexpr long kColumns = register_columns(kBfloat16);
+  for (long number = 0; number < layout.registers; ++number) {
+    const float* from = x + kColumns * number;
     const __m512 first = _mm512_loadu_ps(from);
-    const __m512 second = kColumns * tile + kTile < layout.cols ? _mm512_loadu_ps(from + kTile) : _mm512_setzero_ps();
-    uint8_t* to = tile_row(activations, tile / kTilesPerBlock, row, 0) + tile % kTilesPerBlock * tile_stride(activations);
+    const __m512 second = kColumns * number + kTile < layout.cols ? _mm512_loadu_ps(from + kTile) : _mm512_setzero_ps();
+    uint8_t* block = register_row(activations, number / kRegistersPerBlock, row, 0);
+    uint8_t* to = block + number % kRegistersPerBlock * register_stride(activations);
     _mm512_store_si512(to, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
   }
 }
@@ -306,7 +307,7 @@ Kernels with_amx() {
   result.matmul_groups = multiply_groups;
   result.groups_together = kMaxGroupsTogether;
   result.batch_together = kMaxBatchTogether;
-  result.many_rows = kManyRows;
+  result.bfloat16_rows = kFewestRowsInBfloat16;
   result.quantize_row = write_row;
   return result;
 }

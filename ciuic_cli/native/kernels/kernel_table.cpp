@@ -21,7 +21,7 @@ const Kernels table = {
     matmul_groups,
     1,   // groups_together
     48,  // batch_together: a multiple of every entry of kBatches that fills the registers
-    0,   // many_rows
+    0,   // bfloat16_rows
     quantize_row,
     store_groups,
     rms_norm,

@@ -19,9 +19,9 @@ namespace CIUIC_ISA {
 static int32_t repeat_byte(int32_t value) { return static_cast<int32_t>((value & 0xFFu) * 0x01010101u); }
 
 // Fills the bytes of the columns of one block from their values. `bytes`: those of the first tile.
-static void fill_bytes(const int16_t* value, long count, int shift, uint8_t* bytes, long tile_stride) {
+static void fill_bytes(const int16_t* value, long count, int shift, uint8_t* bytes, long register_stride) {
   for (long tile = 0; tile * kTile < count; ++tile) {
-    int32_t* repeated = reinterpret_cast<int32_t*>(bytes + tile * tile_stride);
+    int32_t* repeated = reinterpret_cast<int32_t*>(bytes + tile * register_stride);
     // The high byte of a value whose low byte is negative is one more: value = low + 256 high.
     for (int j = 0; j < kTile; ++j) repeated[j] = repeat_byte((value[tile * kTile + j] + (shift == 8 ? 128 : 0)) >> shift);
   }
@@ -58,10 +58,12 @@ void quantize_row(const float* x, const Activations& activations, long row_numbe
     row.offset[block] = -CIUIC_LEVEL_CENTRE * sum;
     if constexpr (kByteProducts)
       for (int plane = 0; plane < activations.layout.planes; ++plane)
-        fill_bytes(row.value + begin, end - begin, 8 * plane, tile_row(activations, block, row_number, plane),
-                   tile_stride(activations));
+        fill_bytes(row.value + begin, end - begin, 8 * plane, register_row(activations, block, row_number, plane),
+                   register_stride(activations));
   }
 }
+
+constexpr long kTilesPerBlock = kActivationBlock / kTile;
 
 template <int H>
 using Mask = decltype(Tile<H>::mask_of(0));
@@ -124,14 +126,14 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int L, const Quanti
     const uint8_t* bytes[Batch][Planes];
     for (int b = 0; b < Batch; ++b)
       for (int plane = 0; plane < Planes; ++plane) {
-        bytes[b][plane] = tile_row(activations, block, first_row + b, plane);
+        bytes[b][plane] = register_row(activations, block, first_row + b, plane);
         for (int chain = 0; chain < kChains; ++chain) sums[b][plane][chain] = sums_of(0);
       }
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t) {
       const uint8_t* tile = codes + t * kTileBytes;
       for (long i = 0; i < kTileBytes; i += 64) __builtin_prefetch(tile + kPrefetchBytes + i);
-      add_columns<H, Masked, Batch, Planes, 0>(sums, Tile<H>(tile), bytes, mask, (t - first) * tile_stride(activations));
+      add_columns<H, Masked, Batch, Planes, 0>(sums, Tile<H>(tile), bytes, mask, (t - first) * register_stride(activations));
     }
     for (int b = 0; b < Batch; ++b) {
       Sums sum = sums_of(x[b].offset[block]);

@@ -41,26 +41,26 @@ class ProgramBuilder:
     """
 
     _factors: list[Factor] = field(default_factory=list)
-    _steps: list[native.Step] = field(default_factory=list)
+    _steps: list[native.CiuicStep] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)
     _alive: list[torch.Tensor] = field(default_factory=list)
 
     def load(self, argument: int, size: int) -> int:
         """A buffer with the caller's array `argument`, [rows, size]."""
         out = self._buffer(size)
-        self._steps.append(native.Step(kind=Kind.LOAD, out=out, argument=argument, size=size))
+        self._steps.append(native.CiuicStep(kind=Kind.LOAD, out=out, argument=argument, size=size))
         return out
 
     def store(self, source: int, argument: int) -> None:
         """Writes a buffer to the caller's array `argument`."""
         size = self._sizes[source]
-        self._steps.append(native.Step(kind=Kind.STORE, source=source, argument=argument, size=size))
+        self._steps.append(native.CiuicStep(kind=Kind.STORE, source=source, argument=argument, size=size))
 
     def norm(self, source: int, weight: torch.Tensor, epsilon: float) -> int:
         """RMSNorm of each run of `len(weight)` values: x / sqrt(mean(x^2) + epsilon) * weight, float32 [n]."""
         out = self._buffer(self._sizes[source])
         self._alive.append(weight)
-        step = native.Step(
+        step = native.CiuicStep(
             kind=Kind.NORM,
             source=source,
             out=out,
@@ -74,7 +74,7 @@ class ProgramBuilder:
     def multiply(self, source: int, factor: Factor) -> int:
         """The product of a matrix with a buffer."""
         out = self._buffer(factor.rows)
-        step = native.Step(kind=Kind.MULTIPLY, source=source, out=out, matrix=len(self._factors))
+        step = native.CiuicStep(kind=Kind.MULTIPLY, source=source, out=out, matrix=len(self._factors))
         self._factors.append(factor)
         self._steps.append(step)
         return out
@@ -84,19 +84,19 @@ class ProgramBuilder:
 
         Arguments `argument` and `argument` + 1 are the cosines and the sines, each [rows, size].
         """
-        self._steps.append(native.Step(kind=Kind.ROTATE, source=source, size=size, argument=argument))
+        self._steps.append(native.CiuicStep(kind=Kind.ROTATE, source=source, size=size, argument=argument))
 
     def gate(self, source: int, other: int, activation: Activation) -> int:
         """activation(source) * other."""
         out = self._buffer(self._sizes[source])
-        step = native.Step(kind=Kind.GATE, source=source, second=other, out=out, activation=activation)
+        step = native.CiuicStep(kind=Kind.GATE, source=source, second=other, out=out, activation=activation)
         self._steps.append(step)
         return out
 
     def add(self, source: int, other: int) -> int:
         """source + other."""
         out = self._buffer(self._sizes[source])
-        self._steps.append(native.Step(kind=Kind.ADD, source=source, second=other, out=out))
+        self._steps.append(native.CiuicStep(kind=Kind.ADD, source=source, second=other, out=out))
         return out
 
     def build(self) -> Program:
@@ -114,7 +114,7 @@ class Program:
     def __init__(
         self,
         factors: Sequence[Factor],
-        steps: Sequence[native.Step],
+        steps: Sequence[native.CiuicStep],
         sizes: Sequence[int],
         alive: Sequence[torch.Tensor],
     ) -> None:
@@ -122,9 +122,9 @@ class Program:
         self._library = native.interface()
         handle = ctypes.c_void_p()
         status = self._library.ciuic_program_create(
-            (native.Matrix * len(factors))(*(factor.native for factor in factors)),
+            (native.CiuicMatrix * len(factors))(*(factor.native for factor in factors)),
             len(factors),
-            (native.Step * len(steps))(*steps),
+            (native.CiuicStep * len(steps))(*steps),
             len(steps),
             (ctypes.c_int64 * len(sizes))(*sizes),
             len(sizes),

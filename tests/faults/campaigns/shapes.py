@@ -235,7 +235,7 @@ class Kernels:
             order = exact.permutation(matrix.rows).astype(np.int32) if self.random.random() < 0.5 else None
             order_in_place = None if order is None else self.guarded.copy(order)
             arrays, (rows, cols, L) = self.packed[:4], self.packed[4:]
-            factor = native.Matrix(
+            factor = native.CiuicMatrix(
                 *(array.ctypes.data for array in arrays),
                 None if order_in_place is None else order_in_place.ctypes.data, None, None,
                 rows, cols, matrix.rows, matrix.cols, L, matrix.header.log2_block, matrix.header.seed,
