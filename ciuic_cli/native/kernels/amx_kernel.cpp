@@ -227,7 +227,9 @@ void multiply_rows(const Source* source, int groups, const Activations& x, long 
   for (long done = 0; done < batch; done += kBands * kBandRows) {
     const long rest = batch - done, first = first_row + done;
     const bool second = kBands == 2 && rest > kBandRows;
-    const uint8_t* a1 = P == kInt15 ? register_row(x, block, first, 1) : second ? register_row(x, block, first + kBandRows, 0) : nullptr;
+    const uint8_t* a1 = nullptr;
+    if (P == kInt15) a1 = register_row(x, block, first, 1);
+    if (second) a1 = register_row(x, block, first + kBandRows, 0);
     multiplier_for<P == kBfloat16>(a1 == nullptr ? 1 : 2, groups, done == 0)(register_row(x, block, first, 0), a1, stride, source,
                                                                            count, sums);
     for (int g = 0; g < groups; ++g) {
