@@ -1,6 +1,18 @@
-"""Division of integers that rounds up."""
+"""Integers: division that rounds up, and sizes in bytes as people write them."""
 
 from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from ciuic_cli.errors import UsageError
+
+_UNITS = {
+    unit: base**power
+    for power, letter in enumerate("KMGT", start=1)
+    for unit, base in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
+}
+_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -11,3 +23,20 @@ def ceil_div(dividend: int, divisor: int) -> int:
 def round_up(number: int, divisor: int) -> int:
     """The least multiple of `divisor` that is not below `number`; divisor: positive."""
     return ceil_div(number, divisor) * divisor
+
+
+def parse_size(text: str) -> int:
+    """The bytes of "8GiB", "500MB", "1.5G" or "4365952"; raises UsageError for anything else.
+
+    Units are powers of 1000, or of 1024 with an "i". Case does not matter, and the "B" is optional.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    unit = match[2].upper() if match else ""
+    if match is None or unit not in ("", "B", *_UNITS):
+        raise UsageError(f"{text!r:.60} is not a size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
+    size = Decimal(match[1]) * _UNITS.get(unit, 1)
+    if 0 < size < 1 or (unit in ("", "B") and size != int(size)):
+        raise UsageError(
+            f"{text!r} is not a whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB"
+        )
+    return int(size)

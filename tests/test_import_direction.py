@@ -20,7 +20,8 @@ ROOT = Path(ciuic_cli.__file__).parent
 PACKAGE = "ciuic_cli"
 
 FLOORS = (
-    ("errors", "_version", "integers"),
+    ("errors", "_version"),
+    ("integers",),
     ("process",),
     ("checkpoint", "codecs"),
     ("text", "kernels", "artifact", "passes", "layerwise"),

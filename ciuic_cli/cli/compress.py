@@ -15,7 +15,7 @@ from ciuic_cli.cli.arguments import DEVICE_HELP, JSON_HELP, Model, announce_devi
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
 from ciuic_cli.cli.tables import show_compressed
-from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank, parse_size
+from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank
 from ciuic_cli.compression.options import (
     BITS,
     DEFAULT_BITS,
@@ -24,6 +24,7 @@ from ciuic_cli.compression.options import (
     CompressOptions,
     bits_text,
 )
+from ciuic_cli.integers import parse_size
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 if TYPE_CHECKING:

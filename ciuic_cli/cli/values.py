@@ -4,35 +4,10 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from decimal import Decimal
 from typing import Any
 
 from ciuic_cli.compression.options import BITS
 from ciuic_cli.errors import UsageError
-
-_UNITS = {
-    unit: base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for unit, base in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
-}
-_SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
-
-
-def parse_size(text: str) -> int:
-    """The bytes of "8GiB", "500MB", "1.5G" or "4365952"; raises UsageError for anything else.
-
-    Units are powers of 1000, or of 1024 with an "i". Case does not matter, and the "B" is optional.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    unit = match[2].upper() if match else ""
-    if match is None or unit not in ("", "B", *_UNITS):
-        raise UsageError(f"{text!r:.60} is not a size", remedy="write it like 8GiB, 500MB, 1.5GB or 4365952")
-    size = Decimal(match[1]) * _UNITS.get(unit, 1)
-    if 0 < size < 1 or (unit in ("", "B") and size != int(size)):
-        raise UsageError(
-            f"{text!r} is not a whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB"
-        )
-    return int(size)
 
 
 def parse_bits(text: str) -> tuple[Any, ...]:

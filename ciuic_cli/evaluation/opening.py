@@ -20,6 +20,7 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.codecs import native
 from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.runtime.loading import choose_device, load, load_offloaded
+from ciuic_cli.runtime.placement.choice import covering
 
 
 def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None = None) -> Any:
@@ -71,18 +72,7 @@ def artifact_in_memory(folder: Path, target: torch.device, layer_prefixes: Seque
 def _layers_on_disk(folder: Path, target: torch.device, layer_prefixes: Sequence[str]) -> dict[str, str]:
     """Module or parameter -> "disk" for decoder layers, else the device; together they are the whole model."""
     model = build_meta_model(build_config(read_config(folder)), torch.float32)
-    layers = {prefix.rstrip(".") for prefix in layer_prefixes}
-    ancestors = {""} | {layer[:end] for layer in layers for end in range(len(layer)) if layer[end] == "."}
-    places: dict[str, str] = {}
-    for name, module in model.named_modules():
-        if name in ancestors:
-            tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-            parts = [short for short, _ in (*module.named_children(), *tensors)]
-            full = (f"{name}.{part}" if name else part for part in parts)
-            places |= {part: str(target) for part in full if part not in ancestors}
-        elif name in layers:
-            places[name] = "disk"
-    return places
+    return covering(model, {prefix.rstrip("."): "disk" for prefix in layer_prefixes}, str(target))
 
 
 def _ready(model: Any, generation: Any) -> Any:

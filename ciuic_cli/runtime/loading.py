@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,8 +19,12 @@ from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
+from ciuic_cli.integers import parse_size
 from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.runtime.swap import BlobSlot, swap_modules
+
+if TYPE_CHECKING:
+    from ciuic_cli.runtime.placement.choice import Placement
 
 Blob = torch.Tensor | np.ndarray | bytes
 
@@ -28,6 +35,8 @@ def load(
     dtype: torch.dtype | str | None = None,
     *,
     verify: bool = False,
+    gpu_memory: int | str | None = None,
+    hint: Callable[[str], None] | None = None,
 ) -> Any:
     """Load an artifact of `ciuic compress`. Its weights stay compressed in memory.
 
@@ -36,22 +45,74 @@ def load(
         device: "auto" (a GPU if there is one, else the CPU), "cpu", "cuda" or "cuda:N".
         dtype: dtype of activations and uncompressed tensors; default: the one in the artifact's config.
         verify: first compare every file with its checksum, as `ciuic inspect --verify` does.
+        gpu_memory: most bytes of weights on the GPU, such as "20GB" or 20_000_000_000. What does not fit, routed
+            experts first, stays in main memory and is computed there; only hidden states cross. The KV cache and
+            activations take memory besides. Needs accelerate. Default: everything is on `device`.
+        hint: receives a sentence that says what lies where; default: it goes to stderr.
 
     Returns:
-        The transformers model (a PreTrainedModel with a language-model head), in evaluation mode.
+        The transformers model (a PreTrainedModel with a language-model head), in evaluation mode. With `gpu_memory`,
+        `hf_device_map` is its placement.
 
     Raises:
         InputError: `path` is no artifact, or the artifact is incomplete, damaged or of a newer format.
-        EnvironmentFault: the device does not exist, or its memory or the machine's memory is exhausted.
-        UsageError: `device` is not the name of a device.
+        EnvironmentFault: the device does not exist, or its memory or the machine's memory is exhausted; accelerate is
+            missing.
+        UsageError: `device` is not the name of a device; `gpu_memory` is no size, too small, or given without a GPU.
     """
     target = choose_device(device)
+    limit = None if gpu_memory is None else _checked_limit(gpu_memory, target)
     if verify:
         from ciuic_cli.artifact.verification import verify as verify_files
 
         verify_files(path).require_intact(locate(path))
+    if limit is not None:
+        placement = _placement(path, limit, target, dtype)
+        (hint or _to_stderr)(placement.summary)
+        return _from_pretrained(path, torch.device("cpu"), dtype, device_map=dict(placement.device_map))
     model = _from_pretrained(path, target, dtype)
     return model if target.type == "cpu" else model.to(target)
+
+
+def _checked_limit(gpu_memory: int | str, target: torch.device) -> int:
+    """The bytes of the option `gpu_memory`. Raises UsageError, or EnvironmentFault, as `load` does."""
+    limit = parse_size(gpu_memory) if isinstance(gpu_memory, str) else gpu_memory
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit <= 0:
+        raise UsageError(
+            f"gpu_memory={gpu_memory!r} is not a positive number of bytes",
+            remedy='give a size like "20GB" or 20_000_000_000',
+        )
+    if target.type == "cpu":
+        raise UsageError(
+            "gpu_memory needs a GPU, and the model is to be loaded on the CPU",
+            remedy='leave gpu_memory out, or give device="cuda"',
+        )
+    if importlib.util.find_spec("accelerate") is None:
+        raise EnvironmentFault("gpu_memory needs accelerate", remedy="pip install accelerate")
+    return limit
+
+
+def _placement(
+    path: str | Path, limit: int, target: torch.device, dtype: torch.dtype | str | None
+) -> Placement:
+    from ciuic_cli.checkpoint.architecture import build_config, build_meta_model
+    from ciuic_cli.runtime.placement.choice import choose, measure
+
+    artifact = open_artifact(path)
+    config = build_config(artifact.config, artifact.folder / "config.json")
+    model = build_meta_model(config, torch.float32, artifact.folder / "config.json")
+    itemsize = dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+    nbytes = {
+        name: entry.nbytes if name in artifact.blobs else max(entry.nbytes, math.prod(entry.shape) * itemsize)
+        for name, entry in artifact.tensors.items()
+        if not artifact.mtp.owns(name)  # transformers does not load multi-token-prediction layers
+    }
+    weights = measure(model, config.get_text_config().num_hidden_layers, nbytes)
+    return choose(model, weights, limit, str(target))
+
+
+def _to_stderr(sentence: str) -> None:
+    print(sentence, file=sys.stderr)
 
 
 def load_offloaded(

@@ -36,6 +36,7 @@ from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.mixed_classes import fix_model_dtype
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
+from ciuic_cli.runtime.placement.crossing import compute_in_place, keep_weights_in_place
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
 from ciuic_cli.runtime.views.viewed_modules import ViewedModule
@@ -119,7 +120,9 @@ class CiuicQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        in_memory = keep_weights_in_place(model)
         finish_modules(model, self.pruned, self.dtype)
+        compute_in_place(model, in_memory)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:

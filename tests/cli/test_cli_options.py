@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from ciuic_cli.cli import compress as command
-from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank, parse_size
+from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank
 from ciuic_cli.compression import options
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.errors import UsageError
+from ciuic_cli.integers import parse_size
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -34,9 +35,9 @@ UNKNOWN_TERMS = ("s_aux", "position_bias", "softcap", "cache")
 """Arguments of attention functions that change the scores (sinks, biases) or the cache in ways not computed here."""
 
 DECODED_SHARE = 0.015
-"""Rows of `kv_b_proj` stay decoded in memory if those of all layers take at most this share of the model's bytes (0.6 %
-of DeepSeek-V3, 1.4 % of V2-Lite); otherwise every call decodes them. With the other derived fields of a loaded model
-(0.5 %, mostly row scales) this keeps the promise of 1.02 times the artifact's bytes."""
+"""Rows of `kv_b_proj` stay decoded in memory if those of all layers take at most this share of the model's bytes on
+their device (0.6 % of DeepSeek-V3, 1.4 % of V2-Lite, on one device); otherwise every call decodes them. With the other
+derived fields of a loaded model (0.5 %, mostly row scales) this keeps the promise of 1.02 times the artifact."""
 
 
 class LatentAttention(Mixin):
@@ -88,14 +89,21 @@ def adapt_latent_attention(model: nn.Module) -> None:
     modules: list[Any] = [module for module in model.modules() if is_latent_attention(module)]
     for module in modules:
         attend_to_latents(module)
-    projections = [module.kv_b_proj for module in modules if _is_at_hand(module.kv_b_proj)]
-    total = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     dtype = getattr(model, "dtype", torch.float32)
     kept = products.multiply_dtype(torch.empty(0, dtype=dtype))
-    needed = sum(p.out_features * padded(p.in_features) * kept.itemsize for p in projections)
-    if needed <= DECODED_SHARE * total:
-        for projection in projections:
-            projection.keep_decoded(kept)
+    # By device, so that the weights of main memory give no share to a GPU's.
+    total: dict[torch.device, int] = defaultdict(int)
+    for tensor in (*model.parameters(), *model.buffers()):
+        total[tensor.device] += tensor.nbytes
+    at_hand: dict[torch.device, list[Any]] = defaultdict(list)
+    for module in modules:
+        if _is_at_hand(module.kv_b_proj):
+            at_hand[module.kv_b_proj.blob.device].append(module.kv_b_proj)
+    for device, projections in at_hand.items():
+        needed = sum(p.out_features * padded(p.in_features) * kept.itemsize for p in projections)
+        if needed <= DECODED_SHARE * total[device]:
+            for projection in projections:
+                projection.keep_decoded(kept)
 
 
 def latent_attention(

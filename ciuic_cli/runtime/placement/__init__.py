@@ -1,0 +1,1 @@
+"""Models in two memories: what lies on the GPU, and what is computed in main memory."""
