@@ -15,7 +15,6 @@ removes no expert there.
 
 from __future__ import annotations
 
-import copy
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -133,13 +132,22 @@ class _MaskedLogits(Mixin):
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The original forward with one more input, which is always 1 and has `masked_logits` (E, 1) as weights."""
-        original = original_class(self)
-        wider = copy.copy(self)
-        wider.__class__ = original
-        fields = vars(wider)
-        fields["_parameters"] = {name: p for name, p in self._parameters.items() if name != "weight"}
-        fields["weight"] = torch.cat([self.weight, self.masked_logits.to(self.weight)], dim=1)
-        fields["hidden_dim"] = self.hidden_dim + 1
+        wider = _Wider(self, torch.cat([self.weight, self.masked_logits.to(self.weight)], dim=1))
         flat = hidden_states.reshape(-1, self.hidden_dim)
         ones = torch.ones(len(flat), 1, dtype=flat.dtype, device=flat.device)
-        return original.forward(wider, torch.cat([flat, ones], dim=1), *args, **kwargs)
+        return original_class(self).forward(wider, torch.cat([flat, ones], dim=1), *args, **kwargs)
+
+
+class _Wider:
+    """A router with other weights (E, hidden_dim + 1); torch.compile follows it, but not a copy."""
+
+    def __init__(self, router: Any, weight: torch.Tensor) -> None:
+        self.router = router
+        self.weight = weight
+        self.hidden_dim = router.hidden_dim + 1
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.router, name)
+        if isinstance(value, types.MethodType) and value.__self__ is self.router:
+            return types.MethodType(value.__func__, self)
+        return value
