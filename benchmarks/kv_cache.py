@@ -74,8 +74,9 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     args = parser.parse_args()
-    model = load(args.model, device="cpu")
+    model = load(args.model, device="cpu", dtype=getattr(torch, args.dtype))
     ids = AutoTokenizer.from_pretrained(args.model)(args.text.read_text(), return_tensors="pt").input_ids[0]
     text = list(windows(ids, args.length, args.windows))
     expected = torch.cat([log_probabilities(model, window, None) for window in text])
