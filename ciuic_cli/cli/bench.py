@@ -53,6 +53,12 @@ def bench(
     batch_size: Annotated[
         int, typer.Option(metavar="N", min=1, max=1 << 30, help="Number of sequences per batch.")
     ] = 1,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Also measure decoding by torch.compile (takes up to minutes to compile)."
+        ),
+    ] = False,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -70,7 +76,7 @@ def bench(
         with console.progress() as progress:
             measured = run_bench(
                 folder, base=original, prompt_tokens=prompt_tokens, new_tokens=new_tokens, contexts=contexts,
-                repetitions=repetitions, batch_size=batch_size, device=device,
+                repetitions=repetitions, batch_size=batch_size, device=device, compiled=compiled,
                 progress=progress, hint=console.hint,
             )  # fmt: skip
         console.json(measured)

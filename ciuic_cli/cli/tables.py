@@ -237,6 +237,8 @@ def show_bench(console: Console, measured: Mapping[str, Any], title: str) -> Non
         row("prefill", "prefill, tokens/s"),
         row("decode", "decode, tokens/s"),
     ]
+    if "decode_compiled" in model:
+        rows.append(row("decode_compiled", "decode by torch.compile, tokens/s"))
     columns = ["", "model"] if base is None else ["", "original", "model", "improvement"]
     console.table(title, columns, rows)
     _show_decode_at(console, model, base)

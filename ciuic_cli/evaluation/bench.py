@@ -27,7 +27,7 @@ _LESS_IS_BETTER = (
     "gpu_allocated_bytes",
     "gpu_peak_bytes",
 )
-_MORE_IS_BETTER = ("prefill", "decode")
+_MORE_IS_BETTER = ("prefill", "decode", "decode_compiled")
 
 
 def bench(
@@ -40,6 +40,7 @@ def bench(
     repetitions: int = 5,
     batch_size: int = 1,
     device: str = "auto",
+    compiled: bool = False,
     progress: Progress = no_progress,
     hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
@@ -50,6 +51,7 @@ def bench(
         contexts: tokens in the cache at which decoding steps are timed; default: those of `decode_speed.CONTEXTS` for
             which the model has positions.
         repetitions: timed runs after one warm-up.
+        compiled: also measure decoding by torch.compile with a static KV cache.
         progress: its phases are "model" and "base".
         hint: gets messages about what differs from the request.
 
@@ -71,6 +73,7 @@ def bench(
         "repetitions": repetitions,
         "batch_size": batch_size,
         "device": device,
+        "compiled": compiled,
     }
     paths = {"model": path} if base is None else {"model": path, "base": base}
     results: dict[str, Any] = {"options": options}
@@ -96,7 +99,9 @@ def bench(
 
 def _ratios(model: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:
     ratios = {key: base[key] / model[key] for key in _LESS_IS_BETTER if model.get(key) and key in base}
-    speeds = {key: model[key]["mean"] / base[key]["mean"] for key in _MORE_IS_BETTER if key in base}
+    speeds = {
+        key: model[key]["mean"] / base[key]["mean"] for key in _MORE_IS_BETTER if key in base and key in model
+    }
     return ratios | speeds
 
 

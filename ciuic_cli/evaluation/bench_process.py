@@ -31,6 +31,7 @@ from ciuic_cli.checkpoint.architecture import (
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS
+from ciuic_cli.evaluation.compiled_decode import compiled_decode
 from ciuic_cli.evaluation.decode_speed import CONTEXTS, STEPS, active_bytes, decode_at, memory_bandwidth
 from ciuic_cli.evaluation.opening import file_bytes, free_memory, open_model, require_runnable
 from ciuic_cli.process.memory import exhaustion, peak_resident_bytes, resident_bytes, return_freed_memory
@@ -46,6 +47,7 @@ def measure(
     batch_size: int,
     device: str,
     contexts: list[int] | None = None,
+    compiled: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:
     """Memory and speed of one model in this process, which should be a fresh one.
@@ -54,6 +56,7 @@ def measure(
         path: an artifact or a checkpoint.
         prompt_tokens, new_tokens: None: see `fitted`.
         contexts: None: those of `decode_speed.CONTEXTS` that fit the model.
+        compiled: also measure decoding by torch.compile.
         progress: called with the steps that are done, and all steps.
 
     Returns:
@@ -67,7 +70,8 @@ def measure(
         into an empty cache, with the logits of the last token only. Decode: `new_tokens` greedy steps after that.
         contexts: as used. decode_at: for each context {"context", "ms_per_token", "bytes_per_second": active_bytes over
         the time of a step, "of_bandwidth": their share of bandwidth}. active_bytes: weights that one token reads.
-        bandwidth: bytes per second at which this machine reads memory.
+        bandwidth: bytes per second at which this machine reads memory. With `compiled` also decode_compiled, as decode,
+        and compile_seconds and same_tokens as of `compiled_decode`.
 
     Raises:
         InputError, UsageError, EnvironmentFault: as `bench`.
@@ -90,7 +94,7 @@ def measure(
         torch.cuda.init()
     _return_memory()
     before = resident_bytes()
-    total = repetitions + 2 + len(contexts)
+    total = repetitions + 2 + len(contexts) + compiled
     progress(0, total)
     started = time.perf_counter()
     model = open_model(folder, device)
@@ -136,6 +140,11 @@ def measure(
                 batch_size=batch_size,
                 progress=lambda: progress(next(done), total),
             )
+        if compiled:
+            steps_of = compiled_decode(model, cache_keyword(model), ids, new_tokens, repetitions)
+            speeds = [batch_size * new_tokens / seconds for seconds in steps_of.pop("seconds")]
+            figures |= {"decode_compiled": _mean_and_stdev(speeds), **steps_of}
+            progress(total, total)
     figures["active_bytes"] = active_bytes(model)
     figures["bandwidth"] = memory_bandwidth(target)
     for step in steps:

@@ -15,6 +15,7 @@ from packed_weights import as_tensor, random_codes
 from tiny_checkpoints import TINY_CONFIGS
 from transformers import AutoModelForCausalLM
 
+from ciuic_cli import load
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.runtime import routing
 from ciuic_cli.runtime.loading import pack_module_inplace
@@ -152,3 +153,15 @@ def test_a_mask_for_one_layer(tiny_checkpoint: Callable[..., Path]) -> None:
     assert (layer.mlp.gate(x)[2] == PRUNED).any()
     with context("model.layers.0.", model.model.layers[0]):
         assert not isinstance(model.model.layers[0].mlp.gate, routing._MaskedLogits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3", "mixtral"])
+def test_models_with_pruned_experts_compile_without_a_graph_break(
+    family: str, artifact: Callable[..., Any]
+) -> None:
+    torch._dynamo.reset()
+    model = load(artifact(family).folder, device="cpu", dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
+    ids = torch.randint(0, 260, (1, 7), generator=torch.Generator().manual_seed(3))
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
