@@ -111,7 +111,7 @@ _MMAP_BYTES = 16 << 20
 Smaller blocks, such as activations, are reused. At 1 MB, mapping and clearing took twice the system time.
 """
 _SLACK = 64 << 20
-"""Growth in bytes after which `limit_freed_memory` returns free pages. Chosen, not tuned."""
+"""Default growth in bytes after which `limit_freed_memory` returns free pages. Chosen, not tuned."""
 _settled = 0
 """Resident bytes after the last return of freed memory, or the least since then."""
 _PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
@@ -147,15 +147,15 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def limit_freed_memory() -> None:
-    """`return_freed_memory` if the process has grown by `_SLACK` since the last return; for inner loops.
+def limit_freed_memory(slack: int = _SLACK) -> None:
+    """`return_freed_memory` if the process has grown by `slack` bytes since the last return; for inner loops.
 
     glibc puts a block into the hole that fits best. In a heap with many holes, one layer uses most of them once, and
     they stay resident: a layer that needs 240 MB took 600 MB.
     """
     global _settled
     resident = resident_bytes()
-    if resident > _settled + _SLACK:
+    if resident > _settled + slack:
         return_freed_memory()
         resident = resident_bytes()
         _settled = resident

@@ -79,36 +79,47 @@ def gradient(
     Returns:
         `multiply_dtype(grad)`. Peak memory besides grad and the result: one panel of PANEL_BYTES (or 16 rows) and the
         copies that the product makes of it and of its columns of grad; if the matrix has more than PANELS_PER_SUM
-        panels, also float32 sums [batch, cols_padded]. Sorted rows need a copy of grad, a low-rank part one of the
-        result.
+        panels, also float32 sums [batch, cols_padded]. Sorted rows need a copy of grad (of one panel: of the panel),
+        a low-rank part one of the result.
     """
     row_end = matrix.rows if row_end is None else row_end
     dtype = multiply_dtype(grad)
     if matrix.is_zero or grad.shape[0] == 0:
         return torch.zeros((grad.shape[0], matrix.cols), dtype=dtype, device=grad.device)
     grad = grad.to(dtype)
+    panels = _panels(matrix, row_begin, row_end, dtype)
+    reordered = None
     if matrix.position is not None:
-        whole = torch.zeros((grad.shape[0], matrix.rows), dtype=dtype, device=grad.device)
-        # Scatter to the order in which the rows are stored.
-        grad = whole.index_copy_(1, matrix.position[row_begin:row_end].to(torch.int64), grad)
-        row_begin, row_end = 0, matrix.rows
+        whole = row_end - row_begin == matrix.rows
+        if whole and len(panels) == 1 and matrix.lowrank is None:
+            reordered = (
+                matrix.position
+            )  # reordering the rows of one panel costs less than the columns of grad
+        else:
+            scattered = torch.zeros((grad.shape[0], matrix.rows), dtype=dtype, device=grad.device)
+            grad = scattered.index_copy_(1, matrix.position[row_begin:row_end].to(torch.int64), grad)
+            row_begin, row_end = 0, matrix.rows
+            panels = _panels(matrix, row_begin, row_end, dtype)
     total, partial = None, None
-    for number, (begin, end) in enumerate(_panels(matrix, row_begin, row_end, dtype)):
+    for number, (begin, end) in enumerate(panels):
         columns = grad[:, begin - row_begin : end - row_begin]
         if partial is not None and number % PANELS_PER_SUM:
             partial.addmm_(columns, matrix.decode(begin, end, dtype))
             continue
         if partial is not None:
             total = partial.to(torch.float32) if total is None else total.add_(partial)
-        partial = columns @ matrix.decode(begin, end, dtype)
+        if reordered is None:
+            partial = columns @ matrix.decode(begin, end, dtype)
+        else:
+            partial = columns @ matrix.decode(begin, end, dtype).index_select(0, reordered)
     assert partial is not None
     if total is not None:
         partial = total.add_(partial).to(dtype)
     result = inverse_transform_inplace(partial, matrix.cols, matrix.seed)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
-        whole = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
-        result += gradient(right, transform(whole, left.seed, dtype) @ left.decode(0, left.rows, dtype).T)
+        padded = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
+        result += gradient(right, transform(padded, left.seed, dtype) @ left.decode(0, left.rows, dtype).T)
     return _scaled(matrix, result)
 
 

@@ -21,6 +21,7 @@ from ciuic_cli.artifact import publishing
 from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError
+from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.tokenizer import open_tokenizer
@@ -63,6 +64,7 @@ def train(
         UsageError: an option does not fit the model.
         EnvironmentFault: the machine cannot do it.
     """
+    configure_allocators()
     out = Path(os.path.abspath(out))
     folder = locate(model)
     if out.exists() and not publishing.may_replace(out, force=False):
@@ -108,9 +110,10 @@ def _trainer(
     hint: Callable[[str], None],
 ) -> Any:
     from peft import get_peft_model
-    from transformers import PrinterCallback, Trainer, TrainingArguments, set_seed
+    from transformers import PrinterCallback, TrainingArguments, set_seed
 
     from ciuic_cli.train.callbacks import Checkpoints, Display
+    from ciuic_cli.train.trainer import ChunkedLossTrainer, limit_memory
 
     target = choose_device(device)
     base = _load(folder, target)
@@ -118,6 +121,8 @@ def _trainer(
     config = lora_config(base, options)
     adapted = get_peft_model(base, config)
     adapted.config.use_cache = False
+    if target.type == "cpu":
+        limit_memory(base)
     padding = next(
         value for value in (base.config.pad_token_id, base.config.eos_token_id, 0) if isinstance(value, int)
     )
@@ -149,7 +154,7 @@ def _trainer(
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = Trainer(
+    trainer = ChunkedLossTrainer(
         model=adapted,
         args=arguments,
         train_dataset=rows,

@@ -31,12 +31,57 @@ class LoraCompressedLinear(Linear):
         linear: Any = self.get_base_layer()
         return linear.in_features, linear.out_features
 
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As PEFT's layer; without dropout and biases, the backward pass needs only x in its own dtype."""
+        active = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
+        if kwargs or self.disable_adapters or not all(map(self._is_plain, active)):
+            return super().forward(x, *args, **kwargs)
+        y = self.base_layer(x)
+        total = y
+        for adapter in active:
+            a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+            total = total + LowRankPath.apply(x, a, b, self.scaling[adapter])
+        return total.to(y.dtype)
+
+    def _is_plain(self, adapter: str) -> bool:
+        """Whether the adapter adds scaling · x A^T B^T, and nothing else."""
+        return (
+            isinstance(self.lora_dropout[adapter], nn.Identity)
+            and self.lora_B[adapter].bias is None
+            and adapter not in self.lora_variant
+        )
+
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise _no_merging()
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         """False: the conversion computes with the base weight."""
         return False
+
+
+class LowRankPath(torch.autograd.Function):
+    """scaling · x A^T B^T in the dtype of A. x (..., in), A (r, in), B (out, r) -> (..., out).
+
+    The arithmetic is PEFT's. autograd would keep the copy of x in A's dtype (float32): twice the bytes of x, once for
+    each of the linear layers that share x.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+        inner = x.to(a.dtype) @ a.T
+        ctx.save_for_backward(x, a, b, inner)
+        ctx.scaling = scaling
+        return (inner @ b.T).mul_(scaling)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, a, b, inner = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1]) * ctx.scaling
+        of_inner = rows @ b
+        of_x = (of_inner @ a).to(x.dtype).reshape(x.shape) if ctx.needs_input_grad[0] else None
+        of_a = of_inner.T @ x.reshape(-1, x.shape[-1]).to(a.dtype) if ctx.needs_input_grad[1] else None
+        of_b = rows.T @ inner.reshape(-1, inner.shape[-1]) if ctx.needs_input_grad[2] else None
+        return of_x, of_a, of_b, None
 
 
 class LoraCompressedExperts(ParamWrapper):

@@ -1,0 +1,60 @@
+"""transformers' Trainer with the loss of `train.loss`, and layers that give freed memory back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import Trainer
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from ciuic_cli.process.memory import limit_freed_memory
+from ciuic_cli.train.loss import chunked_loss
+
+FREED_BYTES = 128 << 20
+"""Growth of the process, in bytes, after which a layer gives freed pages back. Measured:
+docs/experiments/training/lora-memory.md."""
+
+
+class ChunkedLossTrainer(Trainer):
+    """A Trainer whose steps never hold the logits of a whole batch."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        # The Trainer counts the learned tokens of all passes of a step; the loss is the sum divided by their number.
+        self.model_accepts_loss_kwargs = True
+        self.loss_is_scaled_for_ga = True
+
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The loss; no outputs, because the logits of all tokens do not exist."""
+        labels = inputs["labels"]
+        others = {name: value for name, value in inputs.items() if name != "labels"}
+        loss = chunked_loss(model, others, labels, num_items_in_batch)
+        return (loss, {}) if return_outputs else loss
+
+
+def limit_memory(model: Any) -> None:
+    """Let every layer of `model` give freed memory back, forward and backward, if the process has grown.
+
+    Between the activations that are kept, glibc's heap fills with holes: without this, the heap of a step takes twice
+    the bytes in use.
+    """
+
+    def after_backward(_: torch.Tensor) -> None:
+        limit_freed_memory(FREED_BYTES)
+
+    def after_forward(module: Any, arguments: Any, outputs: Any) -> None:
+        limit_freed_memory(FREED_BYTES)
+        hidden = outputs[0] if isinstance(outputs, tuple) else outputs
+        if hidden.requires_grad:
+            hidden.register_hook(after_backward)  # runs before the layer's own backward pass
+
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.register_forward_hook(after_forward)
