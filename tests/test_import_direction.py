@@ -119,6 +119,12 @@ def test_folders_have_at_most_15_files() -> None:
         assert len(files) <= 15, f"{folder} has {len(files)} files"
 
 
+def test_files_have_at_most_400_lines() -> None:
+    for path in (*ROOT.rglob("*.py"), *ROOT.rglob("*.cpp"), *ROOT.rglob("*.h")):
+        lines = path.read_text(encoding="utf-8").count("\n")
+        assert lines <= 400, f"{path} has {lines} lines"
+
+
 @pytest.mark.parametrize("module", INNER)
 def test_imports_point_one_way(module: str) -> None:
     room = _room(module)
