@@ -11,7 +11,7 @@ import typer
 from ciuic_cli.cli.app import app
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("benchmarks", "ciuic_cli", "cuda", "docs", "samples", "tests")
+FOLDERS = ("autoload", "benchmarks", "ciuic_cli", "cuda", "docs", "samples", "tests")
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), ROOT / "samples" / "README.md"])
 EXPERIMENTS = [
     page for page in DOCUMENTS if page.parent.parent.name == "experiments" and page.parent != ROOT / "docs"
