@@ -74,7 +74,7 @@ def test_there_are_experiments() -> None:
     assert len(EXPERIMENTS) > 40
 
 
-@pytest.mark.parametrize("command", ["compress", "inspect", "eval", "bench"])
+@pytest.mark.parametrize("command", ["compress", "inspect", "eval", "bench", "generate", "chat", "serve"])
 def test_the_reference_has_every_option(command: str) -> None:
     reference = _text(ROOT / "docs" / "REFERENCE.md")
     options = [
@@ -82,7 +82,7 @@ def test_the_reference_has_every_option(command: str) -> None:
         for parameter in typer.main.get_command(app).commands[command].params
         for option in parameter.opts
     ]  # type: ignore[attr-defined]
-    assert "--json" in options
+    assert len(options) > 1
     section = re.split(r"^## ", reference, flags=re.MULTILINE)
     (text,) = [part for part in section if part.startswith(f"`ciuic {command} ")]
     assert [
