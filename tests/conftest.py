@@ -32,6 +32,7 @@ SLOW_PLACES = (
         "runtime",
     ),
     *(
+        "serving",
         "statistics",
         "train",
         "process/test_workers.py",

@@ -29,7 +29,7 @@ FLOORS = (
     ("allocation", "evaluation"),
     ("recovery",),
     ("cost", "report"),
-    ("compression", "train"),
+    ("compression", "train", "serving"),
     ("cli",),
     ("__main__",),
 )

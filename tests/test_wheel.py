@@ -8,8 +8,10 @@ import subprocess
 import sys
 import venv
 import zipfile
+from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +20,8 @@ import ciuic_cli
 ROOT = Path(__file__).parents[1]
 SAMPLE = ROOT / "samples" / "deepseek-v3-tiny"
 LIBRARY = "ciuic_cli/libciuic_native.so"
+AUTOLOAD = ("_ciuic_autoload.py", "ciuic_cli.pth", "ciuic_cli.start")
+"""Files beside the package, in site-packages: artifacts load without `import ciuic_cli`."""
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +65,9 @@ def test_its_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as opened:
         version = ciuic_cli.__version__
         info = f"ciuic_cli-{version}.dist-info"
-        assert {name.split("/")[0] for name in opened.namelist()} == {"ciuic_cli", info}
+        assert {name.split("/")[0] for name in opened.namelist()} == {"ciuic_cli", info, *AUTOLOAD}
+        for name in AUTOLOAD:
+            assert opened.read(name) == (ROOT / "autoload" / name).read_bytes()
         assert opened.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
         assert "ciuic=ciuic_cli.__main__:main" in opened.read(f"{info}/entry_points.txt").decode().replace(
             " ", ""
@@ -71,29 +77,55 @@ def test_its_metadata(wheel: Path) -> None:
     assert "-py3-none-" in wheel.name, "one wheel for every Python 3"
 
 
-def test_it_compresses_the_sample_without_the_repository(wheel: Path, tmp_path: Path) -> None:
-    """The new environment borrows the dependencies that are installed here; ciuic itself comes from the wheel."""
-    home = tmp_path / "environment"
-    venv.create(home, with_pip=True)
-    python = home / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True, timeout=300)
-    (packages,) = home.glob("lib/python*/site-packages")
-    borrowed = [path for path in sys.path if path.endswith("site-packages")]
-    (packages / "borrowed.pth").write_text("\n".join(borrowed))
-    ours = ("PYTHONPATH", "CIUIC_NATIVE_LIBRARY")
-    environment = {name: value for name, value in os.environ.items() if name not in ours}
-    out = tmp_path / "out"
+@dataclass(frozen=True)
+class Environment:
+    """A new environment that borrows the dependencies installed here; ciuic itself is installed into it."""
 
-    def run(*command: object) -> str:
+    home: Path
+
+    @property
+    def packages(self) -> Path:
+        (found,) = self.home.glob("lib/python*/site-packages")
+        return found
+
+    def run(self, program: str, *arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment's bin folder, outside the repository; it must exit with 0."""
+        ours = ("PYTHONPATH", "CIUIC_NATIVE_LIBRARY", "CIUIC_AUTOLOAD")
+        environment = {name: value for name, value in os.environ.items() if name not in ours}
         done = subprocess.run(
-            [str(part) for part in command],
-            capture_output=True, text=True, check=False, cwd=tmp_path, env=environment, timeout=600,
+            [str(self.home / "bin" / program), *map(str, arguments)],
+            capture_output=True, text=True, check=False, cwd=self.home, env=environment | variables, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return done
 
+
+def new_environment(home: Path, *install: object) -> Environment:
+    venv.create(home, with_pip=True)
+    made = Environment(home)
+    borrowed = [path for path in sys.path if path.endswith("site-packages")]
+    (made.packages / "borrowed.pth").write_text("\n".join(borrowed))
+    made.run("python", "-m", "pip", "install", "--quiet", "--no-deps", *install)
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    return new_environment(tmp_path_factory.mktemp("installed") / "environment", wheel)
+
+
+@pytest.fixture(scope="module")
+def compressed(installed: Environment) -> tuple[Path, dict[str, Any]]:
+    """The sample's artifact, and the report that the command printed."""
+    out = installed.home / "out"
     options = ("--effort", "fast", "--nsamples", "4", "--seqlen", "64")
-    report = json.loads(run(home / "bin" / "ciuic", "compress", SAMPLE, out, *options, "--json"))
+    return out, json.loads(installed.run("ciuic", "compress", SAMPLE, out, *options, "--json").stdout)
+
+
+def test_it_compresses_the_sample_without_the_repository(
+    installed: Environment, compressed: tuple[Path, dict[str, Any]]
+) -> None:
+    out, report = compressed
     assert report["ratio"] >= 4.0
     code = f"""
 import ciuic_cli
@@ -107,6 +139,53 @@ for place in (ciuic_cli.__file__, interface()._name, sources.folder()):
     print(place)
 print(type(ciuic_cli.load({str(out)!r})).__name__)
 """
-    *places, model = run(python, "-c", code).split()
-    assert len(places) == 3 and all(place.startswith(str(home)) for place in places), places
+    *places, model = installed.run("python", "-c", code).stdout.split()
+    assert len(places) == 3 and all(place.startswith(str(installed.home)) for place in places), places
     assert model == "DeepseekV3ForCausalLM"
+
+
+PIPELINE = """
+import sys
+from transformers import pipeline
+assert "ciuic_cli" in sys.modules
+found = pipeline("text-generation", sys.argv[1])("The island was", max_new_tokens=2, do_sample=False)
+print(len(found[0]["generated_text"]) > len("The island was"))
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print(type(model.model.layers[0].self_attn.o_proj).__name__)
+"""
+"""A program that knows nothing of ciuic."""
+
+
+def test_a_program_without_our_import_loads_the_artifact(
+    installed: Environment, compressed: tuple[Path, dict[str, Any]]
+) -> None:
+    assert installed.run("python", "-c", PIPELINE, compressed[0]).stdout.split() == [
+        "True",
+        "CompressedLinear",
+    ]
+    quiet = installed.run("python", "-c", "import sys; print('ciuic_cli' in sys.modules)")
+    assert quiet.stdout.strip() == "False" and quiet.stderr == ""
+    off = "import transformers.quantizers.auto as auto; print('ciuic' in auto.AUTO_QUANTIZER_MAPPING)"
+    assert installed.run("python", "-c", off, CIUIC_AUTOLOAD="0").stdout.strip() == "False"
+
+
+def test_an_editable_install_loads_the_artifact_too(
+    wheel: Path, compressed: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    build = ("--no-build-isolation", f"-Cbuild-dir={wheel.parent}/build", "--editable", ROOT)
+    editable = new_environment(tmp_path / "environment", *build)
+    assert editable.run("python", "-c", PIPELINE, compressed[0]).stdout.split() == [
+        "True",
+        "CompressedLinear",
+    ]
+    place = "import ciuic_cli; print(ciuic_cli.__file__)"
+    assert editable.run("python", "-c", place).stdout.strip() == str(ROOT / "ciuic_cli" / "__init__.py")
+
+
+def test_uninstalling_removes_every_file(wheel: Path, tmp_path: Path) -> None:
+    environment = new_environment(tmp_path / "environment", wheel)
+    environment.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "ciuic-cli")
+    left = [str(path) for path in environment.packages.rglob("*ciuic*")]
+    assert left == []
+    assert environment.run("python", "-c", "pass").stderr == ""

@@ -19,6 +19,9 @@ from ciuic_cli.cli.eval import evaluate
 from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.cli.help import Command, Group, example
 from ciuic_cli.cli.inspect import inspect
+from ciuic_cli.cli.serving.chat import chat
+from ciuic_cli.cli.serving.generate import generate
+from ciuic_cli.cli.serving.serve import serve
 from ciuic_cli.cli.train import train
 
 EXIT_CODES = (
@@ -47,6 +50,17 @@ app.command(
 )(evaluate)
 app.command(cls=Command, epilog=example("ciuic bench out --base deepseek-model -p 256 -n 64"))(bench)
 app.command(cls=Command, epilog=example("ciuic train out adapter --train-file chats.jsonl"))(train)
+app.command(cls=Command, epilog=example('ciuic generate out --prompt "The island was" --temperature 0'))(
+    generate
+)
+app.command(
+    cls=Command, epilog=example("ciuic chat out", "ciuic chat out --system-prompt 'Answer briefly.'")
+)(chat)
+app.command(
+    cls=Command,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog=example("ciuic serve out", "ciuic serve out --port 8080 --enable-cors"),
+)(serve)
 
 
 def _show_version(wanted: bool) -> None:

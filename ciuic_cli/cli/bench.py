@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import Base, Device, Json, PathArgument, announce_device, execute
+from ciuic_cli.cli.arguments import Base, Device, Json, PathArgument, Quiet, announce_device, execute
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.tables import show_bench
 from ciuic_cli.cli.values import parse_depths
@@ -60,10 +60,11 @@ def bench(
         ),
     ] = False,
     device: Device = "auto",
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Measure memory, prefill and decode speed of PATH, and of the original with --base, each in its own process."""
-    console = Console(json_mode=json)
+    console = Console(json_mode=json, quiet=quiet)
 
     def action() -> None:
         check_device(device)

@@ -6,12 +6,12 @@ import shlex
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import DEVICE_HELP, JSON_HELP, Model, announce_device, execute
+from ciuic_cli.cli.arguments import DEVICE_HELP, JSON_HELP, QUIET_HELP, Model, announce_device, execute
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
 from ciuic_cli.cli.tables import show_compressed
@@ -24,6 +24,7 @@ from ciuic_cli.compression.options import (
     CompressOptions,
     bits_text,
 )
+from ciuic_cli.compression.recipe import read_recipe
 from ciuic_cli.integers import parse_size
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
@@ -39,6 +40,10 @@ class EffortLevel(StrEnum):
     best = "best"
 
 
+BUDGETS = {"ratio", "target_bpw", "target_size"}
+"""Options of which only one may be given."""
+
+
 class MtpLayers(StrEnum):
     """Whether the multi-token-prediction layers are kept."""
 
@@ -47,6 +52,7 @@ class MtpLayers(StrEnum):
 
 
 def compress(
+    context: typer.Context,
     model: Model,
     out: Annotated[
         Path,
@@ -166,29 +172,42 @@ def compress(
             help="Replace an older artifact at OUT; discard an unfinished run with other options.",
         ),
     ] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            rich_help_panel=RUN,
+            help="YAML file of options, such as an artifact's recipe.yaml; options given here come first.",
+        ),
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", rich_help_panel=RUN, help=QUIET_HELP)] = False,
     json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help=JSON_HELP)] = False,
 ) -> None:
     """Compress MODEL into OUT, with the least loss that the byte budget allows."""
-    console = Console(json_mode=json)
+    console = Console(json_mode=json, quiet=quiet)
 
     def action() -> None:
-        options = CompressOptions(  # refuses wrong values before anything heavy is imported
-            ratio=ratio,
-            target_bpw=target_bpw,
-            target_size=None if target_size is None else parse_size(target_size),
-            calibration=tuple(calibration or ()),
-            nsamples=nsamples,
-            seqlen=seqlen,
-            seed=seed,
-            effort=effort.value,
-            prune=parse_prune(prune),
-            rank=parse_rank(rank),
-            bits=parse_bits(bits),
-            mtp=mtp.value,
-            device=device,
-            dry_run=dry_run,
-            force=force,
-        )
+        values: dict[str, Any] = {
+            "ratio": ratio,
+            "target_bpw": target_bpw,
+            "target_size": None if target_size is None else parse_size(target_size),
+            "calibration": tuple(calibration or ()),
+            "nsamples": nsamples,
+            "seqlen": seqlen,
+            "seed": seed,
+            "effort": effort.value,
+            "prune": parse_prune(prune),
+            "rank": parse_rank(rank),
+            "bits": parse_bits(bits),
+            "mtp": mtp.value,
+            "device": device,
+            "dry_run": dry_run,
+            "force": force,
+        }
+        if config is not None:
+            values |= _from_recipe(config, context)
+        options = CompressOptions(**values)  # refuses wrong values before anything heavy is imported
         folder = locate(model)
         report = _run(console, folder, out, options)
         if report is not None:
@@ -197,6 +216,22 @@ def compress(
             _show_next_steps(console, model, out, options)
 
     execute(console, action)
+
+
+def _from_recipe(file: Path, context: typer.Context) -> dict[str, Any]:
+    """The options of a recipe, except those that the command line gives."""
+    found = read_recipe(file)
+    given = {
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+    if given & BUDGETS:
+        given |= BUDGETS
+    for name, parse in (("target_size", parse_size), ("bits", parse_bits)):
+        if isinstance(found.get(name), str):
+            found[name] = parse(found[name])
+    return {name: value for name, value in found.items() if name not in given}
 
 
 def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:

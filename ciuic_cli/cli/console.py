@@ -70,6 +70,12 @@ class Console:
             lines = (printable(line, limit=1 << 20) for line in text.split("\n"))
             self._out.print(Text("\n".join(lines)), soft_wrap=True)
 
+    def part(self, text: str) -> None:
+        """Print a part of a text to stdout at once, without a line break after it, except in JSON mode."""
+        if not self.json_mode:
+            self._out.file.write("\n".join(printable(line, limit=1 << 20) for line in text.split("\n")))
+            self._out.file.flush()
+
     def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
         """Print a table to stdout, except in JSON mode. Columns of numbers are aligned to the right."""
         if self.json_mode:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import Base, Device, Json, PathArgument, announce_device, execute
+from ciuic_cli.cli.arguments import Base, Device, Json, PathArgument, Quiet, announce_device, execute
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.tables import show_evaluation
 from ciuic_cli.compression.options import check_device
@@ -37,10 +37,11 @@ def evaluate(
         typer.Option(metavar="TEXT", help="Also continue this text, with PATH and with --base."),
     ] = None,
     device: Device = "auto",
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Measure the perplexity of PATH, and with --base its KL divergence from the original."""
-    console = Console(json_mode=json)
+    console = Console(json_mode=json, quiet=quiet)
 
     def action() -> None:
         check_device(device)

@@ -14,6 +14,7 @@ from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.compression.loaded_model import loaded_kls
 from ciuic_cli.compression.output_checks import check_no_run_inside
+from ciuic_cli.compression.recipe import write_recipe
 from ciuic_cli.compression.run import Run
 from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.evaluation.estimates import Mean, mean_of
@@ -70,6 +71,7 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
     card = render_card(report, source_of(run.map))
     (folder / "README.md").write_text(card, encoding="utf-8")
+    write_recipe(run.options, folder)
     writer.write_checksums(folder)
     return report
 

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from ciuic_cli.errors import EnvironmentFault
 
-SUPPORTED_TRANSFORMERS = ((5, 20), (6, 0))
+SUPPORTED_TRANSFORMERS = ((5, 19), (6, 0))
 """First supported version and first unsupported one. pyproject.toml has the same range (tested)."""
 _LEAST_ADDRESS_SPACE = 1 << 30
 """Bytes of address space that torch and OpenBLAS need to be loaded. With less they end the process (tried: 0.6 GB is

@@ -125,7 +125,7 @@ class CiuicQuantizer(HfQuantizer):
         compute_in_place(model, in_memory)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list, model: Any) -> list:
+    def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
         """No conversions: an artifact's tensors have the names and shapes that the model has in memory.
 
         transformers remembers the list, so `save_pretrained` converts nothing either.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 def run(code: str, *arguments: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"CIUIC_AUTOLOAD": "0"}  # an installed package would register by itself
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

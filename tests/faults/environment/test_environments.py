@@ -31,11 +31,11 @@ Make = Callable[..., Victim]
 def test_the_supported_range_of_transformers_is_that_of_the_package() -> None:
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
     (stated,) = (line for line in project["dependencies"] if line.startswith("transformers"))
-    assert re.fullmatch(r"transformers>=5\.20,<6", stated)
-    assert SUPPORTED_TRANSFORMERS == ((5, 20), (6, 0))
+    assert re.fullmatch(r"transformers>=5\.19,<6", stated)
+    assert SUPPORTED_TRANSFORMERS == ((5, 19), (6, 0))
 
 
-@pytest.mark.parametrize("installed", ["4.57.1", "5.19.3", "6.0.0", "6.1.0.dev0", "unknown"])
+@pytest.mark.parametrize("installed", ["4.57.1", "5.18.3", "6.0.0", "6.1.0.dev0", "unknown"])
 @pytest.mark.parametrize("what", ["compress", "inspect", "eval", "bench"])
 def test_another_transformers_is_named_with_the_supported_range(
     victim: Make, monkeypatch: pytest.MonkeyPatch, installed: str, what: str
@@ -45,13 +45,13 @@ def test_another_transformers_is_named_with_the_supported_range(
     done = v.compress() if what == "compress" else invoke(what, v.model)
     assert done.code == 5, done.stderr
     harmless(done)
-    done.says(f"transformers {installed} is installed", "5.20 or newer, below 6.0")
-    assert "transformers>=5.20,<6.0" in done.field("try")
+    done.says(f"transformers {installed} is installed", "5.19 or newer, below 6.0")
+    assert "transformers>=5.19,<6.0" in done.field("try")
     with pytest.raises(EnvironmentFault, match=re.escape(f"transformers {installed}")):
         ciuic_cli.compress  # noqa: B018
 
 
-@pytest.mark.parametrize("installed", ["5.20.0", "5.20.0.dev0", "5.99"])
+@pytest.mark.parametrize("installed", ["5.19.0", "5.19.0.dev0", "5.99"])
 def test_every_supported_transformers_is_accepted(monkeypatch: pytest.MonkeyPatch, installed: str) -> None:
     monkeypatch.setattr(libraries, "version", lambda name: installed)
     libraries.require_supported_transformers()
@@ -76,7 +76,7 @@ except Exception as error:
     )  # fmt: skip
     other, refused = done.stdout.splitlines()
     assert other == "LlamaForCausalLM"
-    assert refused.startswith("EnvironmentFault 5 transformers 7.2 is installed; ciuic supports 5.20")
+    assert refused.startswith("EnvironmentFault 5 transformers 7.2 is installed; ciuic supports 5.19")
 
 
 # --- the native library

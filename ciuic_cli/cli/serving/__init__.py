@@ -1,0 +1,1 @@
+"""The commands that use a model: `generate`, `chat` and `serve`."""
