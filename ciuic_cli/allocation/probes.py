@@ -22,7 +22,7 @@ from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.transform import TILE, inverse_transform
-from ciuic_cli.layerwise.layer_stream import Override
+from ciuic_cli.layerwise.overrides import Override
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.feedback import RowFeedback
 from ciuic_cli.passes.linear_algebra import solve_transposed

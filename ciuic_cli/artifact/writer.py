@@ -21,7 +21,8 @@ REPORT = "memory_report.json"
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
-    "tekken.json", "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
+    "tekken.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
 )  # fmt: skip
 """Files of a checkpoint that are copied into the artifact if they exist: data, never code."""
 

@@ -8,7 +8,6 @@ model of `build_meta_model` is on the meta device, where weights have shapes but
 from __future__ import annotations
 
 import copy
-import math
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -18,48 +17,26 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.core_model_loading import build_glob_alternation
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ciuic_cli.checkpoint.config.classes import auto_class, class_name, language_model_prefix
+from ciuic_cli.checkpoint.config.numbers import (
+    EXPERT_KEYS,
+    IGNORED_KEYS,
+    check_numbers,
+    check_routing,
+    check_sizes,
+    refuse_value,
+)
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 from ciuic_cli.process.memory import machine_fault
 
-# Limits of the numbers in a config.json, by what a key counts. They are chosen: far above any real model, and so low
-# that a model at the limit is checked and built in little time and memory.
-_MAX_LAYERS = 4096
-_LAYER_KEYS = (
-    "num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "first_k_dense_replace",
-)  # fmt: skip
-_MAX_EXPERTS = 65_536
-"""Highest number of experts, and of labels."""
-_EXPERT_COUNT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts")
-_EXPERT_KEYS = (*_EXPERT_COUNT_KEYS, "n_shared_experts", "num_experts_per_tok")
-_LABEL_KEYS = ("num_labels", "n_labels")
-_MAX_POSITIONS = 1 << 32
-_POSITION_KEYS = ("max_position_embeddings", "n_positions")
-_MAX_LOOPS = 4096
-_LOOP_WORDS = ("_iter", "loops")
-"""Parts of keys that count iterations of a loop in the model's code."""
-_MAX_WIDTH = 1 << 26
-_WIDTH_WORDS = ("size", "dim", "heads", "rank", "vocab", "n_embd", "n_inner", "n_head", "mult")
-"""Parts of keys that are dimensions of weights."""
-_MAX_MAGNITUDE = 1 << 40
-"""Highest absolute value of any integer. The largest integers in real models are rotary bases, about 5e10."""
-_UNLIMITED_KEYS = ("model_max_length",)
-"""Keys without that limit: transformers' tokenizers write 1e30 for "no limit"."""
-_MAX_TOKEN = 2**31 - 1
-"""Highest token id: the largest 32-bit integer."""
-_TOKEN_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_POSITIVE_KEYS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-"""Keys that must be at least 1."""
-_DTYPE_KEYS = ("dtype", "torch_dtype")
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Dtypes in which transformers loads a model."""
 _UNCHECKED_COUNT = 64
 """Up to this number, layers and experts are not compared with the stored tensors. Chosen, not tuned."""
-_IGNORED_KEYS = ("auto_map", "quantization_config", "transformers_version", "_name_or_path", "return_dict")
-"""Keys that do not describe the architecture; they are neither checked nor passed on."""
+UNSCALED = {"rescale_every": 0}
+"""Settings with which a class leaves the weights in memory as they are stored. RWKV otherwise halves some of them, and
+the activations between its layers, so that float16 does not overflow; the predictions are the same."""
 
 _CHECK_CONFIG = "download config.json again, or update transformers"
 _CHECK_MODEL = (
@@ -85,22 +62,24 @@ def build_config(raw: dict[str, Any], file: Path | None = None) -> PretrainedCon
             remedy="update transformers, or use a checkpoint of a supported architecture",
         )
     raw = PretrainedConfig._decode_special_floats(raw)
-    _check_sizes(raw, CONFIG_MAPPING[model_type], file)
-    _check_numbers(raw, file)
-    values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in _IGNORED_KEYS}
+    check_sizes(raw, CONFIG_MAPPING[model_type], file)
+    check_numbers(raw, file)
+    values = {key: copy.deepcopy(value) for key, value in raw.items() if key not in IGNORED_KEYS}
+    kind = CONFIG_MAPPING[model_type]
+    values |= {key: value for key, value in UNSCALED.items() if hasattr(kind, key)}
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(values)
+        config = kind.from_dict(values)
     except Exception as error:
         raise _converted("transformers refuses the configuration", error, file, _CHECK_CONFIG) from error
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    if auto_class(config) is None:
         raise InputError(
             f"model_type {model_type!r:.60} has no causal language model in transformers",
             file=file,
-            remedy="only decoder-only language models can be compressed",
+            remedy="only decoder-only language models can be compressed, alone or with towers for images or sound",
         )
     if getattr(config, "is_encoder_decoder", False):
-        _refuse_value("is_encoder_decoder", True, "false: only decoder models can be compressed", file)
-    _check_routing(config, file)
+        refuse_value("is_encoder_decoder", True, "false: only decoder models can be compressed", file)
+    check_routing(config, file)
     return config
 
 
@@ -124,7 +103,7 @@ def require_plausible(
     text = config.get_text_config()
     possible = {
         "num_hidden_layers": len(shapes),
-        **dict.fromkeys(_EXPERT_KEYS, max([len(shapes), *(shape[0] for shape in shapes if shape)])),
+        **dict.fromkeys(EXPERT_KEYS, max([len(shapes), *(shape[0] for shape in shapes if shape)])),
     }
     for key, limit in possible.items():
         value = getattr(text, key, None)
@@ -139,20 +118,20 @@ def require_plausible(
 def build_meta_model(
     config: PretrainedConfig, dtype: torch.dtype, file: Path | None = None, **options: Any
 ) -> nn.Module:
-    """The causal language model of `config` on the meta device, in eval mode, with floating weights in `dtype`.
+    """The language model of `config` on the meta device, in eval mode, with floating weights in `dtype`.
 
-    `options` go to `AutoModelForCausalLM.from_config` (attn_implementation, experts_implementation).
+    `options` go to `from_config` of its auto class (attn_implementation, experts_implementation).
     Raises InputError if transformers cannot build the model; EnvironmentFault as `build_config` does.
     """
+    chosen = auto_class(config)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options
-            )
+            model = chosen.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **options)
     except Exception as error:
-        name = getattr(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], "__name__", type(config).__name__)
         folder = None if file is None else file.parent
-        raise _converted(f"transformers cannot build {name}", error, folder, _CHECK_MODEL) from error
+        raise _converted(
+            f"transformers cannot build {class_name(config)}", error, folder, _CHECK_MODEL
+        ) from error
     return model.eval()
 
 
@@ -183,10 +162,11 @@ def layer_prefixes(model: Any, count: int) -> list[str]:
 
     count: of layers in the config. Some models count otherwise: LongCat-Flash counts two for each of its layers.
     """
+    prefix = language_model_prefix(model)
     lists = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module)
+        if isinstance(module, nn.ModuleList) and len(module) and name.startswith(prefix)
     ]
     if not lists:
         return []
@@ -240,119 +220,6 @@ def transient_buffers(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch
             buffer = owner._buffers.get(short)
             if buffer is not None:
                 yield owner, short, buffer
-
-
-def _check_numbers(raw: dict[str, Any], file: Path | None) -> None:
-    """Refuse integers, at any depth, that overflow later computations, and NaN and infinity outside lists.
-
-    Lists may contain infinity: some models write open limits that way.
-    """
-    pending = [(key, value) for key, value in raw.items() if key not in (*_IGNORED_KEYS, *_UNLIMITED_KEYS)]
-    while pending:
-        key, value = pending.pop()
-        if isinstance(value, dict):
-            pending += value.items()
-        elif isinstance(value, list):
-            pending += [(key, part) for part in value if not isinstance(part, float)]
-        elif isinstance(value, int) and abs(value) > _MAX_MAGNITUDE:
-            _refuse_value(key, value, f"between -{_MAX_MAGNITUDE} and {_MAX_MAGNITUDE}", file)
-        elif isinstance(value, float) and not math.isfinite(value):
-            _refuse_value(key, value, "a finite number", file)
-
-
-def _check_sizes(raw: dict[str, Any], kind: type[PretrainedConfig], file: Path | None) -> None:
-    """Check sizes against limits, chosen by what each key counts. Loop keys count only if the class `kind` has them."""
-    sections = [raw] + [
-        value for key, value in raw.items() if key.endswith("_config") and isinstance(value, dict)
-    ]
-    for section in sections:
-        require_token_ids(section, file)
-        _check_dtype(section, file)
-        for key, value in section.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                if key in _POSITIVE_KEYS and value is not None:
-                    _refuse_value(key, value, "a number", file)
-                continue
-            if key in _LAYER_KEYS:
-                limit = _MAX_LAYERS
-            elif key in _EXPERT_KEYS or key in _LABEL_KEYS:
-                limit = _MAX_EXPERTS
-            elif key in _POSITION_KEYS:
-                limit = _MAX_POSITIONS
-            elif any(word in key for word in _LOOP_WORDS) and hasattr(kind, key):
-                limit = _MAX_LOOPS
-            elif any(word in key for word in (*_WIDTH_WORDS, "group")) and "token" not in key:
-                limit = _MAX_WIDTH
-            else:
-                continue
-            # With one position nothing can be predicted.
-            minimum = 2 if key in _POSITION_KEYS else 1 if key in _POSITIVE_KEYS else 0
-            if not minimum <= value <= limit:
-                _refuse_value(key, value, f"between {minimum} and {limit}", file)
-
-
-def _check_dtype(section: dict[str, Any], file: Path | None) -> None:
-    """Refuse a dtype in which transformers does not load a model. None is allowed: the weights decide."""
-    for key in _DTYPE_KEYS:
-        value = section.get(key)
-        if value is not None and not (isinstance(value, str) and getattr(torch, value, None) in _DTYPES):
-            raise InputError(
-                f"config.json has {key} = {value!r:.60}, in which transformers loads no model",
-                file=file,
-                remedy=f"set {key} to bfloat16, float16 or float32, or download config.json again",
-            )
-
-
-def require_token_ids(values: dict[str, Any], file: Path | None = None) -> None:
-    """Check the special token ids of a config.json or generation_config.json: they must fit a torch tensor.
-
-    -1 is allowed: old configs write it for "none". Ids beyond the vocabulary are allowed: some models have them.
-    Raises InputError, which names the key.
-    """
-    for key in _TOKEN_KEYS:
-        value = values.get(key)
-        for token in value if isinstance(value, list) else [value]:
-            if token is not None and not (type(token) is int and -1 <= token <= _MAX_TOKEN):
-                raise InputError(
-                    f"{key} is {value!r:.60}, which must be null, a token id, or a list of token ids",
-                    file=file,
-                    remedy="correct it, or download the file again",
-                )
-
-
-def max_positions(config: PretrainedConfig) -> int | None:
-    """Length in tokens of the longest text that the model supports; None if its config does not state it."""
-    text = config.get_text_config()
-    values = (getattr(text, key, None) for key in _POSITION_KEYS)
-    return next((value for value in values if isinstance(value, int)), None)
-
-
-def _check_routing(config: PretrainedConfig, file: Path | None) -> None:
-    """Check experts per token and expert groups against the experts: transformers would fail only in the forward."""
-    text = config.get_text_config()
-    experts = next(
-        (getattr(text, key) for key in _EXPERT_COUNT_KEYS if isinstance(getattr(text, key, None), int)), None
-    )
-    per_token, groups = getattr(text, "num_experts_per_tok", None), getattr(text, "n_group", None)
-    top_groups = getattr(text, "topk_group", None)
-    if not experts:
-        return
-    if isinstance(per_token, int) and not 1 <= per_token <= experts:
-        _refuse_value(
-            "num_experts_per_tok", per_token, f"between 1 and the number of experts, {experts}", file
-        )
-    if isinstance(groups, int) and (groups < 1 or experts % groups):
-        _refuse_value("n_group", groups, f"a divisor of the number of experts, {experts}", file)
-    if isinstance(groups, int) and isinstance(top_groups, int) and not 1 <= top_groups <= groups:
-        _refuse_value("topk_group", top_groups, f"between 1 and n_group, {groups}", file)
-
-
-def _refuse_value(key: str, value: object, expected: str, file: Path | None) -> None:
-    raise InputError(
-        f"config.json has {key} = {value!r:.60}, which must be {expected}",
-        file=file,
-        remedy="download config.json again",
-    )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ciuic_cli.checkpoint.architecture import (
+    UNSCALED,
     build_config,
     build_meta_model,
     fixed_dtypes,
@@ -128,8 +129,9 @@ class ModelMap:
         """
         dropped = ("auto_map", "quantization_config")
         values = {key: value for key, value in self.checkpoint.config.items() if key not in dropped}
-        if not self.config.tie_word_embeddings and values.get("tie_word_embeddings", True):
+        if not getattr(self.config, "tie_word_embeddings", True) and values.get("tie_word_embeddings", True):
             values["tie_word_embeddings"] = False
+        values |= {key: value for key, value in UNSCALED.items() if hasattr(self.config, key)}
         if values.get(COUNT_KEY) and not self.mtp.kept:
             values[COUNT_KEY] = 0
         if not (values.get("dtype") or values.get("torch_dtype")):

@@ -2,8 +2,8 @@
 
 `classify` takes a meta model and returns a `Classification` per parameter; `classify_mtp` does the same for a tensor of
 a multi-token-prediction layer. The class of the module that owns a parameter decides: linears, embeddings and fused
-expert stacks are compressed. Routers, norms, biases and everything else that is not a plain matrix product is kept
-exactly, and the classification gives the reason.
+expert stacks of the language model are compressed. Routers, norms, biases, other towers and everything else that is not
+a plain matrix product is kept exactly, and the classification gives the reason.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.checkpoint.compressible import Use, experts_fault, matrix_fault, weight_use
+from ciuic_cli.checkpoint.config.classes import language_model_prefix
 from ciuic_cli.integers import round_up
 
 _TILE = 16
@@ -79,13 +80,17 @@ class Classification:
     transposed: bool = False
 
 
+_IN_A_TOWER = Classification("tower", False, "not part of the language model: kept exactly")
+"""Matrices of vision and sound towers, and of what connects them: calibration text does not reach them."""
+
+
 def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
     """Classification and (meta) tensor of every parameter and persistent buffer, by in-memory name.
 
     The tensor has the shape that is stored: a transposed parameter's is the transpose of the model's. A module that the
     model uses under two names appears once, under its first name.
     """
-    head = _output_embeddings(model)
+    head, language_model = _output_embeddings(model), language_model_prefix(model)
     result = {}
     for owner_name, owner in model.named_modules():
         parent = model.get_submodule(owner_name.rpartition(".")[0]) if owner_name else None
@@ -101,6 +106,8 @@ def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
                 )
             else:
                 classified = _classify_parameter(owner_name, owner, parent, short, tensor, head)
+                if classified.compress and owner is not head and not name.startswith(language_model):
+                    classified = _IN_A_TOWER
             result[name] = (classified, tensor.mT if classified.transposed else tensor)
     return result
 
@@ -154,6 +161,8 @@ def _classify_parameter(
         return Classification("router", False, "router: it decides which expert sees a token, kept exactly")
     if "bias" in short:
         return Classification("bias", False, "bias: added, not multiplied; kept exactly")
+    if not tensor.requires_grad:
+        return Classification("other", False, "a table that its class computes, not trained: kept exactly")
     if "norm" in type(owner).__name__.lower() or "norm" in leaf:
         return Classification("norm", False, "norm: one number per channel, kept exactly")
     if isinstance(owner, (nn.Embedding, nn.Linear)) and short == "weight":

@@ -18,7 +18,7 @@ from ciuic_cli._version import __version__
 from ciuic_cli.allocation.arms import PassOptions
 from ciuic_cli.allocation.reachable import check_reachable, largest_bytes
 from ciuic_cli.artifact.writer import companions
-from ciuic_cli.checkpoint.architecture import max_positions
+from ciuic_cli.checkpoint.config.numbers import max_positions
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.mtp_parameters import keep_mtp
 from ciuic_cli.checkpoint.reader import Checkpoint

@@ -22,12 +22,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ciuic_cli.checkpoint.architecture import (
-    build_config,
-    build_meta_model,
-    config_faults,
-    max_positions,
-)
+from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, config_faults
+from ciuic_cli.checkpoint.config.numbers import max_positions
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.evaluation.bench import NEW_TOKENS, PROMPT_TOKENS

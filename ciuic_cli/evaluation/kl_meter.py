@@ -17,8 +17,9 @@ from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.logits import logits_in_parts
 from ciuic_cli.layerwise.activation_store import ActivationStore
-from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream, Override
+from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream
 from ciuic_cli.layerwise.logits import TokenSpan, logit_tokens
+from ciuic_cli.layerwise.overrides import Override
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 

@@ -13,7 +13,8 @@ import torch
 
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.schema import is_artifact
-from ciuic_cli.checkpoint.architecture import build_config, build_meta_model, require_token_ids
+from ciuic_cli.checkpoint.architecture import build_config, build_meta_model
+from ciuic_cli.checkpoint.config.numbers import require_token_ids
 from ciuic_cli.checkpoint.folder import locate, read_config, read_json, require_unreplaced
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint

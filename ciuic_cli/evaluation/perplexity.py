@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from ciuic_cli.artifact.schema import is_artifact
-from ciuic_cli.checkpoint.architecture import build_config, config_faults, max_positions
+from ciuic_cli.checkpoint.architecture import build_config, config_faults
+from ciuic_cli.checkpoint.config.numbers import max_positions
 from ciuic_cli.checkpoint.folder import locate, read_config
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.evaluation.divergence import kl_divergence

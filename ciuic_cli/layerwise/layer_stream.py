@@ -32,28 +32,20 @@ from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
+from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
+from ciuic_cli.layerwise.overrides import Override, replace_weights
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
-    embedding_factor,
     is_of_the_chunk,
     linked_arguments,
-    require_one_call_each,
+    require_layer_by_layer,
 )
-from ciuic_cli.process.memory import (
-    PARALLEL_WORK_BYTES,
-    limit_freed_memory,
-    matrix_bytes,
-    return_freed_memory,
-)
+from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.processor import multiplies_bfloat16
 from ciuic_cli.process.progress import Progress
-from ciuic_cli.process.threads import parallel_map
 
-Override = Callable[[str, int | None], torch.Tensor | None]
-"""Called with a parameter's name, and the number of an expert in a stack. Returns other values for the parameter or
-the expert; None keeps the original. Called from several threads."""
 Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer with its weights; the context is active while the layer runs."""
 RunChunks = Callable[[Sequence[int]], None]
@@ -125,6 +117,7 @@ class LayerStream:
             tuple[int, int], tuple[Any, ...]
         ] = {}  # by layer and chunk, where a link needs them
         self._streams_first = False
+        self._projects_rows = False  # whether embedding and first layer have different widths
 
     # --- the steps
 
@@ -144,6 +137,7 @@ class LayerStream:
                     self._streams_first = (
                         hidden.shape[:2] != tokens.shape and hidden.shape[1:3] == tokens.shape
                     )
+                    self._projects_rows = hidden.shape[-1] != rows.shape[-1]
                     self.embedding_scale = embedding_factor(self._streams_last(hidden), rows)
                 first = stand_ins[0].hidden
                 if f"0.{index}" not in self.hidden:
@@ -162,7 +156,7 @@ class LayerStream:
             stand_in.calls = 0
         with config_faults(self.map.checkpoint.folder / "config.json"):
             self.model.base_model(input_ids=tokens.to(self.device), use_cache=False)
-        require_one_call_each(stand_ins, type(self.model).__name__, self.map.checkpoint.folder)
+        require_layer_by_layer(stand_ins, type(self.model).__name__, self.map.checkpoint.folder)
 
     def forward(self, progress: Progress) -> None:
         """Run `begin` and all layers forward; only the last layer's outputs stay in `hidden`."""
@@ -184,11 +178,11 @@ class LayerStream:
                 hidden = self.hidden.get(f"{number}.{index}", self.device)
                 with self._blaming_config(prefix):
                     output = layer(self._as_the_model(hidden), **self._arguments(number, index))
-                if isinstance(output, tuple):
+                if isinstance(output, tuple | list):
                     if any(
                         source == number for links in self._links.values() for source, _ in links.values()
                     ):
-                        self._extras[number, index] = output[1:]
+                        self._extras[number, index] = tuple(output[1:])
                     output = output[0]
                 self._require_finite(output, prefix)
                 self.hidden.put(f"{number + 1}.{index}", self._streams_last(output))
@@ -255,12 +249,36 @@ class LayerStream:
                     with self._blaming_config(prefix):
                         with self._autocast():
                             output = layer(self._as_the_model(hidden), **self._arguments(number, index))
-                        output = self._streams_last(output[0] if isinstance(output, tuple) else output)
+                        output = self._streams_last(output[0] if isinstance(output, tuple | list) else output)
                         output.backward(self.gradient.get(f"{number + 1}.{index}", self.device, output.dtype))
                     assert hidden.grad is not None
                     self.gradient.put(f"{number}.{index}", hidden.grad)
 
             yield layer, run_chunks
+
+    @contextmanager
+    def embedding_gradients(self, scale: float) -> Iterator[Callable[[int], torch.Tensor]]:
+        """Context that yields a function from a chunk to the gradients (sequences, tokens, n) at its embedding rows.
+
+        It reads "0.<chunk>" in `gradient`. scale: `embedding_scale`.
+        """
+        table = self.model.get_input_embeddings()
+
+        def at_first_layer(index: int) -> torch.Tensor:
+            return self.gradient.get(f"0.{index}", self.device)
+
+        if not self._projects_rows:
+            yield lambda index: torch.stack([scaled(part, scale) for part in at_first_layer(index)])
+            return
+        with self._without_layers() as stand_ins:
+
+            def gradients(index: int) -> torch.Tensor:
+                def run() -> None:
+                    self._run_without_layers(self.chunks[index], stand_ins)
+
+                return projected(table, stand_ins[0], run, self._as_the_model(at_first_layer(index)))
+
+            yield gradients
 
     def drop(self, number: int, chunks: Sequence[int] | None = None) -> None:
         """Drop a layer's inputs and the gradients at its output, of these chunks (default: all).
@@ -330,25 +348,7 @@ class LayerStream:
         )
         module.requires_grad_(False)
         if self.override is not None:
-            self._replace_weights(module, prefix, self.override)
-
-    def _replace_weights(self, module: nn.Module, prefix: str, override: Override) -> None:
-        """Copy the values of `override` into the module's parameters, expert by expert; small ones in parallel."""
-        targets: dict[tuple[str, int | None], torch.Tensor] = {}
-        for name, parameter in module.named_parameters():
-            stored = self.map.parameters[prefix + name].in_memory(parameter)
-            experts = enumerate(stored) if stored.dim() == 3 else [(None, stored)]
-            targets |= {(prefix + name, expert): part for expert, part in experts}
-
-        def is_large(key: tuple[str, int | None]) -> bool:
-            shape = targets[key].shape
-            return len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > PARALLEL_WORK_BYTES
-
-        keys = sorted(targets, key=is_large)
-        for key, value in parallel_map(keys, lambda key: override(*key), is_large):
-            if value is not None:
-                targets[key].copy_(value)
-            limit_freed_memory()
+            replace_weights(self.map, module, prefix, self.override)
 
     # --- running
 

@@ -6,6 +6,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import torch
 from torch import nn
 
 from ciuic_cli.errors import InputError
-from ciuic_cli.process.threads import one_thread
 
 
 class StandIn(nn.Module):
@@ -64,7 +64,8 @@ class StandIn(nn.Module):
 def returned_extras(kind: type[nn.Module]) -> int | None:
     """Parts of the tuple that this class's forward returns, besides the hidden state; None if it returns no tuple.
 
-    Read from the source. Parts that are added to a tuple later, which only some calls ask for, do not count.
+    Read from the source. Parts that are added to a tuple later, which only some calls ask for, do not count; those of
+    an `else` do.
     """
     forward = inspect.unwrap(kind.forward)
     try:
@@ -72,19 +73,36 @@ def returned_extras(kind: type[nn.Module]) -> int | None:
     except (OSError, TypeError, SyntaxError):  # a class made at run time has no source
         return None
     tuples: dict[str, int] = {}
+    added: dict[str, int] = {}
     returned: ast.AST | None = None
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             value = node.value.left if isinstance(node.value, ast.BinOp) else node.value
-            if isinstance(value, ast.Tuple):
+            if isinstance(value, ast.Tuple | ast.List):
                 tuples.setdefault(node.targets[0].id, len(value.elts) - 1)
+        elif isinstance(node, ast.If):
+            for name, count in _added_to(node.orelse):
+                added[name] = added.get(name, 0) + count
         elif isinstance(node, ast.Return):
             returned = node.value
     if isinstance(returned, ast.BinOp):
         returned = returned.left
-    if isinstance(returned, ast.Tuple):
+    if isinstance(returned, ast.Tuple | ast.List):
         return len(returned.elts) - 1
-    return tuples.get(returned.id) if isinstance(returned, ast.Name) else None
+    if not isinstance(returned, ast.Name) or returned.id not in tuples:
+        return None
+    return tuples[returned.id] + added.get(returned.id, 0)
+
+
+def _added_to(statements: Sequence[ast.stmt]) -> list[tuple[str, int]]:
+    """(variable, number of parts) of each statement `variable += (part, ...)`."""
+    return [
+        (node.target.id, len(node.value.elts))
+        for node in statements
+        if isinstance(node, ast.AugAssign)
+        and isinstance(node.target, ast.Name)
+        and isinstance(node.value, ast.Tuple)
+    ]
 
 
 def linked_arguments(stand_in: StandIn, earlier: Sequence[StandIn]) -> dict[str, tuple[int, int]]:
@@ -97,28 +115,20 @@ def linked_arguments(stand_in: StandIn, earlier: Sequence[StandIn]) -> dict[str,
     return {name: parts[id(value)] for name, value in stand_in.kwargs.items() if id(value) in parts}
 
 
-def require_one_call_each(stand_ins: Sequence[StandIn], model: str, folder: Path) -> None:
-    """Raise InputError unless the model, of this class and from this folder, has called each layer once."""
-    calls = {stand_in.calls for stand_in in stand_ins}
-    if calls != {1}:
-        raise InputError(
-            f"{model} does not run its {len(stand_ins)} layers once each, but {min(calls)} to {max(calls)} times",
-            file=folder,
-            remedy="ciuic does not support this architecture",
-        )
+def require_layer_by_layer(stand_ins: Sequence[StandIn], model: str, folder: Path) -> None:
+    """Raise InputError unless the model, of this class and from this folder, has called each layer once, in order.
 
-
-@one_thread()
-def embedding_factor(hidden: torch.Tensor, rows: torch.Tensor) -> float:
-    """The factor by which a model multiplies rows (b, t, n) of its embedding to get the first layer's input `hidden`.
-
-    hidden: (b, t, n), or (b, t, streams, n) in DeepSeek-V4, which copies each row into several residual streams.
+    Each layer's input must be the output of the one before.
     """
-    if hidden.numel() % rows.numel():
-        return 1.0  # the first layer's input is something else than a row of the embedding
-    rows = rows.unsqueeze(-2) if hidden.dim() > rows.dim() else rows
-    rows = rows.expand_as(hidden)
-    return float((hidden * rows).sum() / rows.square().sum().clamp_min(1e-30))
+    calls = {stand_in.calls for stand_in in stand_ins}
+    fault = None
+    if calls != {1}:
+        fault = f"does not run its {len(stand_ins)} layers once each, but {min(calls)} to {max(calls)} times"
+    elif not all(_equal(after.hidden, before.hidden) for before, after in pairwise(stand_ins)):
+        kind = type(stand_ins[0].layer).__name__
+        fault = f"does not pass each layer's output to the next layer (layers: {kind})"
+    if fault is not None:
+        raise InputError(f"{model} {fault}", file=folder, remedy="ciuic does not support this architecture")
 
 
 def is_of_the_chunk(value: Any, other: Any) -> bool:
@@ -132,5 +142,7 @@ def is_of_the_chunk(value: Any, other: Any) -> bool:
     return isinstance(value, torch.Tensor) and value is not other and not _equal(value, other)
 
 
-def _equal(value: torch.Tensor, other: Any) -> bool:
+def _equal(value: Any, other: Any) -> bool:
+    if value is other:
+        return True
     return isinstance(other, torch.Tensor) and value.shape == other.shape and torch.equal(value, other)

@@ -17,8 +17,8 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import encode_scales, finest_steps
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.layerwise.layer_stream import Override
 from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.layerwise.overrides import Override
 
 MIN_STEPS_PER_OCTAVE = 40
 """Least steps per octave of a matrix's row scales with which it is tuned. Rounding to such a step changes a factor by

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ciuic_cli._version import __version__
+from ciuic_cli.checkpoint.config.classes import auto_class
 from ciuic_cli.checkpoint.folder import checked_file
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.report.readable import readable_bytes
@@ -18,6 +19,8 @@ from ciuic_cli.report.schema import MemoryReport
 
 _TEMPLATE = Path(__file__).parent / "templates" / "model_card.md.jinja"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
+_PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextToText": "image-text-to-text"}
+"""The hub's name of what a model does, by the class that loads it."""
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 _MAX_CARD_BYTES = 1 << 20
 """Largest README.md of an original whose metadata is read (chosen)."""
@@ -30,18 +33,21 @@ class Source:
     """The original model, as far as a model card names it.
 
     base_model: its id on the hub, if known. license: the keys license, license_name and license_link of its own card.
+    auto_class: transformers' class that loads the model.
     """
 
     model_type: str
     base_model: str | None = None
     license: dict[str, str] = field(default_factory=dict)
+    auto_class: str = "AutoModelForCausalLM"
 
 
 def source_of(model_map: ModelMap) -> Source:
     """The original as the checkpoint's folder and config.json describe it."""
     folder = model_map.checkpoint.folder
     base_model = _hub_id(folder) or _named_in_config(model_map.checkpoint.config)
-    return Source(str(model_map.config.model_type), base_model, _license_of(folder))
+    auto = auto_class(model_map.config)
+    return Source(str(model_map.config.model_type), base_model, _license_of(folder), auto.__name__)
 
 
 def render_card(report: MemoryReport, source: Source) -> str:
@@ -53,7 +59,7 @@ def render_card(report: MemoryReport, source: Source) -> str:
         base_model=source.base_model,
         base_model_relation=None if source.base_model is None else "quantized",
         library_name="transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=_PIPELINES[source.auto_class],
         tags=["ciuic", "compressed"],
         **license_keys,
     )
@@ -67,6 +73,7 @@ def render_card(report: MemoryReport, source: Source) -> str:
         data,
         template_str=_TEMPLATE.read_text(encoding="utf-8"),
         model_type=source.model_type,
+        auto_class=source.auto_class,
         base_model=source.base_model,
         before=readable_bytes(report.original_bytes),
         after=readable_bytes(report.artifact_bytes),

@@ -139,16 +139,17 @@ def _from_pretrained(
     artifact = open_artifact(path)
     if target.type == "cpu":
         native.interface()
-    from transformers import AutoModelForCausalLM
-
     from ciuic_cli.checkpoint.architecture import build_config, require_plausible
+    from ciuic_cli.checkpoint.config.classes import auto_class
     from ciuic_cli.runtime.registration import register
 
     register()
     config_file = artifact.folder / "config.json"
-    require_plausible(build_config(artifact.config, config_file), artifact.shapes, config_file)
+    config = build_config(artifact.config, config_file)
+    require_plausible(config, artifact.shapes, config_file)
+    chosen: Any = auto_class(config)
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        return chosen.from_pretrained(
             artifact.folder,
             dtype="auto" if dtype is None else dtype,
             trust_remote_code=False,

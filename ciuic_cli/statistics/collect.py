@@ -215,7 +215,9 @@ class _Collection:
         handle.remove()
         if rows.totals:  # this worker owns the head
             row_sums, fisher = rows.totals[name, None], moments.totals[name, None].outputs
-            self.writer.write_single(FREQUENCY, self._embedding_name(), token_frequency(row_sums))
+            table = self._embedding_name()
+            frequency = token_frequency(row_sums, self.map.parameters[table].shape[0])
+            self.writer.write_single(FREQUENCY, table, frequency)
             self.writer.write_single(CONTEXTS, name, context_vectors(row_sums, fisher))
         self.writer.write(moments.totals)
 
@@ -237,15 +239,14 @@ class _Collection:
         name, device = self._embedding_name(), self.stream.device
         vocabulary, cols = self.map.parameters[name].shape
         sums, scale = self._ordered_sums([name]), self.workers.broadcast(self.stream.embedding_scale)
-        for segment in self.segments:
-            segment_sums = empty_embedding_sums(vocabulary, cols, device)
-            for index in segment:
-                gradient = self.stream.gradient.get(f"0.{index}", device)
-                for tokens, g in zip(self.stream.chunks[index].to(device), gradient, strict=True):
-                    # A model with several residual streams copies the row into each: their gradients add up.
-                    row_gradients = scale * g.reshape(len(tokens), -1, cols).sum(1)
-                    add_occurrences(segment_sums, tokens, row_gradients)
-            sums.add({(name, None): segment_sums} if segment else {})
+        with self.stream.embedding_gradients(scale) as gradients:
+            for segment in self.segments:
+                segment_sums = empty_embedding_sums(vocabulary, cols, device)
+                for index in segment:
+                    chunk = self.stream.chunks[index].to(device)
+                    for tokens, row_gradients in zip(chunk, gradients(index), strict=True):
+                        add_occurrences(segment_sums, tokens, row_gradients)
+                sums.add({(name, None): segment_sums} if segment else {})
         if sums.totals:  # this worker owns the embedding
             total = sums.totals[name, None]
             self.writer.write_single(EMBEDDING, name, embedding_moment(total))

@@ -92,9 +92,13 @@ class HeadSums:
         self.rows.outputs += torch.stack((probability.sum(0), weights.sum(0), weights.square().sum(0)))
 
 
-def token_frequency(rows: Moments) -> torch.Tensor:
-    """Expected share (vocabulary,) of each token in text, as the model predicts it; from `HeadSums.rows`."""
-    total = rows.outputs[0]
+def token_frequency(rows: Moments, tokens: int) -> torch.Tensor:
+    """Expected share (tokens,) of each token in text, as the model predicts it; from `HeadSums.rows`.
+
+    tokens: rows of the embedding, which may be more than those of the head: tokens that are never predicted (Moshi).
+    """
+    total = rows.outputs[0][:tokens]
+    total = torch.nn.functional.pad(total, (0, tokens - len(total)))
     with one_thread():
         return total / total.sum()
 

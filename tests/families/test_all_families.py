@@ -19,6 +19,12 @@ MECHANISMS = {
     "glm_moe_dsa": "a layer's second output goes into the next layer",
     "gemma3n_text": "streams before sequences, and keys and values of earlier layers",
     "longcat_flash": "a config that counts other layers than the model has",
+    "camembert": "a head, tied to the embedding, that comes before it",
+    "rembert": "an embedding of another width than the layers",
+    "moshi": "an embedding with more rows than the head",
+    "roformer": "a table that is not trained",
+    "rwkv": "a tuple that grows before it is returned, and weights that the model rescales",
+    "openai-gpt": "a layer that returns a list",
 }
 
 
@@ -31,7 +37,11 @@ def test_a_family_is_as_exact_as_its_dense_model(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("family", "message"), [("hrm_text", "HrmTextForCausalLM does not run its 3 layers once each")]
+    ("family", "message"),
+    [
+        ("hrm_text", "HrmTextForCausalLM does not run its 3 layers once each"),
+        ("xlm", "XLMWithLMHeadModel does not pass each layer's output to the next layer"),
+    ],
 )
 def test_an_unknown_shape_is_named(family: str, message: str, tmp_path: Path) -> None:
     result = try_family(family, tmp_path)

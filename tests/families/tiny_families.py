@@ -92,18 +92,30 @@ SIZES: dict[str, Any] = {
 """Applied where the configuration has the key."""
 
 VISION: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "output_channels": 16,
+    "output_dim": 64,
+    "vision_output_dim": 64,
+    "projector_input_dim": 64,
+    "projector_output_dim": 64,
+    "projection_dim": 64,
+    "mlp_dim": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "depth": 1,
-    "embed_dim": 32,
+    "embed_dim": 16,
     "num_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
+    "head_dim": 8,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
 }
 """The same in a vision section."""
 
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+"""Rotary angles of 8 pairs, by time, height and width of an image."""
 CHANGES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "mamba_d_state": 16},
     "falcon": {"head_dim": None},
@@ -147,6 +159,29 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
     },
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"]},
+    "hy_v4": {"hidden_size": 128, "hc_mult": 2},
+    "got_ocr2": {"text_config": {"hidden_size": 192, "intermediate_size": 256}},
+    "zamba": {
+        "hidden_size": 256,
+        "attention_hidden_size": 512,
+        "attention_head_dim": 128,
+        "layers_block_type": ["mamba", "hybrid", "mamba"],
+    },
+    "fuyu": {"patch_size": 4},
+    "gemma3": {"mm_tokens_per_image": 4},
+    **{
+        family: {"text_config": {"rope_parameters": _MROPE}}
+        for family in ("qwen2_5_vl", "glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr")
+    },
+    "qwen2_vl": {"text_config": {"rope_parameters": _MROPE}, "vision_config": {"hidden_size": 64}},
+    "deepseek_vl_hybrid": {"text_config": {"intermediate_size": 512}},
+    "internvl": {"text_config": {"intermediate_size": 512}},
+    "paligemma": {"text_config": {"intermediate_size": 512}},
+    "mllama": {"text_config": {"intermediate_size": 512}},
+    "qwen3_vl": {"vision_config": {"deepstack_visual_indexes": [0]}},
+    "qwen3_vl_moe": {"vision_config": {"deepstack_visual_indexes": [0]}},
+    "minimax": {"block_size": 16},
+    "xmod": {"default_language": "en_XX"},
     "rwkv": {"context_length": 64},
     "longcat_flash": {"num_layers": 2, "zero_expert_num": 2},
 }
@@ -168,7 +203,7 @@ def tiny_config(model_type: str) -> Any:
         is_text = "text" in section or "language" in section or "llm" in section
         values[section] = {
             "model_type": getattr(section_kind, "model_type", None) or part.model_type,
-            **_sizes(part, SIZES if is_text else VISION),
+            **_sizes(part, SIZES | {"intermediate_size": 256} if is_text else VISION),
             **changes.pop(section, {}),
         }
     values.update(changes)
@@ -204,15 +239,19 @@ def _value(config: Any, key: str) -> Any:
 @torch.no_grad()
 def make_family(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """Write a tiny random checkpoint with a tokenizer; returns `folder`."""
-    from transformers import AutoModelForCausalLM
+    from transformers.models.auto import modeling_auto
 
     torch.manual_seed(0)
     config = tiny_config(model_type)
+    with_tower = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    auto: Any = (
+        modeling_auto.AutoModelForImageTextToText if with_tower else modeling_auto.AutoModelForCausalLM
+    )
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in auto.from_config(config).parameters())
     if size > MAX_PARAMETERS:
         raise ValueError(f"{size:,} parameters: SIZES and CHANGES leave a part of it large")
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = auto.from_config(config, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and not name.endswith(("A_log", "conv1d.weight")):

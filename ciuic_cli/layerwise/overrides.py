@@ -1,0 +1,41 @@
+"""Other values for the weights of a module that has its weights in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory, matrix_bytes
+from ciuic_cli.process.threads import parallel_map
+
+Override = Callable[[str, int | None], torch.Tensor | None]
+"""Called with a parameter's name, and the number of an expert in a stack. Returns other values for the parameter or
+the expert; None keeps the original. Called from several threads."""
+
+
+def replace_weights(model_map: ModelMap, module: nn.Module, prefix: str, override: Override) -> None:
+    """Copy the values of `override` into the module's parameters, expert by expert; small ones in parallel.
+
+    Tied parameters are one tensor in memory, which may carry the name of either. `override` gets the name under which
+    the values are stored.
+    """
+    targets: dict[tuple[str, int | None], torch.Tensor] = {}
+    for name, tensor in module.named_parameters():
+        parameter = model_map.parameters[prefix + name]
+        parameter = model_map.parameters[parameter.tied_to or parameter.name]
+        stored = parameter.in_memory(tensor)
+        experts = enumerate(stored) if stored.dim() == 3 else [(None, stored)]
+        targets |= {(parameter.name, expert): part for expert, part in experts}
+
+    def is_large(key: tuple[str, int | None]) -> bool:
+        shape = targets[key].shape
+        return len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > PARALLEL_WORK_BYTES
+
+    keys = sorted(targets, key=is_large)
+    for key, value in parallel_map(keys, lambda key: override(*key), is_large):
+        if value is not None:
+            targets[key].copy_(value)
+        limit_freed_memory()
