@@ -9,6 +9,7 @@ number times its scale, in spite of the name `scale_inv`. These layouts of scale
 - Other FP8 checkpoints: one scale per tensor or per row.
 - DeepSeek-V4: one-byte scales that are powers of two ("ue8m0": byte b means 2^(b-127)). Its experts are FP4: two e2m1
   values per byte, low nibble first, one scale per 32 values of a row (OCP Microscaling Formats 1.0).
+- GPT-OSS: the same numbers and scales, "mxfp4", with the groups of 32 values as a dimension of their own.
 """
 
 from __future__ import annotations
@@ -62,6 +63,8 @@ class NumberFormat:
         dtypes: safetensors dtypes of this format. A tensor of such a dtype must have a scale; its shape counts values.
         packed_in: integer dtypes that hold codes of this format if the tensor has a scale; its shape counts integers.
         scale_block: rows and columns that share one scale; None if config.json or the scale's shape decides.
+        grouped: stored as (experts, outputs, groups, bytes), with a scale per group. Decoded it is a stack of experts
+            (experts, inputs, outputs).
     """
 
     name: str
@@ -70,9 +73,13 @@ class NumberFormat:
     dtypes: tuple[str, ...] = ()
     packed_in: tuple[str, ...] = ()
     scale_block: tuple[int, int] | None = None
+    grouped: bool = False
 
     def decoded_shape(self, dtype: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in values of a tensor that the header lists with this dtype and shape."""
+        if self.grouped and len(shape) == 4:
+            experts, outputs, groups, nbytes = shape
+            return experts, groups * nbytes * 8 // self.bits, outputs
         if dtype not in self.packed_in or not shape:
             return shape
         return (*shape[:-1], shape[-1] * (DTYPE_BITS[dtype] // self.bits))
@@ -125,6 +132,10 @@ FORMATS: tuple[NumberFormat, ...] = (
         "FP4", 4, (*_E2M1, *(-value for value in _E2M1)),
         dtypes=("F4",), packed_in=("I8", "U8"), scale_block=(1, FP4_BLOCK),
     ),
+    NumberFormat(
+        "MXFP4", 4, (*_E2M1, *(-value for value in _E2M1)),
+        packed_in=("U8",), scale_block=(1, FP4_BLOCK), grouped=True,
+    ),
 )  # fmt: skip
 """The formats of weights with scales that can be read. All other code asks this table: a new format is a row here."""
 
@@ -146,12 +157,14 @@ SCALE_REMEDY = "download the checkpoint again, or use its bf16 version"
 """The remedy if a weight and its scale do not fit together."""
 
 
-def format_of(dtype: str, *, has_scale: bool) -> NumberFormat | None:
+def format_of(dtype: str, *, has_scale: bool, grouped: bool = False) -> NumberFormat | None:
     """The format of a tensor with this safetensors dtype; None if it is stored as plain numbers.
 
-    has_scale: whether a scale belongs to the tensor. Integers are packed codes only then.
+    has_scale: whether a scale belongs to the tensor. Integers are packed codes only then. grouped: as `NumberFormat`'s.
     """
     for number_format in FORMATS:
+        if number_format.grouped != grouped:
+            continue
         if dtype in number_format.dtypes or (has_scale and dtype in number_format.packed_in):
             return number_format
     return None
@@ -268,6 +281,13 @@ def apply_scales(
     if whole * block_cols < cols:
         values[:, whole * block_cols :] *= by_row[:, whole : whole + 1]
     return values
+
+
+def apply_group_scales(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Multiply `values` (experts, outputs, groups, n) of a grouped format, in place, by `scales` (experts, outputs,
+    groups) as stored. Returns them as (experts, inputs, outputs)."""
+    values *= decode_scales(scales).unsqueeze(-1)
+    return values.flatten(2).mT
 
 
 def count_nonfinite(tensor: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:

@@ -21,9 +21,13 @@ from ciuic_cli.checkpoint.shards import check_index, shard_names
 from ciuic_cli.errors import InputError
 from ciuic_cli.process.file_faults import reading
 
+_BLOCKS = "_blocks"
+"""End of the name of a tensor in a grouped format; its parameter's name lacks it."""
 _MAX_READ = 1 << 30
 """Bytes requested in one system call. Linux transfers at most 2 GiB."""
-_SUPPORTED_QUANTIZATION = ("fp8",)
+_GROUPED_QUANTIZATION = "mxfp4"
+"""The `quant_method` of checkpoints with tensors X_blocks and X_scales, which make the parameter X."""
+_SUPPORTED_QUANTIZATION = ("fp8", _GROUPED_QUANTIZATION)
 """Values of `quant_method` in config.json whose weights can be decoded."""
 
 
@@ -33,7 +37,7 @@ class Checkpoint:
 
     Attributes:
         config: the content of config.json.
-        tensors: header entries of all shards, by tensor name.
+        tensors: header entries of all shards, by tensor name; of a grouped format, by the parameter's.
         source_bytes: size of all shards together.
         warnings: messages for the user.
         scales: weight -> its scale tensor, for weights in one of `formats.FORMATS`.
@@ -80,7 +84,9 @@ class Checkpoint:
 
     def format_of(self, name: str) -> NumberFormat | None:
         """The tensor's format if it is stored with scales; None if it is stored as plain numbers."""
-        return formats.format_of(self.entry(name).dtype, has_scale=name in self.scales)
+        entry = self.entry(name)
+        grouped = entry.name == name + _BLOCKS
+        return formats.format_of(entry.dtype, has_scale=grouped or name in self.scales, grouped=grouped)
 
     def decoded_shape(self, name: str) -> tuple[int, ...]:
         """The shape of the decoded tensor."""
@@ -112,6 +118,8 @@ class Checkpoint:
             )
         block = self._scale_block(name, number_format)
         values = number_format.decode(self.read(name, rows))
+        if number_format.grouped:
+            return formats.apply_group_scales(values, self.read(self.scales[name], rows))
         scales = self.read(self.scales[name])
         return formats.apply_scales(values, scales, block, 0 if rows is None else rows[0])
 
@@ -134,7 +142,9 @@ class Checkpoint:
             number_format = self.format_of(name)
             if number_format is not None and name in self.scales:
                 self._scale_block(name, number_format)
-            elif (number_format is not None or entry.dtype == SCALES_ONLY) and name.endswith("weight"):
+            elif (number_format is not None or entry.dtype == SCALES_ONLY) and (
+                name.endswith("weight") or entry.name != name
+            ):
                 self.read_decoded(name, (0, 0))
 
     def _scale_block(self, name: str, number_format: NumberFormat) -> tuple[int, int]:
@@ -148,6 +158,8 @@ class Checkpoint:
                 tensor=scale.name,
                 remedy=formats.SCALE_REMEDY,
             )
+        if number_format.grouped:
+            return _group_block(entry, scale, number_format)
         return formats.scale_block(
             self.decoded_shape(name),
             scale.shape,
@@ -175,7 +187,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
     Raises InputError for everything that makes a checkpoint unreadable: unsafe or absent files (`folder`), missing
     shards or a wrong index (`shards`), damaged headers (`header`), a tensor in two shards, a quantization format other
-    than FP8, and scales that are absent or of the wrong shape.
+    than FP8, FP4 and MXFP4, and scales that are absent or of the wrong shape.
     """
     folder = locate(path)
     check_files(folder)
@@ -206,6 +218,8 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
                 )
             tensors[tensor] = entry
     warnings = check_index(folder, tensors, weight_map)
+    if method == _GROUPED_QUANTIZATION:
+        tensors = {name.removesuffix(_BLOCKS): entry for name, entry in tensors.items()}
     checkpoint = Checkpoint(folder, config, tensors, source_bytes, tuple(warnings), _find_scales(tensors))
     checkpoint.check_scales()
     return checkpoint
@@ -240,7 +254,24 @@ def _weight_block(config: dict[str, Any], file: Path) -> tuple[int, int] | None:
 def _scale_names(name: str) -> list[str]:
     """The names that the scale of a weight can have."""
     base = name.removesuffix("weight")
-    return [f"{name}_scale_inv", f"{name}_scale"] + ([f"{base}scale"] if base != name else [])
+    return [f"{name}_scale_inv", f"{name}_scale", f"{name}_scales"] + (
+        [f"{base}scale"] if base != name else []
+    )
+
+
+def _group_block(entry: TensorEntry, scale: TensorEntry, number_format: NumberFormat) -> tuple[int, int]:
+    """The block of a grouped format; raises InputError if tensor and scale do not fit together."""
+    block = number_format.scale_block or (1, 1)
+    nbytes = block[1] * number_format.bits // 8
+    if len(entry.shape) == 4 and entry.shape[3] == nbytes and scale.shape == entry.shape[:3]:
+        return block
+    raise InputError(
+        f"the scale has shape {scale.shape} and the blocks {entry.shape}, instead of (experts, outputs, groups) and "
+        f"(experts, outputs, groups, {nbytes})",
+        file=entry.file,
+        tensor=entry.name,
+        remedy=formats.SCALE_REMEDY,
+    )
 
 
 def _find_scales(tensors: dict[str, TensorEntry]) -> dict[str, str]:
