@@ -167,6 +167,14 @@ CHANGES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 128,
         "layers_block_type": ["mamba", "hybrid", "mamba"],
     },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 256,
+    },
     "fuyu": {"patch_size": 4},
     "gemma3": {"mm_tokens_per_image": 4},
     **{
