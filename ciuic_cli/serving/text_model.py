@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ciuic_cli.checkpoint.architecture import config_faults, max_positions
+from ciuic_cli.checkpoint.architecture import config_faults
+from ciuic_cli.checkpoint.config.numbers import max_positions
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.evaluation.opening import open_model
