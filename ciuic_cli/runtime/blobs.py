@@ -26,7 +26,7 @@ CPU_SMALL_BATCH = {"amx": 48, "avx512vnni": 48, "avx2": 24, "portable": 12}
 """By native kernels: the most rows of x for which multiplying from the codes beat decoded panels (measured with one
 thread, a 4096 x 4096 matrix and 4 bits per weight)."""
 
-CPU_SMALL_BATCH_BFLOAT16 = {"amx": 1024}
+CPU_SMALL_BATCH_BFLOAT16 = {"amx": 512}
 """The same for x in bfloat16, where it differs (docs/experiments/runtime/matrix-units.md)."""
 
 _WEIGHT, _STACK = "weight", "experts"
