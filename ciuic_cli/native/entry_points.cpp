@@ -104,7 +104,7 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   float* signs = floats.get();
   uint8_t* prepared = aligned(memory.get());
   kernels().fill_signs(signs, cols, matrix->seed);
-  const long per_item = groups_per_item(groups, threads_used);
+  const long per_item = groups_per_item(groups, threads_used, batch);
   for (long begin = 0; begin < batch; begin += together) {
     const long count = std::min(batch - begin, together);
     parallel_for(preparers, preparers, [&](long item) {

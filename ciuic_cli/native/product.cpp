@@ -152,8 +152,11 @@ void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout&
       }
 }
 
-long groups_per_item(long groups, int threads) {
-  return std::min<long>(1 + groups / (kItemsPerThread * threads), kMaxGroupsPerItem);
+long groups_per_item(long groups, int threads, long batch) {
+  const long evenly = std::min<long>(1 + groups / (kItemsPerThread * threads), kMaxGroupsPerItem);
+  const long together = kernels().groups_together;
+  if (together == 1 || batch <= 2) return evenly;
+  return evenly > together ? evenly - evenly % together : evenly + evenly % 2;
 }
 
 }  // namespace ciuic

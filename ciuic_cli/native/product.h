@@ -55,7 +55,8 @@ inline long output_groups(const CiuicMatrix& matrix) { return (matrix.rows_out +
 
 // Row groups per work item, so that threads finish at about the same time. Neighbouring groups stay together to avoid
 // false sharing: if the stored rows are sorted, neighbouring elements of y come from groups that are near each other.
-long groups_per_item(long groups, int threads);
+// With several rows of activations, an item fills the kernel's calls: it is even, or a multiple of `groups_together`.
+long groups_per_item(long groups, int threads, long batch);
 
 // A stage of fewer weights runs on one thread: waking other threads takes about as long as multiplying this many. No
 // measurement is on record.

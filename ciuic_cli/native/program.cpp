@@ -187,7 +187,7 @@ class Run {
     if (stage.kind == Stage::kSerial) return 1;
     if (stage.kind == Stage::kPrepare) return stage.last - stage.first;
     long total = 0;
-    const long per_item = groups_per_item(stage_groups(stage), threads_);
+    const long per_item = groups_per_item(stage_groups(stage), threads_, rows_);
     for (int p = stage.first; p < stage.last; ++p) total += product_items(p, per_item);
     return total;
   }
@@ -208,7 +208,7 @@ class Run {
     } else if (stage.kind == Stage::kPrepare) {
       prepare(stage.first + static_cast<int>(item));
     } else {
-      const long per_item = groups_per_item(stage_groups(stage), threads_);
+      const long per_item = groups_per_item(stage_groups(stage), threads_, rows_);
       int product = stage.first;
       while (item >= product_items(product, per_item)) item -= product_items(product++, per_item);
       multiply(program_.products[product], per_item * item, per_item * (item + 1));

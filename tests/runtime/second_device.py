@@ -28,9 +28,9 @@ class _Hook(backend_registration._DummyPrivateUse1Hook):
         return False
 
 
-backend_registration._setup_privateuseone_for_python_backend("second", _NotForOthers(), _Hook())
+backend_registration._setup_privateuseone_for_python_backend("stand_in", _NotForOthers(), _Hook())
 
-DEVICE = torch.device("second:0")
+DEVICE = torch.device("stand_in:0")
 _COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
 
 

@@ -160,7 +160,7 @@ def test_fault_38_without_a_gpu_the_cpu_is_said_to_be_used(
 @pytest.mark.parametrize(
     "place",
     [
-        "ciuic_cli.checkpoint.architecture.AutoModelForCausalLM.from_config",
+        "transformers.AutoModelForCausalLM.from_config",
         "ciuic_cli.checkpoint.architecture.PretrainedConfig.from_dict",
     ],
 )
