@@ -1,4 +1,4 @@
-"""What a decoding step costs that checks drafted tokens: the time of steps with 1, 2 and 3 tokens, in turns.
+"""Time of decoding steps with 1, 2 and 3 tokens, in turns: a step that checks drafted tokens computes several.
 
     python benchmarks/drafting.py out/
     python benchmarks/drafting.py --family deepseek_v3 --hidden-size 1024 --layers 4

@@ -53,7 +53,7 @@ def new_cache(model: Any, name: str | None) -> Any:
 
 @torch.inference_mode()
 def log_probabilities(model: Any, window: torch.Tensor, name: str | None) -> torch.Tensor:
-    """Of every token after the first half: [tokens, vocabulary], float32."""
+    """Log-probabilities where each token of the second half is predicted, float32 [tokens, vocabulary]."""
     half = window.shape[1] // 2
     cache = {cache_keyword(model): new_cache(model, name)}
     logits = [model(window[:, :half], **cache, logits_to_keep=1).logits]

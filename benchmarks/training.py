@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 WAYS = ("ciuic", "PEFT on the artifact", "PEFT on bfloat16")
-"""What is compared; the last one is the peer."""
+"""The ways of training that are compared. The last one is the peer."""
 PHASES = ("load", "forward", "backward", "optimizer")
 """The parts of a run whose peaks are shown."""
 

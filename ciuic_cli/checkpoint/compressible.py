@@ -132,7 +132,7 @@ def _factors(left: ast.AST | None, right: ast.AST | None, name: str, *, transpos
 
 
 def _orientation(node: ast.AST | None, name: str) -> bool | None:
-    """Whether the expression is the transposed weight (True) or the weight (False); None if it is something else."""
+    """True if the expression is the transposed weight, False if it is the weight, None if it is something else."""
     flipped = False
     while node is not None:
         if isinstance(node, ast.Subscript):

@@ -64,7 +64,7 @@ class Parameter:
 
     @property
     def is_stack(self) -> bool:
-        """Whether it is a stack of experts' matrices that is compressed."""
+        """True if the parameter is compressed and is a stack of experts' matrices."""
         return self.compress and len(self.shape) == 3
 
     def in_memory(self, value: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def train(
     ] = False,
     every_n_layers: Annotated[int, typer.Option(help="Layers between two checkpoints of activations.")] = 1,
     save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
-    seed: Annotated[int, typer.Option(help="Of the adapter and of the order of the data.")] = 42,
+    seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -60,7 +60,7 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     writer.copy_companions(run.map.checkpoint.folder, folder)
     rounded = run.rounded_kls(plan, factors)
     _require_better_than_guessing(run, mean_of(rounded))
-    report = run.report(plan, started)
+    report = run.report(plan, started)  # without the loaded artifact's KL: loading needs the config
     quantization = quantization_config(
         bits_per_weight=report.bits_per_weight, ratio=report.ratio, mtp=run.map.mtp
     )

@@ -32,9 +32,9 @@ _FILLED_FROM = 64
 
 
 def active_bytes(model: nn.Module) -> int:
-    """Bytes of the weights that one token reads: no embedding table but a tied head, and only its experts.
+    """Bytes of the weights that one token reads.
 
-    Of a stack of E experts, of which a token uses k, it counts k / E.
+    An embedding table counts only if it is the head, too. A stack of E experts, of which a token uses k, counts k / E.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     table = model.get_input_embeddings()  # type: ignore[operator]

@@ -297,7 +297,7 @@ class LayerStream:
 
     @property
     def carries_state(self) -> bool:
-        """Whether layers get more from earlier layers than the hidden state; known after `begin`.
+        """True if layers get more from earlier layers than the hidden state. It is known after `begin`.
 
         Such values are in memory only, so a run that is resumed runs all layers forward again.
         """

@@ -132,7 +132,7 @@ def require_layer_by_layer(stand_ins: Sequence[StandIn], model: str, folder: Pat
 
 
 def is_of_the_chunk(value: Any, other: Any) -> bool:
-    """Whether an argument belongs to one chunk: a tensor that differs from `other`, or a dictionary of its own.
+    """True if an argument belongs to one chunk: it is a tensor that differs from `other`, or another dictionary.
 
     Layers get such arguments besides the hidden state: the tokens in DeepSeek-V4, inputs per layer in Gemma 3n, and in
     Gemma 4 a dictionary in which a layer leaves its keys and values for later ones.

@@ -22,6 +22,8 @@ constexpr int kMaxLog2Block = 10;  // of the Hadamard transform; part of the for
 
 static constexpr bool valid_L(int L) { return L >= 12 && L <= 16; }
 
+// Bounds of one call of matmul_groups: 128 KB of sums. Measured: docs/experiments/runtime/matrix-units.md (256 rows are faster
+// than 512); 8 groups are chosen.
 constexpr int kMaxGroupsTogether = 8;
 constexpr long kMaxBatchTogether = 256;
 
@@ -71,12 +73,12 @@ struct Kernels {
 
   // y[b][r] = row_factor[r] * (row r of the group . activations of batch row b), for each of `count` row groups. All of them
   // read rows first_row .. first_row + batch - 1 of the same activations; first_row is a multiple of kBandRows. The results
-  // do not depend on the instruction set, on `count` or on `batch`.
+  // do not depend on `count` or `batch` and, unless the activations are in bfloat16, on the instruction set.
   void (*matmul_groups)(const RowGroup* groups, int count, int L, const Activations& activations, long first_row,
                         long batch);
   int groups_together;  // best `count`, at most kMaxGroupsTogether
   long batch_together;  // best `batch` for products with more rows, at most kMaxBatchTogether
-  long bfloat16_rows;       // rows from which products in bfloat16 are faster than in integers; 0 if there are none
+  long bfloat16_rows;   // rows from which products in bfloat16 are faster than in integers; 0 if there are none
   // Writes x, one value per column, as row `row` of the activations.
   void (*quantize_row)(const float* x, const Activations& activations, long row);
 

@@ -40,7 +40,7 @@ class BlobModule(nn.Module):
         return view_of(self._parameters[name], presented[name])  # type: ignore[arg-type]
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module.register_parameter; of a view, its blob is registered, so that weights can be tied."""
+        """Register as nn.Module does. A view registers its blob, so that weights can be tied."""
         super().register_parameter(name, param.codes.blob if isinstance(param, DenseView) else param)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> BlobModule:

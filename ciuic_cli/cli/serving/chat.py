@@ -68,7 +68,7 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """The next line of stdin without surrounding spaces; None at its end. A terminal shows a prompt on stderr."""
+    """The next line of stdin without surrounding spaces; None at its end. A terminal shows a prompt."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # a Python that was built without it has no editing keys
             import readline  # noqa: F401 (gives `input` a history and editing keys)

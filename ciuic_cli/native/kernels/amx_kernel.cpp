@@ -291,7 +291,7 @@ void write_row(const float* x, const Activations& activations, long row) {
   }
 }
 
-// Whether the processor has the unit and the operating system lets this process use it.
+// True if the processor has the unit and the operating system lets this process use it.
 bool usable() {
   constexpr unsigned kBfloat16Products = 1u << 22, kTiles = 1u << 24, kInt8Products = 1u << 25;  // EDX of leaf 7
   constexpr unsigned kBfloat16Conversions = 1u << 5;                                             // EAX of leaf 7, 1

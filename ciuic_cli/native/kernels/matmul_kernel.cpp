@@ -97,7 +97,7 @@ static void multiply_levels(const uint8_t* codes, long tiles, int L, const Quant
 // Measured: docs/experiments/runtime/cpu-product.md.
 constexpr int kChains = 4;
 
-// Adds the products of columns C .. 15 of a tile, whose bytes of activations begin at `begin`.
+// Adds the products of columns C .. 15 of a tile, whose bytes of activations begin `begin` bytes into the block.
 template <int H, bool Masked, int Batch, int Planes, int C>
 static inline __attribute__((always_inline)) void add_columns(Sums (*sums)[Planes][kChains], const Tile<H>& tile,
                                                               const uint8_t* (*bytes)[Planes], Mask<H> mask, long begin) {
@@ -151,13 +151,15 @@ static void multiply_batch(const uint8_t* codes, long tiles, int L, QuantizedRow
                            long first_row, float (*total)[kTile], int batch) {
   constexpr int kChoices = sizeof(kBatches) / sizeof(kBatches[0]), kBatch = kBatches[Choice];
   if constexpr (Choice + 1 < kChoices) {
-    if (batch > kBatch) return multiply_batch<H, Masked, Choice + 1>(codes, tiles, L, x, activations, first_row, total, batch);
+    if (batch > kBatch)
+      return multiply_batch<H, Masked, Choice + 1>(codes, tiles, L, x, activations, first_row, total, batch);
   }
   for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // unused rows repeat the last one; their totals are not used
   for (int b = 0; b < kBatch; ++b)
     for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
   if constexpr (kByteProducts && kBatch <= 2) {
-    if (activations.layout.precision == kInt8) return multiply_bytes<H, Masked, kBatch, 1>(codes, tiles, L, x, activations, first_row, total);
+    if (activations.layout.precision == kInt8)
+      return multiply_bytes<H, Masked, kBatch, 1>(codes, tiles, L, x, activations, first_row, total);
   }
   if constexpr (kByteProducts && kBatch == 1)
     return multiply_bytes<H, Masked, 1, 2>(codes, tiles, L, x, activations, first_row, total);
