@@ -38,7 +38,7 @@ demo: $(VENV)/.installed
 		--prompt "Background: The island was"
 	$(BIN)/ciuic bench $(OUT) --base $(SAMPLE) -p 256 -n 64 -r 3
 
-# All tests except the fault campaigns: about a quarter of an hour on two cores.
+# All tests except the fault campaigns: about 20 minutes on two cores.
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 

@@ -123,7 +123,8 @@ def require_layer_by_layer(stand_ins: Sequence[StandIn], model: str, folder: Pat
     calls = {stand_in.calls for stand_in in stand_ins}
     fault = None
     if calls != {1}:
-        fault = f"does not run its {len(stand_ins)} layers once each, but {min(calls)} to {max(calls)} times"
+        times = f"{min(calls)}" if min(calls) == max(calls) else f"{min(calls)} to {max(calls)}"
+        fault = f"does not run its {len(stand_ins)} layers once each, but {times} times"
     elif not all(_equal(after.hidden, before.hidden) for before, after in pairwise(stand_ins)):
         kind = type(stand_ins[0].layer).__name__
         fault = f"does not pass each layer's output to the next layer (layers: {kind})"
