@@ -55,12 +55,13 @@ struct ActivationLayout {
   size_t blocks_padded, row_bytes, registers_begin, size;  // size: bytes of the whole
 };
 
-static inline ActivationLayout activation_layout(long cols, Precision precision, long batch) {
+// `bytes`: whether matrix units or byte products read the integers.
+static inline ActivationLayout activation_layout(long cols, Precision precision, long batch, bool bytes) {
   ActivationLayout layout;
   layout.precision = precision;
   layout.cols = cols;
   layout.registers = (cols + register_columns(precision) - 1) / register_columns(precision);
-  layout.planes = byte_planes(precision);
+  layout.planes = precision == kBfloat16 || bytes ? byte_planes(precision) : 0;
   layout.band_rows = batch < kBandRows ? batch : kBandRows;
   layout.padded_rows = (batch + layout.band_rows - 1) / layout.band_rows * layout.band_rows;
   // Rounded up to 16, so that every array begins on a 64-byte boundary.

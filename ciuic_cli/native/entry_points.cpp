@@ -42,6 +42,10 @@ void decode_group_rows(const PackedMatrix& packed, long group, int begin, int en
                          begin, end, to, static_cast<size_t>(packed.cols), bf16);
 }
 
+// Most rows whose results are put in their places one by one: as many as one call of the kernels multiplies with its sums in
+// registers. Chosen.
+constexpr long kFewRows = 8;
+
 // Rows of the transform per work item, so that a thread fetches items rarely. No measurement is on record.
 constexpr long kRowsPerItem = 4;
 
@@ -90,17 +94,31 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   const int status = check_product_matrix(*matrix);
   if (status != CIUIC_OK) return status;
   const long groups = output_groups(*matrix), cols = matrix->cols, cols_in = matrix->cols_in;
+  const Mode in_more_bits = kernels().bfloat16 ? kInBfloat16 : kPrecise;
+  const Mode mode = precise != 0 ? kPrecise : batch >= kFewestRowsInMoreBits ? in_more_bits : kFast;
   Precisions precisions;
-  const long many = kernels().bfloat16_rows;
-  const Mode mode = precise != 0 ? kPrecise : many != 0 && batch >= many ? kInBfloat16 : kFast;
   precisions.add(*matrix, mode);
   const int threads_used = groups * kTile * cols < kWeightsWorthThreads ? 1 : threads;
   const long together = std::min(batch, kMaxBatchTogether);
   const int preparers = static_cast<int>(std::min<long>(threads_used, together));
   const PreparedLayout layout(precisions, cols, together);
+  // With few rows each result is put in its place. Many rows would touch as many places far apart, so they are stored as they
+  // come and put in order afterwards.
+  CiuicMatrix stored = *matrix;
+  const bool reorder = matrix->order != nullptr && batch > kFewRows;
+  const size_t stored_bytes = reorder ? (y_bf16 != 0 ? 2 : 4) * together * matrix->rows_out : 0;
   const std::unique_ptr<float[]> floats(new (std::nothrow) float[(1 + preparers) * cols]);  // the signs, rows of x
+  const std::unique_ptr<float[]> biases(new (std::nothrow) float[matrix->rows_out]);
   const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[layout.bytes + 64]);
-  if (!floats || !memory) return CIUIC_NO_MEMORY;
+  const std::unique_ptr<uint8_t[]> unordered(new (std::nothrow) uint8_t[stored_bytes]);
+  if (!floats || !biases || !memory || !unordered) return CIUIC_NO_MEMORY;
+  if (reorder) {
+    stored.order = nullptr;
+    if (matrix->bias != nullptr) {
+      for (long i = 0; i < matrix->rows_out; ++i) biases[i] = matrix->bias[matrix->order[i]];
+      stored.bias = biases.get();
+    }
+  }
   float* signs = floats.get();
   uint8_t* prepared = aligned(memory.get());
   kernels().fill_signs(signs, cols, matrix->seed);
@@ -114,11 +132,17 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
         prepare_row(*matrix, signs, row, layout, b, prepared);
       }
     });
-    const Output output = {y, y_bf16 != 0, begin};
+    const Output ordered = {y, y_bf16 != 0, begin};
+    const Output output = reorder ? Output{unordered.get(), y_bf16 != 0, 0} : ordered;
     parallel_for((groups + per_item - 1) / per_item, threads_used, [&](long item) {
-      multiply_groups(*matrix, mode, layout, prepared, count, per_item * item,
+      multiply_groups(stored, mode, layout, prepared, count, per_item * item,
                       std::min(groups, per_item * (item + 1)), output);
     });
+    if (reorder)
+      parallel_for(preparers, preparers, [&](long item) {
+        for (long b = count * item / preparers; b < count * (item + 1) / preparers; ++b)
+          put_in_order(*matrix, unordered.get(), b, ordered);
+      });
   }
   return CIUIC_OK;
 }

@@ -25,20 +25,20 @@ static constexpr bool valid_L(int L) { return L >= 12 && L <= 16; }
 // Bounds of one call of matmul_groups: 128 KB of sums. Measured: docs/experiments/runtime/matrix-units.md (256 rows are faster
 // than 512); 8 groups are chosen.
 constexpr int kMaxGroupsTogether = 8;
-constexpr long kMaxBatchTogether = 256;
+constexpr long kMaxBatchTogether = 512;
 
-// A row group of a product: its codes, its 16 values of ciuic_row_factor, and its results, batch x 16.
+// A row group of a product: its codes and its sums, batch x 16, before the row factors.
 struct RowGroup {
   const uint8_t* codes;
   int half_bits;
-  const float* row_factor;
-  float* y;
+  float* sums;
 };
 
-// Where the results of a row group go: `count` columns of y from `begin` on. `bias` is null or holds a value per column.
+// Where the results of a row group go: `count` columns of y from `begin` on. `row_factor` holds 16 values of
+// ciuic_row_factor. `bias` is null or holds a value per column.
 struct GroupColumns {
   long begin, count;
-  const float* bias;
+  const float *row_factor, *bias;
 };
 
 // `half_bits` is H = 2 K, twice the bits per weight, and not 0. `codes` points to the codes of a row group.
@@ -71,20 +71,21 @@ struct Kernels {
   // The same for bfloat16 values: computed in float32 and rounded once. Blocks have at most 2^kMaxLog2Block values.
   void (*hadamard_row_bfloat16)(uint16_t* row, long cols, int log2_block, const float* signs, int inverse);
 
-  // y[b][r] = row_factor[r] * (row r of the group . activations of batch row b), for each of `count` row groups. All of them
+  // sums[b][r] = levels of row r of the group . activations of batch row b, for each of `count` row groups. All of them
   // read rows first_row .. first_row + batch - 1 of the same activations; first_row is a multiple of kBandRows. The results
   // do not depend on `count` or `batch` and, unless the activations are in bfloat16, on the instruction set.
   void (*matmul_groups)(const RowGroup* groups, int count, int L, const Activations& activations, long first_row,
                         long batch);
   int groups_together;  // best `count`, at most kMaxGroupsTogether
   long batch_together;  // best `batch` for products with more rows, at most kMaxBatchTogether
-  long bfloat16_rows;   // rows from which products in bfloat16 are faster than in integers; 0 if there are none
+  bool bfloat16;        // whether there are products in bfloat16
+  long byte_rows;       // products with more rows need no bytes beside the integers
   // Writes x, one value per column, as row `row` of the activations.
   void (*quantize_row)(const float* x, const Activations& activations, long row);
 
-  // y[b][begin + r] = results[(group * batch + b) * 16 + r] + bias[r], with y_stride elements per row of y, which is bfloat16
-  // if `bf16` and float32 otherwise.
-  void (*store_groups)(const float* results, const GroupColumns* groups, int count, long batch, void* y, long y_stride,
+  // y[b][begin + r] = row_factor[r] * sums[(group * batch + b) * 16 + r] + bias[r], with y_stride elements per row of y,
+  // which is bfloat16 if `bf16` and float32 otherwise.
+  void (*store_groups)(const float* sums, const GroupColumns* groups, int count, long batch, void* y, long y_stride,
                        bool bf16);
 
   // out = x / sqrt(mean(x^2) + epsilon) * weight. out may be x.

@@ -34,7 +34,7 @@ class Groups {
       float* factors = factors_[count_];
       for (int r = 0; r < kTile; ++r) factors[r] = ciuic_row_factor(matrix_.scale[kTile * group_ + r]);
       number_[count_] = group_;
-      coded_[count_++] = {matrix_.codes + matrix_.group_offset[group_], half_bits, factors, nullptr};
+      coded_[count_++] = {matrix_.codes + matrix_.group_offset[group_], half_bits, nullptr};
     }
     return count_ != 0;
   }
@@ -44,12 +44,12 @@ class Groups {
     RowGroup coded[kMaxGroupsTogether];
     int count = 0;
     for (int i = 0; i < count_; ++i) {
-      float* y = sums + kTile * batch * i;
+      float* of_group = sums + kTile * batch * i;
       if (coded_[i].half_bits == 0) {
-        std::memset(y, 0, sizeof(float) * kTile * batch);
+        std::memset(of_group, 0, sizeof(float) * kTile * batch);
       } else {
         coded[count] = coded_[i];
-        coded[count++].y = y;
+        coded[count++].sums = of_group;
       }
     }
     if (count != 0) kernels().matmul_groups(coded, count, matrix_.L, activations, first_row, batch);
@@ -63,7 +63,7 @@ class Groups {
     GroupColumns columns[kMaxGroupsTogether];
     for (int i = 0; i < count_; ++i) {
       const long first = kTile * number_[i];
-      columns[i] = {first, std::min<long>(kTile, matrix_.rows_out - first),
+      columns[i] = {first, std::min<long>(kTile, matrix_.rows_out - first), factors_[i],
                     matrix_.bias != nullptr ? matrix_.bias + first : nullptr};
     }
     kernels().store_groups(sums, columns, count_, batch, y, matrix_.rows_out, output.bf16);
@@ -76,7 +76,7 @@ class Groups {
       for (long b = 0; b < batch; ++b)
         for (long r = 0; r < kTile && kTile * number_[i] + r < matrix_.rows_out; ++r) {
           const long column = matrix_.order[kTile * number_[i] + r];
-          const float sum = sums[kTile * (batch * i + b) + r];
+          const float sum = factors_[i][r] * sums[kTile * (batch * i + b) + r];
           const float value = matrix_.bias != nullptr ? sum + matrix_.bias[column] : sum;
           if (bf16)
             static_cast<uint16_t*>(y)[matrix_.rows_out * b + column] = to_bfloat16(value);
@@ -94,6 +94,11 @@ class Groups {
   RowGroup coded_[kMaxGroupsTogether];
   float factors_[kMaxGroupsTogether][kTile];
 };
+
+template <typename Value>
+void put_row_in_order(const CiuicMatrix& matrix, const Value* from, Value* to) {
+  for (long i = 0; i < matrix.rows_out; ++i) to[matrix.order[i]] = from[i];
+}
 
 }  // namespace
 
@@ -122,7 +127,7 @@ void Precisions::add(const CiuicMatrix& matrix, Mode mode) {
 
 PreparedLayout::PreparedLayout(const Precisions& wanted, long cols, long batch) : precisions(wanted), bytes(0) {
   for (const Precision precision : kPrecisions) {
-    layout[precision] = activation_layout(cols, precision, batch);
+    layout[precision] = activation_layout(cols, precision, batch, batch <= kernels().byte_rows);
     offset[precision] = bytes;
     if (precisions.needed[precision]) bytes += layout[precision].size;
   }
@@ -150,6 +155,14 @@ void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout&
         groups.multiply(layout.at(precision, prepared), begin, count, sums);
         groups.store(output, begin, count, sums);
       }
+}
+
+void put_in_order(const CiuicMatrix& matrix, const uint8_t* stored, long row, const Output& output) {
+  const long from = row * matrix.rows_out, to = (output.first_row + row) * matrix.rows_out;
+  if (output.bf16)
+    put_row_in_order(matrix, reinterpret_cast<const uint16_t*>(stored) + from, static_cast<uint16_t*>(output.y) + to);
+  else
+    put_row_in_order(matrix, reinterpret_cast<const float*>(stored) + from, static_cast<float*>(output.y) + to);
 }
 
 long groups_per_item(long groups, int threads, long batch) {

@@ -51,6 +51,13 @@ struct Output {
 void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout& layout, uint8_t* prepared,
                      long batch, long first, long last, const Output& output);
 
+// Copies row `row` of `stored`, whose columns are in the order of the stored rows, to row first_row + row of the output.
+void put_in_order(const CiuicMatrix& matrix, const uint8_t* stored, long row, const Output& output);
+
+// From as many rows on a product is computed in bfloat16, or from 15 bits: neither takes longer than 8 bits. Measured:
+// docs/experiments/runtime/matrix-units.md (bfloat16) and docs/experiments/runtime/many-rows.md (15 bits).
+constexpr long kFewestRowsInMoreBits = 40;
+
 inline long output_groups(const CiuicMatrix& matrix) { return (matrix.rows_out + kTile - 1) / kTile; }
 
 // Row groups per work item, so that threads finish at about the same time. Neighbouring groups stay together to avoid

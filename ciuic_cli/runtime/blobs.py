@@ -6,6 +6,7 @@ WEIGHTS and STACKS choose the implementation by device type.
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ CPU_SMALL_BATCH = {"amx": 48, "avx512vnni": 48, "avx2": 24, "portable": 12}
 """By native kernels: the most rows of x for which multiplying from the codes beat decoded panels (measured with one
 thread, a 4096 x 4096 matrix and 4 bits per weight)."""
 
-CPU_SMALL_BATCH_BFLOAT16 = {"amx": 512}
+CPU_SMALL_BATCH_BFLOAT16 = {"amx": 512, "avx512vnni": sys.maxsize, "avx2": sys.maxsize}
 """The same for x in bfloat16, where it differs (docs/experiments/runtime/matrix-units.md)."""
 
 _WEIGHT, _STACK = "weight", "experts"

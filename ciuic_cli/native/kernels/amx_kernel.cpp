@@ -31,8 +31,6 @@ constexpr long kRegisterBytes = kTile * kRegisterRowBytes;
 
 // Fewer rows of activations are multiplied faster without the unit. Measured: docs/experiments/runtime/matrix-units.md.
 constexpr long kFewestRows = 4;
-// From as many rows on bfloat16 is faster. Measured: the same page.
-constexpr long kFewestRowsInBfloat16 = 40;
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -247,7 +245,7 @@ void multiply(const RowGroup* groups, int count, int L, const Activations& x, lo
   alignas(64) uint8_t registers[2][kRegistersPerBlock * kRegisterBytes];
   constexpr long kCodeTiles = kRegistersPerBlock * register_columns(P) / kTile;  // of a block
   const long tiles = x.layout.cols / kTile;
-  for (int g = 0; g < count; ++g) std::memset(groups[g].y, 0, sizeof(float) * kTile * batch);
+  for (int g = 0; g < count; ++g) std::memset(groups[g].sums, 0, sizeof(float) * kTile * batch);
   const TileShapes shapes(x.layout.band_rows);
   for (long block = 0; block * kCodeTiles < tiles; ++block)
     for (int g = 0; g < count; g += 2) {
@@ -259,20 +257,15 @@ void multiply(const RowGroup* groups, int count, int L, const Activations& x, lo
         const long tile_bytes = CIUIC_TILE_BYTES(group.half_bits), first = block * kCodeTiles;
         source[i] = {group.codes + first * tile_bytes, tiles - first, tile_bytes, L,
                      writer_for<P == kBfloat16>(group.half_bits, L), registers[i]};
-        y[i] = group.y;
+        y[i] = group.sums;
       }
       multiply_rows<P>(source, together, x, block, first_row, batch, y);
     }
-  for (int g = 0; g < count; ++g) {
-    const __m512 factors = _mm512_loadu_ps(groups[g].row_factor);
-    for (long b = 0; b < batch; ++b)
-      _mm512_storeu_ps(groups[g].y + kTile * b, _mm512_mul_ps(factors, _mm512_loadu_ps(groups[g].y + kTile * b)));
-  }
 }
 
 void multiply_groups(const RowGroup* groups, int count, int L, const Activations& x, long first_row, long batch) {
   if (x.layout.precision == kBfloat16) return multiply<kBfloat16>(groups, count, L, x, first_row, batch);
-  if (batch < kFewestRows) return avx512vnni::table.matmul_groups(groups, count, L, x, first_row, batch);
+  if (batch < kFewestRows || x.layout.planes == 0) return avx512vnni::table.matmul_groups(groups, count, L, x, first_row, batch);
   if (x.layout.precision == kInt15) return multiply<kInt15>(groups, count, L, x, first_row, batch);
   multiply<kInt8>(groups, count, L, x, first_row, batch);
 }
@@ -308,8 +301,9 @@ Kernels with_amx() {
   result.name = "amx";
   result.matmul_groups = multiply_groups;
   result.groups_together = kMaxGroupsTogether;
-  result.batch_together = kMaxBatchTogether;
-  result.bfloat16_rows = kFewestRowsInBfloat16;
+  result.batch_together = 256;
+  result.bfloat16 = true;
+  result.byte_rows = kMaxBatchTogether;
   result.quantize_row = write_row;
   return result;
 }

@@ -1,5 +1,6 @@
 // The table of one instruction set's kernels.
 #include "kernels_of_isa.h"
+#include "tile.h"
 
 #define CIUIC_STRING_(x) #x
 #define CIUIC_STRING(x) CIUIC_STRING_(x)
@@ -19,9 +20,10 @@ const Kernels table = {
     hadamard_row,
     hadamard_row_bfloat16,
     matmul_groups,
-    1,   // groups_together
-    48,  // batch_together: a multiple of every entry of kBatches that fills the registers
-    0,   // bfloat16_rows
+    kGroupsTogether,
+    kMaxBatchTogether,  // batch_together
+    false,              // bfloat16
+    kByteRows,          // byte_rows
     quantize_row,
     store_groups,
     rms_norm,

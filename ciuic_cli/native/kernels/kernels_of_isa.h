@@ -19,8 +19,10 @@ void fill_signs(float* signs, long cols, uint32_t seed);
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse);
 void hadamard_row_bfloat16(uint16_t* row, long cols, int log2_block, const float* signs, int inverse);
 void matmul_groups(const RowGroup* groups, int count, int L, const Activations& activations, long first_row, long batch);
+void multiply_many_rows(const RowGroup* groups, int count, int L, const Activations& activations, long first_row,
+                        long batch);
 void quantize_row(const float* x, const Activations& activations, long row);
-void store_groups(const float* results, const GroupColumns* groups, int count, long batch, void* y, long y_stride, bool bf16);
+void store_groups(const float* sums, const GroupColumns* groups, int count, long batch, void* y, long y_stride, bool bf16);
 void rms_norm(const float* x, long count, float epsilon, const float* weight, float* out);
 void gate(CiuicActivation activation, const float* x, const float* other, long count, float* out);
 

@@ -2,7 +2,7 @@
 // scaled and added in float32, block after block in ascending order. So every instruction set and batch size gives the
 // same result.
 //
-// There are two loops. multiply_levels decodes pairs of columns to 16-bit byte sums and multiplies these by int16
+// There are two loops here, and one for many rows in many_rows_kernel.cpp. multiply_levels decodes pairs of columns to 16-bit byte sums and multiplies these by int16
 // activations. multiply_bytes multiplies hash bytes by activation bytes, so that one instruction sums the bytes and
 // multiplies. It takes fewer instructions per weight but more per row of activations, so it serves 1 or 2 rows
 // (docs/experiments/runtime/cpu-product.md).
@@ -56,10 +56,9 @@ void quantize_row(const float* x, const Activations& activations, long row_numbe
     }
     row.scale[block] = scale;
     row.offset[block] = -CIUIC_LEVEL_CENTRE * sum;
-    if constexpr (kByteProducts)
-      for (int plane = 0; plane < activations.layout.planes; ++plane)
-        fill_bytes(row.value + begin, end - begin, 8 * plane, register_row(activations, block, row_number, plane),
-                   register_stride(activations));
+    for (int plane = 0; plane < activations.layout.planes; ++plane)
+      fill_bytes(row.value + begin, end - begin, 8 * plane, register_row(activations, block, row_number, plane),
+                 register_stride(activations));
   }
 }
 
@@ -157,38 +156,38 @@ static void multiply_batch(const uint8_t* codes, long tiles, int L, QuantizedRow
   for (int b = batch; b < kBatch; ++b) x[b] = x[batch - 1];  // unused rows repeat the last one; their totals are not used
   for (int b = 0; b < kBatch; ++b)
     for (int r = 0; r < kTile; ++r) total[b][r] = 0.0f;
-  if constexpr (kByteProducts && kBatch <= 2) {
-    if (activations.layout.precision == kInt8)
+  if constexpr (kBatch <= kByteRows) {
+    if (activations.layout.planes == 1)
       return multiply_bytes<H, Masked, kBatch, 1>(codes, tiles, L, x, activations, first_row, total);
   }
-  if constexpr (kByteProducts && kBatch == 1)
-    return multiply_bytes<H, Masked, 1, 2>(codes, tiles, L, x, activations, first_row, total);
+  if constexpr (kBatch == 1 && kByteRows > 0) {
+    if (activations.layout.planes == 2)
+      return multiply_bytes<H, Masked, 1, 2>(codes, tiles, L, x, activations, first_row, total);
+  }
   multiply_levels<H, Masked, kBatch>(codes, tiles, L, x, total);
 }
 
-static void multiply_group(const RowGroup& group, int L, const Activations& activations, long first_row, long batch) {
-  constexpr int kLargestBatch = kBatches[sizeof(kBatches) / sizeof(kBatches[0]) - 1];
+constexpr int kLargestBatch = kBatches[sizeof(kBatches) / sizeof(kBatches[0]) - 1];
+
+static void multiply_group(const RowGroup& group, int L, const Activations& activations, long first_row, int batch) {
   const long tiles = activations.layout.cols / kTile;
-  for (long done = 0; done < batch; done += kLargestBatch) {
-    const int count = static_cast<int>(batch - done < kLargestBatch ? batch - done : kLargestBatch);
-    const long first = first_row + done;
-    QuantizedRow x[kLargestBatch];
-    for (int b = 0; b < count; ++b) x[b] = quantized_row(activations, first + b);
-    float total[kLargestBatch][kTile];
-    with_half_bits(group.half_bits, [&](auto constant) {
-      constexpr int H = decltype(constant)::value;
-      if (L == 16)
-        multiply_batch<H, false, 0>(group.codes, tiles, L, x, activations, first, total, count);
-      else
-        multiply_batch<H, true, 0>(group.codes, tiles, L, x, activations, first, total, count);
-    });
-    for (int b = 0; b < count; ++b)
-      for (int r = 0; r < kTile; ++r) group.y[(done + b) * kTile + r] = group.row_factor[r] * total[b][r];
-  }
+  QuantizedRow x[kLargestBatch];
+  for (int b = 0; b < batch; ++b) x[b] = quantized_row(activations, first_row + b);
+  float total[kLargestBatch][kTile];
+  with_half_bits(group.half_bits, [&](auto constant) {
+    constexpr int H = decltype(constant)::value;
+    if (L == 16)
+      multiply_batch<H, false, 0>(group.codes, tiles, L, x, activations, first_row, total, batch);
+    else
+      multiply_batch<H, true, 0>(group.codes, tiles, L, x, activations, first_row, total, batch);
+  });
+  for (int b = 0; b < batch; ++b)
+    for (int r = 0; r < kTile; ++r) group.sums[b * kTile + r] = total[b][r];
 }
 
 void matmul_groups(const RowGroup* groups, int count, int L, const Activations& activations, long first_row, long batch) {
-  for (int g = 0; g < count; ++g) multiply_group(groups[g], L, activations, first_row, batch);
+  if (batch > kLargestBatch) return multiply_many_rows(groups, count, L, activations, first_row, batch);
+  for (int g = 0; g < count; ++g) multiply_group(groups[g], L, activations, first_row, static_cast<int>(batch));
 }
 
 }  // namespace CIUIC_ISA

@@ -5,7 +5,10 @@
 //   Sums             one int32 per row; add_products and add_scaled accumulate products of levels and activations
 //   store_rows       8 pairs -> 16 rows of 16 values
 //   kBatches         numbers of rows of activations for which a loop is compiled; the last fills the registers
-//   kByteProducts    whether add_byte_products exists, which multiplies hash bytes without summing them first
+//   kManyRows, kManyGroups  rows of activations and row groups that are multiplied together where there are more rows
+//   kGroupsTogether  row groups that are multiplied and then stored together
+//   kByteRows        the most rows of activations that add_byte_products serves, which multiplies hash bytes without summing
+//                    them first; 0 without it
 #ifndef CIUIC_TILE_H
 #define CIUIC_TILE_H
 

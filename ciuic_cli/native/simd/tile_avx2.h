@@ -41,7 +41,7 @@ static inline Pair byte_sums(const Hash& hash) {
   return sums;
 }
 
-constexpr bool kByteProducts = false;  // AVX2's sums of two byte products saturate at 16 bits
+constexpr int kByteRows = 0;  // AVX2's sums of two byte products saturate at 16 bits
 
 typedef Pair Sums;
 
@@ -90,6 +90,8 @@ static inline void add_scaled(float* total, const Sums& sums, float scale) {
 }
 
 constexpr int kBatches[] = {1, 2, 3, 4};
+constexpr int kGroupsTogether = 4;  // a multiple of kManyGroups; even, so that their results fill cache lines
+constexpr int kManyRows = 6, kManyGroups = 1;  // 12 sums, the 2 halves of a pair and an activation in 16 registers
 
 template <int H>
 struct Tile {

@@ -42,7 +42,7 @@ struct Sums {
 static inline Sums sums_of(int32_t value) { return {_mm512_set1_epi32(value)}; }
 
 // One instruction sums the hash bytes and multiplies: the dot product of the four bytes with four copies of an activation.
-constexpr bool kByteProducts = true;
+constexpr int kByteRows = 2;
 static inline __m512i hash_of_column(__m512i windows) {
   __m512i hash = _mm512_mullo_epi32(windows, _mm512_set1_epi32(static_cast<int>(CIUIC_MULTIPLIER)));
   // The empty asm statements make multiplications and dot products alternate. Zen 4 runs both on the same two pipes and
@@ -66,7 +66,8 @@ static inline Sums combined(const Sums& a, const Sums& b, int shift) {
 static inline void add_products(Sums& sums, const Pair& levels, const int16_t* pair) {
   int32_t both;
   __builtin_memcpy(&both, pair, sizeof both);
-  sums.part = _mm512_dpwssd_epi32(sums.part, levels.words, _mm512_set1_epi32(both));
+  // Not the intrinsic: GCC 12 copies each sum to another register and back, which takes as long as the product.
+  asm("vpdpwssd %2, %1, %0" : "+v"(sums.part) : "v"(levels.words), "v"(_mm512_set1_epi32(both)));
 }
 
 // total[row] += scale * sums[row]
@@ -101,6 +102,8 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
 }
 
 constexpr int kBatches[] = {1, 2, 3, 4, 6, 8};
+constexpr int kGroupsTogether = 6;  // a multiple of kManyGroups; even, so that their results fill cache lines
+constexpr int kManyRows = 8, kManyGroups = 3;  // 24 sums, 3 pairs and an activation in 32 registers
 
 template <int H>
 struct Tile {

@@ -68,7 +68,7 @@ static inline Pair byte_sums(const Hash& windows) {
   return sums;
 }
 
-constexpr bool kByteProducts = false;
+constexpr int kByteRows = 0;
 
 struct Sums {
   Quad part[4];  // rows 4 i .. 4 i + 3
@@ -117,6 +117,8 @@ static inline void store_rows(const Pair* pairs, int16_t (*rows)[CIUIC_TILE]) {
 }
 
 constexpr int kBatches[] = {1, 2, 4};
+constexpr int kGroupsTogether = 4;  // a multiple of kManyGroups; even, so that their results fill cache lines
+constexpr int kManyRows = 2, kManyGroups = 1;
 
 template <int H>
 struct Tile {

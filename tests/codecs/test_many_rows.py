@@ -1,4 +1,4 @@
-"""Products with many rows of activations on AMX: against float64, and beside torch's own use of the unit."""
+"""Products with many rows of activations: against float64, against few rows, and beside torch's own use of AMX."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ from ciuic_cli.codecs import native, trellis
 from ciuic_cli.codecs.bits import BITS
 from ciuic_cli.codecs.testing import blob_of, exact_stored, random_matrix, relative_error
 from ciuic_cli.runtime.blobs import weight_of
-
-pytestmark = pytest.mark.skipif(native.cpu_kernels() != "amx", reason="needs a processor with AMX")
-
 
 def gaussian(rows: int, cols: int) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
@@ -55,12 +52,24 @@ def dense_of(matrix: Any) -> torch.Tensor:
     return dense
 
 
-def test_a_bias_is_added() -> None:
-    matrix = random_matrix(48, 256)
-    bias = torch.linspace(-1, 1, 48)
-    x = gaussian(80, 256)
-    y = trellis.Factor(matrix).with_bias(bias).multiply(x)
-    assert torch.equal(y, trellis.matmul(matrix, x) + bias)
+@pytest.mark.parametrize("rows", [9, 80, 521])
+def test_a_bias_is_added_in_the_order_of_the_results(rows: int) -> None:
+    matrix = random_matrix(47, 256)
+    bias = torch.linspace(-1, 1, 47)
+    order = torch.randperm(47, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    x = gaussian(rows, 256)
+    y = trellis.Factor(matrix, order=order).with_bias(bias).multiply(x)
+    assert torch.equal(y[:, order], trellis.matmul(matrix, x) + bias[order])
+
+
+@pytest.mark.parametrize("rows", [9, 13, 39, 40, 530])
+def test_each_row_equals_its_product_alone(rows: int) -> None:
+    """In 15 bits: products in bfloat16 differ by their rounding."""
+    matrix = random_matrix(75, 530, [4, 0, 3, 8, 2])
+    x = gaussian(rows, 530)
+    y = trellis.matmul(matrix, x, precise=True)
+    for row in (0, 8, rows - 1):
+        assert torch.equal(y[row], trellis.matmul(matrix, x[row], precise=True))
 
 
 def test_rows_do_not_depend_on_each_other_or_on_threads() -> None:
@@ -72,6 +81,7 @@ def test_rows_do_not_depend_on_each_other_or_on_threads() -> None:
         assert torch.equal(whole[begin:end], trellis.matmul(matrix, x[begin:end]))
 
 
+@pytest.mark.skipif(native.cpu_kernels() != "amx", reason="needs a processor with AMX")
 def test_torch_finds_its_own_tile_shapes_again() -> None:
     matrix = random_matrix(512, 512)
     x, dense = gaussian(64, 512), gaussian(512, 512)
