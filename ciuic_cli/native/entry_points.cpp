@@ -42,9 +42,8 @@ void decode_group_rows(const PackedMatrix& packed, long group, int begin, int en
                          begin, end, to, static_cast<size_t>(packed.cols), bf16);
 }
 
-// Most rows whose results are put in their places one by one: as many as one call of the kernels multiplies with its sums in
-// registers. Chosen.
-constexpr long kFewRows = 8;
+// Memory for results that are put in order afterwards, or more where it does not hold kBandRows rows. Chosen.
+constexpr long kReorderedBytes = 16 << 20;
 
 // Rows of the transform per work item, so that a thread fetches items rarely. No measurement is on record.
 constexpr long kRowsPerItem = 4;
@@ -99,21 +98,25 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   Precisions precisions;
   precisions.add(*matrix, mode);
   const int threads_used = groups * kTile * cols < kWeightsWorthThreads ? 1 : threads;
-  const long together = std::min(batch, kMaxBatchTogether);
-  const int preparers = static_cast<int>(std::min<long>(threads_used, together));
-  const PreparedLayout layout(precisions, cols, together);
   // With few rows each result is put in its place. Many rows would touch as many places far apart, so they are stored as they
   // come and put in order afterwards.
-  CiuicMatrix stored = *matrix;
   const bool reorder = matrix->order != nullptr && batch > kFewRows;
-  const size_t stored_bytes = reorder ? (y_bf16 != 0 ? 2 : 4) * together * matrix->rows_out : 0;
+  const long reordered = reorder ? matrix->rows_out : 0;
+  const long row_bytes = (y_bf16 != 0 ? 2 : 4) * reordered;
+  const long most = reorder ? std::max(kReorderedBytes / row_bytes, kBandRows) : batch;
+  const long together = std::min({batch, most, kMaxBatchTogether});
+  const int preparers = static_cast<int>(std::min<long>(threads_used, together));
+  const PreparedLayout layout(precisions, cols, together);
   const std::unique_ptr<float[]> floats(new (std::nothrow) float[(1 + preparers) * cols]);  // the signs, rows of x
-  const std::unique_ptr<float[]> biases(new (std::nothrow) float[matrix->rows_out]);
   const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[layout.bytes + 64]);
-  const std::unique_ptr<uint8_t[]> unordered(new (std::nothrow) uint8_t[stored_bytes]);
-  if (!floats || !biases || !memory || !unordered) return CIUIC_NO_MEMORY;
+  const std::unique_ptr<uint8_t[]> unordered(new (std::nothrow) uint8_t[row_bytes * together]);
+  const std::unique_ptr<int32_t[]> position(new (std::nothrow) int32_t[reordered]);
+  const std::unique_ptr<float[]> biases(new (std::nothrow) float[reordered]);
+  if (!floats || !memory || !unordered || !position || !biases) return CIUIC_NO_MEMORY;
+  CiuicMatrix stored = *matrix;
   if (reorder) {
     stored.order = nullptr;
+    for (long i = 0; i < matrix->rows_out; ++i) position[matrix->order[i]] = static_cast<int32_t>(i);
     if (matrix->bias != nullptr) {
       for (long i = 0; i < matrix->rows_out; ++i) biases[i] = matrix->bias[matrix->order[i]];
       stored.bias = biases.get();
@@ -141,7 +144,7 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
     if (reorder)
       parallel_for(preparers, preparers, [&](long item) {
         for (long b = count * item / preparers; b < count * (item + 1) / preparers; ++b)
-          put_in_order(*matrix, unordered.get(), b, ordered);
+          put_in_order(position.get(), matrix->rows_out, unordered.get(), b, ordered);
       });
   }
   return CIUIC_OK;

@@ -95,9 +95,18 @@ class Groups {
   float factors_[kMaxGroupsTogether][kTile];
 };
 
+// One row in the order of the results. Reads from any place and writes eight bytes at a time: processors load from more
+// places per cycle than they store to.
 template <typename Value>
-void put_row_in_order(const CiuicMatrix& matrix, const Value* from, Value* to) {
-  for (long i = 0; i < matrix.rows_out; ++i) to[matrix.order[i]] = from[i];
+void put_row_in_order(const int32_t* position, long columns, const Value* from, Value* to) {
+  constexpr long kTogether = 8 / sizeof(Value);
+  long i = 0;
+  for (; i + kTogether <= columns; i += kTogether) {
+    Value values[kTogether];
+    for (long k = 0; k < kTogether; ++k) values[k] = from[position[i + k]];
+    std::memcpy(to + i, values, sizeof values);
+  }
+  for (; i < columns; ++i) to[i] = from[position[i]];
 }
 
 }  // namespace
@@ -157,19 +166,22 @@ void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout&
       }
 }
 
-void put_in_order(const CiuicMatrix& matrix, const uint8_t* stored, long row, const Output& output) {
-  const long from = row * matrix.rows_out, to = (output.first_row + row) * matrix.rows_out;
+void put_in_order(const int32_t* position, long columns, const uint8_t* stored, long row, const Output& output) {
+  const long from = row * columns, to = (output.first_row + row) * columns;
   if (output.bf16)
-    put_row_in_order(matrix, reinterpret_cast<const uint16_t*>(stored) + from, static_cast<uint16_t*>(output.y) + to);
+    put_row_in_order(position, columns, reinterpret_cast<const uint16_t*>(stored) + from,
+                     static_cast<uint16_t*>(output.y) + to);
   else
-    put_row_in_order(matrix, reinterpret_cast<const float*>(stored) + from, static_cast<float*>(output.y) + to);
+    put_row_in_order(position, columns, reinterpret_cast<const uint32_t*>(stored) + from,
+                     static_cast<uint32_t*>(output.y) + to);
 }
 
 long groups_per_item(long groups, int threads, long batch) {
   const long evenly = std::min<long>(1 + groups / (kItemsPerThread * threads), kMaxGroupsPerItem);
   const long together = kernels().groups_together;
   if (together == 1 || batch <= 2) return evenly;
-  return evenly > together ? evenly - evenly % together : evenly + evenly % 2;
+  if (evenly > together) return evenly - evenly % together;
+  return batch <= kFewRows ? evenly + evenly % 2 : evenly <= together / 2 ? together / 2 : together;
 }
 
 }  // namespace ciuic

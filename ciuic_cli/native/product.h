@@ -51,12 +51,17 @@ struct Output {
 void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout& layout, uint8_t* prepared,
                      long batch, long first, long last, const Output& output);
 
-// Copies row `row` of `stored`, whose columns are in the order of the stored rows, to row first_row + row of the output.
-void put_in_order(const CiuicMatrix& matrix, const uint8_t* stored, long row, const Output& output);
+// Copies row `row` of `stored`, whose columns are in the order of the stored rows, to the output's row first_row + row.
+// position[i] is the stored column of the output's column i.
+void put_in_order(const int32_t* position, long columns, const uint8_t* stored, long row, const Output& output);
 
 // From as many rows on a product is computed in bfloat16, or from 15 bits: neither takes longer than 8 bits. Measured:
 // docs/experiments/runtime/matrix-units.md (bfloat16) and docs/experiments/runtime/many-rows.md (15 bits).
 constexpr long kFewestRowsInMoreBits = 40;
+
+// The most rows that are multiplied without decoding blocks first. The results of more rows are put in order together.
+// Chosen: AVX-512 keeps the sums of as many rows in registers.
+constexpr long kFewRows = 8;
 
 inline long output_groups(const CiuicMatrix& matrix) { return (matrix.rows_out + kTile - 1) / kTile; }
 

@@ -51,6 +51,31 @@ struct RowsOfBlock {
   int32_t offset[kManyRows];
 };
 
+// Unused rows repeat the last one; their sums are not used.
+static inline RowsOfBlock rows_of_block(const Activations& activations, long first, long rows, long block) {
+  const QuantizedRow row = quantized_row(activations, first);
+  const long stride = static_cast<long>(activations.layout.row_bytes);
+  RowsOfBlock x;
+  for (int r = 0; r < kManyRows; ++r) {
+    const long bytes = stride * (r < rows ? r : rows - 1);
+    x.value[r] = row.value + block * kActivationBlock + bytes / 2;
+    x.scale[r] = row.scale[block + bytes / 4];
+    x.offset[r] = row.offset[block + bytes / 4];
+  }
+  return x;
+}
+
+// Fetches what rows_of_block reads of the next rows, and the first of their values. A prefetch beyond the rows is harmless.
+static inline void prefetch_rows(const Activations& activations, long first, long block) {
+  const QuantizedRow row = quantized_row(activations, first);
+  const long stride = static_cast<long>(activations.layout.row_bytes);
+  for (int r = 0; r < kManyRows; ++r) {
+    __builtin_prefetch(reinterpret_cast<const uint8_t*>(row.scale + block) + stride * r);
+    __builtin_prefetch(reinterpret_cast<const uint8_t*>(row.offset + block) + stride * r);
+    __builtin_prefetch(reinterpret_cast<const uint8_t*>(row.value + block * kActivationBlock) + stride * r);
+  }
+}
+
 // Recursions instead of loops over sums, so that each sum has a constant index and the compiler keeps it in a register.
 #define CIUIC_INLINE static inline __attribute__((always_inline))
 
@@ -97,18 +122,6 @@ static void multiply_groups_of_block(int groups, const Pair* levels, long pairs,
   multiply_block<Groups>(levels, pairs, x, rows, y);
 }
 
-static RowsOfBlock rows_of_block(const Activations& activations, long first, long rows, long block) {
-  RowsOfBlock x;
-  for (int r = 0; r < kManyRows; ++r) {
-    // Unused rows repeat the last one; their sums are not used.
-    const QuantizedRow row = quantized_row(activations, first + (r < rows ? r : rows - 1));
-    x.value[r] = row.value + block * kActivationBlock;
-    x.scale[r] = row.scale[block];
-    x.offset[r] = row.offset[block];
-  }
-  return x;
-}
-
 static void multiply_together(const RowGroup* groups, int count, int L, const Activations& activations, long first_row,
                               long batch) {
   alignas(64) Pair levels[kPairsPerBlock * kManyGroups];
@@ -120,6 +133,7 @@ static void multiply_together(const RowGroup* groups, int count, int L, const Ac
     for (int g = 0; g < count; ++g) decode_block(groups[g], first, here, L, levels + g);
     for (long begin = 0; begin < batch; begin += kManyRows) {
       const long rows = batch - begin < kManyRows ? batch - begin : kManyRows;
+      prefetch_rows(activations, first_row + begin + kManyRows, block);
       float* y[kManyGroups];
       for (int g = 0; g < count; ++g) y[g] = groups[g].sums + kTile * begin;
       multiply_groups_of_block<kManyGroups>(count, levels, here * kPairsPerTile,
