@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -60,6 +60,18 @@ class CiuicStep(ctypes.Structure):
     )
 
 
+class CiuicLatentAttention(ctypes.Structure):
+    """CiuicLatentAttention of `ciuic_native.h`: one call of attention over cached latents."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("query", "rotary_query", "latents", "rotary_keys", "bias")),
+        *((f"{of}_{step}", ctypes.c_int64) for of in ("latent", "rotary") for step in ("sequence", "token")),
+        *((name, ctypes.c_int64) for name in ("sequences", "rows", "context", "rank", "rope")),
+        ("scaling", ctypes.c_float),
+        ("unused", ctypes.c_float),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_abi_version": (_int, ()),
     "ciuic_cpu_kernels": (ctypes.c_char_p, ()),
@@ -70,6 +82,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_program_create": (_int, (_pointer, _int, _pointer, _int, _pointer, _int, _pointer)),
     "ciuic_program_free": (None, (_pointer,)),
     "ciuic_program_run": (_int, (_pointer, _pointer, _int, _long, _int, _int, _int)),
+    "ciuic_has_latent_attention": (_int, ()),
+    "ciuic_latent_attention": (_int, (_pointer, _pointer, _int)),
     "ciuic_hadamard": (_int, (_pointer, _int, _long, _long, _int, _uint32, _int, _int)),
 }
 

@@ -110,6 +110,25 @@ CIUIC_EXPORT void ciuic_program_free(void* program);
 CIUIC_EXPORT int ciuic_program_run(const void* program, void* const* arguments, int argument_count, long rows, int bf16,
                                    int precise, int threads);
 
+// Attention of `rows` query rows per sequence over its cached latents, which are keys and values: MLA with absorbed queries.
+// All arrays are bfloat16 but `bias`. Strides are in elements.
+struct CiuicLatentAttention {
+  const uint16_t *query, *rotary_query;   // sequences x rows x rank; sequences x rows x rope
+  const uint16_t *latents, *rotary_keys;  // per token, rank and rope neighbouring values
+  const float* bias;                      // null, or sequences x rows x context: added to the scaled scores
+  int64_t latent_sequence, latent_token, rotary_sequence, rotary_token;  // strides
+  int64_t sequences, rows, context;
+  int64_t rank, rope;  // multiples of 32
+  float scaling, unused;
+};
+
+// Whether this machine has the kernel: AVX-512 with bfloat16, unless CIUIC_CPU_KERNELS selects older instructions.
+CIUIC_EXPORT int ciuic_has_latent_attention();
+
+// out (sequences x rows x rank) = softmax(scaling * (query . latents + rotary_query . rotary_keys) + bias) . latents, with float32
+// sums and weights rounded to bfloat16.
+CIUIC_EXPORT int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int threads);
+
 // Transforms each row of x (n_rows x cols) in place: signs, then the orthonormal block Hadamard transform of size
 // 2^log2_block, which must divide cols and be at most 1024. `inverse` applies the inverse. x is float32, or bfloat16 if
 // `bf16` is not 0: the same float32 arithmetic, rounded at the end.

@@ -4,6 +4,7 @@
 
 #include "ciuic_native.h"
 #include "kernels.h"
+#include "latent_attention.h"
 
 namespace ciuic {
 namespace {
@@ -37,8 +38,17 @@ const Kernels& kernels() {
   return *chosen;
 }
 
+AttendToLatents attend_to_latents() {
+#ifdef CIUIC_BFLOAT16_KERNELS
+  static const bool usable = std::strcmp(kernels().name, "avx2") != 0 && std::strcmp(kernels().name, "portable") != 0 &&
+                             __builtin_cpu_supports("avx512bf16");
+  if (usable) return avx512bf16::attend;
+#endif
+  return nullptr;
+}
+
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 12; }
+int ciuic_abi_version() { return 13; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

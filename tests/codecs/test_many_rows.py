@@ -12,6 +12,7 @@ from ciuic_cli.codecs.bits import BITS
 from ciuic_cli.codecs.testing import blob_of, exact_stored, random_matrix, relative_error
 from ciuic_cli.runtime.blobs import weight_of
 
+
 def gaussian(rows: int, cols: int) -> torch.Tensor:
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
 

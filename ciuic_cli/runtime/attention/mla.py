@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ciuic_cli.codecs.transform import padded
 from ciuic_cli.runtime import ops, products
 from ciuic_cli.runtime.attention import mla_products
-from ciuic_cli.runtime.attention.mla_products import AttentionInputs, HeadShape, UpProjection
+from ciuic_cli.runtime.attention.inputs import AttentionInputs
+from ciuic_cli.runtime.attention.mla_products import HeadShape, UpProjection
 from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class, original_class
 from ciuic_cli.runtime.modules import CompressedLinear
 
@@ -218,9 +219,15 @@ def _chosen(
     indices: torch.Tensor, latents: torch.Tensor, rotary_keys: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Latents, rotary keys and mask of the tokens in `indices` [b, 1, k] only."""
-    index = indices.long().transpose(1, 2)[:, None]  # [b, 1, k, 1]
-    chosen = (t.gather(2, index.expand(-1, -1, -1, t.shape[-1])) for t in (latents, rotary_keys))
-    return (*chosen, mask.gather(-1, index.transpose(2, 3)))  # type: ignore[return-value]
+    b, context = latents.shape[0], latents.shape[2]
+    index = indices[:, 0].long()  # [b, k]
+    # Whole rows: `gather` would look up every element, which takes 20 times as long.
+    rows = (index + context * torch.arange(b, device=index.device)[:, None]).flatten()
+    chosen = (
+        t.reshape(b * context, -1).index_select(0, rows).view(b, 1, -1, t.shape[-1])
+        for t in (latents, rotary_keys)
+    )
+    return (*chosen, mask.gather(-1, index[:, None, None]))  # type: ignore[return-value]
 
 
 def _hiding_others(indices: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -22,30 +22,13 @@ import torch
 from torch.nn import functional as F
 
 from ciuic_cli.codecs.transform import inverse_transform, transform
+from ciuic_cli.runtime.attention import latent_kernel
+from ciuic_cli.runtime.attention.inputs import AttentionInputs
 from ciuic_cli.runtime.matrices import Matrix
 
 EXPANDED_BYTES = 64 << 20
 """Scratch for expanded keys and values: heads are expanded in groups that fit. Chosen, not tuned: several times the
 last-level cache share of a core, and small beside a model's weights."""
-
-
-@dataclass(frozen=True)
-class AttentionInputs:
-    """The arguments of one call of an attention function.
-
-    Attributes:
-        query: [b, heads, s, nope + rope].
-        latents: [b, 1, context, rank].
-        rotary_keys: [b, 1, context, rope].
-        mask: [b, 1 or heads, s, context] or None: bool (True: the token is seen), or floating, added to the scores.
-        scaling: factor of the scores.
-    """
-
-    query: torch.Tensor
-    latents: torch.Tensor
-    rotary_keys: torch.Tensor
-    mask: torch.Tensor | None
-    scaling: float
 
 
 @dataclass(frozen=True)
@@ -177,6 +160,8 @@ def absorbed_attention(up: UpProjection, inputs: AttentionInputs) -> torch.Tenso
     query, latents, scaling = inputs.query, inputs.latents, inputs.scaling
     b, heads, s, _ = query.shape
     q_nope, q_rot = query.split([up.nope, query.shape[-1] - up.nope], dim=-1)
+    if latent_kernel.fits(inputs):
+        return up.values(latent_kernel.attention(up.absorb(q_nope), q_rot, inputs)).to(query.dtype)
     # The rotary half of the scores enters as a bias, so that queries, keys and values all have `rank` numbers, which
     # is what torch's flash kernel for CPUs asks for. All heads share the keys: they are the rows of one long query.
     bias = _masked(_rotary_scores(q_rot, inputs.rotary_keys) * scaling, inputs.mask)
