@@ -83,7 +83,7 @@ int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int thr
   if (call == nullptr || out == nullptr || call->query == nullptr || call->rotary_query == nullptr ||
       call->latents == nullptr || call->rotary_keys == nullptr || threads < 1)
     return CIUIC_BAD_ARGUMENT;
-  if (call->sequences < 1 || call->rows < 1 || call->context < 1 || call->rank < 1 || call->rope < 0 ||
+  if (call->sequences < 1 || call->rows < 1 || call->context < 1 || call->rank < 1 || call->rope < 1 ||
       call->rank % kLatentColumns != 0 || call->rope % kLatentColumns != 0)
     return CIUIC_BAD_ARGUMENT;
   const AttendToLatents attend = attend_to_latents();
