@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ciuic_cli.codecs.transform import padded
 from ciuic_cli.runtime import ops, products
-from ciuic_cli.runtime.attention import mla_products
+from ciuic_cli.runtime.attention import growing_cache, mla_products
 from ciuic_cli.runtime.attention.inputs import AttentionInputs
 from ciuic_cli.runtime.attention.mla_products import HeadShape, UpProjection
 from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class, original_class
@@ -58,6 +58,13 @@ class LatentAttention(Mixin):
             latent_config._attn_implementation_internal = IMPLEMENTATION
             self.__dict__["latent_config"] = latent_config
         return latent_config
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the original class; the layer's cache grows in place."""
+        for name in ("past_key_values", "cache"):  # transformers up to 5.23, and from 5.24 on
+            if kwargs.get(name) is not None and not torch.compiler.is_compiling():
+                growing_cache.let_grow(kwargs[name], self.layer_idx)
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def expand_kv(
         self, latents: torch.Tensor, rotary_keys: torch.Tensor
