@@ -3,7 +3,8 @@
     python benchmarks/context.py --family deepseek_v3 --hidden-size 1024 --layers 4
 
 The model has random codes at 4 bits per weight: every string of bits is valid, so nothing has to be compressed. The
-cache is filled with random latents. With --compare the same steps run once more with the whole context expanded in each
+cache is filled with random latents; that of deepseek_v4, whose attention has a window and compressed tokens instead of
+latents, by a random prompt. With --compare the same steps run once more with the whole context expanded in each
 step, as transformers does it, and the predictions are compared.
 """
 
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from ciuic_cli.codecs.stack import ExpertStack
@@ -30,18 +32,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"topk_method": "greedy"},
     "deepseek_v3": {},
     "deepseek_v32": {"index_topk": 2048},
+    "deepseek_v4": {},
 }
 
 
-def random_model(family: str, hidden_size: int, layers: int, dtype: torch.dtype) -> Any:
-    """16 heads of 128, kv_lora_rank 512, 16 experts of which 6 are chosen; weights are random codes at 4 bits."""
-    config = CONFIG_MAPPING[family](
-        vocab_size=8192, hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-        moe_intermediate_size=hidden_size // 2, num_hidden_layers=layers, num_attention_heads=16,
-        num_key_value_heads=16, q_lora_rank=768, kv_lora_rank=RANK, qk_nope_head_dim=128, qk_rope_head_dim=ROPE,
-        v_head_dim=128, n_routed_experts=16, n_shared_experts=1, num_experts_per_tok=6, n_group=1, topk_group=1,
-        first_k_dense_replace=1, max_position_embeddings=8192, **FAMILIES[family],
+def config_of(family: str, hidden_size: int, layers: int) -> Any:
+    """16 heads, 16 experts of which 6 are chosen; kv_lora_rank 512 and heads of 128, or V4's heads of 512."""
+    common = {
+        "vocab_size": 8192, "hidden_size": hidden_size, "moe_intermediate_size": hidden_size // 2,
+        "num_hidden_layers": layers, "num_attention_heads": 16, "q_lora_rank": 768, "n_routed_experts": 16,
+        "n_shared_experts": 1, "num_experts_per_tok": 6, "max_position_embeddings": 16384,
+    }  # fmt: skip
+    if family == "deepseek_v4":
+        kinds = ("heavily_compressed_attention", "compressed_sparse_attention")
+        return CONFIG_MAPPING[family](**common, layer_types=[kinds[i % 2] for i in range(layers)])
+    return CONFIG_MAPPING[family](
+        **common, intermediate_size=2 * hidden_size, num_key_value_heads=16, kv_lora_rank=RANK, qk_nope_head_dim=128,
+        qk_rope_head_dim=ROPE, v_head_dim=128, n_group=1, topk_group=1, first_k_dense_replace=1, **FAMILIES[family],
     )  # fmt: skip
+
+
+def random_model(family: str, hidden_size: int, layers: int, dtype: torch.dtype) -> Any:
+    """The model of `config_of`; weights are random codes at 4 bits."""
+    config = config_of(family, hidden_size, layers)
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     blobs = {}
     for name, parameter in model.named_parameters():
@@ -49,7 +62,7 @@ def random_model(family: str, hidden_size: int, layers: int, dtype: torch.dtype)
             experts, rows, cols = parameter.shape
             stack = ExpertStack(tuple(random_matrix(rows, cols, seed=expert) for expert in range(experts)))
             blobs[name] = blob_of(stack)
-        elif parameter.dim() == 2 and not name.endswith(".gate.weight"):
+        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding):
             blobs[name] = blob_of(random_matrix(*parameter.shape))
     return pack_module_inplace(model, blobs)
 
@@ -57,6 +70,9 @@ def random_model(family: str, hidden_size: int, layers: int, dtype: torch.dtype)
 def filled_cache(model: Any, context: int) -> DynamicCache:
     """A cache of random latents, rotary keys and, for V3.2, keys of the indexer."""
     torch.manual_seed(context)
+    if model.config.model_type == "deepseek_v4":
+        prompt = torch.randint(0, model.config.vocab_size, (1, context))
+        return model(prompt, use_cache=True, logits_to_keep=1).past_key_values
     cache = DynamicCache(config=model.config)
     for layer in range(model.config.num_hidden_layers):
         latents, rope = torch.randn(1, 1, context, RANK), torch.randn(1, 1, context, ROPE)
