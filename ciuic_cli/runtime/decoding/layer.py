@@ -169,28 +169,28 @@ class LayerPrograms:
 
 
 class _Source:
-    """A submodule as it was when a program was made from it."""
+    """A submodule as it was when a program was made from it.
+
+    The references are strong: the layer that owns its programs owns its submodules too. `is_current` runs ten times per
+    layer and token, so it looks into dictionaries directly.
+    """
 
     def __init__(self, parent: nn.Module, name: str) -> None:
         module = parent._modules[name]
         assert module is not None
-        self.parent = weakref.ref(parent)  # the layer owns its programs
-        self.name = name
-        self.module = weakref.ref(module)
-        self.parameters = {
-            key: (weakref.ref(value), value.data_ptr(), _version(value))
+        self.siblings, self.name, self.module = parent._modules, name, module
+        self.parameters = [
+            (module._parameters, key, weakref.ref(value), value.data_ptr(), _version(value))
             for key, value in module._parameters.items()
             if value is not None
-        }
+        ]
 
     def is_current(self) -> bool:
-        parent, module = self.parent(), self.module()
-        if parent is None or module is None or parent._modules.get(self.name) is not module:
+        module = self.module
+        if self.siblings.get(self.name) is not module or _is_watched(module):
             return False
-        if _is_watched(module):
-            return False
-        for key, (reference, address, version) in self.parameters.items():
-            value = module._parameters.get(key)
+        for parameters, key, reference, address, version in self.parameters:
+            value = parameters.get(key)
             if (
                 value is None
                 or reference() is not value
