@@ -40,7 +40,7 @@ demo: $(VENV)/.installed
 
 # All tests except the fault campaigns: about 20 minutes on two cores.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 # Quick tests, under a minute, to run while editing. The other tests run whole models or a compiler.
 test-fast: $(VENV)/.installed
