@@ -71,8 +71,8 @@ struct CiuicMatrix {
 };
 
 // y (batch x rows_out) from x (batch x cols_in), each bfloat16 if x_bf16 or y_bf16 is not 0. The call quantizes T(x) per
-// block of 256 columns, to int8 for row groups of up to 4 bits unless `precise`, to 15 bits for the others, and multiplies
-// straight from the codes. It suits small batches: the codes are decoded again for every 4 to 8 rows of x.
+// block of 256 columns and multiplies straight from the codes. Fewer than 40 rows of x are quantized to int8 for row groups
+// of up to 4 bits unless `precise`, and to 15 bits for the others; more rows to 15 bits, or to bfloat16 with AMX.
 CIUIC_EXPORT int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batch, void* y, int y_bf16,
                               int precise, int threads);
 

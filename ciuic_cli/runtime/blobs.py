@@ -28,7 +28,8 @@ CPU_SMALL_BATCH = {"amx": 48, "avx512vnni": 48, "avx2": 24, "portable": 12}
 thread, a 4096 x 4096 matrix and 4 bits per weight)."""
 
 CPU_SMALL_BATCH_BFLOAT16 = {"amx": 512, "avx512vnni": sys.maxsize, "avx2": sys.maxsize}
-"""The same for x in bfloat16, where it differs (docs/experiments/runtime/matrix-units.md)."""
+"""The same for x in bfloat16, where it differs (docs/experiments/runtime/matrix-units.md and many-rows.md): without AMX
+no number of rows is too large."""
 
 _WEIGHT, _STACK = "weight", "experts"
 """Names in messages about damaged blobs."""

@@ -1,8 +1,8 @@
 """Products with a compressed matrix in bounded memory: W x, its gradient, and rows of W.
 
 Products are computed in the transformed basis, W x = (T W)(T x), so that decoded weights need no inverse transform.
-Small batches are multiplied straight from the codes. Large batches are multiplied panel by panel: a panel is a range
-of rows whose decoded weights fit PANEL_BYTES.
+Batches of up to `small_batch` rows are multiplied straight from the codes. Larger ones are multiplied panel by panel: a
+panel is a range of rows whose decoded weights fit PANEL_BYTES.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 // Products with many rows of activations. A block of 256 columns of a few row groups is decoded once, to 16-bit byte sums that
-// fit the first-level cache, and multiplied by all rows: kManyRows at a time, whose sums stay in registers. One instruction
-// multiplies and adds twice as many 16-bit integers as bfloat16 values. Integer sums and the order of the blocks are those of
+// fit the first-level cache, and multiplied by all rows: kManyRows at a time, whose sums stay in registers. AVX-512 multiplies
+// 16-bit integers as fast as bfloat16 values. Integer sums and the order of the blocks are those of
 // multiply_levels in matmul_kernel.cpp, so the results are the same (docs/experiments/runtime/many-rows.md).
 #include "activations.h"
 #include "kernels_of_isa.h"
