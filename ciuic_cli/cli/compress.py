@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import DEVICE_HELP, JSON_HELP, QUIET_HELP, Model, announce_device, execute
+from ciuic_cli.cli.arguments import (
+    DEVICE_HELP,
+    JSON_HELP,
+    QUIET_HELP,
+    REVISION_HELP,
+    Model,
+    announce_device,
+    execute,
+)
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
 from ciuic_cli.cli.tables import show_compressed
@@ -25,6 +33,7 @@ from ciuic_cli.compression.options import (
     bits_text,
 )
 from ciuic_cli.compression.recipe import read_recipe
+from ciuic_cli.hub.download import with_revision
 from ciuic_cli.integers import parse_size
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
@@ -181,6 +190,10 @@ def compress(
             help="YAML file of options, such as an artifact's recipe.yaml; options given here come first.",
         ),
     ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=RUN, show_default="the main branch", help=REVISION_HELP),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", rich_help_panel=RUN, help=QUIET_HELP)] = False,
     json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help=JSON_HELP)] = False,
 ) -> None:
@@ -208,12 +221,13 @@ def compress(
         if config is not None:
             values |= _from_recipe(config, context)
         options = CompressOptions(**values)  # refuses wrong values before anything heavy is imported
-        folder = locate(model)
+        source = with_revision(model, revision)
+        folder = locate(source)
         report = _run(console, folder, out, options)
         if report is not None:
             console.json(report.to_dict())
             show_compressed(console, report, "the plan" if dry_run else str(out))
-            _show_next_steps(console, model, out, options)
+            _show_next_steps(console, source, out, options)
 
     execute(console, action)
 

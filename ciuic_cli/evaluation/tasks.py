@@ -1,8 +1,9 @@
 """`ciuic eval --tasks`: benchmark tasks of lm-evaluation-harness, on an artifact and on its original.
 
 Both models answer the same documents, so their scores are compared document by document. The standard error of the
-difference is that of the paired differences. *Flips* are documents whose answer turned from right to wrong or from wrong
-to right ("Accuracy is Not All You Need", Dutta et al. 2024): two models with equal scores can differ in many answers.
+difference is that of the paired differences. *Flips* are documents whose answer turned from right to wrong or from
+wrong to right ("Accuracy is Not All You Need", Dutta et al. 2024): two models with equal scores can differ in many
+answers.
 """
 
 from __future__ import annotations
