@@ -190,6 +190,14 @@ def compress(
             help="YAML file of options, such as an artifact's recipe.yaml; options given here come first.",
         ),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            rich_help_panel=RUN,
+            help="Continue this text with both models, for the report's page.",
+        ),
+    ] = None,
     revision: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=RUN, show_default="the main branch", help=REVISION_HELP),
@@ -215,6 +223,7 @@ def compress(
             "bits": parse_bits(bits),
             "mtp": mtp.value,
             "device": device,
+            "prompt": prompt,
             "dry_run": dry_run,
             "force": force,
         }

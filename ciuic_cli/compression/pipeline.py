@@ -62,7 +62,8 @@ def compress(
             the run.
         progress: called as progress(phase, done, total). hint: called with a message for the user.
         **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
-            effort, prune, rank, bits, mtp, device, dry_run, force. A dry run's report has a "forecast" of the run.
+            effort, prune, rank, bits, mtp, device, prompt, dry_run, force. A dry run's report has a "forecast" of the
+            run.
 
     Raises:
         TypeError: an option that does not exist.

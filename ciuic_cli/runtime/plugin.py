@@ -132,7 +132,7 @@ class CiuicQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
-        if self.quantization_config.dequantize:
+        if getattr(self.quantization_config, "dequantize", False):
             return self._dequantize(model, self.dtype)
         in_memory = keep_weights_in_place(model)
         finish_modules(model, self.pruned, self.dtype)
@@ -264,8 +264,9 @@ def register_with_transformers() -> None:
     if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantizer(QUANT_METHOD)(CiuicQuantizer)
     # transformers merges loading attributes only for the classes in this tuple, and has no way to register one.
-    if CiuicConfig not in auto.LOADING_ATTRIBUTES_CONFIG_TYPES:
-        auto.LOADING_ATTRIBUTES_CONFIG_TYPES += (CiuicConfig,)
+    registry: Any = auto
+    if CiuicConfig not in registry.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        registry.LOADING_ATTRIBUTES_CONFIG_TYPES += (CiuicConfig,)
 
 
 def _name_in_model(name: str, expected: dict[str, torch.Tensor], prefix: str) -> str:

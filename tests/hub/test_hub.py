@@ -120,7 +120,9 @@ def test_an_unknown_model(hub: Hub) -> None:
 def compressed(hub: Hub, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compressed") / "out"
     hub.reads.clear()
-    ciuic_cli.compress(TINY, out, ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast")
+    ciuic_cli.compress(
+        TINY, out, ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast", prompt="The river"
+    )
     return out
 
 
@@ -136,6 +138,16 @@ def test_compress_reads_each_shard_once_and_no_second_copy(hub: Hub, compressed:
     assert card["base_model"] == TINY and card["license"] == "mit"
     before = hub.reads.total()
     assert locate(TINY) == locate(f"{TINY}@main") and hub.reads.total() == before, "the cache is used"
+
+
+def test_the_report_names_the_model_and_shows_a_sample(compressed: Path) -> None:
+    report = json.loads((compressed / "memory_report.json").read_text())
+    assert report["model"] == TINY and re.fullmatch(r"\d{4}-\d\d-\d\d", report["date"])
+    (sample,) = report["samples"]
+    assert sample["prompt"] == "The river"
+    assert all(sample[key].startswith("The river") and len(sample[key]) > 20 for key in ("before", "after"))
+    page = (compressed / "memory_report.html").read_text()
+    assert f"<h1>{TINY}, compressed 3.0" in page and "Before and after" in page
 
 
 def test_what_was_downloaded_works_offline(

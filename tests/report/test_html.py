@@ -98,6 +98,13 @@ def test_title_date_and_command(report: dict[str, Any]) -> None:
     )
 
 
+def test_samples(report: dict[str, Any]) -> None:
+    assert "Before and after" not in render(report)
+    report["samples"] = [{"prompt": "An <i>", "before": "An <i> old", "after": None}]
+    page = Page(render(report))
+    assert {"original", "An <i> old", "compressed", "not made: see the warnings"} <= set(page.words)
+
+
 def test_the_scale_of_kl(report: dict[str, Any]) -> None:
     report["measured_kl"], report["predicted_kl"] = 0.01, 0.1
     source = render(report)
