@@ -198,6 +198,14 @@ def compress(
             help="Continue this text with both models, for the report's page.",
         ),
     ] = None,
+    max_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=RUN,
+            help="For a model on the hub: most bytes of its weights on disk at a time, such as 50GB.",
+        ),
+    ] = None,
     revision: Annotated[
         str | None,
         typer.Option(metavar="NAME", rich_help_panel=RUN, show_default="the main branch", help=REVISION_HELP),
@@ -231,8 +239,9 @@ def compress(
             values |= _from_recipe(config, context)
         options = CompressOptions(**values)  # refuses wrong values before anything heavy is imported
         source = with_revision(model, revision)
-        folder = locate(source)
-        report = _run(console, folder, out, options)
+        limit = None if max_disk is None else parse_size(max_disk)
+        folder = source if limit is not None else locate(source)
+        report = _run(console, folder, out, options, limit)
         if report is not None:
             console.json(report.to_dict())
             show_compressed(console, report, "the plan" if dry_run else str(out))
@@ -257,7 +266,9 @@ def _from_recipe(file: Path, context: typer.Context) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in given}
 
 
-def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:
+def _run(
+    console: Console, model: str | Path, out: Path, options: CompressOptions, max_disk: int | None
+) -> MemoryReport | None:
     """The report of the run; None in all processes of torchrun but the first."""
     configure_numeric_libraries()
     from transformers.utils.logging import disable_progress_bar
@@ -269,7 +280,9 @@ def _run(console: Console, folder: Path, out: Path, options: CompressOptions) ->
     if is_leader():
         announce_device(console, options.device)
     with console.progress() as progress:
-        report = run_compress(folder, out, progress=progress, hint=console.hint, **asdict(options))
+        report = run_compress(
+            model, out, progress=progress, hint=console.hint, max_disk=max_disk, **asdict(options)
+        )
     return report if is_leader() else None
 
 

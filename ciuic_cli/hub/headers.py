@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ciuic_cli.errors import InputError
 from ciuic_cli.hub.download import INDEX_NAME, hub_faults, repository, wanted_files
+
+if TYPE_CHECKING:
+    from huggingface_hub.hf_api import ModelInfo
 
 _DESCRIBING = ("config.json", INDEX_NAME, "memory_report.json")
 """Files that describe a checkpoint or an artifact, besides its headers."""
@@ -28,11 +31,14 @@ def headers_only(name: str, revision: str | None) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
         folder = Path(scratch)
         with hub_faults(name):
-            _fetch(name, revision, folder)
+            fetch_headers(name, revision, folder)
         yield folder
 
 
-def _fetch(name: str, revision: str | None, folder: Path) -> None:
+def fetch_headers(
+    name: str, revision: str | None, folder: Path, *, only_describing: bool = True
+) -> ModelInfo:
+    """Fill the folder with sparse safetensors files and the files that describe the model, or all files besides."""
     from huggingface_hub import HfApi, hf_hub_download
 
     info = repository(name, revision)
@@ -41,14 +47,15 @@ def _fetch(name: str, revision: str | None, folder: Path) -> None:
     def fetch(file: str) -> None:
         target = folder / file
         target.parent.mkdir(parents=True, exist_ok=True)
-        if file in _DESCRIBING:
-            target.write_bytes(Path(hf_hub_download(name, file, revision=info.sha)).read_bytes())
-        elif file.endswith(".safetensors"):
+        if file.endswith(".safetensors"):
             header = HfApi().parse_safetensors_file_metadata(name, file, revision=info.sha)
             _write_sparse(target, header, sizes[file] or 0, name)
+        elif file in _DESCRIBING or not only_describing:
+            target.write_bytes(Path(hf_hub_download(name, file, revision=info.sha)).read_bytes())
 
     with ThreadPoolExecutor(_REQUESTS) as pool:
         list(pool.map(fetch, wanted_files(name, info)))
+    return info
 
 
 def _write_sparse(target: Path, header: Any, size: int, name: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.cli.app import app
 from ciuic_cli.errors import EnvironmentFault, InputError, UsageError
+from ciuic_cli.hub import mirror
 from ciuic_cli.hub.download import hub_id, with_revision
 
 TINY, LARGE, SMALL = "org/tiny", "org/large", "org/small"
@@ -138,6 +140,48 @@ def test_compress_reads_each_shard_once_and_no_second_copy(hub: Hub, compressed:
     assert card["base_model"] == TINY and card["license"] == "mit"
     before = hub.reads.total()
     assert locate(TINY) == locate(f"{TINY}@main") and hub.reads.total() == before, "the cache is used"
+
+
+def test_a_part_of_the_model_on_disk_gives_the_same_weights(
+    hub: Hub, compressed: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 4 KiB, and a disk for a quarter of the weights."""
+    monkeypatch.setattr(mirror, "BLOCK_BYTES", 4096)
+    weights = sum(file.stat().st_size for file in hub.models[TINY]["main"].glob("model-*.safetensors"))
+    limit, seen = weights // 4, []
+    request = mirror.Mirror._request
+
+    def observed(self: mirror.Mirror, run: list[tuple[Path, int]]) -> None:
+        request(self, run)
+        os.sync()
+        allocated = sum(512 * file.stat().st_blocks for file in self.folder.glob("*.safetensors"))
+        seen.append((sum(self.present.values()), allocated))
+
+    monkeypatch.setattr(mirror.Mirror, "_request", observed)
+    hub.sent.clear()
+    ciuic_cli.compress(
+        TINY, tmp_path / "out", ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast", max_disk=limit
+    )  # fmt: skip
+    ours, theirs = (
+        json.loads((out / "memory_report.json").read_text()) for out in (tmp_path / "out", compressed)
+    )
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        compressed / "model.safetensors"
+    ).read_bytes()
+    assert ours["model"] == theirs["model"] == TINY
+    assert max(count for count, _ in seen) <= limit
+    spare = 3 * 4 * 4096  # each of the three files has its header, and pages that header and data share
+    assert max(allocated for _, allocated in seen) <= limit + spare < weights
+    read = sum(count for (_, file), count in hub.sent.items() if file.startswith("model-"))
+    assert read > weights, "the weights are read several times"
+
+
+def test_limits_of_the_disk(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="a tensor needs"):
+        ciuic_cli.compress(TINY, tmp_path / "out", max_disk=1000)
+    with pytest.raises(UsageError, match="for a model on the hub"):
+        ciuic_cli.compress(locate(TINY), tmp_path / "out", max_disk=10**9)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_report_names_the_model_and_shows_a_sample(compressed: Path) -> None:
