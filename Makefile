@@ -12,6 +12,8 @@ OUT ?= build/demo
 FUZZ_SECONDS ?= 120
 KILLS ?= 200
 CORRUPTIONS ?= 1000
+# Architectures of `wheels`: auto is this machine's.
+ARCHS ?= auto
 # Numbers of layers of the models that `scale` makes; a layer has 0.1 GB.
 LAYERS ?= 20 80
 SANITIZED = build/sanitized
@@ -20,7 +22,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test test-fast check wheel faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
+.PHONY: demo test test-fast check wheel wheels sdist faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -51,6 +53,17 @@ wheel: $(VENV)/.installed
 	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 	$(BIN)/python -m pip install --quiet auditwheel
 	$(BIN)/auditwheel show dist/ciuic_cli-*.whl
+
+# Writes dist/*.tar.gz, and builds a wheel from it.
+sdist: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet build
+	$(BIN)/python -m build --sdist --no-isolation --outdir dist .
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/ciuic_cli-*.tar.gz
+
+# Wheels for manylinux_2_28 by cibuildwheel, in docker; ARCHS="x86_64 aarch64" builds for both, the foreign one with qemu.
+wheels: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet "cibuildwheel>=3"
+	CIBW_ARCHS_LINUX="$(ARCHS)" $(BIN)/cibuildwheel --platform linux --output-dir dist
 
 # Every fault of the list, slow ones included.
 faults: $(VENV)/.installed

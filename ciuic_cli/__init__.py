@@ -16,14 +16,26 @@ if TYPE_CHECKING:
     from ciuic_cli.artifact.tensors import read_tensor
     from ciuic_cli.compression.in_place import apply_ciuic_compression
     from ciuic_cli.compression.pipeline import compress
+    from ciuic_cli.export.dense import export_dense
     from ciuic_cli.runtime.loading import load
+    from ciuic_cli.runtime.plugin import CiuicConfig
 
 
-__all__ = ["__version__", "apply_ciuic_compression", "compress", "load", "read_tensor"]
+__all__ = [
+    "CiuicConfig",
+    "__version__",
+    "apply_ciuic_compression",
+    "compress",
+    "export_dense",
+    "load",
+    "read_tensor",
+]
 
 _MODULES = {
     "compress": "ciuic_cli.compression.pipeline",
     "load": "ciuic_cli.runtime.loading",
+    "export_dense": "ciuic_cli.export.dense",
+    "CiuicConfig": "ciuic_cli.runtime.plugin",
     "read_tensor": "ciuic_cli.artifact.tensors",
     "apply_ciuic_compression": "ciuic_cli.compression.in_place",
 }

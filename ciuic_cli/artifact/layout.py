@@ -51,12 +51,17 @@ def _header(tensors: Sequence[StoredTensor]) -> bytes:
 
 
 def lay_out(tensors: Iterable[StoredTensor], shard_bytes: int = SHARD_BYTES) -> list[Shard]:
-    """Distribute the tensors over shards, named as on the hub.
+    """Distribute an artifact's tensors over shards.
 
     Blobs (uint8, multiples of 16 bytes) come first, so that the tensors behind them stay aligned. The result does not
     depend on the order of `tensors`.
     """
     ordered = sorted(tensors, key=lambda t: (_ALIGNMENT_ORDER.get(t.dtype, 4), t.name))
+    return place(ordered, shard_bytes)
+
+
+def place(ordered: Iterable[StoredTensor], shard_bytes: int = SHARD_BYTES) -> list[Shard]:
+    """Distribute tensors in this order over shards, named as on the hub."""
     groups: list[list[StoredTensor]] = [[]]
     size = 0
     for tensor in ordered:

@@ -1,17 +1,22 @@
-"""Decodes single tensors of an artifact, without building the model."""
+"""Decodes tensors of an artifact one at a time, without building the model."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 
 from ciuic_cli.artifact.model import meta_model
-from ciuic_cli.artifact.reader import open_artifact, require_compressed
+from ciuic_cli.artifact.reader import Artifact, Blob, open_artifact, require_compressed
+from ciuic_cli.checkpoint.reader import read_entry
 from ciuic_cli.checkpoint.roles import classify
+from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.errors import InputError
+
+_PIECE_WEIGHTS = 1 << 20
+"""Weights that are decoded at a time; bounds scratch memory to about 12 MB. Chosen, not tuned."""
 
 
 def read_tensor(path: str | Path, name: str) -> torch.Tensor:
@@ -31,20 +36,45 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
     classified = classify(meta_model(artifact))
     require_compressed(artifact, {name: tensor for name, (_, tensor) in classified.items()})
     name = artifact.mtp.shared.get(name, name)
-    entry = artifact.tensors.get(name)
-    if entry is None:
+    if name not in artifact.tensors:
         raise InputError(
             "the artifact has no such tensor",
             file=artifact.folder,
             tensor=name,
             remedy="`ciuic inspect --tensors` lists them; a tied head is stored as the embedding",
         )
-    if name not in artifact.blobs:
-        with safe_open(entry.file, framework="pt") as file:
-            return file.get_tensor(name)
-    blob = artifact.blobs[name]
-    with blob.matrices() as matrices:
-        decoded = [decode_dense(matrix) for matrix in matrices]
-    value = torch.stack(decoded) if len(blob.shape) == 3 else decoded[0]
+    value = dense_tensor(artifact, name)
     is_transposed = name in classified and classified[name][0].transposed
     return value.mT.contiguous() if is_transposed else value
+
+
+def dense_tensor(artifact: Artifact, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A stored tensor of an opened artifact, on the CPU; a compressed one is decoded.
+
+    Memory peaks at the result, the tensor's codes and a few MB.
+
+    Args:
+        name: of a tensor in `artifact.tensors`.
+        dtype: of a decoded tensor; a tensor that is stored dense keeps its own.
+
+    Returns:
+        The tensor in its stored shape; a decoded one in the blob's, (rows, cols) or (experts, rows, cols).
+    """
+    blob = artifact.blobs.get(name)
+    if blob is None:
+        return read_entry(artifact.tensors[name])
+    value = torch.empty(blob.shape, dtype=dtype, device="cpu")
+    rows, begin = value.view(-1, blob.shape[-1]), 0
+    for piece in decoded_pieces(blob):
+        rows[begin : begin + len(piece)] = piece
+        begin += len(piece)
+    return value
+
+
+def decoded_pieces(blob: Blob) -> Iterator[torch.Tensor]:
+    """The decoded rows of a blob in order, float32 (at most so many rows, cols); of a stack, expert after expert."""
+    step = max(TILE, _PIECE_WEIGHTS // blob.shape[-1] // TILE * TILE)
+    with blob.matrices() as matrices:
+        for matrix in matrices:
+            for begin in range(0, matrix.rows, step):
+                yield decode_dense(matrix, begin, min(begin + step, matrix.rows))

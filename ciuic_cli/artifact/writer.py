@@ -12,6 +12,7 @@ from typing import Any
 from ciuic_cli.artifact.layout import Shard, index_json
 from ciuic_cli.checkpoint.folder import checked_file
 from ciuic_cli.errors import InputError
+from ciuic_cli.hub.download import TOKENIZER_ENDINGS
 from ciuic_cli.process.digests import file_digest
 
 CHECKSUMS = "ciuic_checksums.json"
@@ -22,18 +23,23 @@ _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",
     "tekken.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
-    "chat_template.jinja", "chat_template.json", "LICENSE", "LICENSE.txt",
+    "chat_template.json",
 )  # fmt: skip
 """Files of a checkpoint that are copied into the artifact if they exist: data, never code."""
+_COPIED_STARTS = ("LICENSE", "NOTICE")
+"""Beginnings of the names of further files that are copied. Files with TOKENIZER_ENDINGS are copied, too."""
+
+Payload = Callable[[str], bytes | Iterable[memoryview]]
+"""The bytes of the named tensor, at once or in consecutive pieces."""
 
 
 def write_shards(
-    shards: Iterable[Shard], folder: Path, payload: Callable[[str], bytes], progress: Callable[[int], None]
+    shards: Iterable[Shard], folder: Path, payload: Payload, progress: Callable[[int], None]
 ) -> None:
-    """Write and sync the safetensors files, one tensor in memory at a time.
+    """Write and sync the safetensors files, one tensor, or one piece of it, in memory at a time.
 
-    payload: returns the bytes of the named tensor. progress: called with the number of bytes just written. Raises
-    RuntimeError if a tensor has other bytes than the layout planned.
+    payload: called for the tensors in the order of the layout. progress: called with the number of bytes just written.
+    Raises RuntimeError if a tensor has other bytes than the layout planned.
     """
     for shard in shards:
         with (folder / shard.file).open("wb") as file:
@@ -41,10 +47,13 @@ def write_shards(
             progress(len(shard.header))
             for tensor in shard.tensors:
                 data = payload(tensor.name)
-                if len(data) != tensor.nbytes:
-                    raise RuntimeError(f"{tensor.name}: {len(data)} bytes, {tensor.nbytes} were planned")
-                file.write(data)
-                progress(len(data))
+                count = 0
+                for piece in (data,) if isinstance(data, bytes) else data:
+                    file.write(piece)
+                    count += len(piece)
+                    progress(len(piece))
+                if count != tensor.nbytes:
+                    raise RuntimeError(f"{tensor.name}: {count} bytes, {tensor.nbytes} were planned")
             file.flush()
             os.fsync(file.fileno())
 
@@ -54,7 +63,14 @@ def companions(source: Path) -> dict[str, Path]:
 
     Raises InputError if one leads outside the checkpoint or cannot be read.
     """
-    files = {name: checked_file(source, name) for name in _COPIED if (source / name).is_file()}
+    names = {
+        entry.name
+        for entry in source.iterdir()
+        if entry.name in _COPIED
+        or entry.name.startswith(_COPIED_STARTS)
+        or entry.name.endswith(TOKENIZER_ENDINGS)
+    }
+    files = {name: checked_file(source, name) for name in sorted(names) if (source / name).is_file()}
     for name, path in files.items():
         try:
             path.open("rb").close()

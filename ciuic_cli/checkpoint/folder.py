@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,16 +16,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
+from ciuic_cli.hub.download import TOKENIZER_ENDINGS, download, hub_id
 from ciuic_cli.process.file_faults import reading
 
 _MAX_CONFIG_BYTES = 16 << 20
 """Largest accepted JSON file, unless the caller states another limit. Chosen far above any real config.json."""
 MAX_TEXT_BYTES = 256 << 20
 """Largest accepted file that is read as a whole: the index and the tokenizer's files. Chosen, as above."""
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "LICENSE*", "README.md"]
-"""Patterns of the files that are downloaded from the hub: no Python code, no pickles."""
-_OPENED_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja", ".tiktoken", "LICENSE")
+_OPENED_SUFFIXES = (".safetensors", ".json", ".txt", *TOKENIZER_ENDINGS, "LICENSE")
 """Endings of the names of files that this package or a tokenizer's loader opens."""
 _TEMPLATES = "additional_chat_templates"
 """Subfolder from which transformers reads chat templates."""
@@ -34,10 +31,11 @@ _DOWNLOAD_AGAIN = "download the checkpoint again"
 
 
 def locate(path: str | Path) -> Path:
-    """The checkpoint's folder: `path` itself, or the downloaded snapshot if `path` is a hub id such as `org/name`.
+    """The checkpoint's folder: `path` itself, or the downloaded snapshot if `path` is a hub id.
 
-    Only safetensors, JSON and tokenizer files are downloaded. Raises InputError if there is no such folder, or if the
-    hub does not have the model or cannot be reached; EnvironmentFault if permission to read the folder is missing.
+    A hub id is `org/name` or `org/name@revision`. Only safetensors, JSON and tokenizer files are downloaded. Raises
+    InputError if there is no such folder, or if the hub does not have the model or cannot be reached; EnvironmentFault
+    if permission to read the folder is missing.
     """
     folder = Path(path)
     if os.path.isdir(folder):  # Path.is_dir raises for some impossible paths
@@ -50,12 +48,12 @@ def locate(path: str | Path) -> Path:
         raise InputError(
             "this is a file, not a checkpoint folder", file=folder, remedy="give the folder that contains it"
         )
-    name = str(path)
-    if isinstance(path, Path) or not _HUB_ID.fullmatch(name):
+    found = None if isinstance(path, Path) else hub_id(str(path))
+    if found is None:
         raise InputError(
             "no such folder", file=folder, remedy="check the path, or give a hub id such as org/name"
         )
-    return _download(name)
+    return download(*found)
 
 
 @contextmanager
@@ -84,38 +82,6 @@ def require_unreplaced(folder: Path) -> Iterator[None]:
         raise
     if identity() != before:
         raise replaced
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
-    except RepositoryNotFoundError as error:
-        raise InputError(
-            "no such folder, and the hub has no model of this name (or it is private)",
-            file=name,
-            remedy="check the name; for a private or gated model run `hf auth login` first",
-        ) from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
-        raise InputError(
-            f"no such folder, and {_hub_failure(error)}",
-            file=name,
-            remedy="check the path and the network, or download the model elsewhere and give its folder",
-        ) from error
-
-
-def _hub_failure(error: Exception) -> str:
-    """The reason why a download failed, for a message."""
-    response = getattr(error, "response", None)
-    if response is not None:
-        return f"the hub answers with HTTP status {response.status_code}"
-    if isinstance(error, ValueError):
-        return "the name is no hub id"
-    if isinstance(error, OSError) and error.strerror:
-        return f"the download from the hub failed: {error.strerror}"
-    return "the hub cannot be reached"
 
 
 def is_outside(name: str) -> bool:

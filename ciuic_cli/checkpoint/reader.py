@@ -19,6 +19,7 @@ from ciuic_cli.checkpoint.formats import SCALE_DTYPES, SCALES_ONLY, TORCH_DTYPES
 from ciuic_cli.checkpoint.header import TensorEntry, read_header
 from ciuic_cli.checkpoint.shards import check_index, shard_names
 from ciuic_cli.errors import InputError
+from ciuic_cli.hub.mirror import reading_from
 from ciuic_cli.process.file_faults import reading
 
 _BLOCKS = "_blocks"
@@ -298,7 +299,8 @@ def _read_into(tensor: torch.Tensor, entry: TensorEntry, begin: int) -> None:
         return
     raw: Any = tensor.view(-1).view(torch.uint8).numpy()
     view = memoryview(raw)
-    with reading(entry.file, entry.name):  # the header was read before, so a failure now is not the file's
+    # The header was read before, so a failure now is not the file's.
+    with reading_from(entry.file, begin, begin + len(view)), reading(entry.file, entry.name):
         descriptor = os.open(entry.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         try:
             done = 0

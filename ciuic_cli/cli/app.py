@@ -22,6 +22,8 @@ from ciuic_cli.cli.inspect import inspect
 from ciuic_cli.cli.serving.chat import chat
 from ciuic_cli.cli.serving.generate import generate
 from ciuic_cli.cli.serving.serve import serve
+from ciuic_cli.cli.sharing.export import export
+from ciuic_cli.cli.sharing.push import push
 from ciuic_cli.cli.train import train
 
 EXIT_CODES = (
@@ -46,7 +48,12 @@ app.command(
 )(compress)
 app.command(cls=Command, epilog=example("ciuic inspect out --tensors", "ciuic inspect out --verify"))(inspect)
 app.command(
-    "eval", cls=Command, epilog=example("ciuic eval out --base deepseek-model --text my-text.txt --limit 20")
+    "eval",
+    cls=Command,
+    epilog=example(
+        "ciuic eval out --base deepseek-model --text my-text.txt --limit 20",
+        "ciuic eval out --base deepseek-model --tasks hellaswag,arc_easy --limit 200",
+    ),
 )(evaluate)
 app.command(cls=Command, epilog=example("ciuic bench out --base deepseek-model -p 256 -n 64"))(bench)
 app.command(cls=Command, epilog=example("ciuic train out adapter --train-file chats.jsonl"))(train)
@@ -61,6 +68,8 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog=example("ciuic serve out", "ciuic serve out --port 8080 --enable-cors"),
 )(serve)
+app.command(cls=Command, epilog=example("ciuic export out dense", "ciuic export out dense --to fp16"))(export)
+app.command(cls=Command, epilog=example("ciuic push out org/name", "ciuic push out org/name --private"))(push)
 
 
 def _show_version(wanted: bool) -> None:

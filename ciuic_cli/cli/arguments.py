@@ -25,6 +25,10 @@ Base = Annotated[str | None, typer.Option(metavar="MODEL", help="The original mo
 DEVICE_HELP = "auto (a GPU if torch finds one), cpu, cuda or cuda:N."
 QUIET_HELP = "Print no progress and no remarks on stderr; warnings and errors stay."
 JSON_HELP = "Print one JSON object and nothing else on stdout."
+REVISION_HELP = "Branch, tag or commit of a model on the hub; also written org/name@revision."
+Revision = Annotated[
+    str | None, typer.Option(metavar="NAME", show_default="the main branch", help=REVISION_HELP)
+]
 Device = Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)]
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]

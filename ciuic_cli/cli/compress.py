@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import DEVICE_HELP, JSON_HELP, QUIET_HELP, Model, announce_device, execute
+from ciuic_cli.cli.arguments import (
+    DEVICE_HELP,
+    JSON_HELP,
+    QUIET_HELP,
+    REVISION_HELP,
+    Model,
+    announce_device,
+    execute,
+)
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
 from ciuic_cli.cli.tables import show_compressed
@@ -25,6 +33,7 @@ from ciuic_cli.compression.options import (
     bits_text,
 )
 from ciuic_cli.compression.recipe import read_recipe
+from ciuic_cli.hub.download import with_revision
 from ciuic_cli.integers import parse_size
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
@@ -181,6 +190,26 @@ def compress(
             help="YAML file of options, such as an artifact's recipe.yaml; options given here come first.",
         ),
     ] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT",
+            rich_help_panel=RUN,
+            help="Continue this text with both models, for the report's page.",
+        ),
+    ] = None,
+    max_disk: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            rich_help_panel=RUN,
+            help="For a model on the hub: most bytes of its weights on disk at a time, such as 50GB.",
+        ),
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=RUN, show_default="the main branch", help=REVISION_HELP),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", rich_help_panel=RUN, help=QUIET_HELP)] = False,
     json: Annotated[bool, typer.Option("--json", rich_help_panel=RUN, help=JSON_HELP)] = False,
 ) -> None:
@@ -202,18 +231,21 @@ def compress(
             "bits": parse_bits(bits),
             "mtp": mtp.value,
             "device": device,
+            "prompt": prompt,
             "dry_run": dry_run,
             "force": force,
         }
         if config is not None:
             values |= _from_recipe(config, context)
         options = CompressOptions(**values)  # refuses wrong values before anything heavy is imported
-        folder = locate(model)
-        report = _run(console, folder, out, options)
+        source = with_revision(model, revision)
+        limit = None if max_disk is None else parse_size(max_disk)
+        folder = source if limit is not None else locate(source)
+        report = _run(console, folder, out, options, limit)
         if report is not None:
             console.json(report.to_dict())
             show_compressed(console, report, "the plan" if dry_run else str(out))
-            _show_next_steps(console, model, out, options)
+            _show_next_steps(console, source, out, options)
 
     execute(console, action)
 
@@ -234,7 +266,9 @@ def _from_recipe(file: Path, context: typer.Context) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in given}
 
 
-def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:
+def _run(
+    console: Console, model: str | Path, out: Path, options: CompressOptions, max_disk: int | None
+) -> MemoryReport | None:
     """The report of the run; None in all processes of torchrun but the first."""
     configure_numeric_libraries()
     from transformers.utils.logging import disable_progress_bar
@@ -246,7 +280,9 @@ def _run(console: Console, folder: Path, out: Path, options: CompressOptions) ->
     if is_leader():
         announce_device(console, options.device)
     with console.progress() as progress:
-        report = run_compress(folder, out, progress=progress, hint=console.hint, **asdict(options))
+        report = run_compress(
+            model, out, progress=progress, hint=console.hint, max_disk=max_disk, **asdict(options)
+        )
     return report if is_leader() else None
 
 

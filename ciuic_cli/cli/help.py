@@ -8,6 +8,8 @@ from typer.core import TyperCommand, TyperGroup
 
 BUDGET, CALIBRATION, PASSES, RUN = "Budget", "Calibration", "Passes", "Run"
 """Titles of the groups of `compress`'s options."""
+TEXT, TASKS = "On a text", "On tasks"
+"""Titles of the groups of `eval`'s options."""
 
 
 def example(*commands: str) -> str:

@@ -211,6 +211,30 @@ def show_evaluation(console: Console, evaluation: Mapping[str, Any], title: str)
             console.data(f"\n{label}: {evaluation[key]}")
 
 
+def show_task_scores(console: Console, scores: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Print one row per metric of each task; with a base, also the difference and the share of flipped answers."""
+    has_base = any(score["base_value"] is not None for score in scores)
+    columns = ["task", "metric", "documents", *(("original",) if has_base else ()), "model"]
+    rows = []
+    for score in scores:
+        metric = score["metric"] + ("" if score["filter"] == "none" else f" ({score['filter']})")
+        cells = [score["task"], metric, score["documents"]]
+        if has_base:
+            cells.append(_with_error(score["base_value"], score["base_stderr"]))
+        cells.append(_with_error(score["value"], score["stderr"]))
+        if has_base:
+            cells.append(_with_error(score["difference"], score["difference_stderr"], sign="+"))
+            cells.append("" if score["flips"] is None else f"{100 * score['flips']:.1f} %")
+        rows.append(cells)
+    console.table(title, columns + (["difference", "flipped"] if has_base else []), rows)
+    if has_base:
+        console.data("\nflipped: documents that only one of the two models answers correctly")
+
+
+def _with_error(value: float, stderr: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")
+
+
 def _evaluation_cell(key: str, value: float, stderr: float | None) -> str:
     if key == "top1_agreement":
         return f"{100 * value:.2f} %"

@@ -176,16 +176,23 @@ def decode(
     return out.to(out_dtype)
 
 
-def decode_dense(packed: PackedMatrix) -> torch.Tensor:
-    """W, float32 [rows, cols]: low-rank part and input scales included, rows in W's order."""
-    weight = decode(packed, original_basis=True)
+def decode_dense(packed: PackedMatrix, row_begin: int = 0, row_end: int | None = None) -> torch.Tensor:
+    """Rows row_begin to row_end - 1 of W, float32 [.., cols]: low-rank part and input scales included, in W's order.
+
+    Raises UsageError if the row range is outside the matrix.
+    """
+    header = packed.header
+    stored = None if header.position is None else torch.from_numpy(header.position[row_begin:row_end])
+    if stored is None:
+        weight = decode(packed, row_begin, row_end, original_basis=True)
+    else:
+        weight = inverse_transform(decode_rows(packed, stored), header.cols, header.seed)
     if packed.lowrank is not None:
         right, left = (decode(factor, original_basis=True) for factor in packed.lowrank)
-        weight += left.T @ right
-    if packed.header.input_scale is not None:
-        weight *= input_factors(packed.header.input_scale)
-    position = packed.header.position
-    return weight if position is None else weight[torch.from_numpy(position)]
+        weight += (left[:, row_begin:row_end] if stored is None else left[:, stored]).T @ right
+    if header.input_scale is not None:
+        weight *= input_factors(header.input_scale)
+    return weight
 
 
 def decode_rows(packed: PackedMatrix, rows: torch.Tensor, *, threads: int | None = None) -> torch.Tensor:

@@ -31,7 +31,7 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
     Args:
         model: a transformers causal language model with its weights on the CPU or a GPU.
         tokenizer: the model's tokenizer, for the calibration text; None: the tokenizer at its `name_or_path`.
-        **options: as for `compress`, except dry_run and force: ratio, calibration, nsamples, effort, prune, bits, ...
+        **options: as for `compress`, except dry_run, force and prompt: ratio, calibration, nsamples, effort, ...
 
     Raises:
         UsageError: no tokenizer, or not a transformers model. TypeError: an option that `compress` does not have.
@@ -46,8 +46,10 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
             "a model is compressed in place by one process, not under torchrun",
             remedy="compress its checkpoint with torchrun ... ciuic compress, and load the result everywhere",
         )
-    if {"dry_run", "force"} & options.keys():
-        raise UsageError("a model is compressed in place without dry_run or force", remedy="leave them out")
+    if {"dry_run", "force", "prompt"} & options.keys():
+        raise UsageError(
+            "a model is compressed in place without dry_run, force and prompt", remedy="leave them out"
+        )
     compress_options = {name: value for name, value in options.items() if name not in ("progress", "hint")}
     CompressOptions(**compress_options)  # wrong options are refused before the model is written
     native.interface()

@@ -79,6 +79,7 @@ class CompressOptions:
         bits: the bits per weight that the budget may choose from, a subset of `BITS`.
         mtp: "keep" or "drop" the multi-token-prediction layers. Kept layers count as parameters.
         device: "auto", "cpu", "cuda" or "cuda:N".
+        prompt: a text that original and artifact continue at the end, for the report.
         dry_run: stop at the plan and write nothing.
         force: replace an older artifact at the output, and discard an unfinished run that had other options.
 
@@ -99,6 +100,7 @@ class CompressOptions:
     bits: tuple[float, ...] = field(default=DEFAULT_BITS)
     mtp: str = "drop"
     device: str = "auto"
+    prompt: str | None = None
     dry_run: bool = False
     force: bool = False
 
@@ -115,6 +117,7 @@ class CompressOptions:
         _check_name("--effort", self.effort, EFFORTS)
         _check_name("--mtp", self.mtp, MTP)
         check_device(self.device)
+        _check_prompt(self.prompt)
         _check_number("--seed", self.seed, SEED)
         for option, count, limits in (
             ("--nsamples", self.nsamples, NSAMPLES),
@@ -159,7 +162,7 @@ class CompressOptions:
 
         ratio: bytes at 2 per parameter over the budget. seqlen: tokens per calibration sequence.
         """
-        left_out = ("target_bpw", "target_size", "calibration", "dry_run", "force")
+        left_out = ("target_bpw", "target_size", "calibration", "prompt", "dry_run", "force")
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in left_out}
         return {
             **values,
@@ -170,6 +173,11 @@ class CompressOptions:
             "seqlen": seqlen,
             "bits": list(self.bits),
         }
+
+
+def _check_prompt(prompt: object) -> None:
+    if prompt is not None and not (isinstance(prompt, str) and prompt.strip()):
+        raise UsageError(f"--prompt: {_shown(prompt)} is no text", remedy="give a text to continue")
 
 
 def check_path(name: str, path: object) -> Path:

@@ -26,14 +26,16 @@ from ciuic_cli.compression.output_checks import check_apart, check_no_other_run,
 from ciuic_cli.compression.run import STATISTICS, Run
 from ciuic_cli.compression.task import Task, make_task
 from ciuic_cli.compression.writing import write_artifact
-from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError, UsageError
+from ciuic_cli.hub.download import hub_id
+from ciuic_cli.hub.mirror import mirrored
 from ciuic_cli.process import atomic_files
 from ciuic_cli.process.file_faults import environment_fault
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.numeric_libraries import make_products_reproducible
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.torch_modes import default_modes
-from ciuic_cli.process.workers import Workers, join_workers
+from ciuic_cli.process.workers import Workers, is_distributed, join_workers
 from ciuic_cli.report.schema import ForecastReport, MemoryReport
 from ciuic_cli.runtime.loading import choose_device
 
@@ -49,6 +51,7 @@ def compress(
     *,
     progress: Progress = no_progress,
     hint: Hint = lambda message: None,
+    max_disk: int | None = None,
     **options: Any,
 ) -> MemoryReport:
     """Compress a checkpoint to a byte budget; returns the memory report (also written into the artifact).
@@ -61,8 +64,11 @@ def compress(
         out: folder of the artifact; it must be absent or empty unless `force`, and others must not write into it during
             the run.
         progress: called as progress(phase, done, total). hint: called with a message for the user.
+        max_disk: of a model on the hub, at most so many bytes of weights are on disk at a time (in the temporary
+            folder); they are fetched again when they are needed again. Default: the whole model is downloaded once.
         **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
-            effort, prune, rank, bits, mtp, device, dry_run, force. A dry run's report has a "forecast" of the run.
+            effort, prune, rank, bits, mtp, device, prompt, dry_run, force. A dry run's report has a "forecast" of the
+            run.
 
     Raises:
         TypeError: an option that does not exist.
@@ -70,19 +76,37 @@ def compress(
     """
     make_products_reproducible()
     check_path("model", model)
-    request = _Request(
-        model=model,
-        out=Path(os.path.realpath(check_path("out", out))),  # a link is followed
-        options=CompressOptions(**options),
-        progress=progress,
-        hint=hint,
-        started=time.monotonic(),
-    )
-    with _only_run_of_the_process(), default_modes():
+    checked, started = CompressOptions(**options), time.monotonic()
+    destination = Path(os.path.realpath(check_path("out", out)))  # a link is followed
+    with _only_run_of_the_process(), default_modes(), _source(model, max_disk) as source:
+        request = _Request(
+            model=source,
+            out=destination,
+            options=checked,
+            progress=progress,
+            hint=hint,
+            started=started,
+        )
         native.interface()  # raises if the library is missing; the first rounding comes late
         configure_allocators()
         with join_workers() as workers:
             return _lead(request, workers) if workers.is_leader else _follow(request, workers)
+
+
+@contextmanager
+def _source(model: str | Path, max_disk: int | None) -> Iterator[str | Path]:
+    """The model, or with `max_disk` a folder that fetches its weights from the hub."""
+    if max_disk is None:
+        yield model
+        return
+    found = None if isinstance(model, Path) or os.path.exists(model) else hub_id(model)
+    if found is None or is_distributed():
+        raise UsageError(
+            "--max-disk is for a model on the hub, compressed by one process",
+            remedy="give a hub id such as org/name, or leave --max-disk out",
+        )
+    with mirrored(*found, max_disk) as folder:
+        yield folder
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.cost.forecast import Forecast, TextSize, forecast
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
+from ciuic_cli.hub.mirror import commit_of
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
@@ -172,7 +173,12 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
 
 
 def _file_state(path: Path) -> list[Any] | None:
-    """Size, modification time and sampled digest of a file, to detect a change; None if the file does not exist."""
+    """Size, modification time and sampled digest of a file, to detect a change; None if the file does not exist.
+
+    The commit stands for a file on the hub of which only parts are on disk.
+    """
+    if (commit := commit_of(path)) is not None:
+        return [path.stat().st_size, 0, commit]
     with reading(path), suppress(FileNotFoundError):
         status = path.stat()
         return [status.st_size, status.st_mtime_ns, sampled_digest(path)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,16 +17,17 @@ from ciuic_cli.compression.loaded_model import loaded_kls
 from ciuic_cli.compression.output_checks import check_no_run_inside
 from ciuic_cli.compression.recipe import write_recipe
 from ciuic_cli.compression.run import Run
-from ciuic_cli.errors import InputError, TargetError
+from ciuic_cli.errors import CiuicError, InputError, TargetError
 from ciuic_cli.evaluation.estimates import Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import NONFINITE_REMEDY
+from ciuic_cli.evaluation.perplexity import generate_text
 from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.signals import raise_if_interrupted
 from ciuic_cli.recovery.row_factors import Factors, tuned_dense, with_row_factors
 from ciuic_cli.report.html import render_html
 from ciuic_cli.report.inspection import describe
 from ciuic_cli.report.model_card import render_card, source_of
-from ciuic_cli.report.schema import MemoryReport
+from ciuic_cli.report.schema import MemoryReport, SampleReport
 
 
 def write_artifact(
@@ -67,6 +69,10 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     writer.write_config(folder, run.map.source_config, quantization)
     _require_readable(folder)
     report = run.report(plan, started, mean_of(loaded_kls(run, folder, rounded)))
+    if run.options.prompt is not None:
+        report = _with_sample(
+            report, run.options.prompt, run.map.checkpoint.folder, folder, run.options.device
+        )
     (folder / writer.REPORT).write_text(report.to_json(), encoding="utf-8")
     (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
     card = render_card(report, source_of(run.map))
@@ -74,6 +80,22 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     write_recipe(run.options, folder)
     writer.write_checksums(folder)
     return report
+
+
+def _with_sample(
+    report: MemoryReport, prompt: str, original: Path, artifact: Path, device: str
+) -> MemoryReport:
+    """The report with the prompt continued by both models; a warning instead of a text that cannot be made."""
+    texts: list[str | None] = []
+    warnings = list(report.warnings)
+    for name, folder in (("original", original), ("artifact", artifact)):
+        try:
+            texts.append(generate_text(folder, prompt, device=device))
+        except CiuicError as fault:  # a run of hours does not fail for a sample
+            texts.append(None)
+            warnings.append(f"no text of the {name}: {fault}")
+    sample = SampleReport(prompt=prompt, before=texts[0], after=texts[1])
+    return replace(report, samples=(sample,), warnings=tuple(warnings))
 
 
 def _write_weights(run: Run, plan: Plan, folder: Path, factors: Factors) -> None:

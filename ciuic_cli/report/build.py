@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from ciuic_cli.evaluation.estimates import Mean
 from ciuic_cli.process.memory import peak_resident_bytes
 from ciuic_cli.recovery.row_factors import Factors
 from ciuic_cli.recovery.tuning import RecoveryResult
+from ciuic_cli.report.model_card import name_of
 from ciuic_cli.report.schema import (
     BitsPass,
     ComponentReport,
@@ -98,6 +100,8 @@ def build_report(
         options=options,
         seconds=time.monotonic() - started,
         peak_rss_bytes=peak_resident_bytes(),
+        model=name_of(model_map.checkpoint.folder),
+        date=datetime.now(UTC).date().isoformat(),
     )
 
 

@@ -1,11 +1,11 @@
-"""Geometry of the report page's figures: where bars, cells and texts lie, in SVG pixels. The templates draw them."""
+"""Content of the report page's figures: lengths, colours and texts. The templates draw them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from ciuic_cli.errors import printable
 from ciuic_cli.report.schema import ComponentReport
@@ -13,11 +13,13 @@ from ciuic_cli.report.schema import ComponentReport
 PRUNED_COLOUR = "#e8a33d"
 _STOPS = ((1.0, (222, 234, 246)), (3.0, (134, 182, 226)), (5.0, (62, 122, 196)), (8.0, (22, 58, 126)))
 """Colours (RGB) by bits per weight, from light to dark; colours between two stops are interpolated."""
+_LEAST_KL, _LARGEST_KL = 1e-4, 1.0
+"""Ends of the scale of KL divergences, in nats per token."""
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Input of one line of a bar chart: its name, one value per series, and the label right of the longest bar."""
+    """Input of one line of a bar chart: its name, one value per series, and its label."""
 
     name: str
     values: tuple[float, ...]
@@ -26,53 +28,38 @@ class Bars:
 
 @dataclass(frozen=True)
 class PlacedBar:
+    """A bar; length: in percent of the longest bar of the chart, at least 0.2."""
+
     series: str
-    y: int
     length: float
 
 
 @dataclass(frozen=True)
 class BarLine:
-    """A line of a bar chart. text_y: of the name and the label. label_x: left end of the label."""
+    """A line of a bar chart."""
 
     name: str
     label: str
-    text_y: int
-    label_x: int
     bars: tuple[PlacedBar, ...]
 
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars. left: where the bars begin. thickness: of a bar."""
+    """Horizontal bars."""
 
     title: str
-    width: int
-    height: int
-    left: int
-    thickness: int
     lines: tuple[BarLine, ...]
 
 
 @dataclass(frozen=True)
-class PlacedText:
-    text: str
-    x: int
-    y: int
-
-
-@dataclass(frozen=True)
 class Cell:
-    """A cell of the heat map: its corner, fill colour, text (at text_x, in the CSS class `ink`), and tooltip.
+    """A cell of the heat map: its fill colour, its text in the CSS class `ink`, and its tooltip.
 
     span: the range over several matrices or experts, shown below the text; empty for one.
     """
 
-    x: int
-    y: int
     fill: str
     ink: str
-    text_x: int
     text: str
     span: str
     details: str
@@ -80,66 +67,110 @@ class Cell:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Bits per weight: one row of cells per layer, one column per role."""
+    """Bits per weight: one row per layer, one column per role; None where a layer has no such role."""
 
     title: str
-    width: int
-    height: int
-    cell_width: int
-    cell_height: int
-    column_words: tuple[PlacedText, ...]
-    row_names: tuple[PlacedText, ...]
-    cells: tuple[Cell, ...]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
+
+
+@dataclass(frozen=True)
+class ExpertStrip:
+    """The experts of a stack side by side, each one unit wide.
+
+    count: experts. bands: (first expert, number of experts, colour) of neighbours with equal colours. details: tooltip.
+    """
+
+    count: int
+    bands: tuple[tuple[int, int, str], ...]
+    details: str
+
+
+@dataclass(frozen=True)
+class ExpertMap:
+    """Bits per weight of every expert: one row per layer, one strip per role; None where a layer has no such role."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[ExpertStrip | None, ...]], ...]
+
+
+@dataclass(frozen=True)
+class KlScale:
+    """A logarithmic scale of KL divergences.
+
+    ticks: (position in percent of the width, KL, what it does to perplexity). marks: (position, label, CSS class).
+    """
+
+    ticks: tuple[tuple[float, str, str], ...]
+    marks: tuple[tuple[float, str, str], ...]
 
 
 def bar_chart(title: str, series: Sequence[str], lines: Sequence[Bars]) -> BarChart:
-    """A chart with one bar per series in every line. Bars of values that are not positive and finite are 1 px long."""
-    left, longest_bar, line_height = 150, 500, 12 + 10 * len(series)
+    """A chart with one bar per series in every line. Values that are not positive and finite get the shortest bar."""
     finite = [value for line in lines for value in line.values if math.isfinite(value)]
     largest = max([value for value in finite if value > 0], default=1.0)
-    placed = []
-    for number, line in enumerate(lines):
-        y = number * line_height + 4
-        lengths = [
-            longest_bar * value / largest if math.isfinite(value) and value > 0 else 0.0
-            for value in line.values
-        ]
-        bars = [
-            PlacedBar(name, y + 10 * index, max(1.0, length))
-            for index, (name, length) in enumerate(zip(series, lengths, strict=True))
-        ]
-        label_x = round(left + max(lengths) + 10)
-        placed.append(BarLine(line.name, line.label, y + 5 * len(series) + 4, label_x, tuple(bars)))
-    return BarChart(title, 1016, len(lines) * line_height + 8, left, 9, tuple(placed))
+
+    def length(value: float) -> float:
+        share = 100 * value / largest if math.isfinite(value) and value > 0 else 0.0
+        return max(0.2, share)
+
+    placed = [
+        BarLine(
+            line.name,
+            line.label,
+            tuple(PlacedBar(name, length(value)) for name, value in zip(series, line.values, strict=True)),
+        )
+        for line in lines
+    ]
+    return BarChart(title, tuple(placed))
 
 
 def heat_map(title: str, rows: Sequence[tuple[str, Sequence[ComponentReport]]]) -> HeatMap:
     """A heat map of rows, each with its name and its compressed components; columns in the order of their roles."""
-    roles = list(dict.fromkeys(component.role for _, components in rows for component in components))
-    left, top, width, height = 80, 48, 78, 34
-    words = []
-    for column, role in enumerate(roles):
-        lines = _wrapped(printable(role, 40))
-        x = round(left + column * width + width / 2)
-        words += [PlacedText(word, x, top - 8 - 14 * (len(lines) - 1 - i)) for i, word in enumerate(lines)]
-    names, cells = [], []
-    for number, (name, components) in enumerate(rows):
-        y = top + number * height
-        names.append(PlacedText(name, left - 10, y + 21))
-        by_role: dict[str, list[ComponentReport]] = {}
-        for component in components:
-            by_role.setdefault(component.role, []).append(component)
-        cells += [_cell(left + roles.index(role) * width, y, width, group) for role, group in by_role.items()]
+    roles = _roles(rows)
     return HeatMap(
-        title=title,
-        width=left + len(roles) * width,
-        height=top + len(rows) * height + 8,
-        cell_width=width,
-        cell_height=height,
-        column_words=tuple(words),
-        row_names=tuple(names),
-        cells=tuple(cells),
+        title,
+        roles,
+        tuple(
+            (name, tuple(_cell(of_role) if of_role else None for of_role in _by_role(components, roles)))
+            for name, components in rows
+        ),
     )
+
+
+def expert_map(rows: Sequence[tuple[str, Sequence[ComponentReport]]]) -> ExpertMap | None:
+    """The bits of every expert, of the components with experts; None if there are none."""
+    rows = [(name, [component for component in found if component.experts]) for name, found in rows]
+    rows = [(name, found) for name, found in rows if found]
+    roles = _roles(rows)
+    if not rows:
+        return None
+    return ExpertMap(
+        roles,
+        tuple(
+            (name, tuple(_strip(of_role[0]) if of_role else None for of_role in _by_role(components, roles)))
+            for name, components in rows
+        ),
+    )
+
+
+def kl_scale(marks: Sequence[tuple[float | None, str, str]]) -> KlScale:
+    """A scale with marks (KL in nats per token, label, CSS class); marks without a KL are left out.
+
+    The tick at a KL says by which factor it raises perplexity on text that the original itself writes: e^KL.
+    """
+    ticks = [(0.001, "+0.1 %"), (0.01, "+1 %"), (0.1, "+11 %"), (1.0, "× 2.7")]
+    return KlScale(
+        tuple((_position(kl), f"{kl:g}", text) for kl, text in ticks),
+        tuple((_position(kl), label, style) for kl, label, style in marks if kl is not None),
+    )
+
+
+def _position(kl: float) -> float:
+    if not math.isfinite(kl):
+        return 100.0
+    share = math.log(max(kl, _LEAST_KL) / _LEAST_KL) / math.log(_LARGEST_KL / _LEAST_KL)
+    return 100 * min(1.0, share)
 
 
 def bits_colour(bits: float) -> tuple[str, str]:
@@ -154,7 +185,15 @@ def bits_colour(bits: float) -> tuple[str, str]:
     return "#{:02x}{:02x}{:02x}".format(*mixed), "light" if bits > 4.5 else "dark"
 
 
-def _cell(x: int, y: int, width: int, components: Sequence[ComponentReport]) -> Cell:
+def _roles(rows: Sequence[tuple[str, Sequence[ComponentReport]]]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(component.role for _, components in rows for component in components))
+
+
+def _by_role(components: Sequence[ComponentReport], roles: Sequence[str]) -> list[list[ComponentReport]]:
+    return [[component for component in components if component.role == role] for role in roles]
+
+
+def _cell(components: Sequence[ComponentReport]) -> Cell:
     """The cell of one layer's components of one role."""
     parameters = sum(component.parameters for component in components)
     bits = 8 * sum(component.bytes for component in components) / max(1, parameters)
@@ -163,15 +202,26 @@ def _cell(x: int, y: int, width: int, components: Sequence[ComponentReport]) -> 
     values = [expert.bits for component in components for expert in component.experts or ()]
     values = values or [component.bits for component in components]
     return Cell(
-        x=x,
-        y=y,
         fill=fill,
         ink=ink,
-        text_x=round(x + width / 2 - 1),
         text="pruned" if is_pruned else f"{bits:.2f}",
         span=f"{min(values):.1f} – {max(values):.1f}" if len(values) > 1 else "",
         details="\n".join(_details(component) for component in components),
     )
+
+
+def _strip(component: ComponentReport) -> ExpertStrip:
+    experts = component.experts or ()
+    # Half bits are the finest steps of a code, so that more colours would not show more.
+    colours = [
+        PRUNED_COLOUR if expert.pruned else bits_colour(round(2 * expert.bits) / 2)[0] for expert in experts
+    ]
+    bands, begin = [], 0
+    for colour, run in groupby(colours):
+        count = len(list(run))
+        bands.append((begin, count, colour))
+        begin += count
+    return ExpertStrip(len(experts), tuple(bands), _details(component))
 
 
 def _details(component: ComponentReport) -> str:
@@ -183,14 +233,3 @@ def _details(component: ComponentReport) -> str:
         details += f", {100 * component.pruned:.1f} % pruned"
     pruned_experts = sum(expert.pruned for expert in component.experts or ())
     return details + (f", {pruned_experts} experts pruned" if pruned_experts else "")
-
-
-def _wrapped(role: str) -> list[str]:
-    """A role's name in lines of about ten characters, broken at its underscores."""
-    lines: list[str] = []
-    for word in role.split("_"):
-        if lines and len(lines[-1]) + 1 + len(word) <= 10:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(word)
-    return lines

@@ -6,15 +6,28 @@ setting. Names that come from files are escaped (see templating.py).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 
-from ciuic_cli.report.figures import PRUNED_COLOUR, BarChart, Bars, HeatMap, bar_chart, bits_colour, heat_map
+from ciuic_cli.report.figures import (
+    PRUNED_COLOUR,
+    BarChart,
+    Bars,
+    HeatMap,
+    bar_chart,
+    bits_colour,
+    expert_map,
+    heat_map,
+    kl_scale,
+)
 from ciuic_cli.report.readable import readable_bytes, readable_kl
 from ciuic_cli.report.schema import ComponentReport, MemoryReport
 from ciuic_cli.report.sentences import large_loss_warning, pass_sentence, unrouted_experts_warning
 from ciuic_cli.report.templating import render_template
 
+_LARGEST_EXPONENT = 700
+"""Largest x whose e^x is a float64."""
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]{1,6})\.")
 
 
@@ -24,10 +37,17 @@ def render_html(report: MemoryReport) -> str:
     return render_template(
         "page.html.jinja",
         report=report,
+        title=f"{report.model or 'A language model'}, compressed {report.ratio:.2f} : 1",
+        command=_command(report),
+        scale=kl_scale(
+            [(report.predicted_kl, "predicted", "after"), (report.measured_kl, "measured", "measured")]
+        ),
+        kl_text=_kl_text(report),
         headline=_headline(report),
         warnings=_warnings(report),
         bytes_chart=_bytes_chart(report.components),
         heat_maps=_heat_maps(compressed),
+        experts=expert_map(_layers(compressed)),
         legend=[(bits_colour(bits)[0], bits) for bits in range(1, 9)],
         pruned_colour=PRUNED_COLOUR,
         loss_chart=_loss_chart(compressed),
@@ -46,8 +66,48 @@ def _headline(report: MemoryReport) -> list[tuple[str, str]]:
         (readable_bytes(report.artifact_bytes), f"from {readable_bytes(report.original_bytes)}"),
         (f"{report.bits_per_weight:.3f}", "bits per weight, all bytes of the safetensors files counted"),
         (readable_kl(report.predicted_kl), "predicted KL, nats per token"),
-        (_measured_kl(report), "measured KL on held-out calibration text"),
+        _measured_figure(report),
+        (_perplexity_factor(report), "times the original's perplexity, on text that the original writes"),
     ]
+
+
+def _measured_figure(report: MemoryReport) -> tuple[str, str]:
+    if report.measured_kl is None:
+        return "not measured", "KL on held-out calibration text"
+    return (
+        readable_kl(report.measured_kl),
+        f"measured KL ± {report.measured_kl_stderr or 0.0:.1g}, on held-out calibration text",
+    )
+
+
+def _perplexity_factor(report: MemoryReport) -> str:
+    """e^KL, by the measured KL if there is one: exact for the mean over all texts that the original can write."""
+    kl = report.predicted_kl if report.measured_kl is None else report.measured_kl
+    return f"{math.exp(kl):.4g}" if kl < _LARGEST_EXPONENT else "∞"
+
+
+def _command(report: MemoryReport) -> str:
+    """The command that makes such an artifact; the options that follow from others are left out."""
+    given = {
+        key.replace("_", "-"): ",".join(f"{item:g}" for item in value) if isinstance(value, list) else value
+        for key, value in report.options.items()
+        if key not in ("L", "recovery_steps", "device")
+    }
+    options = [
+        f"--{key} {value:.4g}" if isinstance(value, float) else f"--{key} {value}"
+        for key, value in given.items()
+    ]
+    return " ".join(["ciuic compress", report.model or "MODEL", "OUT", *options])
+
+
+def _kl_text(report: MemoryReport) -> str:
+    kl = report.predicted_kl if report.measured_kl is None else report.measured_kl
+    return (
+        f"KL divergence from the original, in nats per token{', as predicted' if report.measured_kl is None else ''}: "
+        f"{readable_kl(kl)}. On text that the original itself writes, perplexity grows by the factor e^KL, which is "
+        f"{_perplexity_factor(report)} here; the scale names it, too. Two computations of one model in bfloat16 differ "
+        "by about 0.001."
+    )
 
 
 def _measured_kl(report: MemoryReport) -> str:
@@ -83,18 +143,23 @@ def _bytes_chart(components: Sequence[ComponentReport]) -> BarChart:
 
 def _heat_maps(compressed: Sequence[ComponentReport]) -> list[HeatMap]:
     """Bits per weight inside the layers and outside of them."""
-    layers: dict[int, list[ComponentReport]] = {}
-    outside: list[ComponentReport] = []
-    for component in compressed:
-        layer = _layer(component)
-        (outside if layer is None else layers.setdefault(layer, [])).append(component)
+    outside = [component for component in compressed if _layer(component) is None]
     maps = []
-    if layers:
-        rows = [(f"layer {layer}", layers[layer]) for layer in sorted(layers)]
-        maps.append(heat_map("Bits per weight by layer and component", rows))
+    if layers := _layers(compressed):
+        maps.append(heat_map("Bits per weight by layer and component", layers))
     if outside:
         maps.append(heat_map("Bits per weight outside the layers", [("outside", outside)]))
     return maps
+
+
+def _layers(compressed: Sequence[ComponentReport]) -> list[tuple[str, list[ComponentReport]]]:
+    """Name and components of every layer, in the order of their numbers."""
+    layers: dict[int, list[ComponentReport]] = {}
+    for component in compressed:
+        layer = _layer(component)
+        if layer is not None:
+            layers.setdefault(layer, []).append(component)
+    return [(f"layer {layer}", layers[layer]) for layer in sorted(layers)]
 
 
 def _loss_chart(compressed: Sequence[ComponentReport]) -> BarChart:

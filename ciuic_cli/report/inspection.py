@@ -140,7 +140,7 @@ def _describe_checkpoint(checkpoint: Checkpoint, model_map: ModelMap) -> Descrip
         for parameter in model_map.parameters.values()
         if parameter.tied_to is None and not parameter.buffer
     ]
-    return _summarise(
+    return summarise(
         "checkpoint",
         checkpoint.folder,
         checkpoint.config,
@@ -203,7 +203,7 @@ def _describe_artifact(artifact: Artifact) -> Description:
             warnings.append(f"no predicted loss is known: {REPORT}: {error.message}")
         else:
             rows = [replace(row, predicted_kl=losses.by_tensor.get(row.name)) for row in rows]
-    return _summarise(
+    return summarise(
         "artifact",
         artifact.folder,
         artifact.config,
@@ -293,7 +293,7 @@ def _compressed_row(name: str, role: str, blob: Blob) -> TensorSummary:
     )
 
 
-def _summarise(
+def summarise(
     kind: str,
     folder: Path,
     config: dict[str, Any],
@@ -306,6 +306,7 @@ def _summarise(
     quantization: dict[str, Any] | None = None,
     losses: Losses | None = None,
 ) -> Description:
+    """The description that follows from the rows. Its sums by role and format are computed here."""
     parameters = sum(row.parameters for row in rows)
     formats: Counter[str] = Counter()
     for row in rows:

@@ -30,7 +30,11 @@ class Losses:
 
 def read_losses(folder: Path) -> Losses:
     """The losses in the memory report of an artifact's folder. Raises InputError if it is absent or damaged."""
-    report = MemoryReport.from_dict(read_json(folder, REPORT, MAX_BYTES), folder / REPORT)
+    return losses_of(MemoryReport.from_dict(read_json(folder, REPORT, MAX_BYTES), folder / REPORT))
+
+
+def losses_of(report: MemoryReport) -> Losses:
+    """The losses in a memory report."""
     return Losses(
         predicted=report.predicted_kl,
         measured=report.measured_kl,

@@ -86,6 +86,11 @@ def render_card(report: MemoryReport, source: Source) -> str:
     return f"{card}\n"
 
 
+def name_of(folder: Path) -> str:
+    """A name of the original for readers: its hub id if its folder is in the hub's cache, else the folder's name."""
+    return _hub_id(folder) or folder.resolve().name
+
+
 def _hub_id(folder: Path) -> str | None:
     """The hub id of a folder in the hub's cache, models--ORG--NAME/snapshots/REVISION; None for other folders."""
     snapshots = folder.resolve().parent

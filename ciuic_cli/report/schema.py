@@ -170,13 +170,24 @@ class ForecastReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SampleReport:
+    """A prompt with the greedy continuations of original and artifact; None where a model could not make one."""
+
+    prompt: str
+    before: str | None
+    after: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class MemoryReport:
     """The content of memory_report.json. Bytes are exact; KL divergences are in nats per token.
 
     original_bytes: parameters at 2 bytes each. source_file_bytes, artifact_bytes: all safetensors files. budget_bytes:
     what the artifact was allowed to take. measured_kl, measured_kl_stderr: on held-out calibration text, None if not
     measured. dropped, kept: sentences about the multi-token-prediction layers. options: as settled for this run.
-    seconds, peak_rss_bytes: of this process. forecast: of a dry run only.
+    seconds, peak_rss_bytes: of this process. forecast: of a dry run only. model: the original's name on the hub or the
+    name of its folder. date: of the end of the run in UTC, YYYY-MM-DD. samples: of a run with a prompt. Reports of
+    older versions lack these three.
 
     See docs/FORMAT.md for every key.
     """
@@ -204,6 +215,9 @@ class MemoryReport:
     seconds: float
     peak_rss_bytes: int
     forecast: ForecastReport | None = None
+    samples: tuple[SampleReport, ...] | None = None
+    model: str | None = None
+    date: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The report in the types of `json.loads`."""

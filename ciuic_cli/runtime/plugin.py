@@ -41,21 +41,29 @@ from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
 from ciuic_cli.runtime.swap import blob_slots, swap_modules
 from ciuic_cli.runtime.views.viewed_modules import ViewedModule
 
-_FOLDER_FIELDS = ("checksums", "mtp")
-"""Fields of the config that describe the folder's files, not the model. A saved copy does not inherit them."""
+_NOT_SAVED = ("checksums", "mtp", "dequantize")
+"""Fields of the config that describe the folder's files or how it was loaded. A saved copy does not inherit them."""
 
 
 class CiuicConfig(QuantizationConfigMixin):
     """The `quantization_config` of an artifact: method, format version, and the fields that `compress` wrote.
+
+    As an argument of `from_pretrained` only `dequantize` counts: with True, the weights are decoded, and the model is
+    an ordinary dense one.
 
     Raises:
         InputError: the format is newer than this version of ciuic.
     """
 
     def __init__(
-        self, format_version: int = FORMAT_VERSION, quant_method: str = QUANT_METHOD, **notes: Any
+        self,
+        format_version: int = FORMAT_VERSION,
+        quant_method: str = QUANT_METHOD,
+        dequantize: bool = False,
+        **notes: Any,
     ) -> None:
         check_format({"quant_method": quant_method, "format_version": format_version})
+        self.dequantize = dequantize
         self.quant_method = quant_method  # type: ignore[assignment]
         self.format_version = format_version
         for name, value in notes.items():
@@ -65,9 +73,13 @@ class CiuicConfig(QuantizationConfigMixin):
         """A field or the default: transformers treats a loaded config like the dictionary in config.json."""
         return getattr(self, name, default)
 
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """The fields that an argument of `from_pretrained` may set."""
+        return {"dequantize": self.dequantize}
+
     def to_dict(self) -> dict[str, Any]:
-        """All fields except those that describe the files of the artifact's folder."""
-        return {k: copy.deepcopy(v) for k, v in self.__dict__.items() if k not in _FOLDER_FIELDS}
+        """All fields except those of `_NOT_SAVED`."""
+        return {k: copy.deepcopy(v) for k, v in self.__dict__.items() if k not in _NOT_SAVED}
 
 
 class CiuicQuantizer(HfQuantizer):
@@ -120,9 +132,19 @@ class CiuicQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+        if getattr(self.quantization_config, "dequantize", False):
+            return self._dequantize(model, self.dtype)
         in_memory = keep_weights_in_place(model)
         finish_modules(model, self.pruned, self.dtype)
         compute_in_place(model, in_memory)
+        return model
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Called by `model.dequantize(dtype)`, in place; default: the model's dtype."""
+        from ciuic_cli.runtime.views.dequantizing import dequantize
+
+        pruned = pruned_in_memory(model) if self.pruned is None else self.pruned
+        dequantize(model, dtype or model.dtype, pruned)
         return model
 
     def update_weight_conversions(self, weight_conversions: list, model: Any = None) -> list:
@@ -176,11 +198,7 @@ def finish_modules(
         dtype: that dense weights of linears would have; default: the embedding rows' or the model's.
     """
     if pruned is None:
-        pruned = {
-            name: pruned_experts(ExpertStack.from_buffer(module.down_proj.data.cpu(), where=name).experts)
-            for name, module in model.named_modules()
-            if isinstance(module, CompressedExperts)
-        }
+        pruned = pruned_in_memory(model)
     if dtype is None:
         dtype = _dtype_of(model)
     for name, module in model.named_modules():
@@ -202,6 +220,15 @@ def finish_modules(
     from ciuic_cli.runtime.decoding.layer import adapt_decoder_layers
 
     adapt_decoder_layers(model)
+
+
+def pruned_in_memory(model: Any) -> dict[str, torch.Tensor]:
+    """Name of the experts module -> mask (E,) of its pruned experts, from the blobs of a model in memory."""
+    return {
+        name: pruned_experts(ExpertStack.from_buffer(module.down_proj.data.cpu(), where=name).experts)
+        for name, module in model.named_modules()
+        if isinstance(module, CompressedExperts)
+    }
 
 
 def _dtype_of(model: Any) -> torch.dtype:
@@ -236,6 +263,10 @@ def register_with_transformers() -> None:
         auto.register_quantization_config(QUANT_METHOD)(CiuicConfig)
     if QUANT_METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantizer(QUANT_METHOD)(CiuicQuantizer)
+    # transformers merges loading attributes only for the classes in this tuple, and has no way to register one.
+    registry: Any = auto
+    if CiuicConfig not in registry.LOADING_ATTRIBUTES_CONFIG_TYPES:
+        registry.LOADING_ATTRIBUTES_CONFIG_TYPES += (CiuicConfig,)
 
 
 def _name_in_model(name: str, expected: dict[str, torch.Tensor], prefix: str) -> str:

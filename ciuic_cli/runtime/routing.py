@@ -54,13 +54,9 @@ def mask_router(router: nn.Module, pruned: torch.Tensor) -> None:
 
     Idempotent.
     """
-    if not _chooses(router) or not pruned.any():
+    mask = masked_experts(router, pruned)
+    if not mask.any():
         return
-    groups = int(getattr(router, "num_group", None) or 1)
-    chosen = int(getattr(router, "topk_group", None) or 1)
-    if getattr(router, "topk_method", None) == "greedy":
-        groups = chosen = 1
-    mask = mask_for(pruned, top_k=int(router.top_k), groups=groups, chosen_groups=chosen)  # type: ignore[arg-type]
     bias = getattr(router, "e_score_correction_bias", None)
     if isinstance(bias, torch.Tensor):
         bias.data[mask.to(bias.device)] = MASKED_SCORE
@@ -72,6 +68,17 @@ def mask_router(router: nn.Module, pruned: torch.Tensor) -> None:
     if not isinstance(router, _MaskedLogits):
         original: Any = type(router)
         _set_class(router, mixed_class(_MaskedLogits, original))
+
+
+def masked_experts(router: nn.Module, pruned: torch.Tensor) -> torch.Tensor:
+    """The pruned experts that a transformers router can exclude, bool (E,)."""
+    if not _chooses(router) or not pruned.any():
+        return torch.zeros_like(pruned)
+    groups = int(getattr(router, "num_group", None) or 1)
+    chosen = int(getattr(router, "topk_group", None) or 1)
+    if getattr(router, "topk_method", None) == "greedy":
+        groups = chosen = 1
+    return mask_for(pruned, top_k=int(router.top_k), groups=groups, chosen_groups=chosen)  # type: ignore[arg-type]
 
 
 def _chooses(router: nn.Module) -> bool:

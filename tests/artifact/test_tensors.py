@@ -13,6 +13,7 @@ from tiny_checkpoints import TINY_CONFIGS
 
 import ciuic_cli
 from ciuic_cli.artifact.reader import open_artifact
+from ciuic_cli.artifact.tensors import decoded_pieces, dense_tensor
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import blob_of, random_matrix
@@ -58,6 +59,23 @@ def test_a_matrix_with_its_low_rank_part(artifact: Path, ranked: PackedMatrix) -
     assert torch.equal(found, decode(ranked, original_basis=True) + left.T @ right)
 
 
+def test_pieces_are_small_and_make_the_whole_tensor(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ciuic_cli.artifact.tensors._PIECE_WEIGHTS", 16 * 52)
+    for name, blob in open_artifact(artifact).blobs.items():
+        pieces = list(decoded_pieces(blob))
+        expected = ciuic_cli.read_tensor(artifact, name)
+        assert len(pieces) > 2 and max(map(len, pieces)) == 16
+        torch.testing.assert_close(torch.cat(pieces), expected.reshape(-1, expected.shape[-1]))
+        half = dense_tensor(open_artifact(artifact), name, torch.bfloat16)
+        assert half.shape == expected.shape and torch.equal(half, expected.bfloat16())
+
+
+def test_rows_of_a_sorted_and_scaled_matrix() -> None:
+    matrix = random_matrix(37, 52, (2, 5, 3), L=12, rank=20, is_sorted=True, is_scaled=True)
+    parts = [decode_dense(matrix, begin, begin + 10) for begin in (0, 10, 20)] + [decode_dense(matrix, 30)]
+    torch.testing.assert_close(torch.cat(parts), decode_dense(matrix))
+
+
 def test_a_shared_tensor_is_read_where_it_is_stored(artifact: Path) -> None:
     copy = ciuic_cli.read_tensor(artifact, "copy.weight")
     assert torch.equal(copy, ciuic_cli.read_tensor(artifact, "ranked.weight"))
@@ -92,7 +110,7 @@ def _empty(rows: int, cols: int) -> PackedMatrix:
 def test_a_shape_that_is_not_the_models_is_refused_before_it_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, blob: PackedMatrix | ExpertStack
 ) -> None:
-    monkeypatch.setattr("ciuic_cli.artifact.tensors.decode_dense", lambda matrix: pytest.fail("decoded"))
+    monkeypatch.setattr("ciuic_cli.artifact.tensors.decode_dense", lambda *rows: pytest.fail("decoded"))
     with pytest.raises(InputError, match="has shape") as caught:
         ciuic_cli.read_tensor(_write(tmp_path, {name: blob}), name)
     assert caught.value.tensor == name and (caught.value.file or "").endswith("model.safetensors")

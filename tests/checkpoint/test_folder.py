@@ -199,23 +199,6 @@ def test_checked_file_refuses_directories_and_pipes(folder: Path) -> None:
         checked_file(folder, "none")
 
 
-def test_a_hub_id_fetches_safetensors_only(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    weights(folder / "model.safetensors", "w")
-    asked: dict[str, object] = {}
-
-    def fetch(name: str, **options: object) -> str:
-        asked.update(options, name=name)
-        return str(folder)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    assert locate("some-org/some.model") == folder
-    patterns = asked["allow_patterns"]
-    assert isinstance(patterns, list) and "*.safetensors" in patterns
-    assert not any(
-        pattern.endswith((".bin", ".py", ".pt", "*")) and pattern != "LICENSE*" for pattern in patterns
-    )
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -64,14 +64,14 @@ def test_what_is_refused(
 def test_a_written_recipe_gives_the_same_options(tmp_path: Path) -> None:
     options = CompressOptions(
         target_size=4365952, calibration=(Path("a b.txt"),), nsamples=3, prune="off", rank=32, bits=(2, 4.5), seed=7,
-        effort="fast", mtp="keep",
+        effort="fast", mtp="keep", prompt="The river: a name",
     )  # fmt: skip
     write_recipe(options, tmp_path)
     assert CompressOptions(**read_recipe(tmp_path / RECIPE)) == options
     write_recipe(CompressOptions(), tmp_path)
     assert read_recipe(tmp_path / RECIPE)["ratio"] == 4
     assert set(KEYS) - set(read_recipe(tmp_path / RECIPE)) == {
-        *("target_bpw", "target_size", "calibration", "nsamples", "seqlen", "device"),
+        *("target_bpw", "target_size", "calibration", "nsamples", "seqlen", "device", "prompt"),
     }
 
 

@@ -83,6 +83,50 @@ def test_headline_figures(report: dict[str, Any]) -> None:
         assert figure in text
 
 
+def test_title_date_and_command(report: dict[str, Any]) -> None:
+    text = Page(render(report)).text
+    assert (
+        "A language model, compressed 4.01 : 1" in text
+        and "ciuic compress MODEL OUT --ratio 4 --seed 0" in text
+    )
+    report |= {"model": "org/model", "date": "2026-11-25"}
+    report["options"] = {"ratio": 4.0, "bits": [2, 2.5], "L": 16, "device": "cpu"}
+    page = Page(render(report))
+    assert page.words[page.words.index("org/model, compressed 4.01 : 1") :]
+    assert (
+        "on 2026-11-25" in page.text and "ciuic compress org/model OUT --ratio 4 --bits 2,2.5\n" in page.text
+    )
+
+
+def test_samples(report: dict[str, Any]) -> None:
+    assert "Before and after" not in render(report)
+    report["samples"] = [{"prompt": "An <i>", "before": "An <i> old", "after": None}]
+    page = Page(render(report))
+    assert {"original", "An <i> old", "compressed", "not made: see the warnings"} <= set(page.words)
+
+
+def test_the_scale_of_kl(report: dict[str, Any]) -> None:
+    report["measured_kl"], report["predicted_kl"] = 0.01, 0.1
+    source = render(report)
+    assert re.findall(r'<b class="(\w+)" style="left: ([0-9.]+)%"', source) == [
+        ("after", "75.0"),
+        ("measured", "50.0"),
+    ]
+    assert "1.01" in Page(source).text  # e^KL
+    report["measured_kl"] = None
+    source = render(report)
+    assert '<b class="measured"' not in source and "1.105" in Page(source).text
+
+
+def test_every_expert_has_its_stripe(report: dict[str, Any]) -> None:
+    experts = report["components"][1]["experts"]
+    experts += [dict(experts[0]) for _ in range(3)]
+    svg = re.findall(r'<svg[^>]*viewBox="0 0 5 1".*?</svg>', render(report), re.DOTALL)
+    paths = re.findall(r'fill="(#[0-9a-f]{6})" d="M(\d+) 0h(\d+)v1h-\d+z"', svg[0])
+    assert [(begin, count) for _, begin, count in paths] == [("0", "1"), ("1", "1"), ("2", "3")]
+    assert paths[0][0] == paths[2][0] != paths[1][0] == "#e8a33d"
+
+
 def test_a_large_loss_is_warned_of(report: dict[str, Any]) -> None:
     assert warning_of(report) is None and "large loss" not in Page(render(report)).text
     for report["measured_kl"], report["predicted_kl"], times in ((1.5, 0.1, "4.5"), (None, 0.7, "2")):
@@ -111,7 +155,7 @@ def test_every_component_layer_pass_and_reason_is_shown(report: dict[str, Any]) 
 
 def test_heat_map_cells(report: dict[str, Any]) -> None:
     source = render(report)
-    cells = re.findall(r"<g><title>(.*?)</title>.*?</g>", source, flags=re.DOTALL)
+    cells = re.findall(r'<td class="(?:dark|light)" style="background: #[0-9a-f]{6}" title="([^"]*)"', source)
     assert len(cells) == 4  # dense tensors have none
     assert any("experts.down_proj: 3.00 bits, 50.0 % pruned, 1 experts pruned" in cell for cell in cells)
     assert any("layers.2.self_attn.o_proj.weight: 4.25 bits, rank 16" in cell for cell in cells)
@@ -121,7 +165,8 @@ def test_heat_map_cells(report: dict[str, Any]) -> None:
 
 def test_layers_are_in_numerical_order(report: dict[str, Any]) -> None:
     words = [word for word in Page(render(report)).words if re.fullmatch(r"layer \d+", word)]
-    assert words == ["layer 0", "layer 2", "layer 10"] * 2  # the heat map, then the losses
+    layers = ["layer 0", "layer 2", "layer 10"]
+    assert words == [*layers, "layer 0", *layers]  # the heat map, the experts, the losses
 
 
 def test_kept_prediction_layers_have_bits_and_no_loss(report: dict[str, Any]) -> None:
@@ -138,8 +183,9 @@ def test_kept_prediction_layers_have_bits_and_no_loss(report: dict[str, Any]) ->
 def test_longer_bars_for_more_bytes(report: dict[str, Any]) -> None:
     source = render(report)
     bars = source[source.index("Bytes by component before") :]
-    before = float(re.findall(r'class="before"[^>]*width="([0-9.]+)"', bars)[0])
-    after = float(re.findall(r'class="after"[^>]*width="([0-9.]+)"', bars)[0])
+    before = float(re.findall(r'class="before" style="width: ([0-9.]+)%"', bars)[0])
+    after = float(re.findall(r'class="after" style="width: ([0-9.]+)%"', bars)[0])
+    assert before == 100
     assert after / before == pytest.approx(24576 / 65536, abs=0.002)
 
 
@@ -182,7 +228,7 @@ def test_infinite_losses_do_not_break_the_figures(report: dict[str, Any]) -> Non
     second = replace(second, predicted_kl=float("nan"))
     source = render_html(replace(found, components=(first, second, *others)))
     Page(source)
-    assert not re.search(r'(?:width|x)="(?:inf|nan)"', source)
+    assert not re.search(r"(?:width|left): (?:inf|nan)", source)
 
 
 def test_the_sentence_about_recovery() -> None:

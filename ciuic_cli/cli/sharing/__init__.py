@@ -1,0 +1,1 @@
+"""Commands that hand an artifact to other people and programs."""

@@ -1,0 +1,1 @@
+"""An artifact's weights in the formats of other programs."""
