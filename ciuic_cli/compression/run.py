@@ -15,6 +15,7 @@ from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices, working_bytes
 from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.allocation.planning import make_plan, with_sorted_rows
+from ciuic_cli.allocation.pool_factors import PoolFactors
 from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import (
     perturbation,
@@ -101,7 +102,9 @@ class Run:
         """Price every arm, make a first plan, measure the error of its prediction, and plan again."""
         self._finish_matrices(
             "arms",
-            lambda matrix: arms_to_bytes(price_matrix(self.map, self.statistics, matrix, self.task.passes)),
+            lambda matrix, pools: arms_to_bytes(
+                price_matrix(self.map, self.statistics, matrix, self.task.passes, pools)
+            ),
         )
         first = self._first_plan()
         return_freed_memory()
@@ -139,10 +142,12 @@ class Run:
 
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
         """Measure every probe on the held-out sequences, see allocation/probes.py."""
-        probes = probe_matrices(plan, self.map.layer_prefixes)
+        probes, pools = probe_matrices(plan, self.map.layer_prefixes), PoolFactors(self.statistics)
 
         def measure(number: int) -> bytes:
-            noise = perturbation(self.map, self.statistics, plan, probes[number], L=self.options.level.L)
+            noise = perturbation(
+                self.map, self.statistics, plan, probes[number], L=self.options.level.L, pools=pools
+            )
             return json.dumps(self.meter().measure(noise).value).encode()
 
         self._steps.finish("probe", [1] * len(probes), measure)
@@ -157,15 +162,18 @@ class Run:
         L = self.options.level.L
         self._finish_matrices(
             "encode",
-            lambda matrix: encode_matrix(self.map, self.statistics, plan, matrix, L=L).to_bytes(),
+            lambda matrix, pools: encode_matrix(
+                self.map, self.statistics, plan, matrix, L=L, pools=pools
+            ).to_bytes(),
         )
 
-    def _finish_matrices(self, phase: str, make: Callable[[WeightMatrix], bytes]) -> None:
+    def _finish_matrices(self, phase: str, make: Callable[[WeightMatrix, PoolFactors], bytes]) -> None:
         """Finish a phase with one step per matrix; large matrices run alone."""
+        pools = PoolFactors(self.statistics, for_coding=phase == "encode")
         self._steps.finish(
             phase,
             [matrix.weights for matrix in self.matrices],
-            lambda number: make(self.matrices[number]),
+            lambda number: make(self.matrices[number], pools),
             lambda number: working_bytes(self.matrices[number]) > PARALLEL_WORK_BYTES,
         )
 

@@ -16,8 +16,11 @@ _MAX_THREADS = 512
 
 _TILE_WEIGHTS = TILE * TILE
 
-_SCRATCH_BYTES = 3 << 30
-"""Most bytes for the costs of all searches (chosen, not tuned)."""
+SCRATCH_BYTES = 3 << 30
+"""Most bytes for the costs of all searches of one launch (chosen, not tuned)."""
+
+TILES_PER_MULTIPROCESSOR = 2
+"""Blocks, each with one tile, that run on a multiprocessor at once from 4 bits on; below, registers allow only one."""
 
 
 def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,8 +54,12 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
         return codes, decoded
     prefixes = 1 << (L - int(bits))  # of an even step; odd steps have as many or half as many
     history_bytes = 2 * (_TILE_WEIGHTS + 1) * prefixes
-    # At most two blocks run on a multiprocessor at once; each has memory for its own costs.
-    blocks = min(tiles, 2 * launcher.limits.multiprocessors, max(1, _SCRATCH_BYTES // history_bytes))
+    # Each block has memory for its own costs.
+    blocks = min(
+        tiles,
+        TILES_PER_MULTIPROCESSOR * launcher.limits.multiprocessors,
+        max(1, SCRATCH_BYTES // history_bytes),
+    )
     scratch = launcher.empty((blocks, history_bytes // 2), torch.float16)
     parameters = p.Encode(
         targets=targets.data_ptr(),
