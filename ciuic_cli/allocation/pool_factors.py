@@ -78,7 +78,14 @@ class PoolFactors:
                 pool = self._statistics.pool(name, part)
                 assert pool is not None  # an expert's ratios are to it
                 while len(self._kept) >= KEPT_POOLS:
+                    self._settle()
                     self._kept.popitem(last=False)
                 self._kept[name, part] = factor(pool.to(self.device))
+                self._settle()
             self._kept.move_to_end((name, part))
             return self._kept[name, part]
+
+    def _settle(self) -> None:
+        """Wait for the GPU: threads have streams of their own, and share what is made or freed here."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ciuic_cli.allocation.machine import machine_for, processor
 from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
     UNPROBED_ROLES,
@@ -27,7 +28,7 @@ from ciuic_cli.allocation.probes import PROBED_LAYERS
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.cost.timing import parallel_count, time_matrix, time_products, time_reading
+from ciuic_cli.cost.timing import time_matrix, time_products, time_reading
 from ciuic_cli.layerwise.layer_stream import compute_dtype
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.process.memory import resident_bytes
@@ -209,7 +210,7 @@ def peak_bytes(
 
 def _side_by_side_bytes(matrix: WeightMatrix) -> int:
     """Bytes of work on all matrices of this shape that are worked on side by side."""
-    return working_bytes(matrix) * parallel_count(matrix)
+    return working_bytes(matrix) * processor().side_by_side(matrix)
 
 
 def _seconds(
@@ -221,6 +222,7 @@ def _seconds(
     device: torch.device,
 ) -> dict[str, float]:
     """Seconds of each phase."""
+    machine = machine_for(device)
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
     probed_share = min(1.0, PROBED_LAYERS / max(1, len(model_map.layer_prefixes)))
@@ -228,7 +230,7 @@ def _seconds(
         (replace(matrix, name="", expert=None), pools_statistics(model_map, matrix)) for matrix in matrices
     )
     for (matrix, pooled), count in shapes.items():
-        time_of = time_matrix(matrix, L, ranks=ranks, pooled=pooled)
+        time_of = time_matrix(matrix, L, machine, ranks=ranks, pooled=pooled)
         total["arms"] += count * time_of["arms"]
         # The probe of the matrix's role, and the last one, perturb it in some of the layers.
         probes = 0.0 if matrix.role in UNPROBED_ROLES else 2.0

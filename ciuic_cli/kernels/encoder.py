@@ -7,7 +7,7 @@ import torch
 from ciuic_cli.codecs.bits import BITS, TILE_BYTES_PER_BIT
 from ciuic_cli.codecs.header import L_VALUES
 from ciuic_cli.codecs.transform import TILE
-from ciuic_cli.errors import UsageError
+from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import Launch, launcher_for
 
@@ -36,7 +36,8 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
 
     Raises:
         UsageError: shapes, dtypes, `bits` or `L` do not fit.
-        EnvironmentFault: the kernel cannot be compiled or launched.
+        EnvironmentFault: the kernel cannot be compiled or launched, or the GPU has too little shared memory for it (1
+            and 1.5 bits at L = 16 need 128 KiB per block).
     """
     if targets.dim() != 2 or targets.shape[1] != _TILE_WEIGHTS or targets.dtype != torch.float32:
         raise UsageError(
@@ -53,6 +54,13 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
     if tiles == 0:
         return codes, decoded
     prefixes = 1 << (L - int(bits))  # of an even step; odd steps have as many or half as many
+    shared_bytes = 4 * prefixes
+    if shared_bytes > launcher.limits.shared_bytes:
+        raise EnvironmentFault(
+            f"coding with {bits:g} bits per weight needs {shared_bytes} bytes of shared memory per block; this GPU has "
+            f"{launcher.limits.shared_bytes}",
+            remedy="leave out 1 and 1.5 bits with --bits, or use --device cpu",
+        )
     history_bytes = 2 * (_TILE_WEIGHTS + 1) * prefixes
     # Each block has memory for its own costs.
     blocks = min(
@@ -70,5 +78,5 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
     )
     threads = max(32, min(_MAX_THREADS, prefixes))
     kernel = f"encode_h{int(2 * bits)}"
-    launcher.launch(Launch(kernel, (blocks, 1), threads, 4 * prefixes, parameters, L))
+    launcher.launch(Launch(kernel, (blocks, 1), threads, shared_bytes, parameters, L))
     return codes, decoded

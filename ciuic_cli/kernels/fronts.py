@@ -157,7 +157,9 @@ class _Rounding:
         if output_feedback is not None:
             self.outputs = output_feedback.T.reshape(groups, TILE, groups * TILE)
             self.propagated = weight.new_zeros(blocks, groups * TILE, TILE)
-        self.direction, self.pull = (None, None) if row_feedback is None else map(_tiled, row_feedback)
+        direction, pull = row_feedback or (None, None)
+        self.direction = None if direction is None else _tiled(direction)
+        self.pull = None if pull is None else _tiled(pull)
         self.along = weight.new_zeros(groups, TILE, 1)  # error along each row's direction
         self.group_numbers = torch.arange(groups, device=device)
         self.block_numbers = torch.arange(blocks, device=device)

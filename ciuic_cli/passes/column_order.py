@@ -48,5 +48,5 @@ def rounding_order(moment: torch.Tensor) -> torch.Tensor:
             traces -= columns.square().reshape(blocks, TILE * TILE).double().sum(1)
             traces[block] = torch.inf
             chosen.append(block)
-    others = [block for block in traces.argsort(stable=True).tolist() if block not in chosen]
+    others = [block for block in traces.argsort(stable=True).cpu().tolist() if block not in chosen]
     return torch.tensor(chosen + others, device=moment.device)

@@ -176,7 +176,8 @@ class MemoryReport:
     original_bytes: parameters at 2 bytes each. source_file_bytes, artifact_bytes: all safetensors files. budget_bytes:
     what the artifact was allowed to take. measured_kl, measured_kl_stderr: on held-out calibration text, None if not
     measured. dropped, kept: sentences about the multi-token-prediction layers. options: as settled for this run.
-    seconds, peak_rss_bytes: of this process. forecast: of a dry run only.
+    coded_on: number of matrices by the machine that coded them, "cpu" or the name of a GPU; not of a dry run. seconds,
+    peak_rss_bytes: of this process. forecast: of a dry run only.
 
     See docs/FORMAT.md for every key.
     """
@@ -203,6 +204,7 @@ class MemoryReport:
     options: dict[str, Any]
     seconds: float
     peak_rss_bytes: int
+    coded_on: dict[str, int] | None = None
     forecast: ForecastReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
