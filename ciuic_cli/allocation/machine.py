@@ -7,6 +7,7 @@ where two paths have nearly the same error; both decode everywhere.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ CPU_NAME = "cpu"
 _FREE_SHARE = 0.8
 """Share of the GPU's free memory that matrices in flight may take; the rest is for other work and for fragmentation
 (chosen, not tuned)."""
+_thread = threading.local()
+"""`streams`: by device, the stream of the thread. It is kept, because the allocator keeps freed memory by stream."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,10 @@ class Machine:
         if self.device.type != "cuda":
             yield
             return
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+        streams: dict[torch.device, torch.cuda.Stream] = _thread.__dict__.setdefault("streams", {})
+        if self.device not in streams:
+            streams[self.device] = torch.cuda.Stream(self.device)
+        with torch.cuda.device(self.device), torch.cuda.stream(streams[self.device]):
             yield
 
     def settle(self) -> None:
