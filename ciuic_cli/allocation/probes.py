@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, UNPROBED_ROLES, WeightMatrix, fisher_of
 from ciuic_cli.allocation.plan import Plan
+from ciuic_cli.allocation.pool_factors import PoolFactors
 from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.bits import bits_of
@@ -39,20 +40,17 @@ correction of the other roles (measured: docs/experiments/allocation/embedding-s
 ALL_ROLES = "together"
 """Key of the probe of all roles at once, in the corrections and in the report."""
 PROBED_LAYERS = 16
-"""Most layers that the probe of one role perturbs; the last probe perturbs all layers (measured:
-docs/experiments/allocation/probed-layers.md)."""
+"""Most layers that a probe perturbs (measured: docs/experiments/allocation/probed-layers.md)."""
 
 
 def probe_matrices(plan: Plan, layers: Sequence[str]) -> list[list[WeightMatrix]]:
     """The matrices that each probe perturbs: one role after the other, and finally all roles together.
 
-    A role's probe perturbs at most PROBED_LAYERS layers, evenly spaced. layers: name prefixes of all layers.
+    A role's probe perturbs at most PROBED_LAYERS of its layers, evenly spaced, and the last probe perturbs the same
+    matrices. layers: name prefixes of all layers.
     """
-    roles = _by_role(plan)
-    return [
-        *(_in_some_layers(matrices, layers) for matrices in roles.values()),
-        [matrix for matrices in roles.values() for matrix in matrices],
-    ]
+    by_role = [_in_some_layers(matrices, layers) for matrices in _by_role(plan).values()]
+    return [*by_role, [matrix for matrices in by_role for matrix in matrices]]
 
 
 def _by_role(plan: Plan) -> dict[str, list[WeightMatrix]]:
@@ -79,26 +77,39 @@ def _in_some_layers(matrices: Sequence[WeightMatrix], layers: Sequence[str]) -> 
 
 
 def perturbation(
-    model_map: ModelMap, statistics: Statistics, plan: Plan, matrices: Iterable[WeightMatrix], *, L: int
+    model_map: ModelMap,
+    statistics: Statistics,
+    plan: Plan,
+    matrices: Iterable[WeightMatrix],
+    *,
+    L: int,
+    pools: PoolFactors | None = None,
 ) -> Override:
     """An override that adds noise like the plan's rounding error to these matrices.
+
+    pools: keeps factors from one matrix to the next, and says on which device to compute; None: on the CPU.
 
     Row groups of pruned structures keep their weights, because the loss of a structure is not part of a role's loss of
     rounding. Row groups that the budget pruned become zero. The noise of a matrix depends only on its key.
     """
     chosen = {(matrix.name, matrix.expert): matrix for matrix in matrices}
+    factors = pools or PoolFactors(statistics)
 
     def override(name: str, expert: int | None) -> torch.Tensor | None:
         matrix = chosen.get((name, expert))
         if matrix is None:
             return None
         matrix_plan = plan.matrices[matrix.key]
-        fisher, weight = fisher_of(matrix, statistics), read_matrix(model_map, matrix)
+        fisher = fisher_of(matrix, statistics).to(factors.device)
+        weight = read_matrix(model_map, matrix).to(factors.device)
         weight, fisher = scaled(weight, fisher, matrix_plan.input_scale)
+        factored = factors.inputs(matrix, fisher)
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode()))
         perturbed, structure_mask = torch.empty_like(weight), plan.structure_masks.get(matrix.key)
-        for chunk in row_chunks(weight, fisher, matrix, matrix_plan.row_class):
-            prepared, product = chunk.prepared, torch.zeros(1)
+        for chunk in row_chunks(
+            weight, fisher, matrix, matrix_plan.row_class, factored=factored, pools=factors
+        ):
+            prepared, product = chunk.prepared, weight.new_zeros(1)
             if matrix_plan.rank:
                 importance = prepared.outputs.d_diagonal[: matrix.rows]
                 left, right = lowrank.factor(chunk.weight, importance, matrix_plan.rank)
@@ -107,10 +118,11 @@ def perturbation(
             noisy = with_rounding_noise(prepared, matrix_plan.row_bits[chunk.groups], L, generator) + product
             if structure_mask is not None:
                 kept = torch.from_numpy(structure_mask[chunk.groups]).repeat_interleave(TILE)[: len(noisy)]
+                kept = kept.to(noisy.device)
                 noisy[kept] = chunk.weight[kept]
             perturbed[chunk.rows] = noisy
         scale = matrix_plan.input_scale
-        return perturbed if scale is None else perturbed.mul_(input_factors(scale))
+        return perturbed if scale is None else perturbed.mul_(input_factors(scale).to(perturbed.device))
 
     return override
 
@@ -124,9 +136,11 @@ def with_rounding_noise(
     """
     error = MSE_BY_L[L]
     variance = torch.tensor(
-        [error[bits] * 4.0**-bits if bits else 0.0 for bits in bits_of(row_bits).tolist()]
+        [error[bits] * 4.0**-bits if bits else 0.0 for bits in bits_of(row_bits).tolist()],
+        device=prepared.weight.device,
     ).repeat_interleave(TILE)
-    noise = torch.randn(prepared.weight.shape, generator=generator)
+    # Drawn on the CPU, so that a run on another device measures the same noise.
+    noise = torch.randn(prepared.weight.shape, generator=generator).to(prepared.weight.device)
     noise *= (variance.sqrt() * prepared.rms)[:, None]
     if prepared.outputs.factor is not None:
         noise = solve_transposed(prepared.outputs.factor, noise)
@@ -135,13 +149,13 @@ def with_rounding_noise(
     if prepared.inputs.factor is not None:
         noise = solve_transposed(prepared.inputs.factor, noise.T).T
     rounded = prepared.weight - noise
-    rounded[torch.from_numpy(row_bits == 0).repeat_interleave(TILE)] = 0.0
+    rounded[torch.from_numpy(row_bits == 0).to(rounded.device).repeat_interleave(TILE)] = 0.0
     return inverse_transform(prepared.in_natural_order(rounded[: prepared.rows]), prepared.cols)
 
 
 def _feed_back_along_rows(noise: torch.Tensor, feedback: RowFeedback) -> None:
     """Apply the row feedback to noise (m, n) in place, from the last block of 16 columns to the first."""
-    accumulated = torch.zeros(len(noise), 1)  # error along each row's direction
+    accumulated = noise.new_zeros(len(noise), 1)  # error along each row's direction
     for begin in reversed(range(0, noise.shape[1], TILE)):
         block = noise[:, begin : begin + TILE]
         block -= feedback.pull[:, begin : begin + TILE] * accumulated

@@ -10,11 +10,12 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import WeightMatrix, row_slices
+from ciuic_cli.allocation.pool_factors import PoolFactors
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.integers import ceil_div
-from ciuic_cli.passes.feedback import FactoredInputs, factor_inputs
+from ciuic_cli.passes.feedback import FactoredInputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
 
@@ -53,20 +54,23 @@ def row_chunks(
     fisher: KroneckerFisher,
     matrix: WeightMatrix,
     row_class: NDArray[np.uint8] | None = None,
-    factored: FactoredInputs | None = None,
+    *,
+    factored: FactoredInputs,
+    pools: PoolFactors,
 ) -> Iterator[RowChunk]:
     """The row chunks of a matrix in stored order.
 
     Args:
         weight: (m, n) float32; weight and fisher as `passes.scale.scaled` returns them if there are input scales.
         row_class: (m,) uint8 classes by which the stored rows are sorted; None: natural order.
-        factored: the result of `factor_inputs` for this H, if it was computed already.
+        factored: the factors of this H.
+        pools: factors G, unless the rows are split or sorted.
     """
-    if factored is None:
-        factored = factor_inputs(fisher.inputs)
     order = torch.arange(matrix.rows) if row_class is None else torch.from_numpy(stored_order(row_class))
+    order = order.to(weight.device)
     for stored in row_slices(matrix):
         rows = order[stored]
         whole = row_class is None and len(rows) == matrix.rows
         chunk, chunk_fisher = (weight, fisher) if whole else (weight[rows], fisher.reordered(rows))
-        yield RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored))
+        outputs = pools.outputs(matrix, fisher) if whole else None
+        yield RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs))

@@ -70,6 +70,9 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
     for result in report.passes:
         console.data(f"{result.name}: {pass_sentence(result)}")
     console.data(f"padding: {padding_sentence(report.padding)}")
+    if report.coded_on:
+        coded = " and ".join(f"{count} on {machine}" for machine, count in report.coded_on.items())
+        console.data(f"matrices coded: {coded}")
     console.data(f"{report.seconds:.0f} s, {readable_bytes(report.peak_rss_bytes)} of peak memory")
 
 

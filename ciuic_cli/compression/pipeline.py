@@ -172,7 +172,7 @@ def _plan_only(request: _Request, task: Task, workers: Workers) -> MemoryReport:
     with _temporary_folder() as out, Journal(out) as journal, _disk_faults_of(journal):
         journal.begin(task.fingerprint(), restart=request.options.force)
         workers.broadcast((out, None))
-        run = Run(task, journal, workers, request.progress)
+        run = Run(task, journal, workers, request.progress, request.hint)
         run.collect()
         report = run.report(run.plan(), request.started)
         journal.remove()
@@ -201,7 +201,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
                 )
             workers.broadcast((out, report))
             if report is None:
-                run = Run(task, journal, workers, request.progress)
+                run = Run(task, journal, workers, request.progress, request.hint)
                 run.collect()
                 plan = run.plan()
                 run.encode(plan)

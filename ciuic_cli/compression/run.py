@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -12,9 +13,11 @@ import torch
 
 from ciuic_cli.allocation.arms import ArmTable, rescale_uncovered
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
-from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices, working_bytes
+from ciuic_cli.allocation.machine import Machine, machine_for
+from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
 from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.allocation.planning import make_plan, with_sorted_rows
+from ciuic_cli.allocation.pool_factors import PoolFactors
 from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import (
     perturbation,
@@ -33,7 +36,7 @@ from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.atomic_files import remove_path
-from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, return_freed_memory
+from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
@@ -63,11 +66,19 @@ class Run:
         corrections: the result of `probe_corrections`; set by `plan`.
         singular: number of matrices whose H was singular before damping; set by `plan`.
         recovered: the result of recovery; set by `recover`, None if the effort level has no recovery steps.
+        coded_on: by key, the name of the machine that coded a matrix; known once the matrix was read (`encoded`).
     """
 
     statistics: Statistics
 
-    def __init__(self, task: Task, journal: Journal, workers: Workers, progress: Progress) -> None:
+    def __init__(
+        self,
+        task: Task,
+        journal: Journal,
+        workers: Workers,
+        progress: Progress,
+        hint: Callable[[str], None] = lambda message: None,
+    ) -> None:
         self.task, self.journal, self.workers, self.progress = task, journal, workers, progress
         self.map, self.options = task.map, task.options
         self.device = choose_device(self.options.device)
@@ -75,6 +86,8 @@ class Run:
         self.corrections: dict[str, dict[str, float]] = {}
         self.singular = 0
         self.recovered: RecoveryResult | None = None
+        self.coded_on: dict[Key, str] = {}
+        self._hint = hint
         self._steps = Steps(journal, workers, progress)
         self._kl_meter: KLMeter | None = None
 
@@ -101,7 +114,9 @@ class Run:
         """Price every arm, make a first plan, measure the error of its prediction, and plan again."""
         self._finish_matrices(
             "arms",
-            lambda matrix: arms_to_bytes(price_matrix(self.map, self.statistics, matrix, self.task.passes)),
+            lambda matrix, pools: arms_to_bytes(
+                price_matrix(self.map, self.statistics, matrix, self.task.passes, pools)
+            ),
         )
         first = self._first_plan()
         return_freed_memory()
@@ -140,9 +155,12 @@ class Run:
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
         """Measure every probe on the held-out sequences, see allocation/probes.py."""
         probes = probe_matrices(plan, self.map.layer_prefixes)
+        pools = PoolFactors(self.statistics, self.machine.device)
 
         def measure(number: int) -> bytes:
-            noise = perturbation(self.map, self.statistics, plan, probes[number], L=self.options.level.L)
+            noise = perturbation(
+                self.map, self.statistics, plan, probes[number], L=self.options.level.L, pools=pools
+            )
             return json.dumps(self.meter().measure(noise).value).encode()
 
         self._steps.finish("probe", [1] * len(probes), measure)
@@ -154,27 +172,45 @@ class Run:
     def encode(self, plan: Plan) -> None:
         """Round and code every matrix as the plan says."""
         return_freed_memory()  # of the plan, because the largest matrices come first
-        L = self.options.level.L
+        L, machine = self.options.level.L, self.machine
         self._finish_matrices(
             "encode",
-            lambda matrix: encode_matrix(self.map, self.statistics, plan, matrix, L=L).to_bytes(),
+            lambda matrix, pools: _coded_by(
+                machine.name,
+                encode_matrix(
+                    self.map, self.statistics, plan, matrix, L=L, pools=pools, rounder=machine.rounder
+                ).to_bytes(),
+            ),
         )
 
-    def _finish_matrices(self, phase: str, make: Callable[[WeightMatrix], bytes]) -> None:
+    def _finish_matrices(self, phase: str, make: Callable[[WeightMatrix, PoolFactors], bytes]) -> None:
         """Finish a phase with one step per matrix; large matrices run alone."""
+        machine = self.machine
+        pools = PoolFactors(self.statistics, machine.device, for_coding=phase == "encode")
+
+        def make_on_machine(number: int) -> bytes:
+            with machine.own_stream():
+                return make(self.matrices[number], pools)
+
         self._steps.finish(
             phase,
             [matrix.weights for matrix in self.matrices],
-            lambda number: make(self.matrices[number]),
-            lambda number: working_bytes(self.matrices[number]) > PARALLEL_WORK_BYTES,
+            make_on_machine,
+            lambda number: machine.side_by_side(self.matrices[number]),
         )
 
     def encoded(self, key: Key) -> PackedMatrix:
         """A coded matrix, from the journal."""
-        return PackedMatrix.from_buffer(self._steps.result("encode", self._numbers[key]), where=key[0])
+        self.coded_on[key], blob = _coded(self._steps.result("encode", self._numbers[key]))
+        return PackedMatrix.from_buffer(blob, where=key[0])
 
     def _encoded_or_none(self, name: str, expert: int | None) -> PackedMatrix | None:
         return self.encoded((name, expert)) if (name, expert) in self._numbers else None
+
+    @cached_property
+    def machine(self) -> Machine:
+        """Where matrices are priced, probed and coded."""
+        return machine_for(self.device, self._hint)
 
     @cached_property
     def _numbers(self) -> dict[Key, int]:
@@ -251,5 +287,17 @@ class Run:
         return build_report(
             self.map, plan, self.statistics, options=self.task.settled_options(),
             corrections=self.corrections, singular=self.singular, measured_kl=measured_kl,
-            recovered=self.recovered, held_out_tokens=self.task.held_out.numel(), started=started,
+            recovered=self.recovered, coded_on=Counter(self.coded_on.values()),
+            held_out_tokens=self.task.held_out.numel(), started=started,
         )  # fmt: skip
+
+
+def _coded_by(machine: str, blob: bytes) -> bytes:
+    """The result of a step of coding: the machine's name in a line, and the blob."""
+    return machine.encode() + b"\n" + blob
+
+
+def _coded(result: bytes) -> tuple[str, bytes]:
+    """The inverse of `_coded_by`."""
+    machine, _, blob = result.partition(b"\n")
+    return machine.decode(), blob

@@ -22,25 +22,26 @@ class Steps:
         phase: str,
         work: Sequence[int],
         make: Callable[[int], bytes],
-        alone: Callable[[int], bool] = lambda number: True,
+        side_by_side: Callable[[int], int] = lambda number: 1,
     ) -> None:
         """Make every step of a phase that the journal does not have; returns when all workers are done.
 
-        The largest steps come first, so that all workers finish at about the same time. The steps that need not run
-        alone come last, side by side, one thread each.
+        Steps that run alone come first, then those that run side by side, one thread each; of each kind the largest
+        come first, so that all workers finish at about the same time.
 
         Args:
             work: the work of each step, in any unit; step numbers are its indices.
             make: makes the result of a step from its number.
-            alone: whether a step runs alone, with all threads and the whole memory.
+            side_by_side: how many steps like this one run at once; 1: it runs alone, with all threads and the whole
+                memory.
         """
 
         def make_missing(number: int) -> None:
             if self._journal.load(_name(phase, number)) is None:
                 self._journal.save(_name(phase, number), make(number))
 
-        order = sorted(range(len(work)), key=lambda number: (not alone(number), -work[number]))
-        for number, _ in parallel_map(self._workers.take(phase, order), make_missing, alone):
+        order = sorted(range(len(work)), key=lambda number: (side_by_side(number), -work[number]))
+        for number, _ in parallel_map(self._workers.take(phase, order), make_missing, side_by_side):
             return_freed_memory()
             self._progress(phase, self._workers.add_to_counter(f"{phase} done", work[number]), sum(work))
         self._workers.barrier()

@@ -108,12 +108,15 @@ class Task:
         )  # fmt: skip
 
     def fingerprint(self) -> dict[str, Any]:
-        """Everything that must be equal for an interrupted run to continue: version, options, text, source files."""
+        """Everything that must be equal for an interrupted run to continue: version, options, text, source files.
+
+        Not the device: a run may continue on another one.
+        """
         folder = self.checkpoint.folder.resolve()
         config = json.dumps(self.checkpoint.config, sort_keys=True, default=str).encode()
         return {
             "version": __version__,
-            "options": self.settled_options(),
+            "options": {name: value for name, value in self.settled_options().items() if name != "device"},
             "budget": self.budget,
             "calibration": hashlib.sha256(self.batches.numpy().tobytes()).hexdigest(),
             "config": hashlib.sha256(config).hexdigest(),

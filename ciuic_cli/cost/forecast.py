@@ -1,61 +1,43 @@
 """Forecast of a `compress` run on this machine: seconds, bytes of disk, and peak memory.
 
-Bytes are computed from the checkpoint's headers. Seconds are timed on random matrices of the model's own shapes, with
-at most `TIMED_SIZE` rows and columns, and scaled up: factorisations by their operations, coding by the number of
-weights, sweeps by the operations of their products. Other work on the machine lengthens timings and forecast.
+Bytes are computed from the checkpoint's headers. Seconds are timed on random matrices of the model's own shapes
+(`timing.py`) and scaled up. Other work on the machine lengthens timings and forecast.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 
+from ciuic_cli.allocation.machine import machine_for, processor
 from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
     UNPROBED_ROLES,
-    UNPRUNED_ROLES,
     WeightMatrix,
     full_outputs,
     weight_matrices,
     working_bytes,
 )
-from ciuic_cli.allocation.probes import PROBED_LAYERS, with_rounding_noise
+from ciuic_cli.allocation.pool_factors import KEPT_POOLS
+from ciuic_cli.allocation.probes import PROBED_LAYERS
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.codecs.packing import PackedMatrix
-from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.cost.timing import time_matrix, time_products, time_reading
 from ciuic_cli.layerwise.layer_stream import compute_dtype
 from ciuic_cli.layerwise.logits import logit_tokens
-from ciuic_cli.passes import lowrank
-from ciuic_cli.passes.feedback import factor_inputs
-from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.predicted_loss import pruning_loss
-from ciuic_cli.passes.prepare import prepare
-from ciuic_cli.passes.rounding import round_prepared
-from ciuic_cli.passes.scale import input_scales
-from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, resident_bytes
-from ciuic_cli.process.threads import parallel_map
+from ciuic_cli.process.memory import resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
 
-TIMED_SIZE = 1024
-"""Most rows and columns of the matrices that are timed. No measurement is on record."""
-TIMED_CODED_ROWS = 64
-"""Most rows of the matrices whose coding is timed: coding takes far longer than the rest. No measurement is on
-record."""
-TIMING_REPEATS = 3
-"""Repetitions of each timing. The shortest counts: other work on the machine delayed the others. Chosen, not tuned."""
 LOGIT_COPIES = 6
 """Estimated number of float32 arrays of the logits' size that exist at a time. No measurement is on record."""
 PLAN_BYTES = 400
@@ -71,12 +53,6 @@ _ARM_FILE_BYTES = 1500
 _LAYER_COPIES, _WIDEST_COPIES = 12, 8
 """Float32 copies of a chunk's hidden states, and of the widest matrix's inputs and outputs, while a layer runs forward
 and backward. Estimated; docs/SCALE.md compares forecasts with runs."""
-_TIMED_TOKENS = 512
-"""Tokens of the timed product: a usual length of calibration sequences."""
-_TIMED_READ_WEIGHTS = 1 << 22
-"""Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
-_HADAMARD_OPERATIONS = 64
-"""Operations per weight of the Hadamard transforms, beside those of the factorisations. No measurement is on record."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +121,13 @@ def moment_bytes(parameter: Parameter) -> int:
     return full + experts * (full if full_moments_fit(experts, rows, cols) else 4 * (rows + cols))
 
 
+def pools_statistics(model_map: ModelMap, matrix: WeightMatrix) -> bool:
+    """Whether the matrix is an expert of a stack that has full moments of its pool only."""
+    if matrix.expert is None or matrix.role in MTP_ROLES:
+        return False
+    return not full_moments_fit(_experts(model_map.parameters[matrix.name]), matrix.rows, matrix.cols)
+
+
 def _executed(model_map: ModelMap) -> list[Parameter]:
     """Parameters that take part when the model runs: multi-token-prediction layers are coded, but never run."""
     return [parameter for parameter in model_map.parameters.values() if not is_mtp(parameter)]
@@ -192,6 +175,9 @@ def peak_bytes(
     largest_in_layers = max(
         (_side_by_side_bytes(matrix) for matrix in matrices if matrix.role not in EMBEDDING_ROLES), default=0
     )
+    pooled = (m for m in matrices if m.expert == 0 and pools_statistics(model_map, m))
+    # The factors of a pool are as large as the two moments that they replace.
+    largest_in_layers += KEPT_POOLS * max((8 * max(m.rows, m.cols) ** 2 for m in pooled), default=0)
     largest_outside = max(
         (_side_by_side_bytes(matrix) for matrix in matrices if matrix.role in EMBEDDING_ROLES), default=0
     )
@@ -222,14 +208,9 @@ def peak_bytes(
     return base + tuning + max([*layers, outside_layers, plan])
 
 
-def _parallel_count(matrix: WeightMatrix) -> int:
-    """How many matrices of this shape are worked on side by side."""
-    return torch.get_num_threads() if working_bytes(matrix) <= PARALLEL_WORK_BYTES else 1
-
-
 def _side_by_side_bytes(matrix: WeightMatrix) -> int:
     """Bytes of work on all matrices of this shape that are worked on side by side."""
-    return working_bytes(matrix) * _parallel_count(matrix)
+    return working_bytes(matrix) * processor().side_by_side(matrix)
 
 
 def _seconds(
@@ -241,21 +222,26 @@ def _seconds(
     device: torch.device,
 ) -> dict[str, float]:
     """Seconds of each phase."""
+    machine = machine_for(device)
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
     probed_share = min(1.0, PROBED_LAYERS / max(1, len(model_map.layer_prefixes)))
-    shapes = Counter(replace(matrix, name="", expert=None) for matrix in matrices)
-    for matrix, count in shapes.items():
-        time_of = _time_matrix(matrix, L, ranks)
+    shapes = Counter(
+        (replace(matrix, name="", expert=None), pools_statistics(model_map, matrix)) for matrix in matrices
+    )
+    for (matrix, pooled), count in shapes.items():
+        time_of = time_matrix(matrix, L, machine, ranks=ranks, pooled=pooled)
         total["arms"] += count * time_of["arms"]
-        total["probe"] += (
-            0.0 if matrix.role in UNPROBED_ROLES else count * time_of["probe"] * (1 + probed_share)
-        )
+        # The probe of the matrix's role, and the last one, perturb it in some of the layers.
+        probes = 0.0 if matrix.role in UNPROBED_ROLES else 2.0
+        if matrix.role not in EMBEDDING_ROLES:
+            probes *= probed_share
+        total["probe"] += count * probes * time_of["probe"]
         total["encode"] += count * time_of["encode"]
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
-    product = _time_products(device)
+    product = time_products(device)
     active = _active_weights(model_map)
-    read = _time_reading(model_map, matrices)
+    read = time_reading(model_map, matrices)
     weights = sum(parameter.numel for parameter in _executed(model_map))
     roles = len({matrix.role for matrix in matrices if matrix.role not in UNPROBED_ROLES})
     contexts = math.prod(_hidden_and_vocabulary(model_map))
@@ -303,90 +289,3 @@ def _active_weights(model_map: ModelMap) -> float:
         for p in _executed(model_map)
         if len(p.shape) > 1 and p.role != "embedding"
     )
-
-
-def _clock(run: Callable[[], Any]) -> float:
-    started = time.perf_counter()
-    run()
-    return time.perf_counter() - started
-
-
-def _time_matrix(matrix: WeightMatrix, L: int, ranks: bool) -> dict[str, float]:
-    """Seconds for pricing the arms of one matrix, one probe of it, encoding and decoding it.
-
-    Matrices are timed side by side as in the run, and the time is divided by their number.
-    """
-    full = full_outputs(matrix.role, matrix.rows)
-    rows, cols = min(matrix.rows, TIMED_SIZE), min(matrix.cols, TIMED_SIZE)
-    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0))
-    fisher = KroneckerFisher(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
-    prepared = prepare(weight, fisher)  # not timed: the first call also loads the native library
-    bits = np.full(len(prepared.weight) // 16, 4, np.uint8)
-    coded_rows = min(TIMED_CODED_ROWS, rows)
-    part = prepare(weight[:coded_rows], KroneckerFisher(fisher.inputs, torch.ones(coded_rows)))
-    parallel = _parallel_count(matrix)
-
-    def clock(run: Callable[[], Any]) -> float:
-        def together() -> None:
-            list(parallel_map(range(parallel), lambda _: run(), lambda _: parallel == 1))
-
-        return min(_clock(together) for _ in range(TIMING_REPEATS)) / parallel
-
-    def perturb() -> None:
-        with_rounding_noise(prepared, bits, L, torch.Generator().manual_seed(0))
-
-    # Times grow by these factors from the timed matrix to the real one.
-    factor_growth = _factor_work(matrix.rows, matrix.cols, full) / _factor_work(rows, cols, full)
-    area_growth = matrix.weights / (rows * cols)
-    preparing = factor_growth * clock(lambda: prepare(weight, fisher))
-    perturbing = factor_growth * clock(perturb)
-    pricing = area_growth * clock(lambda: prepared.reordered(fisher, torch.arange(rows)).row_sensitivity)
-    pricing += area_growth * clock(lambda: pruning_loss(weight, fisher))
-    if matrix.expert is None and matrix.role not in UNPROBED_ROLES:
-        input_growth = _factor_work(matrix.rows, matrix.cols, False) / _factor_work(rows, cols, False)
-        # Where input scales pay, H is factorised once more.
-        pricing += input_growth * clock(lambda: input_scales(weight, fisher, prepared.inputs))
-        pricing += input_growth * clock(lambda: factor_inputs(fisher.inputs))
-    if ranks and matrix.role not in UNPRUNED_ROLES:
-        pricing += area_growth * clock(
-            lambda: lowrank.residual_energies(weight, torch.ones(rows), lowrank.RANKS)
-        )
-    packed: list[PackedMatrix] = []
-    coding = clock(lambda: packed.append(round_prepared(part, bits[: len(part.weight) // 16], L=L)))
-    coding *= matrix.rows / coded_rows * matrix.cols / cols
-    decoding = clock(lambda: decode_dense(packed[0])) * matrix.weights / (packed[0].rows * packed[0].cols)
-    return {
-        "arms": preparing + pricing, "probe": preparing + perturbing, "encode": preparing + coding,
-        "decode": decoding,
-    }  # fmt: skip
-
-
-def _factor_work(rows: int, cols: int, full: bool) -> float:
-    """Operations of factorising H and, if `full`, G, and of the Hadamard transforms, up to a constant factor."""
-    return float(cols**3 + (rows**3 if full else 0) + rows * cols * _HADAMARD_OPERATIONS)
-
-
-def _time_products(device: torch.device) -> float:
-    """Seconds per weight and token of a float32 product; bfloat16 products are not slower."""
-    x, w = (
-        torch.randn(_TIMED_TOKENS, TIMED_SIZE, device=device),
-        torch.randn(TIMED_SIZE, TIMED_SIZE, device=device),
-    )
-    torch.nn.functional.linear(x, w)
-    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(TIMING_REPEATS))
-    return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
-
-
-def _time_reading(model_map: ModelMap, matrices: Iterable[WeightMatrix]) -> float:
-    """Seconds per weight to read, decode and copy a matrix."""
-    matrix = min(matrices, key=lambda matrix: abs(matrix.weights - _TIMED_READ_WEIGHTS))
-
-    def read() -> int:
-        value = (
-            model_map.read(matrix.name)
-            if matrix.expert is None
-            else model_map.read_expert(matrix.name, matrix.expert)
-        )
-        return int(torch.isfinite(value.float()).sum())
-
-    return min(_clock(read), _clock(read)) / matrix.weights

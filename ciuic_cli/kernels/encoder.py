@@ -7,7 +7,7 @@ import torch
 from ciuic_cli.codecs.bits import BITS, TILE_BYTES_PER_BIT
 from ciuic_cli.codecs.header import L_VALUES
 from ciuic_cli.codecs.transform import TILE
-from ciuic_cli.errors import UsageError
+from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.kernels import parameters as p
 from ciuic_cli.kernels.launcher import Launch, launcher_for
 
@@ -16,8 +16,11 @@ _MAX_THREADS = 512
 
 _TILE_WEIGHTS = TILE * TILE
 
-_SCRATCH_BYTES = 3 << 30
-"""Most bytes for the costs of all searches (chosen, not tuned)."""
+SCRATCH_BYTES = 3 << 30
+"""Most bytes for the costs of all searches of one launch (chosen, not tuned)."""
+
+TILES_PER_MULTIPROCESSOR = 2
+"""Blocks, each with one tile, that run on a multiprocessor at once from 4 bits on; below, registers allow only one."""
 
 
 def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,7 +36,8 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
 
     Raises:
         UsageError: shapes, dtypes, `bits` or `L` do not fit.
-        EnvironmentFault: the kernel cannot be compiled or launched.
+        EnvironmentFault: the kernel cannot be compiled or launched, or the GPU has too little shared memory for it (1
+            and 1.5 bits at L = 16 need 128 KiB per block).
     """
     if targets.dim() != 2 or targets.shape[1] != _TILE_WEIGHTS or targets.dtype != torch.float32:
         raise UsageError(
@@ -50,9 +54,20 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
     if tiles == 0:
         return codes, decoded
     prefixes = 1 << (L - int(bits))  # of an even step; odd steps have as many or half as many
+    shared_bytes = 4 * prefixes
+    if shared_bytes > launcher.limits.shared_bytes:
+        raise EnvironmentFault(
+            f"coding with {bits:g} bits per weight needs {shared_bytes} bytes of shared memory per block; this GPU has "
+            f"{launcher.limits.shared_bytes}",
+            remedy="leave out 1 and 1.5 bits with --bits, or use --device cpu",
+        )
     history_bytes = 2 * (_TILE_WEIGHTS + 1) * prefixes
-    # At most two blocks run on a multiprocessor at once; each has memory for its own costs.
-    blocks = min(tiles, 2 * launcher.limits.multiprocessors, max(1, _SCRATCH_BYTES // history_bytes))
+    # Each block has memory for its own costs.
+    blocks = min(
+        tiles,
+        TILES_PER_MULTIPROCESSOR * launcher.limits.multiprocessors,
+        max(1, SCRATCH_BYTES // history_bytes),
+    )
     scratch = launcher.empty((blocks, history_bytes // 2), torch.float16)
     parameters = p.Encode(
         targets=targets.data_ptr(),
@@ -63,5 +78,5 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
     )
     threads = max(32, min(_MAX_THREADS, prefixes))
     kernel = f"encode_h{int(2 * bits)}"
-    launcher.launch(Launch(kernel, (blocks, 1), threads, 4 * prefixes, parameters, L))
+    launcher.launch(Launch(kernel, (blocks, 1), threads, shared_bytes, parameters, L))
     return codes, decoded

@@ -313,7 +313,7 @@ class LayerStream:
         self._load_weights(module, prefix)
         try:
             adjusted = self.adjust(prefix, module) if self.adjust is not None else nullcontext()
-            with adjusted, ExpertsOnUse(module):
+            with adjusted, ExpertsOnUse(module, self.device):
                 yield module
         finally:
             self.map.release(module)

@@ -30,12 +30,15 @@ def replace_weights(model_map: ModelMap, module: nn.Module, prefix: str, overrid
         experts = enumerate(stored) if stored.dim() == 3 else [(None, stored)]
         targets |= {(parameter.name, expert): part for expert, part in experts}
 
-    def is_large(key: tuple[str, int | None]) -> bool:
-        shape = targets[key].shape
-        return len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > PARALLEL_WORK_BYTES
+    threads = torch.get_num_threads()
 
-    keys = sorted(targets, key=is_large)
-    for key, value in parallel_map(keys, lambda key: override(*key), is_large):
+    def side_by_side(key: tuple[str, int | None]) -> int:
+        shape = targets[key].shape
+        is_large = len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > PARALLEL_WORK_BYTES
+        return 1 if is_large else threads
+
+    keys = sorted(targets, key=side_by_side, reverse=True)
+    for key, value in parallel_map(keys, lambda key: override(*key), side_by_side):
         if value is not None:
             targets[key].copy_(value)
         limit_freed_memory()

@@ -29,7 +29,7 @@ def rounding_order(moment: torch.Tensor) -> torch.Tensor:
         moment: H (n, n) float32, positive definite, n a multiple of 16.
 
     Returns:
-        int64 (n / 16,), a permutation that does not depend on the number of threads.
+        int64 (n / 16,) on the moment's device, a permutation that does not depend on the number of threads.
     """
     blocks = len(moment) // TILE
     traces = moment.diagonal().reshape(blocks, TILE).double().sum(1)  # of the Schur complement's blocks
@@ -48,5 +48,5 @@ def rounding_order(moment: torch.Tensor) -> torch.Tensor:
             traces -= columns.square().reshape(blocks, TILE * TILE).double().sum(1)
             traces[block] = torch.inf
             chosen.append(block)
-    others = [block for block in traces.argsort(stable=True).tolist() if block not in chosen]
-    return torch.tensor(chosen + others)
+    others = [block for block in traces.argsort(stable=True).cpu().tolist() if block not in chosen]
+    return torch.tensor(chosen + others, device=moment.device)

@@ -105,12 +105,22 @@ def damp(moment: torch.Tensor) -> None:
     """Add INPUT_DAMPING of its mean diagonal to H (n, n), in place."""
     with one_thread():
         mean = moment.diagonal().mean()
-    moment.diagonal().add_(INPUT_DAMPING * mean + _INPUT_FLOOR)
+    moment.diagonal().add_(input_damping(mean))
+
+
+def input_damping(mean: torch.Tensor) -> torch.Tensor:
+    """What `damp` adds to a diagonal with this mean."""
+    return INPUT_DAMPING * mean + _INPUT_FLOOR
+
+
+def output_damping(mean: torch.Tensor) -> torch.Tensor:
+    """What `factor_outputs` adds to a diagonal with this mean."""
+    return OUTPUT_DAMPING * mean + _OUTPUT_FLOOR
 
 
 def columns_of(block_order: torch.Tensor) -> torch.Tensor:
     """Column indices (n,) of blocks of 16 columns (n / 16,)."""
-    return (block_order[:, None] * TILE + torch.arange(TILE)).reshape(-1)
+    return (block_order[:, None] * TILE + torch.arange(TILE, device=block_order.device)).reshape(-1)
 
 
 def factor_outputs(moment: torch.Tensor) -> BlockLDL:
@@ -118,7 +128,7 @@ def factor_outputs(moment: torch.Tensor) -> BlockLDL:
     if moment.dim() == 1:
         return BlockLDL(None, torch.nn.functional.pad(moment, (0, -len(moment) % TILE)))
     g = moment * (1.0 - OUTPUT_SHRINKAGE)
-    g.diagonal().copy_(moment.diagonal() + OUTPUT_DAMPING * moment.diagonal().mean() + _OUTPUT_FLOOR)
+    g.diagonal().copy_(moment.diagonal() + output_damping(moment.diagonal().mean()))
     return block_ldl(pad_square(g))
 
 
@@ -154,7 +164,7 @@ def factor_contexts(ldl: BlockLDL, contexts: torch.Tensor) -> RowFeedback | None
     """
     if ldl.factor is None or ldl.whitening is None:
         return None
-    pull, trace = torch.empty_like(contexts), torch.empty(len(contexts))
+    pull, trace = torch.empty_like(contexts), contexts.new_empty(len(contexts))
     for rows in scratch_slices(len(contexts)):
         z = solve_lower(ldl.factor, contexts[rows].T).T.contiguous()
         blocks = z.unfold(1, TILE, TILE).transpose(0, 1)  # (n / 16, rows, 16)

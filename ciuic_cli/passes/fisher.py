@@ -23,6 +23,11 @@ class KroneckerFisher:
     outputs: torch.Tensor
     contexts: torch.Tensor | None = None
 
+    def to(self, device: torch.device) -> KroneckerFisher:
+        """The same on a device; itself if it is there."""
+        contexts = None if self.contexts is None else self.contexts.to(device)
+        return KroneckerFisher(self.inputs.to(device), self.outputs.to(device), contexts)
+
     def reordered(self, order: torch.Tensor) -> KroneckerFisher:
         """The Fisher information of W[order]; order: (k,) int64, distinct row numbers."""
         outputs = self.outputs[order]

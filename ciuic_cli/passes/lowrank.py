@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.sizes import packed_nbytes
 from ciuic_cli.codecs.transform import TILE
-from ciuic_cli.codecs.trellis import decode
+from ciuic_cli.codecs.trellis import decode, round_matrix
 from ciuic_cli.passes.linear_algebra import orthonormal, singular_values
 from ciuic_cli.passes.predicted_loss import group_sums
-from ciuic_cli.passes.rounding import round_without_feedback
+from ciuic_cli.passes.rounding import Rounder, round_without_feedback
 
 FACTOR_BITS = 6
 """Bits per weight of the coded factors (chosen, not tuned: at 6 bits their error is small against the truncation)."""
@@ -59,7 +59,7 @@ def factor(weight: torch.Tensor, importance: torch.Tensor, rank: int) -> tuple[t
     scaled = weight * root
     generator = torch.Generator().manual_seed(0)
     columns = min(rank + _OVERSAMPLING, *weight.shape)
-    probe = torch.randn(weight.shape[1], columns, generator=generator)
+    probe = torch.randn(weight.shape[1], columns, generator=generator).to(weight.device)
     basis = orthonormal(scaled @ probe)
     for _ in range(_POWER_ITERATIONS):
         basis = orthonormal(scaled @ (scaled.T @ basis))
@@ -103,13 +103,16 @@ def parts(energies: Mapping[int, torch.Tensor], importance: torch.Tensor, cols: 
 
 
 def encode(
-    weight: torch.Tensor, importance: torch.Tensor, rank: int, *, L: int
+    weight: torch.Tensor, importance: torch.Tensor, rank: int, *, L: int, rounder: Rounder = round_matrix
 ) -> tuple[tuple[PackedMatrix, PackedMatrix], torch.Tensor]:
     """The coded factors (right, left transposed) of a weight (m, n), and their product (m, n) as decoders compute it.
 
-    L: trellis state bits.
+    L: trellis state bits. rounder: for the device on which `weight` is.
     """
     left, right = factor(weight, importance, rank)
-    coded = tuple(round_without_feedback(part.contiguous(), FACTOR_BITS, L=L) for part in (right, left.T))
-    right, left_transposed = (decode(part, original_basis=True) for part in coded)
+    coded = tuple(
+        round_without_feedback(part.contiguous(), FACTOR_BITS, L=L, rounder=rounder)
+        for part in (right, left.T)
+    )
+    right, left_transposed = (decode(part, original_basis=True).to(weight.device) for part in coded)
     return (coded[0], coded[1]), left_transposed.T @ right

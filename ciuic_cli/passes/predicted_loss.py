@@ -46,4 +46,4 @@ def pruning_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
 def group_sums(per_row: torch.Tensor) -> NDArray[np.float64]:
     """(groups,) sums of a value per row (m,) over groups of 16 rows."""
     padded = torch.nn.functional.pad(per_row, (0, -len(per_row) % TILE))
-    return padded.double().reshape(-1, TILE).sum(1).numpy()
+    return padded.double().reshape(-1, TILE).sum(1).cpu().numpy()

@@ -67,7 +67,8 @@ class PreparedMatrix:
             fisher: the Fisher information in this matrix's present order.
             order: (rows,) int64.
         """
-        order = torch.cat((order, torch.arange(self.rows, len(self.weight))))
+        padding = torch.arange(self.rows, len(self.weight), device=order.device)
+        order = torch.cat((order, padding))
         outputs = factor_outputs(fisher.reordered(order[: self.rows]).outputs.float())
         weight, trace = self.weight[order], self.input_trace[order]
         return replace(self, weight=weight, outputs=outputs, row_feedback=None, input_trace=trace)
@@ -82,11 +83,14 @@ class PreparedMatrix:
 
 
 def prepare(
-    weight: torch.Tensor, fisher: KroneckerFisher, factored: FactoredInputs | None = None
+    weight: torch.Tensor,
+    fisher: KroneckerFisher,
+    factored: FactoredInputs | None = None,
+    factored_outputs: BlockLDL | None = None,
 ) -> PreparedMatrix:
     """Transform a weight (m, n) float32 and its Fisher information, and factor the latter.
 
-    factored: the result of `factor_inputs` for this H, if it was computed already.
+    factored, factored_outputs: the factors of this H and this G, if they were computed already.
     """
     rows, cols = weight.shape
     w = _transformed(weight)
@@ -97,7 +101,7 @@ def prepare(
     with one_thread():
         trace = inputs.d_diagonal.sum()
     input_trace = trace.expand(len(w)) if row_feedback is None else trace + row_feedback.trace
-    outputs = factor_outputs(fisher.outputs.float())
+    outputs = factored_outputs or factor_outputs(fisher.outputs.float())
     w = _with_blocks(w, block_order)
     return PreparedMatrix(w, inputs, outputs, row_feedback, input_trace, rows, cols, block_order)
 
@@ -105,8 +109,10 @@ def prepare(
 def prepare_without_fisher(weight: torch.Tensor) -> PreparedMatrix:
     """Transform a weight (m, n) float32 for rounding without error feedback; its predicted loss is undefined."""
     rows, cols = weight.shape
-    no_feedback = BlockLDL(None, torch.ones(1))
-    return PreparedMatrix(_transformed(weight), no_feedback, no_feedback, None, torch.zeros(0), rows, cols)
+    no_feedback = BlockLDL(None, weight.new_ones(1))
+    return PreparedMatrix(
+        _transformed(weight), no_feedback, no_feedback, None, weight.new_zeros(0), rows, cols
+    )
 
 
 def _transformed(matrix: torch.Tensor) -> torch.Tensor:

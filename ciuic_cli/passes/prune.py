@@ -109,6 +109,7 @@ def correct_kept(down: torch.Tensor, h: torch.Tensor, pruned: torch.Tensor) -> t
         h: H (n, n) of the inputs.
         pruned: (n,) bool.
     """
+    pruned = pruned.to(down.device)
     kept = ~pruned
     corrected = down.clone()
     corrected[:, pruned] = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -16,6 +18,25 @@ from ciuic_cli.codecs.trellis import round_matrix
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare_without_fisher
 
 
+class Rounder(Protocol):
+    """Rounds a matrix with error feedback, as `codecs.trellis.round_matrix`, which is the one for the CPU, documents.
+
+    The other one is `kernels.fronts.DeviceRounder`. Their codes may differ; both decode everywhere.
+    """
+
+    def __call__(
+        self,
+        weight: torch.Tensor,
+        scale: NDArray[np.float32],
+        row_bits: NDArray[np.uint8],
+        *,
+        L: int,
+        input_feedback: torch.Tensor | None = None,
+        output_feedback: torch.Tensor | None = None,
+        row_feedback: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[NDArray[np.uint8], torch.Tensor]: ...
+
+
 def round_prepared(
     prepared: PreparedMatrix,
     row_bits: NDArray[np.uint8],
@@ -24,6 +45,7 @@ def round_prepared(
     row_class: NDArray[np.uint8] | None = None,
     input_scale: NDArray[np.uint8] | None = None,
     L: int,
+    rounder: Rounder = round_matrix,
 ) -> PackedMatrix:
     """Round a matrix with feedback along inputs and outputs.
 
@@ -33,9 +55,10 @@ def round_prepared(
         row_class: (rows,) uint8 if the rows of `prepared` were sorted by it.
         input_scale: (cols,) uint8 codes if the columns of `prepared` were divided by it.
         L: trellis state bits.
+        rounder: for the device on which `prepared` is.
     """
     base, codes = row_scales(prepared.rms[: prepared.rows], row_bits, L)
-    tiles = round_rows(prepared, row_bits, decode_scales(base, codes), L)
+    tiles = round_rows(prepared, row_bits, decode_scales(base, codes), L, rounder)
     header = MatrixHeader(
         prepared.rows, prepared.cols, L, 0, base, row_bits, codes, row_class=row_class, input_scale=input_scale
     )  # fmt: skip
@@ -45,17 +68,21 @@ def round_prepared(
 def row_scales(rms: torch.Tensor, row_bits: NDArray[np.uint8], L: int) -> tuple[float, NDArray[np.uint8]]:
     """The best row scales for rows with these effective standard deviations (m,): base and codes of `encode_scales`."""
     scale_per_rms = [SCALE_BY_L[L].get(bits, 0.0) for bits in bits_of(row_bits)]
-    return encode_scales(rms.numpy() * np.array(scale_per_rms, np.float32).repeat(TILE)[: len(rms)])
+    return encode_scales(rms.cpu().numpy() * np.array(scale_per_rms, np.float32).repeat(TILE)[: len(rms)])
 
 
 def round_rows(
-    prepared: PreparedMatrix, row_bits: NDArray[np.uint8], scale: NDArray[np.float32], L: int
+    prepared: PreparedMatrix,
+    row_bits: NDArray[np.uint8],
+    scale: NDArray[np.float32],
+    L: int,
+    rounder: Rounder = round_matrix,
 ) -> NDArray[np.uint8]:
     """The codes (bytes,) uint8 of all row groups, tiles in natural order; scale: (rows,) decoded row scales."""
     scales = np.zeros(len(prepared.weight), np.float32)
     scales[: prepared.rows] = scale
     along = prepared.row_feedback
-    tiles, _ = round_matrix(
+    tiles, _ = rounder(
         prepared.weight,
         scales,
         row_bits,
@@ -66,7 +93,7 @@ def round_rows(
     )
     if prepared.block_order is None:
         return tiles
-    return _tiles_in_natural_order(tiles, row_bits, prepared.block_order.numpy())
+    return _tiles_in_natural_order(tiles, row_bits, prepared.block_order.cpu().numpy())
 
 
 def _tiles_in_natural_order(
@@ -84,7 +111,11 @@ def _tiles_in_natural_order(
     return natural
 
 
-def round_without_feedback(weight: torch.Tensor, bits: int, *, L: int) -> PackedMatrix:
+def round_without_feedback(
+    weight: torch.Tensor, bits: int, *, L: int, rounder: Rounder = round_matrix
+) -> PackedMatrix:
     """Round a matrix (m, n) float32 with the same bits per weight in all rows, without Fisher information."""
     prepared = prepare_without_fisher(weight)
-    return round_prepared(prepared, np.full(len(prepared.weight) // TILE, bits, np.uint8), L=L)
+    return round_prepared(
+        prepared, np.full(len(prepared.weight) // TILE, bits, np.uint8), L=L, rounder=rounder
+    )

@@ -31,13 +31,13 @@ def row_classes(sensitivity: torch.Tensor) -> NDArray[np.uint8]:
     if not highest > 0:
         return np.zeros(len(s), np.uint8)
     octaves_below = torch.log2(highest / s.clamp_min(highest * 2.0**-CLASSES)).floor()
-    return (CLASSES - 1 - octaves_below.clamp(0, CLASSES - 1)).to(torch.uint8).numpy()
+    return (CLASSES - 1 - octaves_below.clamp(0, CLASSES - 1)).to(torch.uint8).cpu().numpy()
 
 
 def sorting_pays(sensitivity: torch.Tensor, row_class: NDArray[np.uint8], cols: int) -> bool:
     """Whether sorting saves more bytes at the same predicted loss than the classes take."""
     rows = len(sensitivity)
-    order = torch.from_numpy(stored_order(row_class))
+    order = torch.from_numpy(stored_order(row_class)).to(sensitivity.device)
     bits_saved = (_mean_log(sensitivity) - _mean_log(sensitivity[order])) / math.log(4.0)  # per weight
     return bits_saved * rows * cols / 8 > class_nbytes(rows)
 

@@ -51,7 +51,7 @@ def scaled(
     """
     if input_scale is None:
         return weight, fisher
-    factors = input_factors(input_scale)
+    factors = input_factors(input_scale).to(weight.device)
     if fisher.contexts is not None:
         fisher.contexts.mul_(factors)
     return weight.div_(factors), replace(fisher, inputs=_scaled_moment(fisher.inputs, factors))
@@ -71,16 +71,16 @@ def input_scales(weight: torch.Tensor, fisher: KroneckerFisher, inputs: BlockLDL
     inverse = _inverse_diagonal(fisher.inputs)
     if inverse is None:
         return None
-    scales = torch.ones(cols, dtype=torch.float64)
+    scales = torch.ones(cols, dtype=torch.float64, device=weight.device)
     with one_thread():
         for iteration in range(_ITERATIONS):
             share = _column_shares(weight, scales.float())
             target = (share.clamp_min(_SHARE_FLOOR * share.mean()) * inverse) ** 0.25
             scales = (scales * target).sqrt() if iteration else target
             scales /= scales.max()  # at most 1: no activation overflows
-        codes = encode_input_scales(scales)
-    factors = input_factors(codes)
-    log_saved = _mean_log_variance(weight, torch.ones(cols)) - _mean_log_variance(weight, factors)
+        codes = encode_input_scales(scales.cpu())
+    factors = input_factors(codes).to(weight.device)
+    log_saved = _mean_log_variance(weight, torch.ones_like(factors)) - _mean_log_variance(weight, factors)
     scaled_ldl = factor_inputs(_scaled_moment(fisher.inputs, factors)).ldl
     with one_thread():
         log_saved += math.log(float(inputs.d_diagonal.sum()) / float(scaled_ldl.d_diagonal.sum()))
@@ -107,7 +107,7 @@ def _block_energies(
 
 def _column_shares(weight: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     """c of the top of this file, (n,) float64, up to a constant factor."""
-    shares = torch.zeros(padded(weight.shape[1]), dtype=torch.float64)
+    shares = torch.zeros(padded(weight.shape[1]), dtype=torch.float64, device=weight.device)
     for squares, block_squares in _block_energies(weight, factors):
         squares.mul_(log_variance_gradient(block_squares)[:, :, None])
         shares += squares.flatten(1).sum(0, dtype=torch.float64)
@@ -131,6 +131,6 @@ def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
     del h  # as large as the factor, and not needed any more
     if lower is None:
         return None
-    columns = solve_lower(lower, torch.eye(len(lower), dtype=torch.float64))
+    columns = solve_lower(lower, torch.eye(len(lower), dtype=torch.float64, device=lower.device))
     with one_thread():
         return columns.square_().sum(0)

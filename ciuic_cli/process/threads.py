@@ -39,17 +39,16 @@ def threads(number: int) -> Iterator[None]:
 
 
 def parallel_map(
-    items: Iterable[Item], make: Callable[[Item], Result], alone: Callable[[Item], bool]
+    items: Iterable[Item], make: Callable[[Item], Result], side_by_side: Callable[[Item], int]
 ) -> Iterator[tuple[Item, Result]]:
     """Yield (item, make(item)) for every item, in the order of completion.
 
-    As many items run at once as torch has threads, each with one thread: small products side by side keep the cores
-    busier than one product split among them. An item for which `alone` is true runs alone, with all threads. An item is
-    taken from `items` only when a thread is free.
+    As many items as `side_by_side` says run at once, each with one of torch's threads: small products side by side keep
+    the cores busier than one product split among them. An item for which it says 1 runs alone, with all threads. An
+    item is taken from `items` only when a thread is free.
     """
-    count = torch.get_num_threads()
-    for runs_alone, group in itertools.groupby(items, alone):
-        if runs_alone or count == 1:
+    for count, group in itertools.groupby(items, side_by_side):
+        if count == 1:
             for item in group:
                 yield item, make(item)
         else:

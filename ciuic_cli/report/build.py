@@ -53,6 +53,7 @@ def build_report(
     singular: int,
     measured_kl: Mean | None,
     recovered: RecoveryResult | None,
+    coded_on: Mapping[str, int],
     held_out_tokens: int,
     started: float,
 ) -> MemoryReport:
@@ -64,6 +65,7 @@ def build_report(
         singular: number of matrices whose Hessian had not full rank and was damped.
         measured_kl: KL of the finished codes on held_out_tokens of calibration text; None if not measured.
         recovered: None if the run has no recovery.
+        coded_on: number of matrices by the machine that coded them; empty in a plan.
         started: `time.monotonic()` at the beginning of the run.
     """
     original_bytes = 2 * model_map.stored_numel
@@ -98,6 +100,7 @@ def build_report(
         dropped=() if mtp.kept else tuple(mtp.sentences()),
         kept=tuple(mtp.sentences()) if mtp.kept else (),
         options=options,
+        coded_on=dict(coded_on) or None,
         seconds=time.monotonic() - started,
         peak_rss_bytes=peak_resident_bytes(),
         model=name_of(model_map.checkpoint.folder),

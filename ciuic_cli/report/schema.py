@@ -185,7 +185,8 @@ class MemoryReport:
     original_bytes: parameters at 2 bytes each. source_file_bytes, artifact_bytes: all safetensors files. budget_bytes:
     what the artifact was allowed to take. measured_kl, measured_kl_stderr: on held-out calibration text, None if not
     measured. dropped, kept: sentences about the multi-token-prediction layers. options: as settled for this run.
-    seconds, peak_rss_bytes: of this process. forecast: of a dry run only. model: the original's name on the hub or the
+    coded_on: number of matrices by the machine that coded them, "cpu" or the name of a GPU; not of a dry run. seconds,
+    peak_rss_bytes: of this process. forecast: of a dry run only. model: the original's name on the hub or the
     name of its folder. date: of the end of the run in UTC, YYYY-MM-DD. samples: of a run with a prompt. Reports of
     older versions lack these three.
 
@@ -214,6 +215,7 @@ class MemoryReport:
     options: dict[str, Any]
     seconds: float
     peak_rss_bytes: int
+    coded_on: dict[str, int] | None = None
     forecast: ForecastReport | None = None
     samples: tuple[SampleReport, ...] | None = None
     model: str | None = None

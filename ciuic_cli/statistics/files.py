@@ -33,7 +33,7 @@ from ciuic_cli.process.digests import file_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, with_diagonal
+from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, root_ratios, with_diagonal
 from ciuic_cli.statistics.moments import Moments
 
 INDEX = "statistics.json"
@@ -189,6 +189,18 @@ class Statistics:
         """G (m, m) float32 or its diagonal (m,), per token of the whole text; None if nothing was recorded."""
         return self._shrunk(name, "outputs", expert)
 
+    def pool(self, name: str, part: str) -> torch.Tensor | None:
+        """The moment (n, n) of all experts of a stack together; part: "inputs" or "outputs"."""
+        return self._read(name, part, None)
+
+    def pool_ratios(self, name: str, part: str, expert: int) -> torch.Tensor | None:
+        """r (n,) float32 if the expert's moment is diag(r) pool diag(r); None if it has correlations of its own.
+
+        part: "inputs" or "outputs".
+        """
+        mixed = self._mixed_diagonal(name, part, expert)
+        return None if mixed is None else root_ratios(*mixed)
+
     def contexts(self, name: str) -> torch.Tensor | None:
         """Vectors v (vocabulary, n) float32, one per row of a head; None for other matrices.
 
@@ -213,28 +225,32 @@ class Statistics:
         The pool counts for as many tokens as the moment has dimensions; for an expert with diagonals it counts for
         DIAGONAL_PRIOR_TOKENS.
         """
+        if expert is not None and (mixed := self._mixed_diagonal(name, part, expert)) is not None:
+            return with_diagonal(*mixed)
         own = self._read(name, part, expert)
         if expert is None:
             return own
-        pool = self._read(name, part, None)
-        if pool is None:
-            return own
-        tokens = self.tokens(name, expert)
-        if own is not None and own.dim() < pool.dim():
-            mixed = self._mixed(name, part, tokens, own, pool.diagonal(), DIAGONAL_PRIOR_TOKENS)
-            return with_diagonal(pool, mixed)
-        return self._mixed(name, part, tokens, own, pool, pool.shape[0])
+        pool = self.pool(name, part)
+        return own if pool is None else self._mixed(name, part, expert, own, pool, pool.shape[0])
+
+    def _mixed_diagonal(self, name: str, part: str, expert: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The pool's moment (n, n), and the diagonal (n,) of an expert's; None if the expert has more than that."""
+        own, pool = self._read(name, part, expert), self.pool(name, part)
+        if own is None or pool is None or own.dim() == pool.dim():
+            return None
+        return pool, self._mixed(name, part, expert, own, pool.diagonal(), DIAGONAL_PRIOR_TOKENS)
 
     def _mixed(
         self,
         name: str,
         part: str,
-        tokens: int,
+        expert: int,
         own: torch.Tensor | None,
         pool: torch.Tensor,
         prior_tokens: int,
     ) -> torch.Tensor:
         """The mean of an expert's moment, weighted by its tokens, and of the pool, weighted by `prior_tokens`."""
+        tokens = self.tokens(name, expert)
         if part == "inputs":
             return pool if own is None else (tokens * own + prior_tokens * pool) / (tokens + prior_tokens)
         routed_tokens = max(1, sum(self._tokens[name].values()))  # over all experts

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from second_device import DEVICE, SecondDevice
 
-from ciuic_cli.allocation.matrices import weight_matrices
+from ciuic_cli.allocation.machine import Machine, processor
+from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.cost import forecast as module
+from ciuic_cli.cost import timing
 from ciuic_cli.cost.forecast import TextSize, disk_bytes, forecast, moment_bytes, peak_bytes, vocabulary_bytes
+from ciuic_cli.kernels import fronts
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
 
@@ -44,7 +49,9 @@ def test_the_statistics_take_the_forecast_bytes(
     assert predicted + vocabulary_bytes(model_map) == pytest.approx(found, rel=0.05)
 
 
-def test_more_layers_take_more_disk_and_time_but_no_more_memory(tiny_checkpoint: Callable[..., Path]) -> None:
+def test_more_layers_take_more_disk_and_time_but_no_more_memory(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     few, many = (
         _map(tiny_checkpoint("deepseek_v3", num_hidden_layers=count, first_k_dense_replace=0, **WIDE))
         for count in (2, 6)
@@ -57,6 +64,8 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(tiny_checkpoint:
         peak[name] = peak_bytes(model_map, matrices, text, 0, bfloat16=True)
     assert disk["many"] > 2.4 * disk["few"]
     assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
+    monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])  # other work must not decide
+    monkeypatch.setattr(timing, "TIMING_REPEATS", 1)
     forecasts = [
         forecast(m, text, L=12, ranks=True, budget=1, device=torch.device("cpu")) for m in (few, many)
     ]
@@ -81,6 +90,63 @@ def test_a_dry_run_reports_the_forecast(
     assert expected["total_seconds"] == pytest.approx(sum(expected["seconds"].values()))
     assert expected["peak_rss_bytes"] > 50e6
     assert any("of memory at its peak" in hint for hint in hints)
+
+
+def _native_search(targets: torch.Tensor, bits: float, L: int) -> tuple[torch.Tensor, torch.Tensor]:
+    codes, decoded = fronts.native_search(targets.cpu(), bits, L)
+    return codes.to(targets.device), decoded.to(targets.device)
+
+
+@pytest.mark.parametrize("role", ["expert_gate_up", "expert_down", "q"])
+def test_a_device_is_timed_where_it_is_and_by_how_much_of_it_is_filled(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = WeightMatrix("", None, role, 64, 96)
+    clock = timing._clock
+    ran: list[float] = []
+
+    def one_second(run: Callable[[], object]) -> float:
+        ran.append(clock(run))
+        return 1.0
+
+    monkeypatch.setattr(timing, "_clock", one_second)
+    monkeypatch.setattr(timing, "TIMED_SIZE", 48)
+    seconds = []
+    for filled in (1.0, 0.25):
+
+        def occupancy(rows: int, cols: int, two_sided: bool, filled: float = filled) -> float:
+            return filled if rows == 48 else 1.0  # the timed matrix fills less than the real one
+
+        rounder = partial(fronts.round_matrix, search=_native_search)
+        machine = Machine("a stand-in", DEVICE, rounder, lambda matrix: 1, occupancy)
+        with SecondDevice():
+            times = timing.time_matrix(matrix, 12, machine, ranks=True, pooled=role != "q")
+        seconds.append(times["encode"])
+    assert len(ran) > 30
+    assert seconds[0] - seconds[1] == pytest.approx(0.75 * 64 * 96 / 48**2)
+
+
+def test_pooled_experts_share_what_the_forecast_says(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_map = _map(tiny_checkpoint("deepseek_v3"))
+    matrices = weight_matrices(model_map.parameters.values())
+    assert not any(module.pools_statistics(model_map, matrix) for matrix in matrices)
+    monkeypatch.setattr(experts, "FULL_MOMENTS_BYTES", 1000)
+    pooled = {matrix.role for matrix in matrices if module.pools_statistics(model_map, matrix)}
+    assert pooled == {"expert_gate_up", "expert_down"}
+    monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])
+    monkeypatch.setattr(timing, "TIMED_SIZE", 16)
+    wide = WeightMatrix("", None, "expert_gate_up", 32, 64)
+    own, shared = (
+        timing.time_matrix(wide, 12, processor(), ranks=False, pooled=pooled) for pooled in (False, True)
+    )
+    factor_inputs, shared_inputs = (64 / 16) ** 3, (64 / 16) ** 2
+    factor_outputs, shared_outputs = (32 / 16) ** 3, (32 / 16) ** 2
+    saved = factor_inputs - shared_inputs
+    assert own["arms"] - shared["arms"] == pytest.approx(saved + factor_outputs - shared_outputs)
+    assert own["probe"] - shared["probe"] == pytest.approx(saved)  # sorted rows: an order of its own
+    assert own["encode"] == pytest.approx(shared["encode"])
 
 
 def test_long_times_are_printed_in_hours() -> None:

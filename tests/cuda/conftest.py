@@ -17,13 +17,22 @@ from emulation import Emulator, build
 
 from ciuic_cli.kernels.launcher import LAUNCHERS, Limits
 
-L_VALUES = (16, 13)
+
+class _Libraries(dict[int, ctypes.CDLL]):
+    """The kernels by L, each compiled at first use."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, L: int) -> ctypes.CDLL:
+        self[L] = build(self._folder, L)
+        return self[L]
 
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[int, ctypes.CDLL]:
-    folder = tmp_path_factory.mktemp("emulated")
-    return {L: build(folder, L) for L in L_VALUES}
+    return _Libraries(tmp_path_factory.mktemp("emulated"))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -46,6 +47,36 @@ def test_without_a_gpu_the_exit_code_is_5(
     with pytest.warns(RuntimeWarning):
         assert gpu.main() == 5
     assert "no GPU" in capsys.readouterr().err
+
+
+def test_a_step_keeps_its_figures_and_takes_up_what_was_left_out(
+    gpu_checks: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps, file, done = importlib.import_module("gpu_steps"), tmp_path / "gpu" / "step.json", []
+
+    def fail() -> None:
+        raise RuntimeError("out of luck")
+
+    for repeat in range(2):
+        record = steps.Record(file, {"gpu": "one"})
+        assert record.piece("rate", lambda: done.append(1) or 7, 1) == 7
+        assert record.piece("broken", fail, 1) is None
+        assert record.piece("long", lambda: done.append(2), 1e9) is None
+        stored = json.loads(file.read_text())
+        assert stored["pieces"] == {"rate": 7} and len(stored["left_out"]) == 2, repeat
+    assert done == [1]
+    assert "out of luck" in capsys.readouterr().err
+    other = steps.Record(file, {"gpu": "another"})
+    assert other.piece("rate", lambda: 8, 1) == 8
+    assert json.loads(file.read_text())["environment"] == {"gpu": "another"}
+
+
+def test_the_two_devices_kl_is_compared_by_its_standard_error(gpu_checks: ModuleType) -> None:
+    runs = importlib.import_module("gpu_runs")
+    on = {"measured_kl": 0.010, "measured_kl_stderr": 0.001, "seconds": 2.0}
+    same = runs.compare(on, on | {"measured_kl": 0.0125, "seconds": 6.0})
+    assert same["equal"] and same["times_cpu"] == 3.0
+    assert not runs.compare(on, on | {"measured_kl": 0.014})["equal"]
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])

@@ -287,7 +287,7 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     predicting: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        forecasting, "_time_matrix", lambda *_: dict.fromkeys(("arms", "probe", "encode", "decode"), 1.0)
+        forecasting, "time_matrix", lambda *_, **__: dict.fromkeys(("arms", "probe", "encode", "decode"), 1.0)
     )
     dropped = map_model(open_checkpoint(predicting("deepseek_v3_fp8")))
     maps = (dropped, keep_mtp(dropped))
@@ -298,8 +298,8 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
         for m, budget in zip(maps, budgets, strict=True)
     ]
     assert disk[1] - disk[0] == 2 * 10**6 + sum(40 * matrix.groups + 1500 for matrix in mtp)
-    monkeypatch.setattr(forecasting, "_time_products", lambda device: 1e-9)
-    monkeypatch.setattr(forecasting, "_time_reading", lambda model_map, matrices: 1e-9)
+    monkeypatch.setattr(forecasting, "time_products", lambda device: 1e-9)
+    monkeypatch.setattr(forecasting, "time_reading", lambda model_map, matrices: 1e-9)
     before, after = (
         forecasting.forecast(m, text, L=12, ranks=False, budget=1, device=torch.device("cpu")).seconds
         for m in maps

@@ -1,12 +1,16 @@
-"""Experts that stay in their own dtype: the same products and gradients, and no copy kept for the backward pass."""
+"""Experts that stay in their own dtype: the same products and gradients, no copy kept, copies ahead of use."""
 
 from __future__ import annotations
+
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
+from ciuic_cli.layerwise.expert_transfer import SLOTS, ExpertTransfer, in_buffer
 
 
 class Experts(nn.Module):
@@ -63,3 +67,69 @@ def test_no_expert_is_kept_for_the_backward_pass() -> None:
 def test_other_dtypes_are_an_error_without_it() -> None:
     with pytest.raises(RuntimeError):
         Experts(torch.bfloat16)(torch.randn(5, 12))
+
+
+class _StandInLane:
+    """A device whose copies take a while, and that computes only after `release`: then the slot's memory is spoiled.
+
+    Work is enqueued in order, as on a stream. A slot that is filled while it is in use fails the test.
+    """
+
+    def __init__(self, nbytes: int, seconds: float = 0.0) -> None:
+        self.buffers = [torch.zeros(nbytes, dtype=torch.uint8) for _ in range(SLOTS)]
+        self.in_use = [False] * SLOTS
+        self.seconds = seconds
+        self.filled_while_computing = 0
+
+    def fill(self, slot: int, expert: torch.Tensor) -> None:
+        assert threading.current_thread() is not threading.main_thread()
+        assert not self.in_use[slot]
+        self.filled_while_computing += self.in_use[1 - slot]
+        self.buffers[slot].fill_(255)
+        time.sleep(self.seconds)
+        self.buffers[slot][: expert.nbytes] = expert.reshape(-1).view(torch.uint8)
+
+    def use(self, slot: int, like: torch.Tensor) -> torch.Tensor:
+        self.in_use[slot] = True
+        return in_buffer(self.buffers[slot], like)
+
+    def release(self, slot: int) -> None:
+        self.in_use[slot] = False
+
+
+def test_experts_are_fetched_ahead_in_both_directions() -> None:
+    gate, down = torch.randn(6, 8, 12).bfloat16(), torch.randn(6, 12, 8).bfloat16()
+    lane = _StandInLane(2 * 8 * 12, seconds=0.01)
+    transfer = ExpertTransfer([gate, down], lane)
+    used = [expert for pair in zip(gate, down, strict=True) for expert in pair]
+    chosen = [*used[:6], *used[8:]]  # no token chose the fourth expert
+    for expert in (*chosen, *reversed(chosen)):
+        assert torch.equal(transfer.get(expert), expert)
+        time.sleep(0.02)  # the time of a product
+        assert torch.equal(transfer.get(expert.mT), expert.mT)
+    transfer.close()
+    # Only the first expert, the ones after a gap and the first of a new direction are waited for.
+    assert transfer.waited_for <= 4 and transfer.fetched_ahead >= 2 * len(chosen) * 2 - 4
+    assert lane.filled_while_computing >= len(chosen)
+
+
+def test_products_through_a_transfer_are_the_same_and_its_errors_are_raised() -> None:
+    module, dense = Experts(torch.bfloat16), Experts(torch.float32)
+    dense.stack = nn.Parameter(module.stack.float(), requires_grad=False)
+    x = torch.randn(5, 12)
+    found = []
+    for each in (module, dense):
+        leaf = x.clone().requires_grad_(True)
+        transfer = (
+            ExpertTransfer([module.stack.detach()], _StandInLane(2 * 8 * 12)) if each is module else None
+        )
+        with ExpertsOnUse(each, transfer=transfer):
+            each(leaf).square().sum().backward()
+        assert leaf.grad is not None
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+    with (
+        pytest.raises(RuntimeError),
+        ExpertsOnUse(module, transfer=ExpertTransfer([module.stack.detach()], _StandInLane(3))),
+    ):
+        module(x)

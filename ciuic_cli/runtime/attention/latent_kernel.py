@@ -14,7 +14,7 @@ from ciuic_cli.codecs import native
 from ciuic_cli.runtime.attention.inputs import AttentionInputs
 
 _COLUMNS = 32
-"""The kernel multiplies so many columns at once: `kLatentColumns` in native/latent_attention.h."""
+"""The kernel multiplies so many columns at once: `kLatentColumns` in native/attention/latent_attention.h."""
 
 
 def fits(inputs: AttentionInputs) -> bool:

@@ -62,7 +62,7 @@ class Emulator:
         self.libraries = libraries
         self.limits = limits
         self.launched: list[str] = []
-        self._allocator = next(iter(libraries.values()))
+        self._allocator = libraries[16]
         self._buffers: list[tuple[int, int]] = []
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,176 @@
+"""Times of the work on one weight matrix, measured on random matrices of its shape.
+
+The timed matrices have at most `TIMED_SIZE` rows and columns. Times are scaled up: factorisations by their operations,
+coding by the number of weights, everything else by the matrix's area. On a GPU everything but decoding is timed there,
+with as many matrices in work at once as in the run; coding is also scaled by how much of the GPU the fronts of the two
+matrices fill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+from ciuic_cli.allocation.machine import Machine
+from ciuic_cli.allocation.matrices import (
+    UNPROBED_ROLES,
+    UNPRUNED_ROLES,
+    WeightMatrix,
+    full_outputs,
+)
+from ciuic_cli.allocation.pool_factors import SHARED_INPUT_ROLES
+from ciuic_cli.allocation.pricing import UNSORTED_POOLED_ROLES
+from ciuic_cli.allocation.probes import with_rounding_noise
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.passes import lowrank
+from ciuic_cli.passes.feedback import factor_inputs, factor_outputs
+from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes.predicted_loss import pruning_loss
+from ciuic_cli.passes.prepare import prepare
+from ciuic_cli.passes.rounding import round_prepared
+from ciuic_cli.passes.scale import input_scales
+from ciuic_cli.passes.shared_factors import share_inputs, share_outputs
+from ciuic_cli.process.threads import parallel_map
+
+TIMED_SIZE = 1024
+"""Most rows and columns of the matrices that are timed. No measurement is on record."""
+TIMED_CODED_ROWS = 64
+"""Most rows of the matrices whose coding is timed on a CPU: coding takes far longer than the rest. On a GPU so few rows
+would fill nothing. No measurement is on record."""
+TIMING_REPEATS = 3
+"""Repetitions of each timing. The shortest counts: other work on the machine delayed the others. Chosen, not tuned."""
+_TIMED_TOKENS = 512
+"""Tokens of the timed product: a usual length of calibration sequences."""
+_TIMED_READ_WEIGHTS = 1 << 22
+"""Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
+
+
+def time_matrix(
+    matrix: WeightMatrix, L: int, machine: Machine, *, ranks: bool, pooled: bool
+) -> dict[str, float]:
+    """Seconds for pricing the arms of one matrix, one probe of it, encoding and decoding it.
+
+    Matrices are timed side by side as in the run, and the time is divided by their number.
+
+    Args:
+        ranks: whether arms with a low-rank part are priced.
+        pooled: whether it is an expert that has only diagonals of moments beside its pool's.
+    """
+    full = full_outputs(matrix.role, matrix.rows)
+    rows, cols = min(matrix.rows, TIMED_SIZE), min(matrix.cols, TIMED_SIZE)
+    weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(machine.device)
+    fisher = KroneckerFisher(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
+    fisher = fisher.to(machine.device)
+    prepared = prepare(weight, fisher)  # not timed: the first call also loads the native library
+    factored = factor_inputs(fisher.inputs)
+    bits = np.full(len(prepared.weight) // 16, 4, np.uint8)
+    part, coded_rows = prepared, rows
+    if machine.device.type == "cpu":
+        coded_rows = min(TIMED_CODED_ROWS, rows)
+        part = prepare(weight[:coded_rows], KroneckerFisher(fisher.inputs, torch.ones(coded_rows)))
+    parallel = machine.side_by_side(matrix)
+
+    def clock(run: Callable[[], Any]) -> float:
+        def run_on_machine(_: int) -> None:
+            with machine.own_stream():
+                run()
+
+        def together() -> None:
+            for _ in parallel_map(range(parallel), run_on_machine, lambda _: parallel):
+                pass
+            machine.settle()
+
+        machine.settle()
+        return min(_clock(together) for _ in range(TIMING_REPEATS)) / parallel
+
+    # Times grow by these factors from the timed matrix to the real one.
+    input_growth, output_growth = (matrix.cols / cols) ** 3, (matrix.rows / rows) ** 3
+    area_growth = matrix.weights / (rows * cols)
+    own_inputs = input_growth * clock(lambda: factor_inputs(fisher.inputs))
+    own_outputs = output_growth * clock(lambda: factor_outputs(fisher.outputs)) if full else 0.0
+    rest = area_growth * clock(lambda: prepare(weight, fisher, factored, prepared.outputs))
+    predicted_inputs, outputs = own_inputs, own_outputs  # of pricing and probes; of rows in natural order
+    if pooled:
+        if matrix.role in SHARED_INPUT_ROLES:
+            inputs_pool = share_inputs(fisher.inputs)
+            assert inputs_pool is not None
+            predicted_inputs = (matrix.cols / cols) ** 2 * clock(lambda: inputs_pool.of(fisher.inputs))
+        outputs_pool = share_outputs(fisher.outputs) if full else None
+        if outputs_pool is not None:
+            ratios = weight.new_ones(rows)
+            outputs = (matrix.rows / rows) ** 2 * clock(lambda: outputs_pool.of(ratios, fisher.outputs))
+    sorts = not (pooled and matrix.role in UNSORTED_POOLED_ROLES)
+    planned_outputs = own_outputs if sorts else outputs  # most plans sort the rows that may be sorted
+    pricing = area_growth * (
+        clock(lambda: prepared.with_weight(weight).row_sensitivity)
+        + clock(lambda: pruning_loss(weight, fisher)) * matrix.cols / cols
+    )
+    if sorts:
+        pricing += own_outputs
+    if not matrix.role.startswith("expert") and matrix.role not in UNPROBED_ROLES:
+        # Where input scales pay, H is factorised once more.
+        pricing += input_growth * clock(lambda: input_scales(weight, fisher, prepared.inputs)) + own_inputs
+    if ranks and matrix.role not in UNPRUNED_ROLES:
+        pricing += area_growth * clock(
+            lambda: lowrank.residual_energies(weight, weight.new_ones(rows), lowrank.RANKS)
+        )
+    solve_growth = area_growth * (matrix.rows + matrix.cols) / (rows + cols)
+    perturbing = solve_growth * clock(
+        lambda: with_rounding_noise(prepared, bits, L, torch.Generator().manual_seed(0))
+    )
+    packed: list[PackedMatrix] = []
+    coded_bits = bits[: len(part.weight) // 16]
+    coding = clock(lambda: packed.append(round_prepared(part, coded_bits, L=L, rounder=machine.rounder)))
+    coding *= matrix.rows / coded_rows * matrix.cols / cols
+    coding *= _filled(coded_rows, cols, full, parallel, machine)
+    coding /= _filled(matrix.rows, matrix.cols, full, parallel, machine)
+    decoding = clock(lambda: decode_dense(packed[0])) * matrix.weights / (packed[0].rows * packed[0].cols)
+    return {
+        "arms": predicted_inputs + outputs + rest + pricing,
+        "probe": predicted_inputs + planned_outputs + rest + perturbing,
+        "encode": own_inputs + planned_outputs + rest + coding,
+        "decode": decoding,
+    }
+
+
+def _filled(rows: int, cols: int, two_sided: bool, parallel: int, machine: Machine) -> float:
+    """Share of the machine that `parallel` matrices of this shape keep busy while they are rounded."""
+    return min(1.0, parallel * machine.occupancy(rows, cols, two_sided))
+
+
+def time_products(device: torch.device) -> float:
+    """Seconds per weight and token of a float32 product; bfloat16 products are not slower."""
+    x, w = (
+        torch.randn(_TIMED_TOKENS, TIMED_SIZE, device=device),
+        torch.randn(TIMED_SIZE, TIMED_SIZE, device=device),
+    )
+    torch.nn.functional.linear(x, w)
+    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(TIMING_REPEATS))
+    return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
+
+
+def time_reading(model_map: ModelMap, matrices: Iterable[WeightMatrix]) -> float:
+    """Seconds per weight to read, decode and copy a matrix."""
+    matrix = min(matrices, key=lambda matrix: abs(matrix.weights - _TIMED_READ_WEIGHTS))
+
+    def read() -> int:
+        value = (
+            model_map.read(matrix.name)
+            if matrix.expert is None
+            else model_map.read_expert(matrix.name, matrix.expert)
+        )
+        return int(torch.isfinite(value.float()).sum())
+
+    return min(_clock(read), _clock(read)) / matrix.weights
+
+
+def _clock(run: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
