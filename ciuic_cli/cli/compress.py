@@ -91,10 +91,19 @@ def compress(
             metavar="FILE",
             readable=False,
             rich_help_panel=CALIBRATION,
-            show_default="the package's own text",
-            help="UTF-8 text like the text that the model will see; may be repeated.",
+            show_default="only the package's mix",
+            help="UTF-8 text like the text that the model will see; may be repeated. Half of the sequences are from "
+            "it, half from the package's own mix of texts.",
         ),
     ] = None,
+    calibration_only: Annotated[
+        bool,
+        typer.Option(
+            "--calibration-only",
+            rich_help_panel=CALIBRATION,
+            help="All sequences from the text of --calibration: for a model that will see no other text.",
+        ),
+    ] = False,
     nsamples: Annotated[
         int | None,
         typer.Option(
@@ -193,6 +202,7 @@ def compress(
             "target_bpw": target_bpw,
             "target_size": None if target_size is None else parse_size(target_size),
             "calibration": tuple(calibration or ()),
+            "calibration_only": calibration_only,
             "nsamples": nsamples,
             "seqlen": seqlen,
             "seed": seed,

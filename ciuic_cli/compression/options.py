@@ -69,7 +69,9 @@ class CompressOptions:
             of ratio, target_bpw and target_size; with none of them the ratio is 4.
         target_bpw: stored bits per parameter, at most 16.
         target_size: bytes of the artifact's safetensors files.
-        calibration: UTF-8 text files; none: the package's own calibration text.
+        calibration: UTF-8 text files; half of the sequences are from them, half from the package's own calibration mix.
+            None: all are from the mix.
+        calibration_only: whether all sequences are from `calibration`.
         nsamples: calibration sequences; None: those of the effort level.
         seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.
         seed: seed of all random numbers. Another seed gives other bytes.
@@ -90,6 +92,7 @@ class CompressOptions:
     target_bpw: float | None = None
     target_size: int | None = None
     calibration: tuple[Path, ...] = ()
+    calibration_only: bool = False
     nsamples: int | None = None
     seqlen: int | None = None
     seed: int = 0
@@ -112,6 +115,13 @@ class CompressOptions:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if not isinstance(self.calibration_only, bool):
+            raise UsageError(f"--calibration-only is {_shown(self.calibration_only)}, not true or false")
+        if self.calibration_only and not self.calibration:
+            raise UsageError(
+                "--calibration-only without a text",
+                remedy="give the text with --calibration, or leave it out",
+            )
         _check_name("--effort", self.effort, EFFORTS)
         _check_name("--mtp", self.mtp, MTP)
         check_device(self.device)
@@ -159,7 +169,7 @@ class CompressOptions:
 
         ratio: bytes at 2 per parameter over the budget. seqlen: tokens per calibration sequence.
         """
-        left_out = ("target_bpw", "target_size", "calibration", "dry_run", "force")
+        left_out = ("target_bpw", "target_size", "calibration", "calibration_only", "dry_run", "force")
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in left_out}
         return {
             **values,

@@ -251,5 +251,6 @@ class Run:
         return build_report(
             self.map, plan, self.statistics, options=self.task.settled_options(),
             corrections=self.corrections, singular=self.singular, measured_kl=measured_kl,
-            recovered=self.recovered, held_out_tokens=self.task.held_out.numel(), started=started,
+            recovered=self.recovered, held_out_tokens=self.task.held_out.numel(),
+            vocabulary_seen=self.task.vocabulary_seen, started=started,
         )  # fmt: skip

@@ -52,6 +52,7 @@ def build_report(
     measured_kl: Mean | None,
     recovered: RecoveryResult | None,
     held_out_tokens: int,
+    vocabulary_seen: float,
     started: float,
 ) -> MemoryReport:
     """The memory report of a finished run, or of a plan.
@@ -62,6 +63,7 @@ def build_report(
         singular: number of matrices whose Hessian had not full rank and was damped.
         measured_kl: KL of the finished codes on held_out_tokens of calibration text; None if not measured.
         recovered: None if the run has no recovery.
+        vocabulary_seen: share of the vocabulary that occurs in the calibration tokens.
         started: `time.monotonic()` at the beginning of the run.
     """
     original_bytes = 2 * model_map.stored_numel
@@ -87,6 +89,7 @@ def build_report(
         statistics=StatisticsReport(
             tokens=statistics.total_tokens,
             held_out_tokens=held_out_tokens,
+            vocabulary_seen=vocabulary_seen,
             experts_without_tokens=_experts_without_tokens(plan, statistics),
             singular_hessians=singular,
             roles={role: RoleReport(**numbers) for role, numbers in corrections.items()},

@@ -270,7 +270,11 @@ def _ignore_predictors(model: Any, mtp: PredictionLayers) -> None:
 def _refuse_missing(
     model: Any, expected: dict[str, torch.Tensor], stored: Iterable[str], folder: Path
 ) -> None:
-    """Raise InputError if a tensor is missing: transformers would warn and initialise it at random."""
+    """Raise InputError if a tensor of the artifact's model is missing: transformers would initialise it at random.
+
+    A head that the artifact's model does not have, such as a classifier's, begins at random, with transformers'
+    warning.
+    """
     present = set(stored)
     for target, source in model.all_tied_weights_keys.items():
         if target in present or source in present:
@@ -279,7 +283,9 @@ def _refuse_missing(
     missing = sorted(
         name
         for name in expected
-        if name not in present and not any(pattern.search(name) for pattern in ignored)
+        if name not in present
+        and not any(pattern.search(name) for pattern in ignored)
+        and not _is_new_head(model, name)
     )
     if missing:
         raise InputError(
@@ -287,6 +293,16 @@ def _refuse_missing(
             file=folder,
             remedy="the artifact is incomplete or belongs to another model; compress it again",
         )
+
+
+def _is_new_head(model: Any, name: str) -> bool:
+    """Whether the parameter belongs to a head that a language model does not have.
+
+    It lies outside the part that all models of a family share, and the model predicts no tokens.
+    """
+    shared = f"{model.base_model_prefix}."
+    has_shared_part = any(other.startswith(shared) for other in model.state_dict())
+    return has_shared_part and not name.startswith(shared) and model.get_output_embeddings() is None
 
 
 register_with_transformers()

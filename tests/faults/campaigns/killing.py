@@ -87,7 +87,15 @@ class Harness:
         code = 99
         try:
             self._prepare(kill_at, count_in)
-            sys.argv = ["ciuic", "compress", str(self.model), str(self.out), "--calibration", str(self.text)]
+            sys.argv = [
+                "ciuic",
+                "compress",
+                str(self.model),
+                str(self.out),
+                "--calibration",
+                str(self.text),
+                "--calibration-only",
+            ]
             sys.argv += [*OPTIONS, *options]
             cli.main()
         except SystemExit as end:
