@@ -34,7 +34,7 @@ from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
-from ciuic_cli.runtime.mixed_classes import fix_model_dtype
+from ciuic_cli.runtime.mixed_classes import adapt_model
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 from ciuic_cli.runtime.placement.crossing import compute_in_place, keep_weights_in_place
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
@@ -195,7 +195,7 @@ def finish_modules(
             module.bias.data = module.bias.data[: module.out_features].clone()
     for router, mask in routers(model, pruned):
         mask_router(router, mask)
-    fix_model_dtype(model)
+    adapt_model(model)
     from ciuic_cli.runtime.attention.mla import adapt_latent_attention  # transformers is whole only now
 
     adapt_latent_attention(model)
