@@ -117,10 +117,10 @@ def place_of(model: Any, name: str) -> Place | None:
     if target not in state:
         return None
     converter = next((entry for entry in converters if pattern in entry.source_patterns), None)
-    if converter is None:
+    if converter is None or pattern is None:
         return Place(target)
     renamed, _ = rename_source_key(name, renamings, [])
-    number = re.search(pattern.replace(".*.", r"\.(\d+)\."), renamed) if pattern else None
+    number = re.search(pattern.replace(".*.", r"\.(\d+)\."), renamed)
     if not _stacks_experts(converter) or number is None or not number.groups():
         raise InputError(
             f"the tensor is a part of {target}, which is stored as a whole",

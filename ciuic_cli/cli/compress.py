@@ -92,8 +92,8 @@ def compress(
             readable=False,
             rich_help_panel=CALIBRATION,
             show_default="only the package's mix",
-            help="UTF-8 text like the text that the model will see; may be repeated. Half of the sequences are from "
-            "it, half from the package's own mix of texts.",
+            help="UTF-8 text like the text that the model will see; may be repeated. The package's own mix of texts "
+            "adds half as many sequences.",
         ),
     ] = None,
     calibration_only: Annotated[
@@ -110,7 +110,7 @@ def compress(
             metavar="N",
             rich_help_panel=CALIBRATION,
             show_default="by effort",
-            help="Calibration sequences, at least 2.",
+            help="Calibration sequences, at least 2, without those that the mix adds.",
         ),
     ] = None,
     seqlen: Annotated[

@@ -69,10 +69,9 @@ class CompressOptions:
             of ratio, target_bpw and target_size; with none of them the ratio is 4.
         target_bpw: stored bits per parameter, at most 16.
         target_size: bytes of the artifact's safetensors files.
-        calibration: UTF-8 text files; half of the sequences are from them, half from the package's own calibration mix.
-            None: all are from the mix.
+        calibration: UTF-8 text files. The package's own mix of texts adds half as many sequences. None: the mix alone.
         calibration_only: whether all sequences are from `calibration`.
-        nsamples: calibration sequences; None: those of the effort level.
+        nsamples: calibration sequences, without those that the mix adds; None: those of the effort level.
         seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.
         seed: seed of all random numbers. Another seed gives other bytes.
         effort: "fast", "default" or "best", see `EFFORTS`.
@@ -139,8 +138,9 @@ class CompressOptions:
 
     @property
     def sequences(self) -> int:
-        """Calibration sequences, including those held out for measuring KL."""
-        return self.nsamples or self.level.nsamples
+        """Calibration sequences, including those held out for measuring KL, and those that the package's mix adds."""
+        count = self.nsamples or self.level.nsamples
+        return count + count // 2 if self.calibration and not self.calibration_only else count
 
     def budget(self, original: int) -> int:
         """Bytes that the artifact's safetensors files may take. original: bytes of all parameters at 2 bytes each."""

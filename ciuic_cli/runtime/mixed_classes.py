@@ -94,4 +94,5 @@ class CompressedModel(Mixin):
 def adapt_model(model: Any) -> None:
     """Give a transformers model the mixin `CompressedModel`, in place. Other modules are not changed."""
     if hasattr(model, "save_pretrained") and not isinstance(model, CompressedModel):
-        model.__class__ = mixed_class(CompressedModel, type(model))
+        original: Any = type(model)
+        model.__class__ = mixed_class(CompressedModel, original)
