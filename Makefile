@@ -12,6 +12,8 @@ OUT ?= build/demo
 FUZZ_SECONDS ?= 120
 KILLS ?= 200
 CORRUPTIONS ?= 1000
+# Checkpoints that `shapes` makes.
+SHAPES ?= 40
 # Numbers of layers of the models that `scale` makes; a layer has 0.1 GB.
 LAYERS ?= 20 80
 SANITIZED = build/sanitized
@@ -20,7 +22,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test test-fast check wheel faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
+.PHONY: demo test test-fast check wheel faults kills shapes corruptions fuzz sanitize format cuda-check gpu quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -60,6 +62,11 @@ faults: $(VENV)/.installed
 # Kills runs at random moments: nothing may be lost, and the rerun must end in the same bytes.
 kills: $(VENV)/.installed
 	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS)
+	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS) --family gemma3n_text
+
+# Random small checkpoints of odd shapes: compressed, loaded, and compared with dense models. About 4 s for each.
+shapes: $(VENV)/.installed
+	$(BIN)/python tests/families/random_shapes.py --count $(SHAPES)
 
 # Changes single bytes of artifacts, under the sanitizers: --verify must find each, and loading must do no harm.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so

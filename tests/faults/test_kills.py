@@ -49,6 +49,12 @@ def test_fault_43_two_hundred_interrupted_runs_lose_nothing() -> None:
     assert resumed is not None and int(resumed[1]) > 20, said
 
 
+@pytest.mark.campaign
+def test_fault_43_interrupted_runs_lose_nothing_that_layers_share() -> None:
+    """Gemma 3n's layers leave keys and values for later ones, in memory only."""
+    assert "resumed" in kills(60, 9 + BASE_SEED, "--family", "gemma3n_text")
+
+
 KILL_AT_STEP = """
 import os, signal, sys, threading
 from ciuic_cli.cli import app as cli
