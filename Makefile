@@ -14,6 +14,8 @@ KILLS ?= 200
 CORRUPTIONS ?= 1000
 # Architectures of `wheels`: auto is this machine's.
 ARCHS ?= auto
+# Checkpoints that `shapes` makes.
+SHAPES ?= 40
 # Numbers of layers of the models that `scale` makes; a layer has 0.1 GB.
 LAYERS ?= 20 80
 SANITIZED = build/sanitized
@@ -22,7 +24,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test test-fast check wheel wheels sdist faults kills corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
+.PHONY: demo test test-fast check wheel wheels sdist faults kills shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -32,9 +34,10 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable ".[dev]"
 	touch $@
 
-# Compresses the sample model and runs inspect, eval and bench on the result: minutes.
+# Compresses the sample model and runs inspect, eval and bench on the result: minutes. The sample was trained on one kind
+# of text, so the package's mix of other kinds is left out.
 demo: $(VENV)/.installed
-	$(BIN)/ciuic compress $(SAMPLE) $(OUT) --calibration samples/text/calibration.txt --force
+	$(BIN)/ciuic compress $(SAMPLE) $(OUT) --calibration samples/text/calibration.txt --calibration-only --force
 	$(BIN)/ciuic inspect $(OUT)
 	$(BIN)/ciuic eval $(OUT) --base $(SAMPLE) --text samples/text/heldout.txt --seqlen 512 \
 		--prompt "Background: The island was"
@@ -72,6 +75,11 @@ faults: $(VENV)/.installed
 # Kills runs at random moments: nothing may be lost, and the rerun must end in the same bytes.
 kills: $(VENV)/.installed
 	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS)
+	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS) --family gemma3n_text
+
+# Random small checkpoints of odd shapes: compressed, loaded, and compared with dense models. About 4 s for each.
+shapes: $(VENV)/.installed
+	$(BIN)/python tests/families/random_shapes.py --count $(SHAPES)
 
 # Changes single bytes of artifacts, under the sanitizers: --verify must find each, and loading must do no harm.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so

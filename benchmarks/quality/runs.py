@@ -173,7 +173,7 @@ class Workshop:
             command += ["--set", patch]
         command += ["--", "compress", self.model, out, "--target-bpw", contestant.options["bpw"]]
         command += ["--nsamples", count, "--seqlen", length, *contestant.options.get("arguments", ())]
-        command += ["--calibration", self.calibration] if self.calibration else []
+        command += ["--calibration", self.calibration, "--calibration-only"] if self.calibration else []
         # No --force: an unfinished run of the same command continues where it stopped.
         if not out.is_dir():
             run(command, workdir / "log.txt", "quantize", self.threads)

@@ -19,6 +19,8 @@ CHECKSUMS = "ciuic_checksums.json"
 """The list of SHA-256 checksums, for `ciuic inspect --verify`."""
 REPORT = "memory_report.json"
 """The memory report (`report/schema.py`)."""
+REPORT_PAGE = "memory_report.html"
+"""The memory report as a page for people."""
 _COPIED = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model",

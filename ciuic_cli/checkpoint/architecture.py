@@ -40,8 +40,8 @@ the activations between its layers, so that float16 does not overflow; the predi
 
 _CHECK_CONFIG = "download config.json again, or update transformers"
 _CHECK_MODEL = (
-    "compare config.json with the original's; if it is intact, the installed transformers does not support this model: "
-    "try another version"
+    "the installed transformers does not run this model as its config.json describes it: try another version of "
+    "transformers; if you edited config.json, compare it with the original's"
 )
 
 

@@ -89,6 +89,48 @@ class NameMap:
     unexpected: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the model has a tensor of the checkpoint.
+
+    Attributes:
+        parameter: the name in memory.
+        expert: of a stack of experts; None: all of the parameter.
+        part: (number, count) of the equal parts into which the expert's rows are divided.
+    """
+
+    parameter: str
+    expert: int | None = None
+    part: tuple[int, int] = (0, 1)
+
+
+def place_of(model: Any, name: str) -> Place | None:
+    """The place of a tensor that checkpoints of the meta `model` call `name`; None if they have none of that name.
+
+    Raises InputError if it is a part of a parameter that cannot be cut out of it.
+    """
+    conversions = get_model_conversion_mapping(model)
+    renamings = [entry for entry in conversions if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]
+    state = model.state_dict()
+    target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, state)
+    if target not in state:
+        return None
+    converter = next((entry for entry in converters if pattern in entry.source_patterns), None)
+    if converter is None or pattern is None:
+        return Place(target)
+    renamed, _ = rename_source_key(name, renamings, [])
+    number = re.search(pattern.replace(".*.", r"\.(\d+)\."), renamed)
+    if not _stacks_experts(converter) or number is None or not number.groups():
+        raise InputError(
+            f"the tensor is a part of {target}, which is stored as a whole",
+            tensor=name,
+            remedy=f"read {target}",
+        )
+    part = (converter.source_patterns.index(pattern), len(converter.source_patterns))
+    return Place(target, int(number[1]), part)
+
+
 def map_names(model: Any, shapes: dict[str, tuple[int, ...]]) -> NameMap:
     """Find the sources of every parameter of the meta `model` among the checkpoint's tensors (name -> decoded shape).
 

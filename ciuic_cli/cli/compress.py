@@ -100,17 +100,26 @@ def compress(
             metavar="FILE",
             readable=False,
             rich_help_panel=CALIBRATION,
-            show_default="the package's own text",
-            help="UTF-8 text like the text that the model will see; may be repeated.",
+            show_default="only the package's mix",
+            help="UTF-8 text like the text that the model will see; may be repeated. The package's own mix of texts "
+            "adds half as many sequences.",
         ),
     ] = None,
+    calibration_only: Annotated[
+        bool,
+        typer.Option(
+            "--calibration-only",
+            rich_help_panel=CALIBRATION,
+            help="All sequences from the text of --calibration: for a model that will see no other text.",
+        ),
+    ] = False,
     nsamples: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             rich_help_panel=CALIBRATION,
             show_default="by effort",
-            help="Calibration sequences, at least 2.",
+            help="Calibration sequences, at least 2, without those that the mix adds.",
         ),
     ] = None,
     seqlen: Annotated[
@@ -222,6 +231,7 @@ def compress(
             "target_bpw": target_bpw,
             "target_size": None if target_size is None else parse_size(target_size),
             "calibration": tuple(calibration or ()),
+            "calibration_only": calibration_only,
             "nsamples": nsamples,
             "seqlen": seqlen,
             "seed": seed,

@@ -14,6 +14,7 @@ from ciuic_cli.report.sentences import (
     padding_sentence,
     pass_sentence,
     unrouted_experts_warning,
+    vocabulary_sentence,
 )
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
     if report.coded_on:
         coded = " and ".join(f"{count} on {machine}" for machine, count in report.coded_on.items())
         console.data(f"matrices coded: {coded}")
+    if report.statistics.vocabulary_seen is not None:
+        console.data(f"vocabulary: {vocabulary_sentence(report.statistics.vocabulary_seen)}")
     console.data(f"{report.seconds:.0f} s, {readable_bytes(report.peak_rss_bytes)} of peak memory")
 
 
@@ -148,6 +151,8 @@ def show_description(console: Console, description: Description, tensors: bool) 
     losses = description.losses
     if losses is not None:
         console.data(_loss(losses.predicted, losses.measured, losses.stderr, losses.held_out_tokens) + "\n")
+        if losses.vocabulary_seen is not None:
+            console.data(f"vocabulary: {vocabulary_sentence(losses.vocabulary_seen)}\n")
     rows: list[Sequence[object]] = [
         [
             part.role,

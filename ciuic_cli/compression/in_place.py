@@ -34,12 +34,19 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
         **options: as for `compress`, except dry_run, force and prompt: ratio, calibration, nsamples, effort, ...
 
     Raises:
-        UsageError: no tokenizer, or not a transformers model. TypeError: an option that `compress` does not have.
+        UsageError: no tokenizer, not a transformers model, or one with a PEFT adapter.
+        TypeError: an option that `compress` does not have.
         CiuicError: as `compress`; the model is unchanged.
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config"):
         raise UsageError(
             "only transformers models can be compressed in place", remedy="pass a PreTrainedModel"
+        )
+    if _has_adapter(model):
+        raise UsageError(
+            "the model has a PEFT adapter, which would be lost",
+            remedy="merge it first (model = model.merge_and_unload()), or compress the base model and add the adapter "
+            "to the result",
         )
     if is_distributed():
         raise UsageError(
@@ -71,6 +78,12 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
                 blobs |= {name: tensors.get_tensor(name) for name in tensors.keys() if name in compressed}  # noqa: SIM118
         notes = {"bits_per_weight": report.bits_per_weight, "ratio": report.ratio}
         return cast(Model, pack_module_inplace(model, blobs, notes=notes))
+
+
+def _has_adapter(model: nn.Module) -> bool:
+    """Whether PEFT wraps the model or layers of it. A merged model may keep an attribute `peft_config`."""
+    wrapped = any(kind.__name__ == "PeftModel" for kind in type(model).__mro__)
+    return wrapped or any(hasattr(module, "base_layer") for module in model.modules())
 
 
 def _tokenizer_of(model: Any) -> Any:

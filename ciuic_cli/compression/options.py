@@ -69,8 +69,9 @@ class CompressOptions:
             of ratio, target_bpw and target_size; with none of them the ratio is 4.
         target_bpw: stored bits per parameter, at most 16.
         target_size: bytes of the artifact's safetensors files.
-        calibration: UTF-8 text files; none: the package's own calibration text.
-        nsamples: calibration sequences; None: those of the effort level.
+        calibration: UTF-8 text files. The package's own mix of texts adds half as many sequences. None: the mix alone.
+        calibration_only: whether all sequences are from `calibration`.
+        nsamples: calibration sequences, without those that the mix adds; None: those of the effort level.
         seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.
         seed: seed of all random numbers. Another seed gives other bytes.
         effort: "fast", "default" or "best", see `EFFORTS`.
@@ -91,6 +92,7 @@ class CompressOptions:
     target_bpw: float | None = None
     target_size: int | None = None
     calibration: tuple[Path, ...] = ()
+    calibration_only: bool = False
     nsamples: int | None = None
     seqlen: int | None = None
     seed: int = 0
@@ -114,6 +116,13 @@ class CompressOptions:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if not isinstance(self.calibration_only, bool):
+            raise UsageError(f"--calibration-only is {_shown(self.calibration_only)}, not true or false")
+        if self.calibration_only and not self.calibration:
+            raise UsageError(
+                "--calibration-only without a text",
+                remedy="give the text with --calibration, or leave it out",
+            )
         _check_name("--effort", self.effort, EFFORTS)
         _check_name("--mtp", self.mtp, MTP)
         check_device(self.device)
@@ -132,8 +141,9 @@ class CompressOptions:
 
     @property
     def sequences(self) -> int:
-        """Calibration sequences, including those held out for measuring KL."""
-        return self.nsamples or self.level.nsamples
+        """Calibration sequences, including those held out for measuring KL, and those that the package's mix adds."""
+        count = self.nsamples or self.level.nsamples
+        return count + count // 2 if self.calibration and not self.calibration_only else count
 
     def budget(self, original: int) -> int:
         """Bytes that the artifact's safetensors files may take. original: bytes of all parameters at 2 bytes each."""
@@ -162,7 +172,9 @@ class CompressOptions:
 
         ratio: bytes at 2 per parameter over the budget. seqlen: tokens per calibration sequence.
         """
-        left_out = ("target_bpw", "target_size", "calibration", "prompt", "dry_run", "force")
+        left_out = (
+            "target_bpw", "target_size", "calibration", "calibration_only", "prompt", "dry_run", "force",
+        )  # fmt: skip
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in left_out}
         return {
             **values,

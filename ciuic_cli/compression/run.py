@@ -288,7 +288,7 @@ class Run:
             self.map, plan, self.statistics, options=self.task.settled_options(),
             corrections=self.corrections, singular=self.singular, measured_kl=measured_kl,
             recovered=self.recovered, coded_on=Counter(self.coded_on.values()),
-            held_out_tokens=self.task.held_out.numel(), started=started,
+            held_out_tokens=self.task.held_out.numel(), vocabulary_seen=self.task.vocabulary_seen, started=started,
         )  # fmt: skip
 
 

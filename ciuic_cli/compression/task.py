@@ -32,7 +32,7 @@ from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.runtime.loading import choose_device
-from ciuic_cli.text.calibration import calibration_batch
+from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences
 from ciuic_cli.text.tokenizer import open_tokenizer
 
 HELD_OUT_EVERY = 16
@@ -46,8 +46,8 @@ class Task:
     Attributes:
         map: the model's parameters and their roles.
         passes: what the passes (pruning, low-rank parts, bits) may choose from.
-        batches: LongTensor (sequences, length), the tokenized calibration text. `options.sequences` of them, evenly
-            spaced, are for the statistics and for measuring KL (held out). The others are for recovery.
+        text: the tokenized calibration text. `options.sequences` of its sequences, evenly spaced, are for the
+            statistics and for measuring KL (held out). The others are for recovery.
         budget: bytes that the artifact's safetensors files may take.
     """
 
@@ -55,20 +55,25 @@ class Task:
     map: ModelMap
     options: CompressOptions
     passes: PassOptions
-    batches: torch.Tensor
+    text: CalibrationSequences
     budget: int
 
     @property
     def held_out(self) -> torch.Tensor:
         """LongTensor: the sequences for measuring KL, unseen by statistics and recovery unless there is only one."""
-        sampled = self.batches[self._sampled]
+        sampled = self.text.tokens[self._sampled]
         return sampled[_held_out(len(sampled))]
 
     @property
     def calibration(self) -> torch.Tensor:
         """LongTensor: the sequences for the statistics."""
-        sampled = self.batches[self._sampled]
+        sampled = self.text.tokens[self._sampled]
         return sampled if len(sampled) == 1 else sampled[~_held_out(len(sampled))]
+
+    @property
+    def vocabulary_seen(self) -> float:
+        """Share of the model's vocabulary that occurs in the sequences for the statistics."""
+        return self.calibration.unique().numel() / self.map.config.get_text_config().vocab_size
 
     @property
     def recovery(self) -> torch.Tensor:
@@ -77,12 +82,12 @@ class Task:
         First come those that the statistics have not seen, then those of the statistics, both in random order. They
         are repeated until there are enough for all steps.
         """
-        unseen = torch.ones(len(self.batches), dtype=torch.bool)
+        unseen = torch.ones(len(self.text.tokens), dtype=torch.bool)
         unseen[self._sampled] = False
         random = torch.Generator().manual_seed(self.options.seed)
         parts = [
             part[torch.randperm(len(part), generator=random)]
-            for part in (self.batches[unseen], self.calibration)
+            for part in (self.text.tokens[unseen], self.calibration)
         ]
         needed, once = STEP_SEQUENCES * self.options.level.recovery_steps, torch.cat(parts)
         return once.repeat(ceil_div(needed, len(once)), 1)[:needed]
@@ -90,8 +95,7 @@ class Task:
     @property
     def _sampled(self) -> torch.Tensor:
         """LongTensor: indices of the sequences for the statistics and of the held-out ones."""
-        count = min(self.options.sequences, len(self.batches))
-        return torch.arange(count) * len(self.batches) // count
+        return self.text.sample(min(self.options.sequences, len(self.text.tokens)))
 
     def settled_options(self) -> dict[str, Any]:
         """The options that decide the artifact's bytes. Defaults that depend on the model are filled in."""
@@ -101,7 +105,7 @@ class Task:
     def forecast(self) -> Forecast:
         """Expected time, memory and disk space of the run."""
         recovery = STEP_SEQUENCES * self.options.level.recovery_steps
-        text = TextSize(len(self.calibration), len(self.held_out), self.batches.shape[1], recovery)
+        text = TextSize(len(self.calibration), len(self.held_out), self.text.tokens.shape[1], recovery)
         return forecast(
             self.map, text, L=self.options.level.L, ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device),
@@ -118,7 +122,7 @@ class Task:
             "version": __version__,
             "options": {name: value for name, value in self.settled_options().items() if name != "device"},
             "budget": self.budget,
-            "calibration": hashlib.sha256(self.batches.numpy().tobytes()).hexdigest(),
+            "calibration": hashlib.sha256(self.text.tokens.numpy().tobytes()).hexdigest(),
             "config": hashlib.sha256(config).hexdigest(),
             "weights": {
                 os.path.relpath(path, folder): self._file_states[path] for path in self.checkpoint.files()
@@ -165,14 +169,15 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
     check_reachable(model_map, budget, passes)
     budget = min(budget, largest_bytes(model_map, passes))
     open_generation_config(checkpoint.folder)  # copied into the artifact; raises if it is damaged
-    batches = calibration_batch(
+    text = calibration_sequences(
         open_tokenizer(checkpoint.folder),
         options.calibration,
+        only=options.calibration_only,
         nsamples=options.sequences + STEP_SEQUENCES * options.level.recovery_steps,
         seqlen=seqlen,
         vocab_size=model_map.config.get_text_config().vocab_size,
     )
-    return Task(checkpoint, model_map, options, passes, batches, budget)
+    return Task(checkpoint, model_map, options, passes, text, budget)
 
 
 def _file_state(path: Path) -> list[Any] | None:

@@ -74,7 +74,7 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
             report, run.options.prompt, run.map.checkpoint.folder, folder, run.options.device
         )
     (folder / writer.REPORT).write_text(report.to_json(), encoding="utf-8")
-    (folder / "memory_report.html").write_text(render_html(report), encoding="utf-8")
+    (folder / writer.REPORT_PAGE).write_text(render_html(report), encoding="utf-8")
     card = render_card(report, source_of(run.map))
     (folder / "README.md").write_text(card, encoding="utf-8")
     write_recipe(run.options, folder)

@@ -18,7 +18,7 @@ Weights are float32. Expert stacks are the exception: they stay in main memory (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
@@ -302,7 +302,7 @@ class LayerStream:
         Such values are in memory only, so a run that is resumed runs all layers forward again.
         """
         values = (value for arguments in self._shared_arguments.values() for value in arguments.values())
-        return any(self._links.values()) or any(isinstance(value, dict) for value in values)
+        return any(self._links.values()) or any(isinstance(value, MutableMapping) for value in values)
 
     # --- weights in memory
 

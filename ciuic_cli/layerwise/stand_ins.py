@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -133,12 +133,12 @@ def require_layer_by_layer(stand_ins: Sequence[StandIn], model: str, folder: Pat
 
 
 def is_of_the_chunk(value: Any, other: Any) -> bool:
-    """True if an argument belongs to one chunk: it is a tensor that differs from `other`, or another dictionary.
+    """True if an argument belongs to one chunk: it is a tensor that differs from `other`, or another mapping.
 
     Layers get such arguments besides the hidden state: the tokens in DeepSeek-V4, inputs per layer in Gemma 3n, and in
-    Gemma 4 a dictionary in which a layer leaves its keys and values for later ones.
+    Gemma 3n and 4 a mapping (a UserDict, not a dict) in which a layer leaves its keys and values for later ones.
     """
-    if isinstance(value, dict):
+    if isinstance(value, MutableMapping):
         return value is not other
     return isinstance(value, torch.Tensor) and value is not other and not _equal(value, other)
 

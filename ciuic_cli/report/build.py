@@ -55,6 +55,7 @@ def build_report(
     recovered: RecoveryResult | None,
     coded_on: Mapping[str, int],
     held_out_tokens: int,
+    vocabulary_seen: float,
     started: float,
 ) -> MemoryReport:
     """The memory report of a finished run, or of a plan.
@@ -66,6 +67,7 @@ def build_report(
         measured_kl: KL of the finished codes on held_out_tokens of calibration text; None if not measured.
         recovered: None if the run has no recovery.
         coded_on: number of matrices by the machine that coded them; empty in a plan.
+        vocabulary_seen: share of the vocabulary that occurs in the calibration tokens.
         started: `time.monotonic()` at the beginning of the run.
     """
     original_bytes = 2 * model_map.stored_numel
@@ -91,6 +93,7 @@ def build_report(
         statistics=StatisticsReport(
             tokens=statistics.total_tokens,
             held_out_tokens=held_out_tokens,
+            vocabulary_seen=vocabulary_seen,
             experts_without_tokens=_experts_without_tokens(plan, statistics),
             singular_hessians=singular,
             roles={role: RoleReport(**numbers) for role, numbers in corrections.items()},

@@ -221,9 +221,11 @@ def _by_reason(components: Sequence[ComponentReport]) -> dict[str, list[Componen
 
 def _facts(report: MemoryReport) -> list[tuple[str, str]]:
     source = f"{readable_bytes(report.source_file_bytes)}, {report.ratio_to_source_files:.3f} : 1"
+    seen = report.statistics.vocabulary_seen
     return [
         ("source files", source),
         ("calibration tokens", f"{report.statistics.tokens:,}"),
+        *([] if seen is None else [("vocabulary in them", f"{100 * seen:.3g} %")]),
         ("time", f"{report.seconds:.0f} s"),
         ("peak memory", readable_bytes(report.peak_rss_bytes)),
         ("options", ", ".join(f"{key} {value}" for key, value in report.options.items())),

@@ -18,7 +18,8 @@ class Losses:
     """KL divergence from the original, in nats per token.
 
     predicted: of the whole model. measured, stderr: on held_out_tokens of calibration text, or None. by_tensor:
-    predicted, of every compressed tensor that has a prediction.
+    predicted, of every compressed tensor that has a prediction. vocabulary_seen: share of the vocabulary in the
+    calibration tokens; None if the report does not have it.
     """
 
     predicted: float
@@ -26,6 +27,7 @@ class Losses:
     stderr: float | None
     held_out_tokens: int
     by_tensor: dict[str, float]
+    vocabulary_seen: float | None = None
 
 
 def read_losses(folder: Path) -> Losses:
@@ -45,4 +47,5 @@ def losses_of(report: MemoryReport) -> Losses:
             for component in report.components
             if component.dense is None and component.unpredicted is None
         },
+        vocabulary_seen=report.statistics.vocabulary_seen,
     )

@@ -125,13 +125,18 @@ class RoleReport:
 
 @dataclass(frozen=True, kw_only=True)
 class StatisticsReport:
-    """Calibration: tokens seen and held out, expert matrices without tokens, singular Hessians, and probes by role."""
+    """Calibration: tokens seen and held out, expert matrices without tokens, singular Hessians, and probes by role.
+
+    vocabulary_seen: share of the model's vocabulary that occurs in the tokens seen; absent in reports of versions that
+    did not count it.
+    """
 
     tokens: int
     held_out_tokens: int
     experts_without_tokens: int
     singular_hessians: int
     roles: dict[str, RoleReport]
+    vocabulary_seen: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,6 +56,14 @@ def unrouted_experts_warning(report: MemoryReport) -> str | None:
     return f"{count} expert matrices saw no calibration token; their layer's average statistics are used"
 
 
+def vocabulary_sentence(share: float) -> str:
+    """A sentence on the tokens that the calibration text showed. share: of the vocabulary."""
+    return (
+        f"the calibration text has {100 * share:.3g} % of the vocabulary; "
+        "the rows of all other tokens count as those of rare tokens"
+    )
+
+
 def padding_sentence(padding: PaddingReport) -> str:
     """A sentence on the cost of padding to whole tiles."""
     if not padding.matrices:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ciuic_cli.errors import UsageError
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.attention.mla_products import HeadShape
 from ciuic_cli.runtime.blobs import drop_stale
@@ -174,7 +175,11 @@ class CompressedEmbedding(BlobModule):
         self.presented = {"weight": Presentation(shape, self.dtype_of_rows.dtype)}
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids (...) integer -> (..., embedding_dim)."""
+        """input_ids (...) integer -> (..., embedding_dim). Raises UsageError in torch.jit.trace."""
+        if torch.jit.is_tracing():
+            raise UsageError(
+                "torch.jit.trace does not record products with compressed weights", remedy="use torch.compile"
+            )
         dtype = self.dtype_of_rows.dtype
         rows = ops.embedding(input_ids, self.blob, self.embedding_dim, dtype)
         return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=dtype)

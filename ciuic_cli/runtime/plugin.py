@@ -34,7 +34,7 @@ from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.runtime.experts import CompressedExperts
-from ciuic_cli.runtime.mixed_classes import fix_model_dtype
+from ciuic_cli.runtime.mixed_classes import adapt_model
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 from ciuic_cli.runtime.placement.crossing import compute_in_place, keep_weights_in_place
 from ciuic_cli.runtime.routing import mask_router, pruned_experts, routers
@@ -213,7 +213,7 @@ def finish_modules(
             module.bias.data = module.bias.data[: module.out_features].clone()
     for router, mask in routers(model, pruned):
         mask_router(router, mask)
-    fix_model_dtype(model)
+    adapt_model(model)
     from ciuic_cli.runtime.attention.mla import adapt_latent_attention  # transformers is whole only now
 
     adapt_latent_attention(model)
@@ -301,7 +301,11 @@ def _ignore_predictors(model: Any, mtp: PredictionLayers) -> None:
 def _refuse_missing(
     model: Any, expected: dict[str, torch.Tensor], stored: Iterable[str], folder: Path
 ) -> None:
-    """Raise InputError if a tensor is missing: transformers would warn and initialise it at random."""
+    """Raise InputError if a tensor of the artifact's model is missing: transformers would initialise it at random.
+
+    A head that the artifact's model does not have, such as a classifier's, begins at random, with transformers'
+    warning.
+    """
     present = set(stored)
     for target, source in model.all_tied_weights_keys.items():
         if target in present or source in present:
@@ -310,7 +314,9 @@ def _refuse_missing(
     missing = sorted(
         name
         for name in expected
-        if name not in present and not any(pattern.search(name) for pattern in ignored)
+        if name not in present
+        and not any(pattern.search(name) for pattern in ignored)
+        and not _is_new_head(model, name)
     )
     if missing:
         raise InputError(
@@ -318,6 +324,16 @@ def _refuse_missing(
             file=folder,
             remedy="the artifact is incomplete or belongs to another model; compress it again",
         )
+
+
+def _is_new_head(model: Any, name: str) -> bool:
+    """Whether the parameter belongs to a head that a language model does not have.
+
+    It lies outside the part that all models of a family share, and the model predicts no tokens.
+    """
+    shared = f"{model.base_model_prefix}."
+    has_shared_part = any(other.startswith(shared) for other in model.state_dict())
+    return has_shared_part and not name.startswith(shared) and model.get_output_embeddings() is None
 
 
 register_with_transformers()

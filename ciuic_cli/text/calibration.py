@@ -1,8 +1,10 @@
-"""Calibration sequences, from the user's files or from the text that ships with the package."""
+"""Calibration sequences, from the user's files, from the text that ships with the package, or from both."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,70 @@ MINIMUM_TOKENS = 256
 """Fewest calibration tokens that are accepted. Chosen, not tuned."""
 
 
+MIX_DIVISOR = 3
+"""One in so many sequences is from the package's mix, if the user gives a text. With one in two, a model loses more on
+that text (measured: docs/experiments/statistics/narrow-text.md)."""
+
+
+@dataclass(frozen=True)
+class CalibrationSequences:
+    """Sequences of calibration tokens, those of the package's mix first.
+
+    Attributes:
+        tokens: LongTensor (sequences, length).
+        own: how many of them, the last ones, are from the user's files.
+    """
+
+    tokens: torch.Tensor
+    own: int
+
+    def sample(self, count: int) -> torch.Tensor:
+        """Indices (LongTensor) of `count` sequences: as many of each text as `shares_of` says, evenly spaced."""
+        mix = len(self.tokens) - self.own
+        from_mix, from_own = shares_of(count, mix, self.own)
+        return torch.cat((_even(from_mix, mix), mix + _even(from_own, self.own)))
+
+
+def shares_of(count: int, mix: int, own: int) -> tuple[int, int]:
+    """How many of `count` sequences are from the package's mix, a third, and from the user's text, two thirds.
+
+    mix, own: sequences that there are. Where one text is too short, the other fills up.
+    """
+    from_own = min(own, count - count // MIX_DIVISOR)
+    from_mix = min(mix, count - from_own)
+    return from_mix, min(own, count - from_mix)
+
+
+def _even(count: int, available: int) -> torch.Tensor:
+    return torch.arange(count) * available // max(count, 1)
+
+
+def calibration_sequences(
+    tokenizer: Any, files: Sequence[Path], *, only: bool, nsamples: int, seqlen: int, vocab_size: int
+) -> CalibrationSequences:
+    """At most `nsamples` sequences of the user's files and the package's mix, in the shares of `shares_of`.
+
+    Without files all are from the mix; with `only` none is. Sequences are as those of `calibration_batch`. A text that
+    is shorter than a sequence is filled up with tokens of the other text. Raises as `calibration_batch` does.
+    """
+    if only or not files:
+        tokens = calibration_batch(tokenizer, files, nsamples=nsamples, seqlen=seqlen, vocab_size=vocab_size)
+        return CalibrationSequences(tokens, len(tokens) if files else 0)
+    own = _text_tokens(tokenizer, files, nsamples * seqlen)
+    mix = _text_tokens(tokenizer, (), nsamples * seqlen)
+    leading = leading_special_tokens(tokenizer)
+    require_known_tokens(tokenizer, chain(leading, mix, own), vocab_size)
+    body = _body(tokenizer, leading, seqlen, max(len(mix), len(own)))
+    mix, own = _filled(mix, own, body), _filled(own, mix, body)
+    from_mix, from_own = shares_of(nsamples, len(mix) // body, len(own) // body)
+    parts = [_sequences(leading, mix, body, from_mix), _sequences(leading, own, body, from_own)]
+    return CalibrationSequences(torch.cat(parts), from_own)
+
+
 def calibration_batch(
     tokenizer: Any, files: Sequence[Path], *, nsamples: int, seqlen: int, vocab_size: int
 ) -> torch.Tensor:
-    """Sequences of calibration tokens, at even distances over the whole text.
+    """Sequences of tokens of the files, or without files of the package's mix, at even distances over the whole text.
 
     Returns a LongTensor (n, seqlen) with n <= nsamples. Every sequence begins with the tokenizer's leading special
     tokens (BOS). The sequences do not overlap. `seqlen` is reduced to the length of the text if that is shorter.
@@ -34,17 +96,28 @@ def calibration_batch(
     Raises InputError for text that is unreadable or too short, and for tokens outside `vocab_size`; UsageError if the
     leading special tokens fill `seqlen`.
     """
-    texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
-    ids = tokenize_evenly(tokenizer, texts, nsamples * seqlen)
+    ids = _text_tokens(tokenizer, files, nsamples * seqlen)
     leading = leading_special_tokens(tokenizer)
+    require_known_tokens(tokenizer, chain(leading, ids), vocab_size)
+    body = _body(tokenizer, leading, seqlen, len(ids))
+    return _sequences(leading, ids, body, min(nsamples, len(ids) // body))
+
+
+def _text_tokens(tokenizer: Any, files: Sequence[Path], needed: int) -> array[int]:
+    texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
+    ids = tokenize_evenly(tokenizer, texts, needed)
     if len(ids) < MINIMUM_TOKENS:
         raise InputError(
             f"calibration text has {len(ids)} tokens; at least {MINIMUM_TOKENS} are needed",
             file=files[0] if files else None,
             remedy="give more text (--calibration can be repeated)",
         )
-    require_known_tokens(tokenizer, chain(leading, ids), vocab_size)
-    seqlen = min(seqlen, len(ids) + len(leading))
+    return ids
+
+
+def _body(tokenizer: Any, leading: Sequence[int], seqlen: int, longest: int) -> int:
+    """Tokens of a sequence after the leading special ones, at most `longest`."""
+    seqlen = min(seqlen, longest + len(leading))
     body = seqlen - len(leading)
     if body < 1:
         raise UsageError(
@@ -52,7 +125,18 @@ def calibration_batch(
             file=tokenizer_file(tokenizer.name_or_path),
             remedy="use a larger --seqlen if the model has as many positions, or check the tokenizer",
         )
-    count = min(nsamples, len(ids) // body)
-    distance = len(ids) / count
+    return body
+
+
+def _filled(ids: array[int], other: array[int], body: int) -> array[int]:
+    """The tokens; if they are fewer than `body`, tokens of the other text come before them."""
+    missing = body - len(ids)
+    return other[:missing] + ids if missing > 0 else ids
+
+
+def _sequences(leading: Sequence[int], ids: array[int], body: int, count: int) -> torch.Tensor:
+    """LongTensor (count, leading and body tokens)."""
+    distance = len(ids) / max(count, 1)
     starts = [min(int(index * distance), len(ids) - body) for index in range(count)]
-    return torch.tensor([[*leading, *ids[start : start + body]] for start in starts], dtype=torch.long)
+    rows = [[*leading, *ids[start : start + body]] for start in starts]
+    return torch.tensor(rows, dtype=torch.long).reshape(count, len(leading) + body)

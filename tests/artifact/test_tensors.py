@@ -135,3 +135,42 @@ def test_a_replaced_file_does_not_change_an_open_blob(artifact: Path, tmp_path: 
     (folder / "model.safetensors").write_bytes(bytes(10_000))
     with blob.matrices() as matrices:
         assert torch.equal(decode_dense(matrices[0]), expected)
+
+
+@pytest.mark.parametrize(
+    ("family", "expert_names"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.{}.w{}.weight"),
+        ("deepseek_v3", "model.layers.1.mlp.experts.{}.{}_proj.weight"),
+        ("deepseek_v4", "layers.1.ffn.experts.{}.w{}.weight"),
+    ],
+)
+def test_names_of_the_original_s_files(tmp_path: Path, family: str, expert_names: str) -> None:
+    values = TINY_CONFIGS[family]
+    width = values.get("moe_intermediate_size", values["intermediate_size"] if family == "mixtral" else None)
+    count, hidden = values.get("num_local_experts") or values["n_routed_experts"], values["hidden_size"]
+    ups = ExpertStack(
+        tuple(random_matrix(2 * width, hidden, (2, 5), L=12, seed=seed) for seed in range(count))
+    )
+    downs = ExpertStack(tuple(random_matrix(hidden, width, (2, 5), L=12, seed=seed) for seed in range(count)))
+    prefix = "model.layers.1.mlp.experts"
+    folder = _write(tmp_path, {f"{prefix}.gate_up_proj": ups, f"{prefix}.down_proj": downs})
+    config = {"model_type": family, **values, "vocab_size": 263, "quantization_config": SECTION}
+    (folder / "config.json").write_text(json.dumps(config))
+    gate, up, down = ("gate", "up", "down") if family == "deepseek_v3" else ("1", "3", "2")
+    last = count - 1
+    whole = decode(ups.experts[last], original_basis=True)
+    assert torch.equal(ciuic_cli.read_tensor(folder, expert_names.format(last, gate)), whole[:width])
+    assert torch.equal(ciuic_cli.read_tensor(folder, expert_names.format(last, up)), whole[width:])
+    expected = decode(downs.experts[0], original_basis=True)
+    assert torch.equal(ciuic_cli.read_tensor(folder, expert_names.format(0, down)), expected)
+    with pytest.raises(InputError, match="no such tensor"):
+        ciuic_cli.read_tensor(folder, expert_names.format(count, down))
+
+
+def test_a_tied_head_is_read_where_the_embedding_is(tmp_path: Path, ranked: PackedMatrix) -> None:
+    table = random_matrix(263, 48, (2, 5), L=12)
+    folder = _write(tmp_path, {"model.embed_tokens.weight": table})
+    config = {"model_type": "llama", **TINY_CONFIGS["llama_tied"], "vocab_size": 263}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": SECTION}))
+    assert torch.equal(ciuic_cli.read_tensor(folder, "lm_head.weight"), decode(table, original_basis=True))

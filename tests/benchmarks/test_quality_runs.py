@@ -92,6 +92,7 @@ def test_a_model_is_kept_until_its_inputs_change(
         contestants.Contestant("other", four.tool, {"bpw": 3.0})
     )
     assert made[2][made[2].index("--calibration") + 1] == tmp_path / "text"
+    assert "--calibration-only" in made[2]  # the tokens that the other tools get
     assert "--calibration" not in made[0]
 
 

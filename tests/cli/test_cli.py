@@ -38,7 +38,9 @@ def made(
     """The original, its artifact, and the result of the command."""
     original = tiny_checkpoint("llama")
     out = tmp_path_factory.mktemp("made") / "out"
-    result = invoke("compress", original, out, "--ratio", 3, "--calibration", text, *QUICK)
+    result = invoke(
+        "compress", original, out, "--ratio", 3, "--calibration", text, "--calibration-only", *QUICK
+    )
     assert result.exit_code == 0, result.stderr
     return original, out, result
 
@@ -208,7 +210,7 @@ def test_dry_run_prints_one_object_and_writes_nothing(
     tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    arguments = ["--ratio", 3, "--calibration", text, *QUICK, "--dry-run", "--json"]
+    arguments = ["--ratio", 3, "--calibration", text, "--calibration-only", *QUICK, "--dry-run", "--json"]
     result = invoke("compress", tiny_checkpoint("llama"), out, *arguments)
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
@@ -230,14 +232,14 @@ def test_options_reach_the_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     result = invoke(
         "compress", model, tmp_path, "--target-size", "1MiB", "--calibration", "a.txt", "--calibration", "b.txt",
         "--nsamples", 7, "--seqlen", 99, "--seed", 5, "--effort", "best", "--prune", "0.1", "--rank", "32",
-        "--bits", "4,3", "--device", "cpu", "--dry-run", "--force", "--json",
+        "--bits", "4,3", "--device", "cpu", "--calibration-only", "--dry-run", "--force", "--json",
     )  # fmt: skip
     assert result.exit_code == 130
     assert result.stdout == "" and "interrupted" in result.stderr and "chats" in result.stderr
     expected = {
         "model": model, "out": tmp_path, "target_size": 2**20, "calibration": (Path("a.txt"), Path("b.txt")),
         "nsamples": 7, "seqlen": 99, "seed": 5, "effort": "best", "prune": 0.1, "rank": 32, "bits": (3, 4),
-        "device": "cpu", "dry_run": True, "force": True,
+        "calibration_only": True, "device": "cpu", "dry_run": True, "force": True,
     }  # fmt: skip
     assert {key: seen[key] for key in expected} == expected
     assert seen["ratio"] is None and seen["target_bpw"] is None

@@ -24,7 +24,16 @@ def artifact(
     tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     out = tmp_path_factory.mktemp("made") / "out"
-    compress(tiny_checkpoint("llama"), out, ratio=3, calibration=text, nsamples=4, seqlen=64, effort="fast")
+    compress(
+        tiny_checkpoint("llama"),
+        out,
+        ratio=3,
+        calibration=text,
+        calibration_only=True,
+        nsamples=4,
+        seqlen=64,
+        effort="fast",
+    )
     return out
 
 
@@ -67,7 +76,7 @@ def test_idle_threads_sleep_except_in_bench(
 ) -> None:
     """libgomp reports how often an idle thread looks for work before it sleeps: GOMP_SPINCOUNT."""
     arguments = {
-        "compress": [str(artifact), str(tmp_path / "out"), "--calibration", str(text)],
+        "compress": [str(artifact), str(tmp_path / "out"), "--calibration", str(text), "--calibration-only"],
         "eval": [str(artifact), "--text", str(text), "--seqlen", "64", "--limit", "1"],
         "bench": [str(artifact), "-p", "4", "-n", "2", "-r", "1"],
     }[command]

@@ -14,7 +14,7 @@ from tiny_runs import compress_tiny, weights_of
 from transformers import AutoModelForCausalLM
 
 import ciuic_cli
-from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.errors import EnvironmentFault, UsageError
 
 
 @contextmanager
@@ -95,7 +95,13 @@ def test_a_model_is_compressed_in_place_in_any_mode(
         model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama_tied"))
         with context():
             ciuic_cli.apply_ciuic_compression(
-                model, effort="fast", nsamples=6, seqlen=48, calibration=[text], ratio=2.0
+                model,
+                effort="fast",
+                nsamples=6,
+                seqlen=48,
+                calibration=[text],
+                calibration_only=True,
+                ratio=2.0,
             )
         logits.append(model(ids).logits)
     assert torch.equal(*logits)
@@ -125,3 +131,31 @@ def test_a_second_run_of_a_process_is_refused_and_harms_nothing(
     assert state() == before and not (tmp_path / "second").exists()
     compress_tiny(source, tmp_path / "second", text)
     assert weights_of(tmp_path / "second") == expected
+
+
+def test_a_model_with_an_adapter_is_refused_until_it_is_merged(
+    tiny_checkpoint: Callable[..., Path], text: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoTokenizer
+
+    source = tiny_checkpoint("llama")
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(base, config)
+    before = dict(wrapped.state_dict())
+    for model in (wrapped, wrapped.get_base_model()):
+        with pytest.raises(UsageError, match="PEFT adapter") as caught:
+            ciuic_cli.apply_ciuic_compression(model, calibration=[text])
+        assert "merge_and_unload" in (caught.value.remedy or "")
+    assert all(torch.equal(before[name], value) for name, value in wrapped.state_dict().items())
+    merged = wrapped.merge_and_unload()
+    ids = torch.randint(3, 263, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = merged(ids).logits
+        done = ciuic_cli.apply_ciuic_compression(
+            merged, AutoTokenizer.from_pretrained(source), calibration=[text], calibration_only=True,
+            effort="fast", nsamples=6, seqlen=48, ratio=2.0,
+        )  # fmt: skip
+        found = done(ids).logits
+    assert float((found - expected).square().mean() / expected.var()) < 0.1

@@ -61,6 +61,11 @@ def test_calibration_is_one_path_or_several() -> None:
     assert CompressOptions(calibration=several).calibration == (Path("a"), Path("b"))
     for wrong in (None, 5, b"x", [None], [b"x"], "a\0b"):
         refused(r"--calibration: .* is not a path", calibration=wrong)
+    assert CompressOptions(nsamples=24, calibration=several).sequences == 36
+    assert CompressOptions(nsamples=24, calibration=several, calibration_only=True).sequences == 24
+    assert CompressOptions(nsamples=24).sequences == 24
+    refused("--calibration-only without a text", calibration_only=True)
+    refused("--calibration-only is 'no', not true or false", calibration="a.txt", calibration_only="no")
 
 
 def test_prune_values() -> None:

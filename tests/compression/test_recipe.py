@@ -63,7 +63,8 @@ def test_what_is_refused(
 
 def test_a_written_recipe_gives_the_same_options(tmp_path: Path) -> None:
     options = CompressOptions(
-        target_size=4365952, calibration=(Path("a b.txt"),), nsamples=3, prune="off", rank=32, bits=(2, 4.5), seed=7,
+        target_size=4365952, calibration=(Path("a b.txt"),), calibration_only=True, nsamples=3, prune="off",
+        rank=32, bits=(2, 4.5), seed=7,
         effort="fast", mtp="keep", prompt="The river: a name",
     )  # fmt: skip
     write_recipe(options, tmp_path)
@@ -90,6 +91,7 @@ def test_an_artifact_s_recipe_makes_the_same_weights(
     """The command line comes before the recipe, also for another kind of budget; --quiet prints no progress."""
     model, first, second = tiny_checkpoint("llama"), tmp_path / "first", tmp_path / "second"
     given = f"target-bpw: 8\nbits: 3,4,5\nnsamples: 4\nseqlen: 64\neffort: fast\ncalibration: {text}\n"
+    given += "calibration-only: true\n"
     done = invoke("compress", model, first, "--config", recipe(given), "--ratio", 3, "--seed", 5, "--quiet")
     assert done.exit_code == 0, done.stderr
     assert done.stderr == "" and "ratio" in done.stdout

@@ -17,6 +17,7 @@ def compress_tiny(source: Path, out: Path, text: Path, **options: Any) -> Memory
         "nsamples": 6,
         "seqlen": 48,
         "calibration": [text],
+        "calibration_only": True,
         "ratio": None if {"target_bpw", "target_size"} & options.keys() else 2.0,
     }
     return pipeline.compress(source, out, **{**settings, **options})

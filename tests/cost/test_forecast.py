@@ -80,8 +80,8 @@ def test_a_dry_run_reports_the_forecast(
     text.write_text("The quick brown fox jumps over the lazy dog. " * 100)
     hints: list[str] = []
     report = compress(
-        tiny_checkpoint("llama"), tmp_path / "out", calibration=[text], nsamples=4, seqlen=32, effort=effort,
-        ratio=2.0, dry_run=True, hint=hints.append,
+        tiny_checkpoint("llama"), tmp_path / "out", calibration=[text], calibration_only=True, nsamples=4, seqlen=32,
+        effort=effort, ratio=2.0, dry_run=True, hint=hints.append,
     )  # fmt: skip
     expected = report.to_dict()["forecast"]
     assert (expected["seconds"]["recovery"] > 0) == (effort == "best")

@@ -16,5 +16,14 @@ def artifact(
 ) -> tuple[Path, Path]:
     """A checkpoint and its artifact: read them, never write into them."""
     original, out = tiny_checkpoint("llama"), tmp_path_factory.mktemp("artifact") / "out"
-    compress(original, out, ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast")
+    compress(
+        original,
+        out,
+        ratio=3.0,
+        calibration=[text],
+        calibration_only=True,
+        nsamples=4,
+        seqlen=64,
+        effort="fast",
+    )
     return original, out

@@ -138,7 +138,9 @@ def test_an_artifact_computes_as_it_is_stored_if_float32_takes_more_than_half_of
     base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
-    compress(base, out, ratio=3.0, calibration=[text], nsamples=4, seqlen=64, effort="fast")
+    compress(
+        base, out, ratio=3.0, calibration=[text], calibration_only=True, nsamples=4, seqlen=64, effort="fast"
+    )
     needed = expected_bytes(out, torch.float32)
     for free, dtype in ((2 * needed, "float32"), (2 * needed - 2, "bfloat16")):
         monkeypatch.setattr(evaluating, "free_memory", lambda place, free=free: free)

@@ -69,7 +69,15 @@ def try_family(family: str, folder: Path, ratio: float = 4.0) -> Result:
         text.write_text(TEXT)
         out = folder / "out"
         report = compress(
-            source, out, ratio=ratio, effort="fast", nsamples=6, seqlen=48, calibration=[text], prune="off"
+            source,
+            out,
+            ratio=ratio,
+            effort="fast",
+            nsamples=6,
+            seqlen=48,
+            calibration=[text],
+            calibration_only=True,
+            prune="off",
         )
         reached = report.ratio
         rows = [row for row in report.components if len(row.shape) > 1 and row.parameters >= LARGE]

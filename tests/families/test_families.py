@@ -65,7 +65,15 @@ def test_from_the_original_files_to_generated_tokens(
 ) -> None:
     source, out = released(form), tmp_path / "out"
     report = compress(
-        source, out, ratio=RATIO, effort="fast", nsamples=6, seqlen=48, calibration=[text], prune="off"
+        source,
+        out,
+        ratio=RATIO,
+        effort="fast",
+        nsamples=6,
+        seqlen=48,
+        calibration=[text],
+        calibration_only=True,
+        prune="off",
     )
     model_map = map_model(open_checkpoint(source))
     assert not model_map.warnings

@@ -80,7 +80,16 @@ def test_from_the_released_files_to_logits(gpt_oss: Path, tmp_path: Path) -> Non
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     out = tmp_path / "out"
-    report = compress(gpt_oss, out, ratio=4.0, effort="fast", nsamples=6, seqlen=48, calibration=[text])
+    report = compress(
+        gpt_oss,
+        out,
+        ratio=4.0,
+        effort="fast",
+        nsamples=6,
+        seqlen=48,
+        calibration=[text],
+        calibration_only=True,
+    )
     experts = [row for row in report.components if row.role.startswith("expert")]
     assert len(experts) == 6 and all(row.dense is None for row in experts)
     assert report.measured_kl is not None and report.measured_kl < 0.5

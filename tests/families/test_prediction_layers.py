@@ -67,7 +67,7 @@ class Kept:
 
 def run(source: Path, out: Path, text: Path, **options: Any) -> MemoryReport:
     settings: dict[str, Any] = {"ratio": RATIO, "effort": "fast", "nsamples": 6, "seqlen": 48, "prune": "off"}
-    return compress(source, out, calibration=[text], **{**settings, **options})
+    return compress(source, out, calibration=[text], calibration_only=True, **{**settings, **options})
 
 
 @pytest.fixture(scope="module", params=PREFIXES)

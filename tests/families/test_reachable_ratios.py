@@ -27,7 +27,9 @@ def test_the_ratios_that_the_error_names_succeed(family: str, tmp_path: Path) ->
 
     def run(ratio: float, **options: Any) -> float:
         given = {"effort": "fast", "nsamples": 6, "seqlen": 48, "prune": "off", **options}
-        return compress(source, out, ratio=ratio, calibration=[text], force=True, **given).ratio
+        return compress(
+            source, out, ratio=ratio, calibration=[text], calibration_only=True, force=True, **given
+        ).ratio
 
     with pytest.raises(TargetError) as caught:
         run(1000.0)

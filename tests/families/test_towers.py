@@ -38,7 +38,7 @@ def _compressed(family: str, folder: Path, **options: Any) -> tuple[Path, Path, 
     source, text, out = make_family(family, folder / "model"), folder / "text.txt", folder / "out"
     text.write_text(TEXT)
     given = {"ratio": 3.0, "effort": "fast", "nsamples": 6, "seqlen": 48, "prune": "off", **options}
-    return source, out, compress(source, out, calibration=[text], **given)
+    return source, out, compress(source, out, calibration=[text], calibration_only=True, **given)
 
 
 @torch.no_grad()

@@ -166,7 +166,17 @@ class Victim:
     def arguments(self, out: Path | None = None) -> list[object]:
         """Arguments of a quick `ciuic compress` of the copy."""
         out = out or self.out
-        return ["compress", self.model, out, "--calibration", self.text, "--ratio", 2.5, *QUICK]
+        return [
+            "compress",
+            self.model,
+            out,
+            "--calibration",
+            self.text,
+            "--calibration-only",
+            "--ratio",
+            2.5,
+            *QUICK,
+        ]
 
     def succeeds(self, *options: object) -> tuple[Outcome, dict[str, Any]]:
         """Compress, assert success, and return the outcome and the memory report."""
@@ -273,8 +283,8 @@ def run_with_event(v: Victim, step: str, event: Callable[[], object], **options:
             events.pop()()
 
     ciuic_cli.compress(
-        v.model, v.out, calibration=[v.text], ratio=2.5, nsamples=4, seqlen=64, effort="fast", progress=progress,
-        **options,
+        v.model, v.out, calibration=[v.text], calibration_only=True, ratio=2.5, nsamples=4, seqlen=64, effort="fast",
+        progress=progress, **options,
     )  # fmt: skip
 
 

@@ -65,6 +65,7 @@ def artifact(
         out,
         "--calibration",
         text,
+        "--calibration-only",
         "--ratio",
         2,
         "--rank",

@@ -344,6 +344,7 @@ def test_fault_40_two_artifacts_spliced(
         second,
         "--calibration",
         text,
+        "--calibration-only",
         "--ratio",
         1.9,
         "--seed",

@@ -20,7 +20,7 @@ def v4(
     """A DeepSeek-V4 checkpoint and its artifact."""
     out = tmp_path_factory.mktemp("v4") / "out"
     source = tiny_checkpoint("deepseek_v4")
-    done = invoke("compress", source, out, "--calibration", text, "--ratio", 2, *QUICK)
+    done = invoke("compress", source, out, "--calibration", text, "--calibration-only", "--ratio", 2, *QUICK)
     assert done.code == 0, done.stderr
     return {"checkpoint": source, "artifact": out}
 
@@ -41,7 +41,9 @@ def attacked(folder: Path, text: Path) -> list[Outcome]:
         ["eval", folder, "--text", text, "--seqlen", 64, "--limit", 1],
     ]
     if folder.name == "checkpoint":
-        commands.append(["compress", folder, folder.parent / "new", "--calibration", text, *QUICK])
+        commands.append(
+            ["compress", folder, folder.parent / "new", "--calibration", text, "--calibration-only", *QUICK]
+        )
     before = snapshot(folder.parent)
     done = [invoke(*command) for command in commands]
     assert snapshot(folder.parent) == before

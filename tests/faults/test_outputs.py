@@ -192,7 +192,7 @@ def test_fault_37_the_output_holds_what_the_run_reads(victim: Make) -> None:
     old_artifact(v.out)
     text = v.out / "text.txt"
     text.write_text("text")
-    options = ("--force", "--calibration", text)
+    options = ("--force", "--calibration", text, "--calibration-only")
     assert "text.txt" in refused_output(v, v.out, "inside the output", options=options).field("file")
 
 

@@ -105,7 +105,16 @@ def _torchrun(
     words = [f"--{name}={value}" for name, value in given.items()]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)),
-        *("-m", "ciuic_cli", "compress", str(model), str(out), "--calibration", str(text)),
+        *(
+            "-m",
+            "ciuic_cli",
+            "compress",
+            str(model),
+            str(out),
+            "--calibration",
+            str(text),
+            "--calibration-only",
+        ),
     ]
     return subprocess.Popen(
         [*command, *words, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
@@ -152,7 +161,7 @@ def text(tmp_path: Path) -> Path:
 
 
 def _alone(model: Path, out: Path, text: Path, **options: Any) -> bytes:
-    compress(model, out, calibration=[text], **{**SETTINGS, **options})
+    compress(model, out, calibration=[text], calibration_only=True, **{**SETTINGS, **options})
     return _weights(out)
 
 
@@ -223,6 +232,6 @@ def test_after_a_killed_worker_another_run_continues(
     assert run.wait(timeout=120) != 0
     assert not out.exists()
     hints: list[str] = []
-    compress(model, out, calibration=[text], hint=hints.append, **SETTINGS)
+    compress(model, out, calibration=[text], calibration_only=True, hint=hints.append, **SETTINGS)
     assert any("continuing the unfinished run" in line for line in hints)
     assert _weights(out) == _alone(model, tmp_path / "one", text)

@@ -39,6 +39,7 @@ from ciuic_cli.recovery.schedule import FULL_RATE_KL, PEAK_LEARNING_RATE, WARM_U
 from ciuic_cli.recovery.tuning import EVALUATIONS, Recovery, RecoveryResult
 from ciuic_cli.report.json_form import to_plain
 from ciuic_cli.report.schema import MemoryReport, RecoveryPass
+from ciuic_cli.text.calibration import CalibrationSequences
 
 CPU = torch.device("cpu")
 BITS = 3
@@ -326,7 +327,14 @@ def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Memor
     text.write_text(" ".join(random.choice(words, 3000)))
 
     def run(source: Path, out: Path, **more: Any) -> MemoryReport:
-        settings = {"effort": "best", "seqlen": 48, "calibration": [text], "ratio": 3.0, **more}
+        settings = {
+            "effort": "best",
+            "seqlen": 48,
+            "calibration": [text],
+            "calibration_only": True,
+            "ratio": 3.0,
+            **more,
+        }
         return pipeline.compress(source, out, **settings)
 
     return run
@@ -369,7 +377,7 @@ def _task(monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps:
     monkeypatch.setitem(options.EFFORTS, "best", options.Effort(12, nsamples, steps))
     settings = options.CompressOptions(effort="best")
     batches = torch.arange(sequences)[:, None].expand(-1, 3)
-    return Task(None, None, settings, None, batches, 0)  # type: ignore[arg-type]
+    return Task(None, None, settings, None, CalibrationSequences(batches, 0), 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -82,6 +82,7 @@ def test_the_report_of_a_run_obeys_the_schema(
 ) -> None:
     settings: dict[str, Any] = {
         "calibration": [text],
+        "calibration_only": True,
         "ratio": 2.0,
         "effort": "fast",
         "nsamples": 6,

@@ -159,7 +159,16 @@ class Harness:
         self.targets = []
         for source, options, shard_bytes in ((experts, (), 1 << 30), (llama, LOW_RANK, SHARD_BYTES)):
             out = self.place / f"artifact-{len(self.targets)}"
-            arguments = ("compress", source, out, "--calibration", text, *OPTIONS, *options)
+            arguments = (
+                "compress",
+                source,
+                out,
+                "--calibration",
+                text,
+                "--calibration-only",
+                *OPTIONS,
+                *options,
+            )
             made = self.forked(functools.partial(self.command, *arguments, shard_bytes=shard_bytes))
             assert made.code == 0, made.stderr
             target = Target(out)

@@ -31,7 +31,7 @@ from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.pipeline import compress
 
 TESTS = Path(__file__).parents[2]
-sys.path.insert(0, str(TESTS))  # for the checkpoints that all tests share
+sys.path[:0] = [str(TESTS), str(TESTS / "families")]  # for the checkpoints that all tests share
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 OPTIONS = ("--ratio", "3", "--nsamples", "2", "--seqlen", "128", "--effort", "fast", "--device", "cpu")
@@ -43,10 +43,14 @@ _WRITE_EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtre
 
 @dataclass
 class Harness:
-    """One model, the output of an undisturbed run on it, and counts of outcomes."""
+    """One model, the output of an undisturbed run on it, and counts of outcomes.
+
+    family: the model's type; "" is a Llama of one layer, the fastest.
+    """
 
     folder: Path
     seed: int = 0
+    family: str = ""
     model: Path = field(init=False)
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -56,7 +60,12 @@ class Harness:
         self.random = random.Random(self.seed)
         from tiny_checkpoints import make_checkpoint
 
-        self.model = make_checkpoint("llama_tied", self.folder / "model", num_hidden_layers=1)
+        if self.family:
+            from tiny_families import make_family
+
+            self.model = make_family(self.family, self.folder / "model")
+        else:
+            self.model = make_checkpoint("llama_tied", self.folder / "model", num_hidden_layers=1)
         self.text = self.folder / "text.txt"
         self.text.write_text("the quick brown fox jumps over the lazy dog; " * 20)
         self.temporary = self.folder / "temporary"
@@ -87,7 +96,15 @@ class Harness:
         code = 99
         try:
             self._prepare(kill_at, count_in)
-            sys.argv = ["ciuic", "compress", str(self.model), str(self.out), "--calibration", str(self.text)]
+            sys.argv = [
+                "ciuic",
+                "compress",
+                str(self.model),
+                str(self.out),
+                "--calibration",
+                str(self.text),
+                "--calibration-only",
+            ]
             sys.argv += [*OPTIONS, *options]
             cli.main()
         except SystemExit as end:
@@ -203,12 +220,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
+        "--family", default="", help="a model type of transformers; default: a Llama of one layer"
+    )
+    parser.add_argument(
         "--last", action="store_true", help="kill at each of the last accesses, from the end, twice"
     )
     options = parser.parse_args()
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        harness = Harness(Path(folder), options.seed)
+        harness = Harness(Path(folder), options.seed, options.family)
         print(
             f"an undisturbed run: {harness.seconds:.1f} s, {harness.accesses} write accesses",
             flush=True,

@@ -1,0 +1,41 @@
+"""The sequences of a run whose user gives a calibration text, and what the report says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tiny_runs import compress_tiny
+
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.compression.options import CompressOptions
+from ciuic_cli.compression.task import make_task
+from ciuic_cli.report.losses import read_losses
+from ciuic_cli.report.sentences import vocabulary_sentence
+
+
+def test_the_mix_adds_half_as_many_sequences(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    checkpoint = open_checkpoint(tiny_checkpoint("llama"))
+    given = {"calibration": (text,), "nsamples": 8, "seqlen": 48, "effort": "fast"}
+    task = make_task(checkpoint, CompressOptions(**given), lambda hint: None)
+    alone = make_task(checkpoint, CompressOptions(**given, calibration_only=True), lambda hint: None)
+    assert len(task.text.tokens) == 12 and task.text.own == 8
+    assert torch.equal(task.text.tokens[-8:], alone.text.tokens)
+    assert len(task.calibration) == 11 and torch.equal(task.held_out, task.text.tokens[-1:])
+    assert alone.vocabulary_seen < task.vocabulary_seen < 1
+    assert alone.vocabulary_seen == len(set(alone.calibration.flatten().tolist())) / 263
+    assert task.fingerprint() != alone.fingerprint()
+
+
+def test_the_report_says_which_share_of_the_vocabulary_was_seen(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    report = compress_tiny(tiny_checkpoint("llama_tied"), tmp_path / "out", text)
+    seen = report.statistics.vocabulary_seen
+    assert seen is not None and 10 / 263 < seen < 60 / 263
+    assert read_losses(tmp_path / "out").vocabulary_seen == seen
+    assert f"{100 * seen:.3g} %" in vocabulary_sentence(seen)
+    assert f"{100 * seen:.3g} %" in (tmp_path / "out" / "memory_report.html").read_text()

@@ -1,0 +1,190 @@
+"""Random small checkpoints of shapes that no other test has, through compress, inspect, eval, load and generate.
+
+    python tests/families/random_shapes.py --count 40 --seed 0
+
+Each shape takes the configuration class of a family of transformers and odd sizes: heads of a width that is no multiple
+of 16, untied heads, biases, odd vocabularies, one layer, several dtypes, many shards. A shape fails if it ends with
+code 1, or if its logits differ from those of a dense model with the decoded weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from family_table import MAX_DIFFERENCE, TEXT, compare
+from tiny_checkpoints import make_tokenizer
+from tiny_families import CHANGES, SIZES
+
+from ciuic_cli.artifact.verification import verify
+from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.errors import CiuicError
+from ciuic_cli.evaluation.perplexity import evaluate
+from ciuic_cli.report.inspection import describe
+
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mistral", "mixtral", "gemma", "gemma2", "gemma3_text",
+    "phi", "phi3", "gpt2", "gpt_neox", "gptj", "falcon", "bloom", "opt", "stablelm", "starcoder2", "olmo2", "olmoe",
+    "granite", "granitemoe", "cohere", "glm4", "deepseek_v2", "deepseek_v3", "mamba2", "gpt_oss", "smollm3", "ernie4_5",
+)  # fmt: skip
+"""Families whose configurations take odd sizes without other changes."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is tried: a family, values of its configuration, the dtype, and the size of a shard."""
+
+    family: str
+    values: dict[str, Any]
+    dtype: torch.dtype
+    shard: str
+
+
+def random_shape(generator: random.Random) -> Shape:
+    """A shape with odd sizes that fit together."""
+    pick = generator.choice
+    heads = pick([1, 2, 3, 5, 6])
+    kv_heads = pick([n for n in (1, 2, 3, 5, 6) if heads % n == 0])
+    head_dim = 2 * pick([4, 5, 7, 8, 9, 10, 12, 15, 20])
+    hidden = pick([heads * head_dim, heads * head_dim, 2 * heads * pick([8, 11, 13, 17])])
+    experts = pick([2, 3, 5, 7, 9])
+    layers = pick([1, 1, 2, 3])
+    values = {
+        "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
+        "intermediate_size": pick([17, 31, 50, 72, 96, 131, 200]), "num_hidden_layers": layers,
+        "vocab_size": pick([263, 271, 300, 401, 512, 1009]), "max_position_embeddings": pick([64, 100, 256, 2048]),
+        "num_experts": experts, "num_local_experts": experts, "n_routed_experts": experts,
+        "num_experts_per_tok": pick([1, 2]), "moe_intermediate_size": pick([17, 24, 33, 48]),
+        "shared_expert_intermediate_size": pick([17, 40]), "n_shared_experts": pick([1, 2]),
+        "tie_word_embeddings": pick([True, False]), "attention_bias": pick([True, False]),
+        "mlp_bias": pick([True, False]), "use_bias": pick([True, False]), "sliding_window": pick([8, 16, 33]),
+        "kv_lora_rank": pick([16, 24, 30]), "q_lora_rank": pick([None, 20, 28]),
+        "qk_nope_head_dim": pick([10, 16, 18]), "qk_rope_head_dim": pick([4, 8, 10]), "v_head_dim": pick([9, 12, 20]),
+        "first_k_dense_replace": pick([0, min(1, layers - 1)]), "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": 128, "n_inner": pick([None, 50, 131]),
+        "ffn_dim": pick([50, 96, 131]), "word_embed_proj_dim": hidden,
+    }  # fmt: skip
+    return Shape(
+        pick(FAMILIES),
+        values,
+        pick([torch.bfloat16, torch.float16, torch.float32]),
+        pick(["5GB", "30KB", "100KB"]),
+    )
+
+
+def config_of(shape: Shape) -> Any:
+    """The family's configuration with those values that it has. Its class raises for values that do not fit."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[shape.family]
+    plain = kind()
+    known = {key: value for key, value in {**SIZES, **shape.values}.items() if _has(plain, key)}
+    changes = {key: value for key, value in CHANGES.get(shape.family, {}).items() if key not in shape.values}
+    return kind(**{**known, **changes})
+
+
+def _has(config: Any, key: str) -> bool:
+    return key in config.to_dict() or key in getattr(type(config), "attribute_map", {})
+
+
+@torch.no_grad()
+def make(shape: Shape, folder: Path) -> Path:
+    """Write the checkpoint; returns its folder."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(config_of(shape), dtype=shape.dtype)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 and not name.endswith(("A_log", "conv1d.weight")):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+        elif parameter.dim() == 1 and parameter.is_floating_point():
+            parameter.add_((torch.rand(parameter.shape, generator=generator) * 0.1).to(parameter.dtype))
+    ids = torch.randint(3, 263, (1, 20), generator=generator)
+    logits = model.float()(input_ids=ids, use_cache=False).logits
+    if not bool(torch.isfinite(logits).all()):
+        raise ValueError("the original predicts no finite numbers")
+    model.to(shape.dtype).save_pretrained(folder, max_shard_size=shape.shard)
+    make_tokenizer(folder)
+    return folder
+
+
+def try_shape(shape: Shape, folder: Path, verbose: bool = False) -> tuple[int, str]:
+    """The exit code that `ciuic compress` would have, or 1 for wrong logits, and the reason. -1: no such model."""
+    try:
+        source = make(shape, folder / "model")
+    except Exception as error:
+        return -1, f"{type(error).__name__}: {error!s:.150}"
+    text, out = folder / "text.txt", folder / "out"
+    text.write_text(TEXT)
+    try:
+        report = compress(
+            source,
+            out,
+            ratio=2.0,
+            effort="fast",
+            nsamples=6,
+            seqlen=48,
+            calibration=[text],
+            calibration_only=True,
+        )
+        describe(out)
+        verify(out).require_intact(out)
+        evaluate(out, base=source, text=text, seqlen=64, limit=2)
+        _, difference = compare(source, out)
+    except CiuicError as error:
+        return error.exit_code, str(error)
+    except Exception as error:
+        if verbose:
+            traceback.print_exc()
+        return 1, f"{type(error).__name__}: {error!s:.300}"
+    if not difference < MAX_DIFFERENCE:
+        return 1, f"logits differ by {difference:.2g} standard deviations"
+    return 0, f"ratio {report.ratio:.2f}, difference {difference:.1e}"
+
+
+def main() -> int:
+    """Try random shapes; returns the number of those that failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, help="skip this many shapes")
+    parser.add_argument("-v", action="store_true")
+    arguments = parser.parse_args()
+    from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+    disable_progress_bar()
+    set_verbosity_error()
+    codes: Counter[int] = Counter()
+    number = 0
+    while codes.total() - codes[-1] < arguments.count:
+        shape = random_shape(random.Random(1_000_003 * arguments.seed + number))
+        number += 1
+        if number <= arguments.start:
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            code, reason = try_shape(shape, Path(folder), arguments.v)
+        codes[code] += 1
+        print(f"{number - 1:4} code {code:2} {shape.family:14} {str(shape.dtype)[6:]:9} {reason}", flush=True)
+        if code == 1:
+            print(f"     {shape}", flush=True)
+    print(dict(codes))
+    return codes[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
