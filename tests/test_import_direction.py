@@ -23,7 +23,7 @@ FLOORS = (
     ("errors", "_version"),
     ("integers",),
     ("process",),
-    ("checkpoint", "codecs"),
+    ("checkpoint", "codecs", "recipes"),
     ("text", "kernels", "artifact", "passes", "layerwise"),
     ("statistics", "runtime"),
     ("allocation", "evaluation"),

@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import DEVICE_HELP, JSON_HELP, QUIET_HELP, Model, announce_device, execute
+from ciuic_cli.cli.arguments import (
+    DEVICE_HELP,
+    JSON_HELP,
+    QUIET_HELP,
+    Model,
+    announce_device,
+    execute,
+    given_options,
+)
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
 from ciuic_cli.cli.tables import show_compressed
@@ -220,18 +228,13 @@ def compress(
 
 def _from_recipe(file: Path, context: typer.Context) -> dict[str, Any]:
     """The options of a recipe, except those that the command line gives."""
+    given = given_options(context)
     found = read_recipe(file)
-    given = {
-        name
-        for name in context.params
-        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
-    if given & BUDGETS:
-        given |= BUDGETS
     for name, parse in (("target_size", parse_size), ("bits", parse_bits)):
         if isinstance(found.get(name), str):
             found[name] = parse(found[name])
-    return {name: value for name, value in found.items() if name not in given}
+    left_out = given | BUDGETS if given & BUDGETS else given
+    return {name: value for name, value in found.items() if name not in left_out}
 
 
 def _run(console: Console, folder: Path, out: Path, options: CompressOptions) -> MemoryReport | None:

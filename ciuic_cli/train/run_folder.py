@@ -87,6 +87,17 @@ class RunFolder:
                 remove_path(folder)
         return complete[max(complete)] if complete else None
 
+    def checkpoint(self, step: int) -> Path:
+        """The complete checkpoint of `step`. Raises InputError if it is gone."""
+        folder = self.path / f"checkpoint-{step}"
+        if not (folder / COMPLETE).is_file():
+            raise InputError(
+                "the best checkpoint of the run is gone",
+                file=folder,
+                remedy=f"remove {self.path} to begin again",
+            )
+        return folder
+
     def mark_complete(self, step: int) -> None:
         """Sync the checkpoint of `step`, then mark it."""
         folder = self.path / f"checkpoint-{step}"

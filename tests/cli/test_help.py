@@ -13,7 +13,7 @@ from ciuic_cli.cli.app import app
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
 from ciuic_cli.compression.options import BITS
 
-COMMANDS = ["compress", "inspect", "eval", "bench", "generate", "chat", "serve"]
+COMMANDS = ["compress", "inspect", "eval", "bench", "generate", "chat", "serve", "train"]
 
 
 def help_of(*command: str) -> str:
