@@ -7,6 +7,7 @@ BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 SAMPLE = samples/deepseek-v3-tiny
 OUT ?= build/demo
+TRAIN_DEMO = build/demo-train
 
 # Seconds that `fuzz` spends on each target, runs that `kills` kills, bytes that `corruptions` changes.
 FUZZ_SECONDS ?= 120
@@ -20,7 +21,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test test-fast check wheel faults kills corruptions fuzz sanitize format cuda-check gpu quality scale clean
+.PHONY: demo demo-train test test-fast check wheel faults kills kills-train corruptions fuzz sanitize format cuda-check gpu quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -37,6 +38,19 @@ demo: $(VENV)/.installed
 	$(BIN)/ciuic eval $(OUT) --base $(SAMPLE) --text samples/text/heldout.txt --seqlen 512 \
 		--prompt "Background: The island was"
 	$(BIN)/ciuic bench $(OUT) --base $(SAMPLE) -p 256 -n 64 -r 3
+
+# Trains an adapter on the compressed sample model, with a report in build/demo-train/adapter/train_report.html.
+demo-train: $(TRAIN_DEMO)/model/config.json
+	$(BIN)/python samples/examples.py samples/text/calibration.txt $(TRAIN_DEMO)/train.jsonl
+	$(BIN)/python samples/examples.py samples/text/heldout.txt $(TRAIN_DEMO)/heldout.jsonl --most 100
+	rm -rf $(TRAIN_DEMO)/adapter
+	$(BIN)/ciuic train $(TRAIN_DEMO)/model $(TRAIN_DEMO)/adapter --train-file $(TRAIN_DEMO)/train.jsonl \
+		--eval-file $(TRAIN_DEMO)/heldout.jsonl --eval-steps 30 --load-best-model-at-end \
+		--max-steps 120 --sequence-len 512 --learning-rate 1e-3
+
+$(TRAIN_DEMO)/model/config.json: $(VENV)/.installed
+	$(BIN)/ciuic compress $(SAMPLE) $(TRAIN_DEMO)/model --calibration samples/text/calibration.txt \
+		--effort fast --force --quiet
 
 # All tests except the fault campaigns: about 20 minutes on two cores.
 test: $(VENV)/.installed
@@ -59,6 +73,10 @@ faults: $(VENV)/.installed
 # Kills runs at random moments: nothing may be lost, and the rerun must end in the same bytes.
 kills: $(VENV)/.installed
 	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS)
+
+# The same for training runs on the compressed sample.
+kills-train: $(TRAIN_DEMO)/model/config.json
+	$(BIN)/python tests/faults/campaigns/killing_training.py $(TRAIN_DEMO)/model --kills $(KILLS)
 
 # Changes single bytes of artifacts, under the sanitizers: --verify must find each, and loading must do no harm.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.checkpoint.architecture import build_config
 from ciuic_cli.checkpoint.config.numbers import max_positions
 from ciuic_cli.checkpoint.folder import locate, read_config
-from ciuic_cli.errors import EnvironmentFault, InputError, UsageError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
 from ciuic_cli.recipes import write_recipe
@@ -76,6 +77,7 @@ def train(
     out = Path(os.path.abspath(out))
     folder = locate(model)
     if out.exists() and not publishing.may_replace(out, force=False):
+        _tidy_up_after(out)
         raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
     examples, held_out = _examples(folder, options)
     rows = _rows(examples, options)
@@ -96,6 +98,19 @@ def train(
         publishing.publish(out, force=False)
         run.remove()
     return report
+
+
+def _tidy_up_after(out: Path) -> None:
+    """Remove the working folders of a run that was killed after its output had got its name."""
+    run = RunFolder(out)
+    with suppress(CiuicError, OSError, ValueError, KeyError):
+        options = json.loads((out / REPORT).read_bytes())["options"]
+        if run.path.is_dir():
+            with run.locked():
+                if run.description() not in (None, options):
+                    return
+                publishing.discard(out)
+                run.remove()
 
 
 def _examples(folder: Path, options: TrainOptions) -> tuple[list[Example], list[Example]]:

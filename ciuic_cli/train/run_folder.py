@@ -76,6 +76,11 @@ class RunFolder:
             write_atomically(file, json.dumps(stored, indent=1).encode())
         return threads
 
+    def description(self) -> Any:
+        """What is run, as `begin` recorded it; None if it did not, or if the folder is partly removed."""
+        file = self.path / _RUN
+        return json.loads(file.read_bytes())["description"] if file.is_file() else None
+
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint. Removes incomplete ones."""
         complete: dict[int, Path] = {}

@@ -218,7 +218,7 @@ def test_the_command_takes_a_recipe_and_comes_before_it(model: Path, tmp_path: P
     assert first.read_bytes() == second.read_bytes()
     for text, message in (
         ("lerning-rate: 1", "did you mean learning_rate?"),
-        ("learning_rate: many", "--learning-rate is 'many', not a number"),
+        ("train_file: a\nlearning_rate: many", "--learning-rate is 'many', not a number"),
         ("max_steps: 5", "--train-file is missing"),
     ):
         given.write_text(text)
