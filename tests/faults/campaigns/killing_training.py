@@ -25,7 +25,18 @@ from forked_runs import SIGNALS, ForkedRuns
 from ciuic_cli.train import engine, trainer
 
 OPTIONS = (
-    *("--sequence-len", "64", "--max-steps", "8", "--learning-rate", "5e-3", "--save-steps", "2"),
+    *(
+        "--sequence-len",
+        "64",
+        "--max-steps",
+        "8",
+        "--lora-r",
+        "2",
+        "--learning-rate",
+        "5e-3",
+        "--save-steps",
+        "2",
+    ),
     *("--eval-steps", "3", "--load-best-model-at-end", "--device", "cpu"),
 )
 """Checkpoints at steps 2, 3, 4, 6 and 8: evaluations have some of their own."""
@@ -41,7 +52,10 @@ class Harness:
     def __init__(self, model: Path, folder: Path, seed: int) -> None:
         assert peft and engine and trainer  # imported before the forks, which inherit them
         self.random, self.counts = random.Random(seed), Counter[str]()
-        data = [self._data(folder / name, first) for name, first in (("train.jsonl", 1), ("eval.jsonl", 500))]
+        data = [
+            self._data(folder / "train.jsonl", range(1, 20)),
+            self._data(folder / "eval.jsonl", range(50, 54)),
+        ]
         self.place = folder / "place"
         self.place.mkdir()
         self.out = self.place / "adapter"
@@ -57,11 +71,8 @@ class Harness:
         shutil.rmtree(self.place)
 
     @staticmethod
-    def _data(file: Path, first: int) -> str:
-        lines = [
-            {"prompt": f"The number after {n} is ", "completion": f"{n + 1}."}
-            for n in range(first, first + 20)
-        ]
+    def _data(file: Path, numbers: range) -> str:
+        lines = [{"prompt": f"The number after {n} is ", "completion": f"{n + 1}."} for n in numbers]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
         return str(file)
 
