@@ -80,7 +80,13 @@ def write_recipe(folder: Path, command: str, values: Mapping[str, Any]) -> None:
         values: plain values by option.
     """
     given = {name: value for name, value in values.items() if value is not None and value != []}
-    text = yaml.safe_dump(given, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    # A line for each option, lists in brackets.
+    text = "".join(
+        yaml.safe_dump(
+            {name: value}, allow_unicode=True, default_flow_style=None if isinstance(value, list) else False
+        )
+        for name, value in given.items()
+    )
     (folder / RECIPE).write_text(f"# ciuic {command} MODEL OUT --config {RECIPE}\n{text}", encoding="utf-8")
 
 

@@ -10,6 +10,8 @@ import hashlib
 import json
 import os
 import shutil
+import stat
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -81,6 +83,7 @@ def train(
         raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
     examples, held_out = _examples(folder, options)
     rows = _rows(examples, options)
+    hint(f"{len(examples):,} examples in {len(rows):,} rows")
     run = RunFolder(out)
     description = _description(folder, options, choose_device(device))
     with run.locked(), threads(run.begin(description, torch.get_num_threads())):
@@ -89,15 +92,22 @@ def train(
         report = _report(trainer, examples, rows)
         unfinished = publishing.begin(out)
         trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
-        report_with_options = {**report, "options": description}
-        (unfinished / REPORT).write_text(json.dumps(report_with_options, indent=1))
-        (unfinished / PAGE).write_text(render_training_page(report_with_options), encoding="utf-8")
-        write_recipe(unfinished, "train", options.to_dict())
+        _write_reports(unfinished, {**report, "options": description}, options)
         if (run.path / LOGS).is_dir():
             shutil.copytree(run.path / LOGS, unfinished / LOGS)
         publishing.publish(out, force=False)
         run.remove()
     return report
+
+
+def _write_reports(folder: Path, report: dict[str, Any], options: TrainOptions) -> None:
+    """Write the report, its page and the recipe into the adapter's folder."""
+    (folder / REPORT).write_text(json.dumps(report, indent=1))
+    (folder / PAGE).write_text(render_training_page(report), encoding="utf-8")
+    write_recipe(folder, "train", options.to_dict())
+    for file in folder.iterdir():  # safetensors gives its files a mode of its own; here the umask decides
+        if file.is_file():
+            file.chmod(stat.S_IMODE((folder / REPORT).stat().st_mode))
 
 
 def _tidy_up_after(out: Path) -> None:
@@ -224,7 +234,10 @@ def _trainer(
     base = _load(folder, target)
     set_seed(options.seed)  # the adapter's random factors
     config = lora_config(base, options)
-    adapted = get_peft_model(base, config)
+    with warnings.catch_warnings():
+        # PEFT reads an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        adapted = get_peft_model(base, config)
     adapted.config.use_cache = False
     if target.type == "cpu":
         limit_memory(base)

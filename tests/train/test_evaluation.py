@@ -148,6 +148,7 @@ def test_the_reports_beside_the_adapter(stopped: tuple[dict[str, Any], Path, lis
     assert again.to_dict() == options(Path(recipe["train_file"]).parent).to_dict()
     page = (out / "train_report.html").read_text()
     assert page.count("<svg") == 2 and "Evaluations" in page and "lora_target_modules" in page
+    assert len({path.stat().st_mode for path in out.iterdir()}) == 1, "some files have modes of their own"
     assert any("tokens/s" in line and "left" in line for line in said)
 
 
