@@ -40,17 +40,16 @@ demo: $(VENV)/.installed
 	$(BIN)/ciuic bench $(OUT) --base $(SAMPLE) -p 256 -n 64 -r 3
 
 # Trains an adapter on the compressed sample model, with a report in build/demo-train/adapter/train_report.html.
-demo-train: $(TRAIN_DEMO)/model/config.json
+demo-train: $(OUT)/config.json
 	$(BIN)/python samples/examples.py samples/text/calibration.txt $(TRAIN_DEMO)/train.jsonl
-	$(BIN)/python samples/examples.py samples/text/heldout.txt $(TRAIN_DEMO)/heldout.jsonl --most 100
+	$(BIN)/python samples/examples.py samples/text/heldout.txt $(TRAIN_DEMO)/heldout.jsonl --most 60
 	rm -rf $(TRAIN_DEMO)/adapter
-	$(BIN)/ciuic train $(TRAIN_DEMO)/model $(TRAIN_DEMO)/adapter --train-file $(TRAIN_DEMO)/train.jsonl \
-		--eval-file $(TRAIN_DEMO)/heldout.jsonl --eval-steps 30 --load-best-model-at-end \
-		--max-steps 120 --sequence-len 512 --learning-rate 1e-3
+	$(BIN)/ciuic train $(OUT) $(TRAIN_DEMO)/adapter --train-file $(TRAIN_DEMO)/train.jsonl \
+		--eval-file $(TRAIN_DEMO)/heldout.jsonl --eval-steps 20 --load-best-model-at-end \
+		--max-steps 60 --sequence-len 512 --learning-rate 2e-3
 
-$(TRAIN_DEMO)/model/config.json: $(VENV)/.installed
-	$(BIN)/ciuic compress $(SAMPLE) $(TRAIN_DEMO)/model --calibration samples/text/calibration.txt \
-		--effort fast --force --quiet
+$(OUT)/config.json: $(VENV)/.installed
+	$(BIN)/ciuic compress $(SAMPLE) $(OUT) --calibration samples/text/calibration.txt --force
 
 # All tests except the fault campaigns: about 20 minutes on two cores.
 test: $(VENV)/.installed
@@ -75,8 +74,8 @@ kills: $(VENV)/.installed
 	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS)
 
 # The same for training runs on the compressed sample.
-kills-train: $(TRAIN_DEMO)/model/config.json
-	$(BIN)/python tests/faults/campaigns/killing_training.py $(TRAIN_DEMO)/model --kills $(KILLS)
+kills-train: $(OUT)/config.json
+	$(BIN)/python tests/faults/campaigns/killing_training.py $(OUT) --kills $(KILLS)
 
 # Changes single bytes of artifacts, under the sanitizers: --verify must find each, and loading must do no harm.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so

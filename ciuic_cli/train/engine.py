@@ -146,7 +146,6 @@ def _rows(examples: list[Example], options: TrainOptions) -> list[Row]:
 def _description(folder: Path, options: TrainOptions, device: torch.device) -> dict[str, Any]:
     """What decides the adapter: options, data, model and kind of device."""
     description = options.to_dict()
-    del description["report_to"]
     for name in ("train_file", "eval_file"):
         file = getattr(options, name)
         if file is not None:

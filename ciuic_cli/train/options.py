@@ -93,8 +93,8 @@ class TrainOptions:
         return self.load_best_model_at_end or self.early_stopping_patience is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """All options, as JSON and YAML hold them."""
-        return {name: _plain(value) for name, value in asdict(self).items()}
+        """All options that decide the result, as JSON and YAML hold them."""
+        return {name: _plain(value) for name, value in asdict(self).items() if name != "report_to"}
 
 
 KEYS = (*(item.name for item in fields(TrainOptions)), "device")

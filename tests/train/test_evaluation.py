@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
 
 from ciuic_cli.artifact import publishing
 from ciuic_cli.errors import EnvironmentFault, UsageError
@@ -77,18 +79,36 @@ def test_a_run_stops_early_and_keeps_the_best_adapter(
     assert (tmp_path / "best" / ADAPTER).read_bytes() == (out / ADAPTER).read_bytes()
 
 
+class Recorder(TrainerCallback):
+    """A tracker, as transformers creates them by name. It writes where TensorBoard does."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / "runs" / "today"
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "events").open("a") as file:
+            file.write(json.dumps(logs) + "\n")
+
+
 def test_evaluations_do_not_change_the_training(
-    stopped: tuple[dict[str, Any], Path, list[str]], model: Path, tmp_path: Path
+    stopped: tuple[dict[str, Any], Path, list[str]],
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With dropout, which draws random numbers."""
+    """With dropout, which draws random numbers. A tracker gets the figures of each step, and its files are kept."""
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "recorder", Recorder)
+    monkeypatch.setattr(integration_utils, "get_available_reporting_integrations", lambda: ["recorder"])
     report = run(
         model, tmp_path / "adapter",
         options(
             tmp_path, eval_file=None, eval_steps=50, per_device_eval_batch_size=1, early_stopping_patience=None,
-            max_steps=stopped[0]["steps"],
+            max_steps=stopped[0]["steps"], report_to="recorder",
         ),
     )  # fmt: skip
     assert report["losses"] == stopped[0]["losses"] and report["evaluations"] == []
+    logged = [json.loads(line) for line in (tmp_path / "adapter/runs/today/events").read_text().splitlines()]
+    assert [one["loss"] for one in logged if "loss" in one] == report["losses"]
+    assert {"memory_bytes", "tokens_per_second", "learning_rate"} <= logged[0].keys()
 
 
 def test_the_evaluation_loss_is_that_of_plain_peft(
