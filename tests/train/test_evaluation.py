@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from ciuic_cli.artifact import publishing
-from ciuic_cli.errors import EnvironmentFault, UsageError
+from ciuic_cli.errors import EnvironmentFault, InputError, UsageError
 from ciuic_cli.process import work_folders
 from ciuic_cli.recipes import RECIPE
 from ciuic_cli.train.history import best_step, has_stopped
@@ -143,7 +143,9 @@ def test_a_run_killed_after_its_last_evaluation_ends_with_the_same_bytes(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def dies(destination: Path) -> Path:
+    """The second time it is killed when the output has its name, before the run's folder is removed."""
+
+    def dies(_: object) -> Path:
         raise OSError("the machine went down")
 
     with monkeypatch.context() as patch:
@@ -151,7 +153,13 @@ def test_a_run_killed_after_its_last_evaluation_ends_with_the_same_bytes(
         with pytest.raises(OSError, match="went down"):
             run(model, tmp_path / "adapter", options(tmp_path))
     assert RunFolder(tmp_path / "adapter").last_checkpoint() is not None
-    again = run(model, tmp_path / "adapter", options(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "remove", dies)
+        with pytest.raises(OSError, match="went down"):
+            run(model, tmp_path / "adapter", options(tmp_path))
+    with pytest.raises(InputError, match="the output exists"):
+        run(model, tmp_path / "adapter", options(tmp_path))
+    again = json.loads((tmp_path / "adapter" / "train_report.json").read_text())
     assert again["losses"] == stopped[0]["losses"] and again["evaluations"] == stopped[0]["evaluations"]
     assert (tmp_path / "adapter" / ADAPTER).read_bytes() == (stopped[1] / ADAPTER).read_bytes()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
