@@ -7,6 +7,7 @@ BIN = $(VENV)/bin
 TORCH ?= torch==2.13.0
 SAMPLE = samples/deepseek-v3-tiny
 OUT ?= build/demo
+TRAIN_DEMO = build/demo-train
 
 # Seconds that `fuzz` spends on each target, runs that `kills` kills, bytes that `corruptions` changes.
 FUZZ_SECONDS ?= 120
@@ -24,7 +25,7 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo test test-fast check wheel wheels sdist faults kills shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
+.PHONY: demo demo-train test test-fast check wheel wheels sdist faults kills kills-train shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -42,6 +43,18 @@ demo: $(VENV)/.installed
 	$(BIN)/ciuic eval $(OUT) --base $(SAMPLE) --text samples/text/heldout.txt --seqlen 512 \
 		--prompt "Background: The island was"
 	$(BIN)/ciuic bench $(OUT) --base $(SAMPLE) -p 256 -n 64 -r 3
+
+# Trains an adapter on the compressed sample model, with a report in build/demo-train/adapter/train_report.html.
+demo-train: $(OUT)/config.json
+	$(BIN)/python samples/examples.py samples/text/calibration.txt $(TRAIN_DEMO)/train.jsonl
+	$(BIN)/python samples/examples.py samples/text/heldout.txt $(TRAIN_DEMO)/heldout.jsonl --most 60
+	rm -rf $(TRAIN_DEMO)/adapter
+	$(BIN)/ciuic train $(OUT) $(TRAIN_DEMO)/adapter --train-file $(TRAIN_DEMO)/train.jsonl \
+		--eval-file $(TRAIN_DEMO)/heldout.jsonl --eval-steps 20 --load-best-model-at-end \
+		--max-steps 60 --sequence-len 512 --learning-rate 2e-3
+
+$(OUT)/config.json: $(VENV)/.installed
+	$(BIN)/ciuic compress $(SAMPLE) $(OUT) --calibration samples/text/calibration.txt --calibration-only --force
 
 # All tests except the fault campaigns: about 20 minutes on two cores.
 test: $(VENV)/.installed
@@ -80,6 +93,10 @@ kills: $(VENV)/.installed
 # Random small checkpoints of odd shapes: compressed, loaded, and compared with dense models. About 4 s for each.
 shapes: $(VENV)/.installed
 	$(BIN)/python tests/families/random_shapes.py --count $(SHAPES)
+
+# The same for training runs on the compressed sample.
+kills-train: $(OUT)/config.json
+	$(BIN)/python tests/faults/campaigns/killing_training.py $(OUT) --kills $(KILLS)
 
 # Changes single bytes of artifacts, under the sanitizers: --verify must find each, and loading must do no harm.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so

@@ -74,7 +74,9 @@ def test_there_are_experiments() -> None:
     assert len(EXPERIMENTS) > 40
 
 
-@pytest.mark.parametrize("command", ["compress", "inspect", "eval", "bench", "generate", "chat", "serve"])
+@pytest.mark.parametrize(
+    "command", ["compress", "inspect", "eval", "bench", "generate", "chat", "serve", "train"]
+)
 def test_the_reference_has_every_option(command: str) -> None:
     reference = _text(ROOT / "docs" / "REFERENCE.md")
     options = [

@@ -24,7 +24,7 @@ FLOORS = (
     ("integers",),
     ("process",),
     ("hub",),
-    ("checkpoint", "codecs"),
+    ("checkpoint", "codecs", "recipes"),
     ("text", "kernels", "artifact", "passes", "layerwise"),
     ("statistics", "runtime"),
     ("allocation", "evaluation"),

@@ -96,8 +96,8 @@ def publish(destination: Path, *, force: bool) -> Path | None:
     at `destination`, and does not touch it.
     """
     folder = partial_of(destination) / "new"
-    for path in folder.iterdir():
-        sync_file(path)
+    for path in folder.rglob("*"):
+        (sync_folder if path.is_dir() else sync_file)(path)
     sync_folder(folder)
     try:
         if not may_replace(destination, force=force):

@@ -46,6 +46,15 @@ def execute(console: Console, action: Callable[[], None]) -> NoReturn:
     raise typer.Exit(run(console, guarded))
 
 
+def given_options(context: typer.Context) -> set[str]:
+    """Names of the parameters that the command line gives; they come before those of a recipe."""
+    return {
+        name
+        for name in context.params
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+
+
 def announce_device(console: Console, device: str) -> None:
     """Raise EnvironmentFault for a GPU that does not exist, before any work; print a hint if "auto" finds no GPU."""
     from ciuic_cli.runtime.loading import choose_device

@@ -19,6 +19,7 @@ from ciuic_cli.cli.arguments import (
     Model,
     announce_device,
     execute,
+    given_options,
 )
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
@@ -262,18 +263,13 @@ def compress(
 
 def _from_recipe(file: Path, context: typer.Context) -> dict[str, Any]:
     """The options of a recipe, except those that the command line gives."""
+    given = given_options(context)
     found = read_recipe(file)
-    given = {
-        name
-        for name in context.params
-        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
-    if given & BUDGETS:
-        given |= BUDGETS
     for name, parse in (("target_size", parse_size), ("bits", parse_bits)):
         if isinstance(found.get(name), str):
             found[name] = parse(found[name])
-    return {name: value for name, value in found.items() if name not in given}
+    left_out = given | BUDGETS if given & BUDGETS else given
+    return {name: value for name, value in found.items() if name not in left_out}
 
 
 def _run(

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from ciuic_cli.cli.arguments import Device, Json, announce_device, execute
+from ciuic_cli.cli.arguments import Device, Json, Quiet, announce_device, execute, given_options
 from ciuic_cli.cli.console import Console
 from ciuic_cli.compression.options import check_device
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
+from ciuic_cli.recipes import read_recipe
+from ciuic_cli.train.options import KEYS, TrainOptions
 
 
 def train(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Artifact or checkpoint: a folder, or a hub id.")
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the adapter, in PEFT's format.")],
     train_file: Annotated[
-        Path,
+        Path | None,
         typer.Option(
-            metavar="FILE", readable=False, help="JSON lines: messages, prompt and completion, or text."
+            metavar="FILE",
+            readable=False,
+            show_default=False,
+            help="JSON lines: messages, prompt and completion, or text. Required, here or in the recipe.",
         ),
-    ],
+    ] = None,
+    eval_file: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", readable=False, help="The same kind of file; its loss is measured in between."
+        ),
+    ] = None,
     method: Annotated[str, typer.Option(help="lora")] = "lora",
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-4,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
@@ -51,30 +63,48 @@ def train(
         typer.Option("--activation-checkpointing", help="Compute activations again in the backward pass."),
     ] = False,
     every_n_layers: Annotated[int, typer.Option(help="Layers between two checkpoints of activations.")] = 1,
+    eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations.")] = 50,
+    per_device_eval_batch_size: Annotated[int, typer.Option(help="Rows per pass of an evaluation.")] = 1,
+    early_stopping_patience: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="End after N evaluations in a row without a lower loss, and keep the best adapter.",
+        ),
+    ] = None,
+    load_best_model_at_end: Annotated[
+        bool,
+        typer.Option("--load-best-model-at-end", help="Keep the adapter with the lowest evaluation loss."),
+    ] = False,
     save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
+    report_to: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            show_default="none",
+            help="Tracker of transformers, such as tensorboard or wandb; or all; repeatable.",
+        ),
+    ] = None,
     device: Device = "auto",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            readable=False,
+            help="YAML file of options, such as a result's recipe.yaml; options given here come first.",
+        ),
+    ] = None,
+    quiet: Quiet = False,
     json: Json = False,
 ) -> None:
     """Adapt MODEL to a training file with LoRA; a compressed model stays compressed. Continues after a crash."""
-    console = Console(json_mode=json)
+    console = Console(json_mode=json, quiet=quiet)
 
     def action() -> None:
-        check_device(device)
-        from ciuic_cli.train.options import TrainOptions
-
-        options = TrainOptions(
-            train_file=train_file, method=method, learning_rate=learning_rate,
-            num_train_epochs=num_train_epochs, max_steps=max_steps,
-            per_device_train_batch_size=per_device_train_batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps, warmup_steps=warmup_steps,
-            lr_scheduler_type=lr_scheduler_type, optim=optim, sequence_len=sequence_len,
-            sample_packing=sample_packing, train_on_inputs=train_on_inputs, lora_r=lora_r,
-            lora_alpha=lora_alpha, lora_dropout=lora_dropout,
-            lora_target_modules=tuple(lora_target_modules or ()),
-            activation_checkpointing=activation_checkpointing, every_n_layers=every_n_layers,
-            save_steps=save_steps, seed=seed,
-        )  # fmt: skip
+        chosen = _options(context, config)
+        device = check_device(chosen.pop("device"))
+        options = TrainOptions(**chosen)
         configure_numeric_libraries()
         try:
             import accelerate  # noqa: F401
@@ -92,7 +122,24 @@ def train(
         with console.progress() as progress:
             report = run_training(model, out, options, device=device, progress=progress, hint=console.hint)
         console.json(report)
-        losses = report["losses"]
-        console.data(f"{out}: {report['steps']} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
+        _show(console, out, report)
 
     execute(console, action)
+
+
+def _options(context: typer.Context, config: Path | None) -> dict[str, Any]:
+    """All options by name: from the command line, else from the recipe, else the defaults."""
+    values = {name: context.params[name] for name in KEYS}
+    for name in ("lora_target_modules", "report_to"):
+        values[name] = tuple(values[name] or ())
+    found = {} if config is None else read_recipe(config, KEYS)
+    return values | {name: value for name, value in found.items() if name not in given_options(context)}
+
+
+def _show(console: Console, out: Path, report: dict[str, Any]) -> None:
+    losses, evaluations = report["losses"], report["evaluations"]
+    line = f"{out}: {report['steps']} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    if evaluations:
+        line += f"; evaluation loss {evaluations[0]['loss']:.4f} to {evaluations[-1]['loss']:.4f}"
+    console.data(line)
+    console.hint(f"full report: {out / 'train_report.html'}")

@@ -59,7 +59,11 @@ def install() -> None:
 def register_adapters() -> None:
     """Let PEFT find the LoRA layers for compressed modules. Imports PEFT. Idempotent."""
     if transformers_fault() is None:
-        importlib.import_module(LORA_MODULE).register()
+        layers = importlib.import_module(LORA_MODULE)
+        if hasattr(
+            layers, "register"
+        ):  # if the layers themselves import PEFT first, they register at their end
+            layers.register()
 
 
 _ACTIONS = {REGISTRY_MODULE: register, PEFT_MODULE: register_adapters}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
+from typing import BinaryIO
 
 from ciuic_cli.errors import InputError
 
@@ -17,18 +20,9 @@ MAXIMUM_BYTES = 64 << 20
 
 
 def read_text(path: Path) -> str:
-    """The content of a UTF-8 file. Raises InputError if it is missing, unreadable, empty, too long or not UTF-8.
-
-    Nothing waits for a writer: pipes and devices are refused, and so are files of /proc, which have size 0.
-    """
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise _unreadable(path, "it is not a regular file")
-            data = file.read(MAXIMUM_BYTES + 1) if status.st_size else b""
-    except OSError as error:
-        raise _unreadable(path, str(error.strerror)) from error
+    """The content of a UTF-8 file. Raises InputError if it is missing, unreadable, empty, too long or not UTF-8."""
+    with opened(path) as file:
+        data = file.read(MAXIMUM_BYTES + 1)
     if len(data) > MAXIMUM_BYTES:
         raise InputError(
             f"the text has more than {MAXIMUM_BYTES:,} bytes", file=path, remedy="give a part of it"
@@ -40,8 +34,31 @@ def read_text(path: Path) -> str:
     if "\0" in text:  # UTF-16, or a binary file
         raise _not_utf8(path, data.index(0))
     if not text.strip():
-        raise InputError("the text is empty", file=path, remedy="give a file that contains text")
+        raise _empty(path)
     return text
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, for reading bytes. Raises InputError if it is anything else, is missing or cannot be read.
+
+    Nothing waits for a writer: pipes and devices are refused, and so are files of /proc, which have size 0 and are
+    called empty.
+    """
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _unreadable(path, "it is not a regular file")
+            if not status.st_size:
+                raise _empty(path)
+            yield file
+    except OSError as error:
+        raise _unreadable(path, str(error.strerror)) from error
+
+
+def _empty(path: Path) -> InputError:
+    return InputError("the text is empty", file=path, remedy="give a file that contains text")
 
 
 def _unreadable(path: Path, reason: str) -> InputError:

@@ -9,31 +9,40 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
+import shutil
+import stat
+import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ciuic_cli.artifact import publishing
 from ciuic_cli.artifact.schema import is_artifact
+from ciuic_cli.checkpoint.architecture import build_config
+from ciuic_cli.checkpoint.config.numbers import max_positions
 from ciuic_cli.checkpoint.folder import locate, read_config
-from ciuic_cli.errors import InputError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
+from ciuic_cli.recipes import write_recipe
+from ciuic_cli.report.training_page import render_training_page
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.tokenizer import open_tokenizer
-from ciuic_cli.train.examples import read_examples
+from ciuic_cli.train.examples import Example, Limits, read_examples
+from ciuic_cli.train.history import best_step, evaluations, has_stopped, steps_of
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.packing import Row, batch_of, pack, row_of
 from ciuic_cli.train.run_folder import RunFolder
 from ciuic_cli.train.targets import lora_config
 
 Progress = Callable[[str, int, int], None]
-REPORT = "train_report.json"
-"""Name of the report in the output folder."""
+REPORT, PAGE = "train_report.json", "train_report.html"
+"""Names of the report in the output folder: for programs, and for people."""
+LOGS = "runs"
+"""The folder of TensorBoard's files, of transformers; it moves from the run's folder to the output."""
 
 
 def train(
@@ -57,53 +66,158 @@ def train(
         hint: called with one line per ten steps: loss, tokens per second, memory, time left.
 
     Returns:
-        The report that is also written as `train_report.json`.
+        The report that is also written as `train_report.json`; `train_report.html` shows it, and `recipe.yaml` has
+        the options.
 
     Raises:
         InputError: model, data or output cannot be used, or an unfinished run had other options.
         UsageError: an option does not fit the model.
-        EnvironmentFault: the machine cannot do it.
+        EnvironmentFault: the machine cannot do it, or a package of --report-to is missing.
     """
     configure_allocators()
+    _check_trackers(options.report_to)
     out = Path(os.path.abspath(out))
     folder = locate(model)
     if out.exists() and not publishing.may_replace(out, force=False):
+        _tidy_up_after(out)
         raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
-    examples = read_examples(
-        options.train_file,
-        open_tokenizer(folder),
-        max_length=options.sequence_len,
-        train_on_inputs=options.train_on_inputs,
-    )
-    length = options.sequence_len
-    rows = pack(examples, length) if options.sample_packing else [row_of([example]) for example in examples]
+    examples, held_out = _examples(folder, options)
+    rows = _rows(examples, options)
+    hint(f"{len(examples):,} examples in {len(rows):,} rows")
     run = RunFolder(out)
-    description = {
-        **options.to_dict(),
-        "train_file_sha256": hashlib.sha256(options.train_file.read_bytes()).hexdigest(),
-        "model": str(folder.resolve()),
-        "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
-    }
+    description = _description(folder, options, choose_device(device))
     with run.locked(), threads(run.begin(description, torch.get_num_threads())):
-        trainer = _trainer(folder, run, rows, options, device, progress, hint)
-        checkpoint = run.last_checkpoint()
-        if checkpoint is not None:
-            hint(f"continuing from step {checkpoint.name.rpartition('-')[2]}")
-        began = time.monotonic()
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-        report = _report(trainer, examples, rows, time.monotonic() - began)
+        trainer = _trainer(folder, run, rows, _rows(held_out, options), options, device, progress, hint)
+        _continue(trainer, run, options, hint)
+        report = _report(trainer, examples, rows)
         unfinished = publishing.begin(out)
         trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
-        (unfinished / REPORT).write_text(json.dumps({**report, "options": description}, indent=1))
+        _write_reports(unfinished, {**report, "options": description}, options)
+        if (run.path / LOGS).is_dir():
+            shutil.copytree(run.path / LOGS, unfinished / LOGS)
         publishing.publish(out, force=False)
         run.remove()
     return report
+
+
+def _write_reports(folder: Path, report: dict[str, Any], options: TrainOptions) -> None:
+    """Write the report, its page and the recipe into the adapter's folder."""
+    (folder / REPORT).write_text(json.dumps(report, indent=1))
+    (folder / PAGE).write_text(render_training_page(report), encoding="utf-8")
+    write_recipe(folder, "train", options.to_dict())
+    for file in folder.iterdir():  # safetensors gives its files a mode of its own; here the umask decides
+        if file.is_file():
+            file.chmod(stat.S_IMODE((folder / REPORT).stat().st_mode))
+
+
+def _tidy_up_after(out: Path) -> None:
+    """Remove the working folders of a run that was killed after its output had got its name."""
+    run = RunFolder(out)
+    with suppress(CiuicError, OSError, ValueError, KeyError):
+        options = json.loads((out / REPORT).read_bytes())["options"]
+        if run.path.is_dir():
+            with run.locked():
+                if run.description() not in (None, options):
+                    return
+                publishing.discard(out)
+                run.remove()
+
+
+def _examples(folder: Path, options: TrainOptions) -> tuple[list[Example], list[Example]]:
+    """The examples of the training file, and those of the evaluation file."""
+    config = build_config(read_config(folder), folder / "config.json")
+    limits = Limits(options.sequence_len, max_positions(config), config.get_text_config().vocab_size)
+    tokenizer = open_tokenizer(folder)
+
+    def read(file: Path | None) -> list[Example]:
+        if file is None:
+            return []
+        return read_examples(file, tokenizer, limits, train_on_inputs=options.train_on_inputs)
+
+    return read(options.train_file), read(options.eval_file)
+
+
+def _rows(examples: list[Example], options: TrainOptions) -> list[Row]:
+    if options.sample_packing:
+        return pack(examples, options.sequence_len)
+    return [row_of([example]) for example in examples]
+
+
+def _description(folder: Path, options: TrainOptions, device: torch.device) -> dict[str, Any]:
+    """What decides the adapter: options, data, model and kind of device."""
+    description = options.to_dict()
+    for name in ("train_file", "eval_file"):
+        file = getattr(options, name)
+        if file is not None:
+            data = file.read_bytes()
+            description[f"{name}_bytes"] = len(data)
+            description[f"{name}_sha256"] = hashlib.sha256(data).hexdigest()
+    return {
+        **description,
+        "model": str(folder.resolve()),
+        "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
+        "device": device.type,
+    }
+
+
+def _check_trackers(names: tuple[str, ...]) -> None:
+    """Raise UsageError for a tracker that transformers does not know, EnvironmentFault for one that is missing."""
+    from transformers.integrations.integration_utils import (
+        INTEGRATION_TO_CALLBACK,
+        get_available_reporting_integrations,
+    )
+
+    known = [name for name in names if name not in ("none", "all")]
+    for name in known:
+        if name not in INTEGRATION_TO_CALLBACK:
+            raise UsageError(
+                f"--report-to {name} is unknown to transformers",
+                remedy=f"use none, all, or some of {', '.join(sorted(INTEGRATION_TO_CALLBACK))}",
+            )
+        if name not in get_available_reporting_integrations():
+            raise EnvironmentFault(
+                f"--report-to {name} needs a package that is not installed", remedy=f"pip install {name}"
+            )
+    if len(names) > 1 and len(known) < len(names):
+        raise UsageError("--report-to none and all stand alone", remedy="give one of them, or names")
+
+
+def _continue(trainer: Any, run: RunFolder, options: TrainOptions, hint: Callable[[str], None]) -> None:
+    """Train from the last checkpoint to the end; then the trainer's model is the result."""
+    from transformers.trainer_callback import TrainerState
+
+    checkpoint = run.last_checkpoint()
+    state = None
+    if checkpoint is not None:
+        hint(f"continuing from step {checkpoint.name.rpartition('-')[2]}")
+        state = TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+    patience = options.early_stopping_patience
+    had_stopped = state is not None and patience is not None and has_stopped(state.log_history, patience)
+    if had_stopped:
+        trainer.state = state  # transformers would take one more step
+    else:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    best = best_step(trainer.state.log_history) if options.keeps_best else None
+    if best is not None:
+        hint(f"the adapter of step {best} has the lowest evaluation loss")
+    elif options.keeps_best:
+        hint("no evaluation has a finite loss: the last adapter is kept")
+    if best is not None or had_stopped:
+        _load_adapter(trainer.model, run.checkpoint(trainer.state.global_step if best is None else best))
+
+
+def _load_adapter(model: Any, folder: Path) -> None:
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
 
 
 def _trainer(
     folder: Path,
     run: RunFolder,
     rows: list[Row],
+    held_out: list[Row],
     options: TrainOptions,
     device: str,
     progress: Progress,
@@ -112,14 +226,17 @@ def _trainer(
     from peft import get_peft_model
     from transformers import PrinterCallback, TrainingArguments, set_seed
 
-    from ciuic_cli.train.callbacks import Checkpoints, Display
+    from ciuic_cli.train.callbacks import Checkpoints, Display, EarlyStopping, Meter
     from ciuic_cli.train.trainer import ChunkedLossTrainer, limit_memory
 
     target = choose_device(device)
     base = _load(folder, target)
     set_seed(options.seed)  # the adapter's random factors
     config = lora_config(base, options)
-    adapted = get_peft_model(base, config)
+    with warnings.catch_warnings():
+        # PEFT reads an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        adapted = get_peft_model(base, config)
     adapted.config.use_cache = False
     if target.type == "cpu":
         limit_memory(base)
@@ -145,21 +262,33 @@ def _trainer(
         bf16=False,  # no autocast: the model already has its dtype, the adapter is float32
         logging_steps=1,
         logging_nan_inf_filter=False,
+        eval_strategy="steps" if held_out else "no",
+        eval_steps=options.eval_steps,
+        per_device_eval_batch_size=options.per_device_eval_batch_size,
+        metric_for_best_model="loss" if options.keeps_best else None,  # its checkpoint is not removed
+        greater_is_better=False,
         save_steps=options.save_steps,
-        save_total_limit=2,
+        save_total_limit=3 if options.keeps_best else 2,
+        include_num_input_tokens_seen="all",
         seed=options.seed,
         use_cpu=target.type == "cpu",
         dataloader_pin_memory=target.type != "cpu",
         remove_unused_columns=False,
-        report_to="none",
+        report_to=list(options.report_to) or "none",
         disable_tqdm=True,
     )
+    meter = Meter(target)
+    callbacks: list[Any] = [meter, Checkpoints(run, with_evaluations=options.keeps_best)]
+    if options.early_stopping_patience is not None:
+        callbacks.append(EarlyStopping(options.early_stopping_patience))
     trainer = ChunkedLossTrainer(
+        meter=meter,
         model=adapted,
         args=arguments,
         train_dataset=rows,
+        eval_dataset=held_out or None,
         data_collator=lambda batch: batch_of(batch, padding),
-        callbacks=[Checkpoints(run), Display(progress, hint, [len(row["input_ids"]) for row in rows])],
+        callbacks=[*callbacks, Display(progress, hint)],
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -174,16 +303,21 @@ def _load(folder: Path, target: torch.device) -> Any:
     return dense.to(target)
 
 
-def _report(trainer: Any, examples: list[Any], rows: list[Row], seconds: float) -> dict[str, Any]:
-    """Losses by step, counts, and memory. Figures of time are of this process: a continued run counts only its part."""
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+def _report(trainer: Any, examples: list[Example], rows: list[Row]) -> dict[str, Any]:
+    """Counts, and what the log of the run has: all processes of the run are counted."""
+    log = trainer.state.log_history
+    steps = steps_of(log)
     return {
         "steps": trainer.state.global_step,
+        "planned_steps": trainer.state.max_steps,
         "examples": len(examples),
         "rows": len(rows),
         "tokens": sum(len(row["input_ids"]) for row in rows),
-        "losses": losses,
+        "losses": [entry["loss"] for entry in steps],
+        "evaluations": [{"step": entry["step"], "loss": entry["eval_loss"]} for entry in evaluations(log)],
+        "best_step": best_step(log),
+        "memory_bytes": [entry["memory_bytes"] for entry in steps],
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-        "seconds": round(seconds, 2),
-        "resident_bytes": psutil.Process().memory_info().rss,
+        "seconds": round(steps[-1]["seconds"], 2),
+        "tokens_per_second": round(steps[-1]["num_input_tokens_seen"] / steps[-1]["seconds"], 1),
     }

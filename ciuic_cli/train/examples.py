@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from ciuic_cli.errors import InputError
+from ciuic_cli.text.documents import opened
+from ciuic_cli.text.tokenizer import require_known_tokens, tokenizer_faults
 
 IGNORED = -100
 """Label of a token that is not learned; the value that torch's cross entropy ignores."""
@@ -43,17 +45,27 @@ class _Fault(Exception):
         self.message, self.remedy = message, remedy
 
 
-def read_examples(path: Path, tokenizer: Any, *, max_length: int, train_on_inputs: bool) -> list[Example]:
+@dataclass(frozen=True)
+class Limits:
+    """What a model and the options allow. max_length: most tokens of an example. positions: those of the model, None
+    if its config does not say. vocab_size: rows of its embedding."""
+
+    max_length: int
+    positions: int | None
+    vocab_size: int
+
+
+def read_examples(path: Path, tokenizer: Any, limits: Limits, *, train_on_inputs: bool) -> list[Example]:
     """All examples of a file, in its order. Empty lines are skipped.
 
     Args:
         path: JSON lines, UTF-8.
         tokenizer: a fast tokenizer of transformers; for chat messages, with a chat template.
-        max_length: most tokens of an example.
         train_on_inputs: learn prompts and other roles' messages, too.
 
     Raises:
-        InputError: the file cannot be read, has no example, or a line is wrong; the message names the line.
+        InputError: the file cannot be read, has no example, or a line is wrong; the message names the line. Or the
+            tokenizer does not work, or does not belong to the model.
     """
     examples = []
     for number, line in _lines(path):
@@ -61,40 +73,34 @@ def read_examples(path: Path, tokenizer: Any, *, max_length: int, train_on_input
             text, learned, is_chat = _parse(line, tokenizer)
             if train_on_inputs:
                 learned = [(0, len(text))]
-            examples.append(_tokenized(tokenizer, text, learned, is_chat, max_length))
+            examples.append(_tokenized(tokenizer, text, learned, is_chat, limits))
         except _Fault as fault:
             raise InputError(f"line {number}: {fault.message}", file=path, remedy=fault.remedy) from fault
     if not examples:
-        raise InputError(
-            "the training file has no example", file=path, remedy="write one JSON object per line"
-        )
+        raise InputError("the file has no example", file=path, remedy="write one JSON object per line")
+    require_known_tokens(tokenizer, (max(example.ids) for example in examples), limits.vocab_size)
     return examples
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                try:
-                    line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                except UnicodeDecodeError as error:
-                    raise InputError(
-                        f"line {number}: byte {error.start + 1} is not UTF-8",
-                        file=path,
-                        remedy="convert the file to UTF-8",
-                    ) from error
-                if line:
-                    yield number, line
-    except OSError as error:
-        raise InputError(
-            f"the training file cannot be read: {error.strerror}", file=path, remedy="check the path"
-        ) from error
+    with opened(path) as file:
+        for number, raw in enumerate(file, start=1):
+            try:
+                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                raise InputError(
+                    f"line {number}: byte {error.start + 1} is not UTF-8",
+                    file=path,
+                    remedy="convert the file to UTF-8",
+                ) from error
+            if line:
+                yield number, line
 
 
 def _parse(line: str, tokenizer: Any) -> tuple[str, list[tuple[int, int]], bool]:
     """(text of a line, learned ranges of its characters, whether a chat template made it)."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise _Fault(f"this is not JSON ({error})", "write one JSON object per line") from error
     names = " or ".join(" and ".join(form) for form in FORMS)
@@ -114,6 +120,16 @@ def _parse(line: str, tokenizer: Any) -> tuple[str, list[tuple[int, int]], bool]
         return record["text"], [(0, len(record["text"]))], False
     text = record["prompt"] + record["completion"]
     return text, [(len(record["prompt"]), len(text))], False
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of a JSON text. Python would keep the last value of a repeated field, silently."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise _Fault(f"the field {twice!r:.60} is given twice", "keep one of them")
+    return found
 
 
 def _chat(messages: Any, tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
@@ -160,10 +176,17 @@ def _rendered(tokenizer: Any, messages: list[dict[str, str]], **options: Any) ->
 
 
 def _tokenized(
-    tokenizer: Any, text: str, learned: list[tuple[int, int]], is_chat: bool, max_length: int
+    tokenizer: Any, text: str, learned: list[tuple[int, int]], is_chat: bool, limits: Limits
 ) -> Example:
     """A chat template writes special tokens itself; other texts get the tokenizer's own and an end of text."""
-    encoded = tokenizer(text, add_special_tokens=not is_chat, return_offsets_mapping=True)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # "\\ud800" in JSON
+        raise _Fault(
+            "a character is half of a surrogate pair", "write the whole character, or remove it"
+        ) from error
+    with tokenizer_faults(tokenizer.name_or_path):
+        encoded = tokenizer(text, add_special_tokens=not is_chat, return_offsets_mapping=True, verbose=False)
     ids = list(encoded["input_ids"])
     labels = [
         token if end > begin and any(first < end and begin < last for first, last in learned) else IGNORED
@@ -175,9 +198,14 @@ def _tokenized(
             ids.pop(), labels.pop()
         ids.append(end_of_text)
         labels.append(end_of_text)
-    if len(ids) > max_length:
+    if limits.positions is not None and len(ids) > limits.positions:
         raise _Fault(
-            f"the example has {len(ids)} tokens, more than the {max_length} of --sequence-len",
+            f"the example has {len(ids)} tokens, more than the {limits.positions} positions of the model",
+            "shorten or split it",
+        )
+    if len(ids) > limits.max_length:
+        raise _Fault(
+            f"the example has {len(ids)} tokens, more than the {limits.max_length} of --sequence-len",
             "shorten or split it, or give a longer --sequence-len",
         )
     if ids:

@@ -274,3 +274,6 @@ def register() -> None:
 
     dispatch_compressed_first.knows_compressed = True  # type: ignore[attr-defined]
     vars(lora_model)["dispatch_default"] = dispatch_compressed_first
+
+
+register()

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from ciuic_cli.errors import UsageError
 
 METHODS = ("lora",)
 """What may be trained: an adapter, while the weights stay as they are."""
+EVALUATION = (
+    *("eval_steps", "per_device_eval_batch_size"),
+    *("early_stopping_patience", "load_best_model_at_end"),
+)
+"""Options that need an evaluation file."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """One training run.
+    """One training run. Numbers may be given as text, as in YAML, which reads 2e-4 as text; a list may be one item.
 
     Raises:
-        UsageError: a value is out of range; the message names the command's option.
+        UsageError: a value is of the wrong type or out of range; the message names the command's option.
     """
 
     train_file: Path
+    eval_file: Path | None = None
     method: str = "lora"
     learning_rate: float = 2e-4
     num_train_epochs: float = 1.0
@@ -40,15 +47,25 @@ class TrainOptions:
     lora_target_modules: tuple[str, ...] = ()
     activation_checkpointing: bool = False
     every_n_layers: int = 1
+    eval_steps: int = 50
+    per_device_eval_batch_size: int = 1
+    early_stopping_patience: int | None = None
+    load_best_model_at_end: bool = False
     save_steps: int = 50
+    report_to: tuple[str, ...] = ()
     seed: int = 42
 
     def __post_init__(self) -> None:
+        if self.train_file is None:
+            raise UsageError("--train-file is missing", remedy="give it here or in the recipe")
+        for name, kind in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, _typed(option_name(name), getattr(self, name), kind))
         if self.method not in METHODS:
             raise UsageError(f"--method {self.method} is unknown", remedy=f"use one of {', '.join(METHODS)}")
         for name in (
             *("per_device_train_batch_size", "gradient_accumulation_steps", "lora_r", "lora_alpha"),
-            *("every_n_layers", "save_steps"),
+            *("every_n_layers", "save_steps", "eval_steps", "per_device_eval_batch_size"),
+            *(() if self.early_stopping_patience is None else ("early_stopping_patience",)),
         ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{option_name(name)} must be at least 1, not {getattr(self, name)}")
@@ -62,16 +79,59 @@ class TrainOptions:
             raise UsageError(f"--lora-dropout must be at least 0 and below 1, not {self.lora_dropout}")
         if self.warmup_steps < 0 or self.max_steps == 0 or self.max_steps < -1:
             raise UsageError("--warmup-steps must not be negative, and --max-steps must be positive")
+        if self.eval_file is None:
+            for item in fields(self):
+                if item.name in EVALUATION and getattr(self, item.name) != item.default:
+                    raise UsageError(
+                        f"{option_name(item.name)} needs --eval-file",
+                        remedy="give a file to measure the loss on",
+                    )
+
+    @property
+    def keeps_best(self) -> bool:
+        """Whether the adapter with the lowest evaluation loss is the result, not the last one."""
+        return self.load_best_model_at_end or self.early_stopping_patience is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """All options, as JSON holds them."""
-        return {
-            **asdict(self),
-            "train_file": str(self.train_file),
-            "lora_target_modules": list(self.lora_target_modules),
-        }
+        """All options that decide the result, as JSON and YAML hold them."""
+        return {name: _plain(value) for name, value in asdict(self).items() if name != "report_to"}
+
+
+KEYS = (*(item.name for item in fields(TrainOptions)), "device")
+"""The options that a recipe may have."""
 
 
 def option_name(field: str) -> str:
     """The command's option for a field: "--lora-r" for lora_r."""
     return "--" + field.replace("_", "-")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(value)
+    return str(value) if isinstance(value, Path) else value
+
+
+def _typed(option: str, value: Any, kind: Any) -> Any:
+    """The value as its field's type: of numbers given as text, of whole floats, and of paths given as text."""
+    if isinstance(kind, UnionType):
+        return None if value is None else _typed(option, value, *(set(get_args(kind)) - {NoneType}))
+    if get_origin(kind) is tuple:
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return tuple(_typed(option, item, str) for item in items)
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    wanted = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}[
+        kind
+    ]
+    try:
+        if kind is float and (is_number or isinstance(value, str)):
+            return float(value)
+        if kind is int and (isinstance(value, str) or (is_number and value == int(value))):
+            return int(value)
+        if kind is Path and isinstance(value, (str, Path)) and str(value) and "\0" not in str(value):
+            return Path(value)
+        if kind in (bool, str) and isinstance(value, kind):
+            return value
+    except (ValueError, OverflowError):
+        pass
+    raise UsageError(f"{option} is {value!r:.60}, not {wanted}", remedy=f"give {wanted}")

@@ -76,6 +76,11 @@ class RunFolder:
             write_atomically(file, json.dumps(stored, indent=1).encode())
         return threads
 
+    def description(self) -> Any:
+        """What is run, as `begin` recorded it; None if it did not, or if the folder is partly removed."""
+        file = self.path / _RUN
+        return json.loads(file.read_bytes())["description"] if file.is_file() else None
+
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint. Removes incomplete ones."""
         complete: dict[int, Path] = {}
@@ -86,6 +91,17 @@ class RunFolder:
             elif match:
                 remove_path(folder)
         return complete[max(complete)] if complete else None
+
+    def checkpoint(self, step: int) -> Path:
+        """The complete checkpoint of `step`. Raises InputError if it is gone."""
+        folder = self.path / f"checkpoint-{step}"
+        if not (folder / COMPLETE).is_file():
+            raise InputError(
+                "the best checkpoint of the run is gone",
+                file=folder,
+                remedy=f"remove {self.path} to begin again",
+            )
+        return folder
 
     def mark_complete(self, step: int) -> None:
         """Sync the checkpoint of `step`, then mark it."""

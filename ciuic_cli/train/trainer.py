@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from transformers import Trainer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ciuic_cli.process.memory import limit_freed_memory
+from ciuic_cli.train.callbacks import Meter
+from ciuic_cli.train.examples import IGNORED
 from ciuic_cli.train.loss import chunked_loss
 
 FREED_BYTES = 128 << 20
@@ -17,10 +20,16 @@ docs/experiments/training/lora-memory.md."""
 
 
 class ChunkedLossTrainer(Trainer):
-    """A Trainer whose steps never hold the logits of a whole batch."""
+    """A Trainer whose steps never hold the logits of a whole batch.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        meter: its figures are added to the log of every step.
+        options: of transformers' Trainer; `eval_dataset` is a list of rows.
+    """
+
+    def __init__(self, *, meter: Meter, **options: Any) -> None:
         super().__init__(**options)
+        self.meter = meter
         # The Trainer counts the learned tokens of all passes of a step; the loss is the sum divided by their number.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -37,6 +46,41 @@ class ChunkedLossTrainer(Trainer):
         others = {name: value for name, value in inputs.items() if name != "labels"}
         loss = chunked_loss(model, others, labels, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """The mean loss of all learned tokens of the evaluation rows, as `{"eval_loss": ...}`.
+
+        transformers averages the means of batches, whatever their tokens. Its data loader also draws from torch's
+        random numbers, so that evaluations would change the training; here they do not.
+        """
+        rows: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+        model: Any = self.model
+        began, was_training = time.monotonic(), model.training
+        model.eval()
+        total, size = 0.0, self.args.per_device_eval_batch_size
+        with torch.no_grad():
+            for begin in range(0, len(rows), size):
+                batch = self._prepare_inputs(self.data_collator(rows[begin : begin + size]))
+                total += float(self.compute_loss(model, batch, num_items_in_batch=1))
+                self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+        model.train(was_training)
+        learned = sum(label != IGNORED for row in rows for label in row["labels"][1:])
+        metrics = {f"{metric_key_prefix}_loss": total / learned}
+        self.log(dict(metrics))
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.meter.leave_out(time.monotonic() - began)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As the Trainer does, with the meter's figures in the entries of steps."""
+        if "loss" in logs:
+            logs |= self.meter.figures(self.state.num_input_tokens_seen)
+        super().log(logs)
 
 
 def limit_memory(model: Any) -> None:

@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 
 from ciuic_cli.cli.app import app
 from ciuic_cli.compression.options import CompressOptions
-from ciuic_cli.compression.recipe import KEYS, RECIPE, read_recipe, write_recipe
+from ciuic_cli.compression.recipe import KEYS, read_recipe, write_recipe
 from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.recipes import RECIPE
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_a_written_recipe_gives_the_same_options(tmp_path: Path) -> None:
 
 def test_an_unknown_key_is_wrong_usage(recipe: Callable[[str], Path], tmp_path: Path) -> None:
     done = invoke("compress", tmp_path, tmp_path / "out", "--config", recipe("rotio: 4"))
-    assert done.exit_code == 2 and "'rotio'" in done.stderr and "ratio" in done.stderr
+    assert done.exit_code == 2 and "'rotio'" in done.stderr and "did you mean ratio?" in done.stderr
     done = invoke("compress", tmp_path, tmp_path / "out", "--config", recipe("ratio: many"))
     assert done.exit_code == 2 and "--ratio 'many'" in done.stderr
     done = invoke("compress", tmp_path, tmp_path / "out", "--config", tmp_path / "absent.yaml")

@@ -1,4 +1,4 @@
-"""Examples from JSON lines: what is learned, and messages that name file and line for bad data."""
+"""Examples from JSON lines: what is learned, and how they share rows. Bad data: test_bad_data.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ciuic_cli.errors import InputError
-from ciuic_cli.train.examples import IGNORED, Example, read_examples
+from ciuic_cli.train.examples import IGNORED, Example, Limits, read_examples
 from ciuic_cli.train.packing import batch_of, pack, row_of
 
 TEMPLATE = (
@@ -38,7 +38,7 @@ def read(path: Path, tokenizer: Any, lines: list[Any], **options: Any) -> list[E
     path.write_bytes(
         b"".join((line if isinstance(line, bytes) else json.dumps(line).encode()) + b"\n" for line in lines)
     )
-    return read_examples(path, tokenizer, **{"max_length": 64, "train_on_inputs": False, **options})
+    return read_examples(path, tokenizer, Limits(64, None, 300), **{"train_on_inputs": False, **options})
 
 
 def learned(tokenizer: Any, example: Example) -> str:
@@ -63,62 +63,11 @@ def test_only_completions_are_learned(tmp_path: Path, tokenizer: Any) -> None:
     assert learned(tokenizer, everything[2]) == tokenizer.decode(found[2].ids[1:])
 
 
-GOOD = {"text": "hello"}
-USER = {"role": "user", "content": "a"}
-BAD = {
-    "broken": (b'{"text": "a', "not JSON"),
-    "utf8": (b'{"text": "\xff"}', "not UTF-8"),
-    "list": ([1], "not a JSON object"),
-    "number": (3, "not a JSON object"),
-    "no field": ({"question": "a"}, "the fields are"),
-    "empty object": ({}, "the fields are"),
-    "two forms": ({"text": "a", "prompt": "b", "completion": "c"}, "the fields are"),
-    "no completion": ({"prompt": "a"}, "the fields are"),
-    "empty completion": ({"prompt": "a", "completion": "  "}, "completion is empty"),
-    "completion null": ({"prompt": "a", "completion": None}, "not a string"),
-    "text list": ({"text": ["a"]}, "not a string"),
-    "empty text": ({"text": ""}, "text is empty"),
-    "one letter": ({"prompt": "", "completion": "x" * 64}, "more than the 64"),
-    "too long": ({"text": "x" * 65}, "more than the 64"),
-    "messages text": ({"messages": "hello"}, "not a list"),
-    "no messages": ({"messages": []}, "not a list"),
-    "wrong role": ({"messages": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
-    "no content": ({"messages": [{"role": "user"}]}, "no text in content"),
-    "no assistant": ({"messages": [USER]}, "no message is the assistant's"),
-    "silent assistant": ({"messages": [USER, {"role": "assistant", "content": ""}]}, "is empty"),
-    "deep": (b"[" * 100_000, "not JSON"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_a_bad_line_is_named(name: str, tmp_path: Path, tokenizer: Any) -> None:
-    line, message = BAD[name]
-    with pytest.raises(InputError, match=message) as caught:
-        read(tmp_path / "data.jsonl", tokenizer, [GOOD, line, GOOD])
-    assert caught.value.message.startswith("line 2: ") and caught.value.remedy
-    assert caught.value.file == str(tmp_path / "data.jsonl") and caught.value.exit_code == 3
-
-
-def test_files_without_examples(tmp_path: Path, tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="no example"):
-        read(tmp_path / "data.jsonl", tokenizer, [b"", b"  "])
-    with pytest.raises(InputError, match="cannot be read"):
-        read_examples(tmp_path / "absent", tokenizer, max_length=8, train_on_inputs=False)
-
-
-def test_a_model_without_a_chat_template(tmp_path: Path, tokenizer: Any) -> None:
-    tokenizer.chat_template = None
-    with pytest.raises(InputError, match="line 1: the model has no chat template"):
-        read(
-            tmp_path / "data.jsonl", tokenizer, [{"messages": [USER, {"role": "assistant", "content": "b"}]}]
-        )
-
-
 def test_a_template_that_rewrites_what_came_before(tmp_path: Path, tokenizer: Any) -> None:
     tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
-    answer = {"role": "assistant", "content": "b"}
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     with pytest.raises(InputError, match="renders message 2 differently"):
-        read(tmp_path / "data.jsonl", tokenizer, [{"messages": [USER, answer, USER, answer]}])
+        read(tmp_path / "data.jsonl", tokenizer, [{"messages": [user, answer, user, answer]}])
 
 
 def test_rows_hold_every_example_once() -> None:

@@ -1,8 +1,8 @@
 """Kills `ciuic compress` and checks what is left: `python tests/faults/campaigns/killing.py --kills 200`.
 
-Every run is a fork of one process that has imported everything, so that a run takes about a second. It is killed at a
-random moment, or at its n-th write access to the folder of the output. Afterwards the old artifact must be intact (or
-the new one complete), and the same command must then write the same bytes as an undisturbed run.
+A run is killed at a random moment, or at its n-th write access to the folder of the output. Afterwards the old
+artifact must be intact (or the new one complete), and the same command must then write the same bytes as an undisturbed
+run.
 """
 
 from __future__ import annotations
@@ -18,27 +18,22 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import torch
+from forked_runs import SIGNALS, ForkedRuns
 
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.cli import app as cli
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.pipeline import compress
 
 TESTS = Path(__file__).parents[2]
 sys.path[:0] = [str(TESTS), str(TESTS / "families")]  # for the checkpoints that all tests share
 
-SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 OPTIONS = ("--ratio", "3", "--nsamples", "2", "--seqlen", "128", "--effort", "fast", "--device", "cpu")
-INTERRUPTED = 130
 DIFFERS = ("memory_report.json", "memory_report.html", "ciuic_checksums.json")
 """Files that differ between equal runs: they contain run times, or checksums of such files."""
-_WRITE_EVENTS = ("os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree")
 
 
 @dataclass
@@ -56,7 +51,6 @@ class Harness:
 
     def __post_init__(self) -> None:
         assert compress is not None  # imported before the forks, which inherit it
-        torch.set_num_threads(1)
         self.random = random.Random(self.seed)
         from tiny_checkpoints import make_checkpoint
 
@@ -68,83 +62,27 @@ class Harness:
             self.model = make_checkpoint("llama_tied", self.folder / "model", num_hidden_layers=1)
         self.text = self.folder / "text.txt"
         self.text.write_text("the quick brown fox jumps over the lazy dog; " * 20)
-        self.temporary = self.folder / "temporary"
-        self.temporary.mkdir()
         map_model(open_checkpoint(self.model))
         started = time.monotonic()
         self.place = self.folder / "place"
         self.place.mkdir()
         self.out = self.place / "out"
+        command = [
+            "compress",
+            str(self.model),
+            str(self.out),
+            "--calibration",
+            str(self.text),
+            "--calibration-only",
+        ]
+        command += OPTIONS
+        self.runs = ForkedRuns(self.folder, self.place, command)
         log = self.folder / "accesses"
-        assert self.wait(self.start(count_in=log)) == 0, self.said()
+        assert self.runs.wait(self.runs.start(count_in=log)) == 0, self.runs.said()
         self.seconds = time.monotonic() - started
         self.accesses = int(log.read_text())
         self.expected = self.bytes_of(self.out)
         shutil.rmtree(self.place)
-
-    # --- one run
-
-    def start(self, *options: str, kill_at: int = 0, count_in: Path | None = None) -> int:
-        """Fork a run and return its PID.
-
-        kill_at: the run kills itself at this write access to the output's folder; 0: never.
-        count_in: file to which the run writes the number of its accesses.
-        """
-        pid = os.fork()
-        if pid:
-            return pid
-        code = 99
-        try:
-            self._prepare(kill_at, count_in)
-            sys.argv = [
-                "ciuic",
-                "compress",
-                str(self.model),
-                str(self.out),
-                "--calibration",
-                str(self.text),
-                "--calibration-only",
-            ]
-            sys.argv += [*OPTIONS, *options]
-            cli.main()
-        except SystemExit as end:
-            code = end.code if isinstance(end.code, int) else 98
-        except KeyboardInterrupt:  # the signal came before the command began or after it ended
-            code = INTERRUPTED
-        finally:
-            sys.stderr.flush()
-            if count_in is not None:
-                count_in.write_text(str(self.accessed))
-            os._exit(code)
-
-    def _prepare(self, kill_at: int, count_in: Path | None) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        said = os.open(self.folder / "said", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(said, 1)
-        os.dup2(said, 2)
-        tempfile.tempdir = str(self.temporary)
-        self.accessed = 0
-        place = str(self.place)
-
-        def count_access(event: str, arguments: tuple[Any, ...]) -> None:
-            writes = (
-                event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
-            )
-            if (writes or event in _WRITE_EVENTS) and _path(event, arguments).startswith(place):
-                self.accessed += 1
-                if self.accessed == kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-        if kill_at or count_in is not None:
-            sys.addaudithook(count_access)
-
-    @staticmethod
-    def wait(pid: int) -> int:
-        """Exit code of a run; negative: the signal that ended it."""
-        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-    def said(self) -> str:
-        return (self.folder / "said").read_text()
 
     @staticmethod
     def bytes_of(out: Path) -> dict[str, bytes]:
@@ -165,32 +103,27 @@ class Harness:
             for name in ("old.txt", CHECKSUMS):
                 (self.out / name).write_text("old")
         number = signal.SIGKILL if kill_at else self.random.choice(SIGNALS)
-        pid = self.start(*options, kill_at=kill_at)
+        pid = self.runs.start(*options, kill_at=kill_at)
         if not kill_at:
             time.sleep(self.random.random() * self.seconds)
             os.kill(pid, number)
-        code = self.wait(pid)
+        code = self.runs.wait(pid)
         self.counts[f"{signal.Signals(number).name}, exit {code}"] += 1
         self._check_remains(old, number, code)
         ended = self.out.exists() and not Journal(self.out).folder.exists()
-        again = self.wait(self.start(*options))
+        again = self.runs.wait(self.runs.start(*options))
         if again == 3 and ended and not old:  # the killed run had finished the output
             self.counts["had ended before"] += 1
         else:
-            assert again == 0, f"the rerun ended with {again}: {self.said()}"
-            self.counts["resumed" if "continuing" in self.said() else "from the start"] += 1
+            assert again == 0, f"the rerun ended with {again}: {self.runs.said()}"
+            self.counts["resumed" if "continuing" in self.runs.said() else "from the start"] += 1
         assert self.bytes_of(self.out) == self.expected, "the output differs from an undisturbed run's"
         left = [path.name for path in self.place.iterdir() if path != self.out]
         assert not left, f"left behind: {left}"
-        assert number == signal.SIGKILL or not list(self.temporary.iterdir()), "temporary files"
         shutil.rmtree(self.place)
 
     def _check_remains(self, old: bool, number: int, code: int) -> None:
-        if number != signal.SIGKILL:
-            assert code in (0, INTERRUPTED, -number), f"exit {code}: {self.said()}"
-            assert "Traceback" not in self.said(), self.said()
-            pieces = [p.name for p in self.place.rglob("*") if p.name.endswith((".part", ".partial"))]
-            assert not pieces, f"not tidied up after {number}: {pieces}"
+        self.runs.check_end(number, code)
         if not self.out.exists():
             assert not old or (self.out.with_name(".out.partial") / "old").exists(), (
                 "the old artifact is gone"
@@ -205,14 +138,6 @@ class Harness:
         else:
             assert self.bytes_of(self.out) == self.expected
             self.counts["new output complete"] += 1
-
-
-def _path(event: str, arguments: tuple[Any, ...]) -> str:
-    """The path of an audited call. shutil.rmtree removes names relative to folders that it has open."""
-    path = os.fsdecode(arguments[0]) if not isinstance(arguments[0], int) else ""
-    if event in ("os.remove", "os.rmdir") and arguments[1] != -1:
-        path = os.path.join(os.readlink(f"/proc/self/fd/{arguments[1]}"), path)
-    return path
 
 
 def main() -> None:
