@@ -29,7 +29,8 @@ FLOORS = (
     ("allocation", "evaluation"),
     ("recovery",),
     ("cost", "report"),
-    ("compression", "train", "serving"),
+    ("compression", "serving"),
+    ("train",),
     ("cli",),
     ("__main__",),
 )

@@ -9,9 +9,14 @@ import typer
 
 from ciuic_cli.cli.arguments import Device, Json, announce_device, execute
 from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.merge import METHOD_HELP, MergeMethod, merged
 from ciuic_cli.compression.options import check_device
-from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.integers import parse_size
+from ciuic_cli.process.libraries import require_training
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
+
+MERGED = "merged"
+"""Name of the merged model's folder in the adapter's."""
 
 
 def train(
@@ -53,6 +58,18 @@ def train(
     every_n_layers: Annotated[int, typer.Option(help="Layers between two checkpoints of activations.")] = 1,
     save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            show_default="no limit",
+            help="Memory that the run may take, such as 11GB; planned first.",
+        ),
+    ] = None,
+    merge: Annotated[
+        MergeMethod | None,
+        typer.Option(show_default="off", help=f"Then merge the adapter into OUT/merged: {METHOD_HELP}"),
+    ] = None,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
@@ -74,25 +91,28 @@ def train(
             lora_target_modules=tuple(lora_target_modules or ()),
             activation_checkpointing=activation_checkpointing, every_n_layers=every_n_layers,
             save_steps=save_steps, seed=seed,
+            max_memory=None if max_memory is None else parse_size(max_memory),
         )  # fmt: skip
         configure_numeric_libraries()
-        try:
-            import accelerate  # noqa: F401
-            import peft  # noqa: F401
-        except ImportError as error:
-            raise EnvironmentFault(
-                f"training needs the package {error.name}", remedy='pip install "ciuic-cli[train]"'
-            ) from error
+        require_training()
         from transformers.utils.logging import disable_progress_bar
 
+        from ciuic_cli.train.engine import finished_report
         from ciuic_cli.train.engine import train as run_training
 
         disable_progress_bar()
         announce_device(console, device)
-        with console.progress() as progress:
-            report = run_training(model, out, options, device=device, progress=progress, hint=console.hint)
-        console.json(report)
+        report = None if merge is None else finished_report(out, options)
+        if report is None:
+            with console.progress() as progress:
+                report = run_training(
+                    model, out, options, device=device, progress=progress, hint=console.hint
+                )
         losses = report["losses"]
         console.data(f"{out}: {report['steps']} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
+        if merge is not None:
+            found = merged(console, model, out, out / MERGED, merge, train_file, sequence_len, device)
+            report = {**report, "merged": found.as_dict()}
+        console.json(report)
 
     execute(console, action)

@@ -108,6 +108,7 @@ def gradient(
             continue
         if partial is not None:
             total = partial.to(torch.float32) if total is None else total.add_(partial)
+            partial = None  # frees it before the next one is made
         if reordered is None:
             partial = columns @ matrix.decode(begin, end, dtype)
         else:
@@ -118,8 +119,10 @@ def gradient(
     result = inverse_transform_inplace(partial, matrix.cols, matrix.seed)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
-        padded = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
-        result += gradient(right, transform(padded, left.seed, dtype) @ left.decode(0, left.rows, dtype).T)
+        if (row_begin, row_end) != (0, matrix.rows):
+            grad = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
+        inner = transform(grad, left.seed, dtype) @ left.decode(0, left.rows, dtype).T
+        result += gradient(right, inner)
     return _scaled(matrix, result)
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ciuic_cli.artifact import publishing
 from ciuic_cli.artifact.schema import is_artifact
-from ciuic_cli.checkpoint.folder import locate, read_config
+from ciuic_cli.checkpoint.folder import locate, read_config, read_json
 from ciuic_cli.errors import InputError
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
@@ -28,6 +28,8 @@ from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.examples import read_examples
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.packing import Row, batch_of, pack, row_of
+from ciuic_cli.train.planning.limits import planned_batch, process_bytes, require_fits
+from ciuic_cli.train.planning.memory_plan import PlannedModel
 from ciuic_cli.train.run_folder import RunFolder
 from ciuic_cli.train.targets import lora_config
 
@@ -62,6 +64,7 @@ def train(
     Raises:
         InputError: model, data or output cannot be used, or an unfinished run had other options.
         UsageError: an option does not fit the model.
+        TargetError: the run does not fit --max-memory; nothing was allocated.
         EnvironmentFault: the machine cannot do it.
     """
     configure_allocators()
@@ -84,6 +87,11 @@ def train(
         "model": str(folder.resolve()),
         "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
     }
+    if options.max_memory is not None:
+        batch = planned_batch(rows, options.per_device_train_batch_size)
+        process = process_bytes(choose_device(device))
+        plan = require_fits(PlannedModel.of_folder(folder), options, batch, options.max_memory, process)
+        hint(f"planned memory: {plan.total / 1e9:.2f} GB ({plan.sentence()})")
     with run.locked(), threads(run.begin(description, torch.get_num_threads())):
         trainer = _trainer(folder, run, rows, options, device, progress, hint)
         checkpoint = run.last_checkpoint()
@@ -98,6 +106,17 @@ def train(
         publishing.publish(out, force=False)
         run.remove()
     return report
+
+
+def finished_report(out: Path, options: TrainOptions) -> dict[str, Any] | None:
+    """The report of the adapter in `out`, if a run with these options finished it; None otherwise."""
+    file = out / REPORT
+    if not file.is_file():
+        return None
+    report = read_json(out, REPORT, remedy="choose another folder, or move this one away")
+    used = report.pop("options", {})
+    wanted = options.to_dict()
+    return report if {name: used.get(name) for name in wanted} == wanted else None
 
 
 def _trainer(

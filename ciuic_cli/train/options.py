@@ -17,6 +17,8 @@ METHODS = ("lora",)
 class TrainOptions:
     """One training run.
 
+    max_memory: bytes that the run may take; None for no limit.
+
     Raises:
         UsageError: a value is out of range; the message names the command's option.
     """
@@ -42,6 +44,7 @@ class TrainOptions:
     every_n_layers: int = 1
     save_steps: int = 50
     seed: int = 42
+    max_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -52,6 +55,8 @@ class TrainOptions:
         ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{option_name(name)} must be at least 1, not {getattr(self, name)}")
+        if self.max_memory is not None and self.max_memory < 1:
+            raise UsageError(f"--max-memory must be a positive number of bytes, not {self.max_memory}")
         if self.sequence_len < 2:
             raise UsageError("--sequence-len must be at least 2: the first token cannot be learned")
         if not (0 < self.learning_rate < math.inf):
@@ -64,9 +69,9 @@ class TrainOptions:
             raise UsageError("--warmup-steps must not be negative, and --max-steps must be positive")
 
     def to_dict(self) -> dict[str, Any]:
-        """All options, as JSON holds them."""
+        """All options that decide the result, as JSON holds them."""
         return {
-            **asdict(self),
+            **{name: value for name, value in asdict(self).items() if name != "max_memory"},
             "train_file": str(self.train_file),
             "lora_target_modules": list(self.lora_target_modules),
         }
