@@ -3,9 +3,9 @@
     python benchmarks/memory_plan.py ARTIFACT [--rows 2] [--tokens 512] [--rank 16]
     python benchmarks/memory_plan.py --config config.json --bits 4 --max-memory 11GB
 
-The first form trains for two steps per setting, without activation checkpointing and with it every 1, 2 and 4 layers. The
-peak of the second step is measured: bytes of all tensors that exist, and the allocator's own record of the step. The
-second form computes a table for a model of which only the config is at hand.
+The first form trains for two steps per setting, without activation checkpointing and with it every 1, 2 and 4 layers.
+The peak of the second step is measured: bytes of all tensors that exist, and the allocator's own record of the step.
+The second form computes a table for a model of which only the config is at hand.
 """
 
 from __future__ import annotations

@@ -91,6 +91,7 @@ def merged(
         )
     console.data(
         f"{out}: {report.bytes_after / 1e6:.2f} MB ({report.bytes_before / 1e6:.2f} MB before). KL to the adapter's "
-        f"model on {report.tokens} tokens: {report.kl_merged:.4g} nats per token; without the adapter {report.kl_base:.4g}"
+        f"model on {report.tokens} tokens: {report.kl_merged:.4g} nats per token; without the adapter "
+        f"{report.kl_base:.4g}"
     )
     return report

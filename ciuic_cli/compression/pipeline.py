@@ -57,7 +57,7 @@ def compress(
     reports progress and hints, and writes the artifact. The artifact's bytes do not depend on the number of processes.
 
     Args:
-        model: folder or hub id of a safetensors checkpoint; or an opened one, whose weights may be made as they are read.
+        model: folder or hub id of a safetensors checkpoint; or an opened one, which may make weights as they are read.
         out: folder of the artifact; it must be absent or empty unless `force`, and others must not write into it during
             the run.
         progress: called as progress(phase, done, total). hint: called with a message for the user.

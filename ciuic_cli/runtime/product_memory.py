@@ -57,11 +57,10 @@ def product_bytes(kind: MatrixKind, batch: int, dtype: torch.dtype, small_batch:
         return result
     peak = result
     scaled = 0
-    if batch > small_batch or kind.rank:
-        if kind.has_input_scale:
-            scaled = batch * kind.cols * own
-            # The product of bfloat16 values and float32 factors casts the former, and its result is cast back.
-            peak = max(peak, batch * kind.cols * _FLOAT * (1 if own == _FLOAT else 2))
+    if kind.has_input_scale and (batch > small_batch or kind.rank):
+        scaled = batch * kind.cols * own
+        # The product of bfloat16 values and float32 factors casts the former, and its result is cast back.
+        peak = max(peak, batch * kind.cols * _FLOAT * (1 if own == _FLOAT else 2))
     if batch > small_batch:
         transformed = batch * kind.cols_padded * size
         step = kind.panel_rows(size)

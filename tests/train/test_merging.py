@@ -30,7 +30,7 @@ STACKS = ["experts.gate_up_proj", "experts.down_proj"]
 
 @pytest.fixture(scope="module")
 def adapter(artifact: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The folders of an artifact with low-rank parts and sorted rows, and of an adapter of rank 4 with large factors."""
+    """The folders of an artifact with low-rank parts and sorted rows, and of an adapter of rank 4."""
     folder = artifact("deepseek_v3", prune=False, rank=16).folder
     torch.manual_seed(0)
     config = peft.LoraConfig(

@@ -1,6 +1,6 @@
-"""Writes a checkpoint's weights as a dense bfloat16 checkpoint under the names that the model's files have on the hub.
+"""Writes a checkpoint's weights as a dense bfloat16 checkpoint, under the names that files on the hub have.
 
-The layout follows from transformers' own conversion rules, applied to shapes; then one tensor, or one expert's, is read,
+The layout follows from transformers' conversion rules, applied to shapes. Then one tensor, or one expert's, is read,
 rounded and written at a time.
 """
 
@@ -29,7 +29,7 @@ _NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", to
 def write_dense(checkpoint: Checkpoint, folder: Path, progress: Progress = no_progress) -> int:
     """Write `checkpoint` into `folder` with its tokenizer files; returns the bytes of the safetensors files.
 
-    Memory holds one tensor at a time; of a stack of experts, one expert, if transformers stacks single experts' tensors.
+    Memory holds one tensor at a time; of a stack of experts, one expert, if transformers stacks experts' tensors.
 
     Raises:
         InputError: the checkpoint cannot be mapped onto transformers' model of it.

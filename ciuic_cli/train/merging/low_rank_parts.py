@@ -31,7 +31,9 @@ from ciuic_cli.train.merging.changes import Changes, LowRankChange
 from ciuic_cli.train.merging.merged_checkpoint import require_fitting
 
 FACTOR_BITS = 8
-"""Bits per weight of the coded factors: the most that the format has. Their error is then 0.4 % of the change."""
+"""Bits per weight of the coded factors: the most that the format has."""
+FACTOR_L = 16
+"""Trellis state bits of the coded factors: the most that the format has. They are few, so their search is short."""
 
 
 def write_low_rank(
@@ -93,7 +95,7 @@ def with_low_rank(packed: PackedMatrix, change: LowRankChange) -> PackedMatrix:
         old_right, old_left = (decode(factor, original_basis=True) for factor in packed.lowrank)
         rows = [torch.cat((old_left, rows[0])), torch.cat((old_right, rows[1]))]
     coded_left, coded_right = (
-        round_without_feedback(part.contiguous(), FACTOR_BITS, L=header.L) for part in rows
+        round_without_feedback(part.contiguous(), FACTOR_BITS, L=FACTOR_L) for part in rows
     )
     return PackedMatrix(replace(header, lowrank=None), packed.codes, (coded_right, coded_left))
 

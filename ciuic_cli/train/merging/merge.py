@@ -133,16 +133,14 @@ def _requantize(
     source = merged_checkpoint(artifact.folder, changes, (adapter / ADAPTER_FILE,))
     tokenizer = open_tokenizer(artifact.folder)
     with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
-        texts = (
-            f"\n{DOCUMENT_SEPARATOR}\n".join(tokenizer.decode(example.ids) for example in seen),
-            builtin_calibration_text(),
-        )
+        own = f"\n{DOCUMENT_SEPARATOR}\n".join(tokenizer.decode(example.ids) for example in seen)
+        texts = (own, builtin_calibration_text())
         files = [Path(scratch, f"text-{number}.txt") for number in range(len(texts))]
         for file, text in zip(files, texts, strict=True):
             file.write_text(text, encoding="utf-8")
         compress(
-            source, out, target_size=artifact.file_bytes, calibration=files, effort=_effort(artifact), nsamples=nsamples,
-            mtp="keep" if artifact.mtp.kept else "drop", device=device, progress=progress, hint=hint,
+            source, out, target_size=artifact.file_bytes, calibration=files, effort=_effort(artifact),
+            nsamples=nsamples, mtp="keep" if artifact.mtp.kept else "drop", device=device, progress=progress, hint=hint,
         )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The memory of a LoRA run, term by term, before anything is allocated: from a config and the headers of files alone."""
+"""The memory of a LoRA run, term by term, before anything is allocated: from a config and headers of files alone."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PlannedModel:
 
     @classmethod
     def of_folder(cls, folder: Path) -> PlannedModel:
-        """An artifact or a dense checkpoint; headers are read, weights are not. Raises InputError as `open_artifact`."""
+        """An artifact or a dense checkpoint, of which only headers are read. Raises InputError as `open_artifact`."""
         config = read_config(folder)
         if not is_artifact(config):
             return cls(config, folder / "config.json")
@@ -81,7 +81,7 @@ class PlannedModel:
     def at_bits(cls, config: dict[str, Any], bits: float) -> PlannedModel:
         """The model of a config with every compressible matrix at these bits per weight, rows sorted and inputs scaled
         as the compressor does by default."""
-        model = build_meta_model(build_config(config), _dtype(config))
+        model: Any = build_meta_model(build_config(config), _dtype(config))
         tied = {target for target, source in model.all_tied_weights_keys.items() if target != source}
         sizes, kinds = {}, {}
         for name, (role, tensor) in classify(model).items():

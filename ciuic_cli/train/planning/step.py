@@ -1,7 +1,7 @@
 """Runs a training step on fake tensors and returns its peak of memory: the model's own code decides what is kept.
 
-Nothing is allocated: fake tensors have shapes and no memory. Weights are those of a model on the meta device, compressed
-modules included.
+Nothing is allocated: fake tensors have shapes and no memory. Weights are those of a model on the meta device, in
+compressed modules or dense ones.
 """
 
 from __future__ import annotations
