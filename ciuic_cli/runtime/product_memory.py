@@ -14,7 +14,7 @@ from ciuic_cli.codecs.header import MatrixHeader
 from ciuic_cli.codecs.transform import TILE, padded
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.runtime import products
-from ciuic_cli.runtime.products import PANEL_BYTES, PANELS_PER_SUM
+from ciuic_cli.runtime.products import PANEL_BYTES, PANELS_PER_SUM, SCALED_ROWS, SORTED_PANEL_BYTES
 
 _FLOAT = 4
 """Bytes of a float32."""
@@ -43,8 +43,10 @@ class MatrixKind:
         """The right low-rank factor."""
         return MatrixKind(self.rank, self.cols)
 
-    def panel_rows(self, itemsize: int) -> int:
-        """Rows of a panel, as `products._panels` chooses them."""
+    def panel_rows(self, itemsize: int, *, reorders_rows: bool) -> int:
+        """Rows of a panel, as `products` chooses them. reorders_rows: whether sorted rows are put into W's order."""
+        if reorders_rows and self.is_sorted and itemsize * self.rows * self.cols_padded <= SORTED_PANEL_BYTES:
+            return self.rows
         fitting = PANEL_BYTES // (itemsize * self.cols_padded) // TILE * TILE
         return min(self.rows, max(TILE, fitting))
 
@@ -59,11 +61,10 @@ def product_bytes(kind: MatrixKind, batch: int, dtype: torch.dtype, small_batch:
     scaled = 0
     if kind.has_input_scale and (batch > small_batch or kind.rank):
         scaled = batch * kind.cols * own
-        # The product of bfloat16 values and float32 factors casts the former, and its result is cast back.
-        peak = max(peak, batch * kind.cols * _FLOAT * (1 if own == _FLOAT else 2))
+        peak = max(peak, scaled + min(batch, SCALED_ROWS) * kind.cols * _FLOAT)
     if batch > small_batch:
         transformed = batch * kind.cols_padded * size
-        step = kind.panel_rows(size)
+        step = kind.panel_rows(size, reorders_rows=True)
         panel = step * kind.cols_padded * size
         y = batch * kind.rows * size
         inner = scaled + transformed
@@ -93,7 +94,7 @@ def gradient_bytes(kind: MatrixKind, batch: int, dtype: torch.dtype) -> int:
     result = batch * kind.cols_padded * size
     if batch == 0:
         return result
-    step = kind.panel_rows(size)
+    step = kind.panel_rows(size, reorders_rows=not kind.rank)
     panel, panels = step * kind.cols_padded * size, ceil_div(kind.rows, step)
     cast = batch * kind.rows * size if size != dtype.itemsize else 0
     if panels == 1 and not kind.rank:
@@ -113,6 +114,5 @@ def gradient_bytes(kind: MatrixKind, batch: int, dtype: torch.dtype) -> int:
         right = gradient_bytes(kind.right(), batch, dtype)
         peak = max(peak, result + wide + left + inner, result + inner + right)
     if kind.has_input_scale and size != _FLOAT:
-        # Values and result of the product with float32 factors, in float32.
-        peak = max(peak, result + 2 * batch * kind.cols * _FLOAT)
+        peak = max(peak, result + min(batch, SCALED_ROWS) * kind.cols * _FLOAT)
     return cast + peak
