@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from ciuic_cli.train.merging.changes import changes_of
 from ciuic_cli.train.merging.low_rank_parts import write_low_rank
 from ciuic_cli.train.merging.merge import merge
 from ciuic_cli.train.merging.merged_checkpoint import merged_checkpoint
+from ciuic_cli.train.options import TrainOptions
 
 peft = pytest.importorskip("peft")
 
@@ -161,3 +164,15 @@ def test_wrong_arguments_are_refused(adapter: tuple[Path, Path], tmp_path: Path)
     with pytest.raises(InputError, match="the output exists"):
         merge(folder, saved, tmp_path / "taken", "bf16", examples())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["taken"]
+
+
+def test_a_finished_adapter_is_recognised_by_its_options(tmp_path: Path) -> None:
+    from ciuic_cli.train.engine import REPORT, finished_report
+
+    chosen = TrainOptions(train_file=tmp_path / "data.jsonl", lora_r=4)
+    assert finished_report(tmp_path, chosen) is None
+    options = {**chosen.to_dict(), "model": "folder"}
+    (tmp_path / REPORT).write_text(json.dumps({"steps": 3, "options": options}))
+    assert finished_report(tmp_path, chosen) == {"steps": 3}
+    assert finished_report(tmp_path, replace(chosen, max_memory=10**9)) == {"steps": 3}
+    assert finished_report(tmp_path, replace(chosen, lora_r=8)) is None

@@ -101,14 +101,16 @@ def merge(
         )
     if out.exists() and not publishing.may_replace(out, force=False):
         raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
-    adapted = _adapted(folder, adapter, device)
-    changes = changes_of(adapted)
+    changes = changes_of(_adapted(folder, adapter, device))
     held_out = list(examples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]) or list(examples[-1:])
     if method == "requantize":
-        seen = [example for example in examples if example not in held_out] or list(examples)
+        seen = [example for number, example in enumerate(examples, 1) if number % HELD_OUT_EVERY] or list(
+            examples
+        )
         _requantize(artifact, adapter, changes, out, seen, nsamples, device, progress, hint)
     else:
         _write(artifact, changes, out, method, progress)
+    adapted = _adapted(folder, adapter, device)  # again, so that it takes no memory in between
     return _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)
 
 
