@@ -141,7 +141,7 @@ def test_the_command_ends_with_code_4_before_anything_is_written(
     ]
     found = subprocess.run(
         [*command, "--train-file", str(data), "--max-memory", "1MB", "--device", "cpu"],
-        capture_output=True, text=True, check=False, timeout=100,
+        capture_output=True, text=True, check=False, timeout=300,
     )  # fmt: skip
     assert found.returncode == 4, found.stderr
     assert "--max-memory allows 0.00 GB" in found.stderr

@@ -24,9 +24,9 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.runtime.attention.mla import decoded_bytes
 from ciuic_cli.runtime.plugin import finish_modules
-from ciuic_cli.runtime.product_memory import MatrixKind
 from ciuic_cli.runtime.swap import empty_slots, swap_modules
 from ciuic_cli.train.options import TrainOptions
+from ciuic_cli.train.planning.product_memory import MatrixKind
 from ciuic_cli.train.planning.step import step_bytes
 from ciuic_cli.train.targets import lora_config
 

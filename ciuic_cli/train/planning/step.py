@@ -19,9 +19,9 @@ from transformers import masking_utils
 
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime import blobs
-from ciuic_cli.runtime.product_memory import MatrixKind, gradient_bytes, product_bytes
 from ciuic_cli.train.loss import chunked_loss
 from ciuic_cli.train.planning.allocations import LiveBytes
+from ciuic_cli.train.planning.product_memory import MatrixKind, gradient_bytes, product_bytes
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Bytes that products with compressed matrices allocate on a CPU, without computing them: for plans of memory.
 
 The numbers follow the code of `runtime.products` and of the operators in `runtime.ops`;
-tests/runtime/test_product_memory.py compares them with what torch's allocator gives out.
+tests/train/test_product_memory.py compares them with what torch's allocator gives out.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ from ciuic_cli.codecs.scales import encode_input_scales
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.passes.rounding import round_without_feedback
 from ciuic_cli.runtime.matrices import CpuMatrix
-from ciuic_cli.runtime.product_memory import MatrixKind, gradient_bytes, product_bytes
 from ciuic_cli.runtime.products import gradient
 from ciuic_cli.runtime.weights import PlainWeight, SmallBatch
+from ciuic_cli.train.planning.product_memory import MatrixKind, gradient_bytes, product_bytes
 
 
 def peak_bytes(action: Callable[[], object]) -> int:
