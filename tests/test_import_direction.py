@@ -30,7 +30,8 @@ FLOORS = (
     ("allocation", "evaluation"),
     ("recovery",),
     ("cost", "report", "export"),
-    ("compression", "train", "serving"),
+    ("compression", "serving"),
+    ("train",),
     ("cli",),
     ("__main__",),
 )

@@ -19,6 +19,7 @@ from ciuic_cli.cli.eval import evaluate
 from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.cli.help import Command, Group, example
 from ciuic_cli.cli.inspect import inspect
+from ciuic_cli.cli.merge import merge
 from ciuic_cli.cli.serving.chat import chat
 from ciuic_cli.cli.serving.generate import generate
 from ciuic_cli.cli.serving.serve import serve
@@ -57,6 +58,7 @@ app.command(
 )(evaluate)
 app.command(cls=Command, epilog=example("ciuic bench out --base deepseek-model -p 256 -n 64"))(bench)
 app.command(cls=Command, epilog=example("ciuic train out adapter --train-file chats.jsonl"))(train)
+app.command(cls=Command, epilog=example("ciuic merge out adapter merged --train-file chats.jsonl"))(merge)
 app.command(cls=Command, epilog=example('ciuic generate out --prompt "The island was" --temperature 0'))(
     generate
 )

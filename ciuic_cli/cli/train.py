@@ -9,11 +9,16 @@ import typer
 
 from ciuic_cli.cli.arguments import Device, Json, Quiet, announce_device, execute, given_options
 from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.merge import METHOD_HELP, MergeMethod, merged
 from ciuic_cli.compression.options import check_device
-from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.integers import parse_size
+from ciuic_cli.process.libraries import require_training
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 from ciuic_cli.recipes import read_recipe
 from ciuic_cli.train.options import KEYS, TrainOptions
+
+MERGED = "merged"
+"""Name of the merged model's folder in the adapter's."""
 
 
 def train(
@@ -86,6 +91,18 @@ def train(
             help="Tracker of transformers, such as tensorboard or wandb; or all; repeatable.",
         ),
     ] = None,
+    max_memory: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            show_default="no limit",
+            help="Memory that the run may take, such as 11GB; planned first.",
+        ),
+    ] = None,
+    merge: Annotated[
+        MergeMethod | None,
+        typer.Option(show_default="off", help=f"Then merge the adapter into OUT/merged: {METHOD_HELP}"),
+    ] = None,
     device: Device = "auto",
     config: Annotated[
         Path | None,
@@ -106,23 +123,26 @@ def train(
         device = check_device(chosen.pop("device"))
         options = TrainOptions(**chosen)
         configure_numeric_libraries()
-        try:
-            import accelerate  # noqa: F401
-            import peft  # noqa: F401
-        except ImportError as error:
-            raise EnvironmentFault(
-                f"training needs the package {error.name}", remedy='pip install "ciuic-cli[train]"'
-            ) from error
+        require_training()
         from transformers.utils.logging import disable_progress_bar
 
+        from ciuic_cli.train.engine import finished_report
         from ciuic_cli.train.engine import train as run_training
 
         disable_progress_bar()
         announce_device(console, device)
-        with console.progress() as progress:
-            report = run_training(model, out, options, device=device, progress=progress, hint=console.hint)
-        console.json(report)
+        report = None if merge is None else finished_report(out, options)
+        if report is None:
+            with console.progress() as progress:
+                report = run_training(
+                    model, out, options, device=device, progress=progress, hint=console.hint
+                )
         _show(console, out, report)
+        if merge is not None:
+            text, length = options.train_file, options.sequence_len
+            found = merged(console, model, out, out / MERGED, merge, text, length, device)
+            report = {**report, "merged": found.as_dict()}
+        console.json(report)
 
     execute(console, action)
 
@@ -133,7 +153,10 @@ def _options(context: typer.Context, config: Path | None) -> dict[str, Any]:
     for name in ("lora_target_modules", "report_to"):
         values[name] = tuple(values[name] or ())
     found = {} if config is None else read_recipe(config, KEYS)
-    return values | {name: value for name, value in found.items() if name not in given_options(context)}
+    values |= {name: value for name, value in found.items() if name not in given_options(context)}
+    if isinstance(values["max_memory"], str):
+        values["max_memory"] = parse_size(values["max_memory"])
+    return values
 
 
 def _show(console: Console, out: Path, report: dict[str, Any]) -> None:

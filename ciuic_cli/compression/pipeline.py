@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from ciuic_cli.allocation.artifact_size import require_readable
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.verification import verify
-from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.codecs import native
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.options import CompressOptions, check_path
@@ -46,7 +46,7 @@ _KEPT_STEPS = "finished steps are kept in {}; the same command continues from th
 
 
 def compress(
-    model: str | Path,
+    model: str | Path | Checkpoint,
     out: str | Path,
     *,
     progress: Progress = no_progress,
@@ -60,7 +60,7 @@ def compress(
     reports progress and hints, and writes the artifact. The artifact's bytes do not depend on the number of processes.
 
     Args:
-        model: folder or hub id of a safetensors checkpoint.
+        model: folder or hub id of a safetensors checkpoint; or an opened one, which may make weights as they are read.
         out: folder of the artifact; it must be absent or empty unless `force`, and others must not write into it during
             the run.
         progress: called as progress(phase, done, total). hint: called with a message for the user.
@@ -75,7 +75,8 @@ def compress(
         CiuicError: see errors.py; the output is as it was before. A process makes one run at a time.
     """
     make_products_reproducible()
-    check_path("model", model)
+    if not isinstance(model, Checkpoint):
+        check_path("model", model)
     checked, started = CompressOptions(**options), time.monotonic()
     destination = Path(os.path.realpath(check_path("out", out)))  # a link is followed
     with _only_run_of_the_process(), default_modes(), _source(model, max_disk) as source:
@@ -94,12 +95,12 @@ def compress(
 
 
 @contextmanager
-def _source(model: str | Path, max_disk: int | None) -> Iterator[str | Path]:
+def _source(model: str | Path | Checkpoint, max_disk: int | None) -> Iterator[str | Path | Checkpoint]:
     """The model, or with `max_disk` a folder that fetches its weights from the hub."""
     if max_disk is None:
         yield model
         return
-    found = None if isinstance(model, Path) or os.path.exists(model) else hub_id(model)
+    found = hub_id(model) if isinstance(model, str) and not os.path.exists(model) else None
     if found is None or is_distributed():
         raise UsageError(
             "--max-disk is for a model on the hub, compressed by one process",
@@ -130,12 +131,16 @@ def _only_run_of_the_process() -> Iterator[None]:
 class _Request:
     """The arguments of `compress`, checked. started: seconds of the monotonic clock."""
 
-    model: str | Path
+    model: str | Path | Checkpoint
     out: Path
     options: CompressOptions
     progress: Progress
     hint: Hint
     started: float
+
+
+def _opened(model: str | Path | Checkpoint) -> Checkpoint:
+    return model if isinstance(model, Checkpoint) else open_checkpoint(model)
 
 
 def _lead(request: _Request, workers: Workers) -> MemoryReport:
@@ -154,7 +159,7 @@ def _checked_task(request: _Request) -> Task:
     """The task, after all checks that need no work."""
     options, out = request.options, request.out
     choose_device(options.device)
-    checkpoint = open_checkpoint(request.model)
+    checkpoint = _opened(request.model)
     check_apart(out, checkpoint, options.calibration)
     if not options.dry_run:
         Journal(out).sweep()
@@ -223,7 +228,7 @@ def _follow(request: _Request, workers: Workers) -> MemoryReport:
         journal = Journal(out)  # the leader holds its lock
         with _disk_faults_of(journal):
             choose_device(request.options.device)
-            task = make_task(open_checkpoint(request.model), request.options, lambda message: None)
+            task = make_task(_opened(request.model), request.options, lambda message: None)
             run = Run(task, journal, workers, no_progress)
             run.collect()
             plan = run.plan()

@@ -12,6 +12,7 @@ import resource
 import traceback
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from ciuic_cli.errors import EnvironmentFault
 
@@ -120,3 +121,12 @@ def _environment_variable(error: BaseException) -> str | None:
             if name in words:
                 return name
     return None
+
+
+def require_training() -> None:
+    """Raise EnvironmentFault unless the packages for training are installed."""
+    for name in ("accelerate", "peft"):
+        if find_spec(name) is None:
+            raise EnvironmentFault(
+                f"training needs the package {name}", remedy='pip install "ciuic-cli[train]"'
+            )

@@ -49,16 +49,17 @@ def torch_stack(blob: torch.Tensor) -> Stack:
 
 def _cpu_weight(blob: torch.Tensor) -> Weight:
     matrix = CpuMatrix(PackedMatrix.from_buffer(blob, where=_WEIGHT))
-    return PlainWeight(matrix, _cpu_small_batch())
+    return PlainWeight(matrix, small_batch())
 
 
 def _cpu_stack(blob: torch.Tensor) -> Stack:
     stack = ExpertStack.from_buffer(blob, where=_STACK)
     experts = tuple(CpuMatrix(packed) for packed in stack.experts)
-    return PlainStack(experts, _cpu_small_batch())
+    return PlainStack(experts, small_batch())
 
 
-def _cpu_small_batch() -> SmallBatch:
+def small_batch() -> SmallBatch:
+    """The most rows of x that the CPU's kernels multiply straight from the codes."""
     kernels = native.cpu_kernels()
     most = CPU_SMALL_BATCH[kernels]
     return SmallBatch(bfloat16=CPU_SMALL_BATCH_BFLOAT16.get(kernels, most), others=most)

@@ -21,6 +21,13 @@ PANEL_BYTES = 4 << 20
 faults)."""
 
 
+SORTED_PANEL_BYTES = 4 * PANEL_BYTES
+"""The same for a whole matrix with sorted rows: reordering its rows costs less than the columns of activations."""
+
+SCALED_ROWS = 64
+"""Rows of 16-bit activations that are multiplied by input factors at a time. torch casts both sides of such a product
+to float32; a few rows stay in the cache."""
+
 PANELS_PER_SUM = 4
 """Panels whose share of a gradient is summed in the dtype of the factors before it is added to a float32 sum. Each
 bfloat16 addition has a relative error of 0.0012; four panels give 0.0035, one 0.0029 (measured, Gaussian weights)."""
@@ -53,7 +60,7 @@ def product(
     if y is not None and matrix.lowrank is None:
         return y
     if matrix.input_factors is not None:
-        x = (x * matrix.input_factors).to(x.dtype)
+        x = _scaled(x, matrix.input_factors, torch.empty_like(x))
     if y is None:
         y = _by_panels(matrix, x, row_begin, row_end)
     if matrix.lowrank is not None:
@@ -77,10 +84,11 @@ def gradient(
     """The gradient of `product` for x: grad W, floating [batch, row_end - row_begin] to [batch, cols].
 
     Returns:
-        `multiply_dtype(grad)`. Peak memory besides grad and the result: one panel of PANEL_BYTES (or 16 rows) and the
-        copies that the product makes of it and of its columns of grad; if the matrix has more than PANELS_PER_SUM
-        panels, also float32 sums [batch, cols_padded]. Sorted rows need a copy of grad (of one panel: of the panel),
-        a low-rank part one of the result.
+        `multiply_dtype(grad)`. Peak memory besides grad and the result: one panel of PANEL_BYTES (or 16 rows), or twice
+        SORTED_PANEL_BYTES for a whole matrix with sorted rows, which is decoded at once and reordered; and the copies
+        that the product makes of its columns of grad. If the matrix has more than PANELS_PER_SUM panels, also float32
+        sums [batch, cols_padded]. A larger matrix with sorted rows needs a copy of grad, a low-rank part one of the
+        result, input factors SCALED_ROWS rows of it in float32.
     """
     row_end = matrix.rows if row_end is None else row_end
     dtype = multiply_dtype(grad)
@@ -90,11 +98,8 @@ def gradient(
     panels = _panels(matrix, row_begin, row_end, dtype)
     reordered = None
     if matrix.position is not None:
-        whole = row_end - row_begin == matrix.rows
-        if whole and len(panels) == 1 and matrix.lowrank is None:
-            reordered = (
-                matrix.position
-            )  # reordering the rows of one panel costs less than the columns of grad
+        if matrix.lowrank is None and _is_one_panel(matrix, row_begin, row_end, dtype):
+            panels, reordered = [(row_begin, row_end)], matrix.position
         else:
             scattered = torch.zeros((grad.shape[0], matrix.rows), dtype=dtype, device=grad.device)
             grad = scattered.index_copy_(1, matrix.position[row_begin:row_end].to(torch.int64), grad)
@@ -108,6 +113,7 @@ def gradient(
             continue
         if partial is not None:
             total = partial.to(torch.float32) if total is None else total.add_(partial)
+            partial = None  # frees it before the next one is made
         if reordered is None:
             partial = columns @ matrix.decode(begin, end, dtype)
         else:
@@ -118,9 +124,11 @@ def gradient(
     result = inverse_transform_inplace(partial, matrix.cols, matrix.seed)
     if matrix.lowrank is not None:
         right, left = matrix.lowrank
-        padded = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
-        result += gradient(right, transform(padded, left.seed, dtype) @ left.decode(0, left.rows, dtype).T)
-    return _scaled(matrix, result)
+        if (row_begin, row_end) != (0, matrix.rows):
+            grad = torch.nn.functional.pad(grad, (row_begin, matrix.rows - row_end))
+        inner = transform(grad, left.seed, dtype) @ left.decode(0, left.rows, dtype).T
+        result += gradient(right, inner)
+    return result if matrix.input_factors is None else _scaled(result, matrix.input_factors, result)
 
 
 def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
@@ -132,12 +140,25 @@ def rows_of(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
         right, left = matrix.lowrank
         factors = inverse_transform(left.decode(0, left.rows), left.cols, left.seed)[:, rows]
         out += inverse_transform(factors.T @ right.decode(0, right.rows), matrix.cols, right.seed)
-    return _scaled(matrix, out)
+    return out if matrix.input_factors is None else _scaled(out, matrix.input_factors, out)
 
 
-def _scaled(matrix: Matrix, values: torch.Tensor) -> torch.Tensor:
-    """Values [..., cols] times the input factors, in place."""
-    return values if matrix.input_factors is None else values.mul_(matrix.input_factors)
+def _scaled(values: torch.Tensor, factors: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Values [..., cols] times float32 factors [cols], rounded once, in `out`, which may be `values`; returns it."""
+    if values.dtype == torch.float32 or values.device.type != "cpu":
+        return (
+            torch.mul(values, factors, out=out)
+            if values.dtype == torch.float32
+            else out.copy_(values * factors)
+        )
+    cols = values.shape[-1]
+    for part, to in zip(
+        values.reshape(-1, cols).split(SCALED_ROWS),
+        out.view(-1, out.shape[-1]).split(SCALED_ROWS),
+        strict=True,
+    ):
+        to.copy_(part.to(torch.float32).mul_(factors))
+    return out
 
 
 def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) -> torch.Tensor:
@@ -154,11 +175,9 @@ def _by_panels(matrix: Matrix, x: torch.Tensor, row_begin: int, row_end: int) ->
         return matrix.decode_rows(chosen[begin:end]).to(dtype)
 
     panels = _panels(matrix, row_begin, row_end, dtype)
-    if len(panels) == 1:
+    if len(panels) == 1 or (whole and _is_one_panel(matrix, row_begin, row_end, dtype)):
         weights = decoded(row_begin, row_end)
-        if (
-            whole and matrix.position is not None
-        ):  # reordering the rows of one panel costs less than the columns of y
+        if whole and matrix.position is not None:
             weights = weights.index_select(0, matrix.position)
         return (transformed @ weights.T).reshape(shape)
     y = torch.empty((transformed.shape[0], row_end - row_begin), dtype=dtype, device=x.device)
@@ -174,6 +193,13 @@ def multiply_dtype(x: torch.Tensor) -> torch.dtype:
     if x.device.type != "cpu" or (x.dtype == torch.bfloat16 and multiplies_bfloat16()):
         return x.dtype
     return torch.float32
+
+
+def _is_one_panel(matrix: Matrix, row_begin: int, row_end: int, dtype: torch.dtype) -> bool:
+    """Whether the row range is a whole matrix with sorted rows that is decoded at once."""
+    nbytes = dtype.itemsize * matrix.rows * matrix.cols_padded
+    is_whole = row_end - row_begin == matrix.rows
+    return matrix.position is not None and is_whole and nbytes <= SORTED_PANEL_BYTES
 
 
 def _panels(

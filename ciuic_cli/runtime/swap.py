@@ -51,9 +51,14 @@ def blob_slots(model: Any, blobs: Mapping[str, Blob]) -> dict[str, BlobSlot]:
 
     If only one of two tied parameters is stored, both get its slot; transformers ties the two parameters later.
     """
+    return empty_slots(model, {name: (blob.shape, blob.entry.nbytes) for name, blob in blobs.items()})
+
+
+def empty_slots(model: Any, blobs: Mapping[str, tuple[tuple[int, ...], int]]) -> dict[str, BlobSlot]:
+    """As `blob_slots`, from the shape of each dense weight and the bytes of its blob."""
     slots = {
-        name: BlobSlot(blob.shape, torch.empty(blob.entry.nbytes, dtype=torch.uint8, device="meta"))
-        for name, blob in blobs.items()
+        name: BlobSlot(shape, torch.empty(nbytes, dtype=torch.uint8, device="meta"))
+        for name, (shape, nbytes) in blobs.items()
     }
     for target, source in model.all_tied_weights_keys.items():
         stored = [name for name in (target, source) if name in slots]

@@ -21,9 +21,7 @@ import torch
 
 from ciuic_cli.artifact import publishing
 from ciuic_cli.artifact.schema import is_artifact
-from ciuic_cli.checkpoint.architecture import build_config
-from ciuic_cli.checkpoint.config.numbers import max_positions
-from ciuic_cli.checkpoint.folder import locate, read_config
+from ciuic_cli.checkpoint.folder import locate, read_config, read_json
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
@@ -35,6 +33,8 @@ from ciuic_cli.train.examples import Example, Limits, read_examples
 from ciuic_cli.train.history import best_step, evaluations, has_stopped, steps_of
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.packing import Row, batch_of, pack, row_of
+from ciuic_cli.train.planning.limits import planned_batch, process_bytes, require_fits
+from ciuic_cli.train.planning.memory_plan import PlannedModel
 from ciuic_cli.train.run_folder import RunFolder
 from ciuic_cli.train.targets import lora_config
 
@@ -72,6 +72,7 @@ def train(
     Raises:
         InputError: model, data or output cannot be used, or an unfinished run had other options.
         UsageError: an option does not fit the model.
+        TargetError: the run does not fit --max-memory; nothing was allocated.
         EnvironmentFault: the machine cannot do it, or a package of --report-to is missing.
     """
     configure_allocators()
@@ -86,6 +87,11 @@ def train(
     hint(f"{len(examples):,} examples in {len(rows):,} rows")
     run = RunFolder(out)
     description = _description(folder, options, choose_device(device))
+    if options.max_memory is not None:
+        batch = planned_batch(rows, options.per_device_train_batch_size)
+        process = process_bytes(choose_device(device))
+        plan = require_fits(PlannedModel.of_folder(folder), options, batch, options.max_memory, process)
+        hint(f"planned memory: {plan.total / 1e9:.2f} GB ({plan.sentence()})")
     with run.locked(), threads(run.begin(description, torch.get_num_threads())):
         trainer = _trainer(folder, run, rows, _rows(held_out, options), options, device, progress, hint)
         _continue(trainer, run, options, hint)
@@ -125,8 +131,7 @@ def _tidy_up_after(out: Path) -> None:
 
 def _examples(folder: Path, options: TrainOptions) -> tuple[list[Example], list[Example]]:
     """The examples of the training file, and those of the evaluation file."""
-    config = build_config(read_config(folder), folder / "config.json")
-    limits = Limits(options.sequence_len, max_positions(config), config.get_text_config().vocab_size)
+    limits = Limits.of_model(folder, options.sequence_len)
     tokenizer = open_tokenizer(folder)
 
     def read(file: Path | None) -> list[Example]:
@@ -211,6 +216,17 @@ def _load_adapter(model: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+
+
+def finished_report(out: Path, options: TrainOptions) -> dict[str, Any] | None:
+    """The report of the adapter in `out`, if a run with these options finished it; None otherwise."""
+    file = out / REPORT
+    if not file.is_file():
+        return None
+    report = read_json(out, REPORT, remedy="choose another folder, or move this one away")
+    used = report.pop("options", {})
+    wanted = options.to_dict()
+    return report if {name: used.get(name) for name in wanted} == wanted else None
 
 
 def _trainer(

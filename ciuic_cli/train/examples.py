@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ciuic_cli.checkpoint.architecture import build_config
+from ciuic_cli.checkpoint.config.numbers import max_positions
+from ciuic_cli.checkpoint.folder import read_config
 from ciuic_cli.errors import InputError
 from ciuic_cli.text.documents import opened
 from ciuic_cli.text.tokenizer import require_known_tokens, tokenizer_faults
@@ -53,6 +56,12 @@ class Limits:
     max_length: int
     positions: int | None
     vocab_size: int
+
+    @classmethod
+    def of_model(cls, folder: Path, max_length: int) -> Limits:
+        """The limits of the model in `folder` for examples of at most max_length tokens."""
+        config = build_config(read_config(folder), folder / "config.json")
+        return cls(max_length, max_positions(config), config.get_text_config().vocab_size)
 
 
 def read_examples(path: Path, tokenizer: Any, limits: Limits, *, train_on_inputs: bool) -> list[Example]:

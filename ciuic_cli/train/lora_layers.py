@@ -258,7 +258,7 @@ def _check(config: Any, kwargs: dict[str, Any]) -> None:
 def _no_merging() -> UsageError:
     return UsageError(
         "an adapter cannot be merged into compressed weights",
-        remedy="keep the adapter beside the artifact, or load it on the dense model and merge it there",
+        remedy="use `ciuic merge`, which makes a new artifact or a dense model",
     )
 
 

@@ -26,7 +26,11 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def chunked_loss(
-    model: Any, inputs: dict[str, Any], labels: torch.Tensor, count: torch.Tensor | int | None = None
+    model: Any,
+    inputs: dict[str, Any],
+    labels: torch.Tensor,
+    count: torch.Tensor | int | None = None,
+    learned: tuple[torch.Tensor, ...] | None = None,
 ) -> torch.Tensor:
     """The mean cross entropy of the next token, in float32, as transformers' causal models compute it.
 
@@ -35,6 +39,7 @@ def chunked_loss(
         inputs: of its forward, without labels.
         labels: int64 (rows, tokens), of the same positions as the tokens; IGNORED where nothing is learned.
         count: tokens by which the sum is divided; default: the labels that are learned.
+        learned: int64 row numbers and positions of the tokens that predict a label; default: those with one.
 
     Returns:
         A scalar with a gradient for whatever the hidden states depend on.
@@ -45,7 +50,8 @@ def chunked_loss(
     with _replaced_hidden_states(causal) as hidden_states:
         vocabulary = causal(**inputs, use_cache=False).logits.shape[-1]
         outputs = hidden_states.outputs
-        learned = labels[:, 1:] != IGNORED
+        if learned is None:
+            learned = (labels[:, 1:] != IGNORED).nonzero(as_tuple=True)
         hidden = outputs.last_hidden_state[:, :-1][learned]
 
         def logits_of(part: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,8 @@ EVALUATION = (
 class TrainOptions:
     """One training run. Numbers may be given as text, as in YAML, which reads 2e-4 as text; a list may be one item.
 
+    max_memory: bytes that the run may take; None for no limit.
+
     Raises:
         UsageError: a value is of the wrong type or out of range; the message names the command's option.
     """
@@ -54,6 +56,7 @@ class TrainOptions:
     save_steps: int = 50
     report_to: tuple[str, ...] = ()
     seed: int = 42
+    max_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.train_file is None:
@@ -69,6 +72,8 @@ class TrainOptions:
         ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{option_name(name)} must be at least 1, not {getattr(self, name)}")
+        if self.max_memory is not None and self.max_memory < 1:
+            raise UsageError(f"--max-memory must be a positive number of bytes, not {self.max_memory}")
         if self.sequence_len < 2:
             raise UsageError("--sequence-len must be at least 2: the first token cannot be learned")
         if not (0 < self.learning_rate < math.inf):
@@ -94,7 +99,11 @@ class TrainOptions:
 
     def to_dict(self) -> dict[str, Any]:
         """All options that decide the result, as JSON and YAML hold them."""
-        return {name: _plain(value) for name, value in asdict(self).items() if name != "report_to"}
+        return {
+            name: _plain(value)
+            for name, value in asdict(self).items()
+            if name not in ("report_to", "max_memory")
+        }
 
 
 KEYS = (*(item.name for item in fields(TrainOptions)), "device")

@@ -51,7 +51,14 @@ def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("exact_products")
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "rank_pattern": {"o_proj": 2}}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True, "rank_pattern": {"o_proj": 2}, "alpha_pattern": {"q_b_proj": 16}},
+        {"lora_dropout": 0.5, "target_parameters": None},
+    ],
+)
 def test_the_adapter_is_the_same_in_plain_peft_on_the_dense_model(
     artifact: Callable[..., Any], prompt: torch.Tensor, tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -107,6 +114,7 @@ def test_two_active_adapters_add_up(artifact: Callable[..., Any], prompt: torch.
     [
         ({"use_dora": True, "target_parameters": None}, "use_dora"),
         ({"init_lora_weights": "pissa"}, "pissa"),
+        ({"fan_in_fan_out": True, "target_parameters": None}, "fan_in_fan_out"),
         ({"target_modules": ["embed_tokens"], "target_parameters": None}, "CompressedEmbedding"),
         ({"target_modules": ["experts"], "target_parameters": None}, "by stack"),
     ],
@@ -119,6 +127,13 @@ def test_what_does_not_work_on_codes_is_refused(
         warnings.simplefilter("ignore")
         with pytest.raises(UsageError, match=named):
             peft.get_peft_model(model, lora(**options))
+
+
+def test_dropout_drops_inputs_in_training_only(artifact: Callable[..., Any], prompt: torch.Tensor) -> None:
+    model = adapted(artifact("deepseek_v3").folder, lora_dropout=0.5, target_parameters=None)
+    assert torch.equal(logits(model, prompt), logits(model, prompt))
+    model.train()
+    assert not torch.equal(logits(model, prompt), logits(model, prompt))
 
 
 def test_merging_is_refused(artifact: Callable[..., Any]) -> None:

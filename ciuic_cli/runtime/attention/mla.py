@@ -108,10 +108,22 @@ def adapt_latent_attention(model: nn.Module) -> None:
         if _is_at_hand(module.kv_b_proj):
             at_hand[module.kv_b_proj.blob.device].append(module.kv_b_proj)
     for device, projections in at_hand.items():
-        needed = sum(p.out_features * padded(p.in_features) * kept.itemsize for p in projections)
-        if needed <= DECODED_SHARE * total[device]:
+        if _decoded_bytes(projections, kept) <= DECODED_SHARE * total[device]:
             for projection in projections:
                 projection.keep_decoded(kept)
+
+
+def decoded_bytes(model: nn.Module) -> int:
+    """Bytes of the rows that `adapt_latent_attention` keeps decoded once the model is loaded onto one device."""
+    projections: list[Any] = [module.kv_b_proj for module in model.modules() if is_latent_attention(module)]
+    kept = products.multiply_dtype(torch.empty(0, dtype=getattr(model, "dtype", torch.float32)))
+    total = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    needed = _decoded_bytes(projections, kept)
+    return needed if needed <= DECODED_SHARE * total else 0
+
+
+def _decoded_bytes(projections: list[Any], dtype: torch.dtype) -> int:
+    return sum(p.out_features * padded(p.in_features) * dtype.itemsize for p in projections)
 
 
 def latent_attention(

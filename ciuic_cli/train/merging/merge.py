@@ -1,0 +1,208 @@
+"""`merge`: makes one model of an artifact and an adapter, and measures what that costs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ciuic_cli.artifact import publishing, writer
+from ciuic_cli.artifact.reader import Artifact, open_artifact
+from ciuic_cli.checkpoint.folder import locate
+from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.evaluation.divergence import kl_divergence
+from ciuic_cli.evaluation.logits import logits_in_parts
+from ciuic_cli.layerwise.logits import logit_tokens
+from ciuic_cli.process.progress import Progress, no_progress
+from ciuic_cli.runtime.loading import choose_device, load
+from ciuic_cli.text.documents import DOCUMENT_SEPARATOR, builtin_calibration_text
+from ciuic_cli.text.tokenizer import open_tokenizer
+from ciuic_cli.train.examples import Example
+from ciuic_cli.train.merging.changes import Changes, changes_of
+from ciuic_cli.train.merging.dense_export import write_dense
+from ciuic_cli.train.merging.low_rank_parts import write_low_rank
+from ciuic_cli.train.merging.merged_checkpoint import merged_checkpoint
+
+METHODS = ("requantize", "low-rank", "bf16")
+"""How an adapter is merged: weights coded again in the artifact's bytes; the codes kept and the adapter added as
+low-rank parts; or a dense bfloat16 model."""
+HELD_OUT_EVERY = 8
+"""Every 8th training example is held out of the statistics, for measuring KL (chosen)."""
+MOST_EXAMPLES = 16
+"""Most examples on which KL is measured (chosen)."""
+ADAPTER_FILE = "adapter_model.safetensors"
+"""PEFT's name of the file with the factors."""
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What merging did.
+
+    Attributes:
+        bytes_before, bytes_after: of the safetensors files of the artifact and of the merged model.
+        kl_base: KL(adapter's model || artifact without the adapter), nats per token: what the adapter does.
+        kl_merged: KL(adapter's model || merged model), nats per token: what merging loses.
+        tokens: tokens on which both were measured.
+    """
+
+    method: str
+    bytes_before: int
+    bytes_after: int
+    kl_base: float
+    kl_merged: float
+    tokens: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def merge(
+    model: str | Path,
+    adapter: Path,
+    out: Path,
+    method: str,
+    examples: Sequence[Example],
+    *,
+    nsamples: int | None = None,
+    device: str = "auto",
+    progress: Progress = no_progress,
+    hint: Callable[[str], None] = lambda message: None,
+) -> MergeReport:
+    """Merge the adapter in the folder `adapter` into the artifact `model`, and write the result to `out`.
+
+    "requantize" continues after a crash, as `compress` does.
+
+    Args:
+        examples: training text. The statistics of "requantize" come from it, and from the package's calibration text if
+            it is short; KL is measured on every 8th example, which the statistics do not see.
+        nsamples: calibration sequences of "requantize"; default: those of the effort level.
+
+    Raises:
+        InputError: model, adapter or output cannot be used.
+        UsageError: the adapter cannot be merged this way.
+        TargetError: the merged model cannot be coded in the artifact's bytes.
+    """
+    if method not in METHODS:
+        raise UsageError(f"--method {method} is unknown", remedy=f"use one of {', '.join(METHODS)}")
+    out = Path(os.path.abspath(out))
+    folder = locate(model)
+    artifact = open_artifact(folder)
+    if not (adapter / ADAPTER_FILE).is_file():
+        raise InputError(
+            f"there is no adapter: {ADAPTER_FILE} is missing",
+            file=adapter,
+            remedy="give the output of `ciuic train`",
+        )
+    if out.exists() and not publishing.may_replace(out, force=False):
+        raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
+    changes = changes_of(_adapted(folder, adapter, device))
+    held_out = list(examples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]) or list(examples[-1:])
+    if method == "requantize":
+        seen = [example for number, example in enumerate(examples, 1) if number % HELD_OUT_EVERY] or list(
+            examples
+        )
+        _requantize(artifact, adapter, changes, out, seen, nsamples, device, progress, hint)
+    else:
+        _write(artifact, changes, out, method, progress)
+    adapted = _adapted(folder, adapter, device)  # again, so that it takes no memory in between
+    return _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)
+
+
+def _adapted(folder: Path, adapter: Path, device: str) -> Any:
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(load(folder, device), adapter).eval()
+
+
+def _requantize(
+    artifact: Artifact,
+    adapter: Path,
+    changes: Changes,
+    out: Path,
+    seen: Sequence[Example],
+    nsamples: int | None,
+    device: str,
+    progress: Progress,
+    hint: Callable[[str], None],
+) -> None:
+    """Compress the merged weights into the artifact's bytes, with its trellis."""
+    source = merged_checkpoint(artifact.folder, changes, (adapter / ADAPTER_FILE,))
+    tokenizer = open_tokenizer(artifact.folder)
+    with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
+        own = f"\n{DOCUMENT_SEPARATOR}\n".join(tokenizer.decode(example.ids) for example in seen)
+        texts = (own, builtin_calibration_text())
+        files = [Path(scratch, f"text-{number}.txt") for number in range(len(texts))]
+        for file, text in zip(files, texts, strict=True):
+            file.write_text(text, encoding="utf-8")
+        compress(
+            source, out, target_size=artifact.file_bytes, calibration=files, effort=_effort(artifact),
+            nsamples=nsamples, mtp="keep" if artifact.mtp.kept else "drop", device=device, progress=progress, hint=hint,
+        )  # fmt: skip
+
+
+def _effort(artifact: Artifact) -> str:
+    """The effort level whose trellis the artifact has."""
+    longest = 0
+    for blob in artifact.blobs.values():
+        with blob.matrices() as matrices:
+            longest = max(longest, *(matrix.header.L for matrix in matrices))
+    return "fast" if longest <= 12 else "default"
+
+
+def _write(artifact: Artifact, changes: Changes, out: Path, method: str, progress: Progress) -> None:
+    try:
+        folder = publishing.begin(out)
+        if method == "low-rank":
+            write_low_rank(artifact.folder, changes, folder, progress)
+            writer.write_checksums(folder)
+        else:
+            write_dense(merged_checkpoint(artifact.folder, changes), folder, progress)
+        publishing.publish(out, force=False)
+    except BaseException:
+        publishing.discard(out)
+        raise
+
+
+def _measured(
+    adapted: Any, artifact: Artifact, out: Path, method: str, examples: Sequence[Example], device: str
+) -> MergeReport:
+    if method == "bf16":
+        from transformers import AutoModelForCausalLM
+
+        dense: Any = AutoModelForCausalLM.from_pretrained(out, dtype="auto", trust_remote_code=False)
+        merged: Any = dense.to(choose_device(device)).eval()
+    else:
+        merged = load(out, device)
+    base = adapted.get_base_model()
+    config = artifact.folder / "config.json"
+    kl_merged = kl_base = 0.0
+    tokens = 0
+    for example in examples:
+        ids = torch.tensor(example.ids)
+        kl_merged += _kl(_logits(base, ids, config), _logits(merged, ids, config))
+        with adapted.disable_adapter():
+            without = _logits(base, ids, config)
+        kl_base += _kl(_logits(base, ids, config), without)
+        tokens += len(ids)
+    after = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return MergeReport(method, artifact.file_bytes, after, kl_base / tokens, kl_merged / tokens, tokens)
+
+
+@torch.inference_mode()
+def _logits(model: Any, ids: torch.Tensor, config: Path) -> list[torch.Tensor]:
+    size = logit_tokens(model.config.get_text_config().vocab_size)
+    return list(logits_in_parts(model, ids, len(ids), size, config))
+
+
+def _kl(logits: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The sum over tokens of KL(model || other model), in nats, from their logits in parts."""
+    return sum(
+        float(kl_divergence(p.float().log_softmax(-1), q.float().log_softmax(-1)).sum())
+        for p, q in zip(logits, others, strict=True)
+    )

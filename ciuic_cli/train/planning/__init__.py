@@ -1,0 +1,1 @@
+"""How much memory a training step takes, from headers and config alone."""

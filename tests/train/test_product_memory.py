@@ -1,0 +1,76 @@
+"""The planned memory of products against the record of torch's allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from ciuic_cli.codecs.packing import PackedMatrix
+from ciuic_cli.codecs.scales import encode_input_scales
+from ciuic_cli.codecs.testing import random_matrix
+from ciuic_cli.passes.rounding import round_without_feedback
+from ciuic_cli.runtime.matrices import CpuMatrix
+from ciuic_cli.runtime.products import gradient
+from ciuic_cli.runtime.weights import PlainWeight, SmallBatch
+from ciuic_cli.train.planning.product_memory import MatrixKind, gradient_bytes, product_bytes
+
+
+def peak_bytes(action: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator gave out during `action` and had not got back."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        action()
+    kept = profiler.profiler
+    assert kept is not None and kept.kineto_results is not None
+    events = [event for event in kept.kineto_results.events() if event.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def matrix(rows: int, cols: int, *, is_sorted: bool, scaled: bool, rank: int) -> PackedMatrix:
+    packed = random_matrix(rows, cols, 4)
+    generator = torch.Generator().manual_seed(0)
+    header = packed.header
+    if is_sorted:
+        classes = torch.randint(0, 16, (rows,), generator=generator, dtype=torch.uint8)
+        header = replace(header, row_class=classes.numpy())
+    if scaled:
+        header = replace(header, input_scale=encode_input_scales(torch.rand(cols, generator=generator) + 0.5))
+    factors = None
+    if rank:
+        right, left = (torch.randn(rank, n, generator=generator) for n in (cols, rows))
+        factors = (round_without_feedback(right, 6, L=12), round_without_feedback(left, 6, L=12))
+    return PackedMatrix(header, packed.codes, factors)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("batch", [100, 700])
+@pytest.mark.parametrize(
+    ("rows", "cols", "parts"),
+    [
+        (512, 520, {}),
+        (1024, 560, {"is_sorted": True}),
+        (576, 1536, {"is_sorted": True, "scaled": True}),
+        (1536, 576, {"scaled": True, "rank": 16}),
+        (9000, 576, {"is_sorted": True, "scaled": True}),
+        (9000, 2048, {"is_sorted": True}),
+    ],
+)
+def test_planned_bytes_are_those_of_the_allocator(
+    rows: int, cols: int, parts: dict[str, bool], batch: int, dtype: torch.dtype
+) -> None:
+    packed = matrix(rows, cols, **{"is_sorted": False, "scaled": False, "rank": 0, **parts})
+    compressed, kind = CpuMatrix(packed), MatrixKind.of(packed.header)
+    weight = PlainWeight(compressed, SmallBatch(48, 48))
+    x, grad = torch.randn(batch, cols, dtype=dtype), torch.randn(batch, rows, dtype=dtype)
+    forward = peak_bytes(lambda: weight.product(x))
+    # oneDNN takes up to 160 kB for a bfloat16 product, by its shape.
+    assert product_bytes(kind, batch, dtype, 48) == pytest.approx(forward, rel=0.065, abs=200_000)
+    backward = peak_bytes(lambda: gradient(compressed, grad))
+    assert gradient_bytes(kind, batch, dtype) == pytest.approx(backward, rel=0.065, abs=200_000)
