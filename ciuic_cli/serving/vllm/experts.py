@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,6 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import UsageError
 from ciuic_cli.runtime import ops
-from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class
 from ciuic_cli.runtime.routing import MASKED_SCORE, mask_for, pruned_experts
 from ciuic_cli.serving.vllm.local_experts import local_stack
 from ciuic_cli.serving.vllm.weights import PendingWeight
@@ -98,10 +98,10 @@ class CompressedExpertsMethod(FusedMoEMethodBase):
             bias.data[mask.to(bias.device)] = MASKED_SCORE
             return
         router: Any = self._layers[layer.layer_name].router
-        router.masked_logits = torch.where(mask, MASKED_SCORE, 0.0).to(layer.w2.device)
-        if not isinstance(router, _MaskedRouter):
+        if not hasattr(router, "masked_logits"):
             original: Any = type(router)
-            router.__class__ = mixed_class(_MaskedRouter, original)
+            router.__class__ = _masked_class(original)
+        router.masked_logits = torch.where(mask, MASKED_SCORE, 0.0).to(layer.w2.device)
 
     def get_fused_moe_quant_config(self, layer: nn.Module) -> None:
         return None
@@ -142,11 +142,17 @@ def _load_stacks(layer: Any, weights: Any) -> Any:
         yield parameter
 
 
-class _MaskedRouter(Mixin):
-    """Mixin for vLLM's routers without a correction bias: `masked_logits` (E,) is added to the logits."""
+@functools.cache
+def _masked_class(original: Any) -> Any:
+    """A class of routers without a correction bias, which adds `masked_logits` (E,) to the logits.
+
+    It derives from the original alone, because Python changes an object's class only to one of the same layout.
+    """
 
     def select_experts(
-        self: Any, hidden_states: Any, router_logits: torch.Tensor, *args: Any, **kwargs: Any
+        self: Any, hidden_states: torch.Tensor, router_logits: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        """The original selection, from logits that make pruned experts unlikely."""
-        return super().select_experts(hidden_states, router_logits + self.masked_logits, *args, **kwargs)  # type: ignore[misc]
+        masked = router_logits + self.masked_logits.to(router_logits.dtype)
+        return original.select_experts(self, hidden_states, masked, *args, **kwargs)
+
+    return type(original.__name__, (original,), {"select_experts": select_experts})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class CiuicVllmConfig(QuantizationConfig):
         check_format(quantization)
         self._stored: dict[str, str] = {}
         """Name in vLLM of a compressed tensor -> its name in the files."""
+        self._folder: Path | None = None
         self._artifact: Artifact | None = None
         self._model_type = ""
         self._held: set[str] = set()
@@ -66,9 +68,14 @@ class CiuicVllmConfig(QuantizationConfig):
         self, model_name: str, hf_config: Any = None, revision: str | None = None
     ) -> None:
         """Read the headers of the artifact's files. vLLM calls it before it builds the model."""
-        self._artifact = open_artifact(model_name)
-        self._model_type = str(self._artifact.config.get("model_type", ""))
-        self._stored = {names.renamed(name, self._model_type): name for name in self._artifact.blobs}
+        artifact = open_artifact(model_name)
+        self._folder = artifact.folder
+        self._model_type = str(artifact.config.get("model_type", ""))
+        self._stored = {names.renamed(name, self._model_type): name for name in artifact.blobs}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the mapped files: vLLM sends its configuration to the processes that it starts."""
+        return {**self.__dict__, "_artifact": None}
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
         """Rename the stored tensors as the model of vLLM renames its modules."""
@@ -135,9 +142,12 @@ class CiuicVllmConfig(QuantizationConfig):
 
         A blob of a layer of another process (pipeline parallelism) stays as it is; vLLM skips it.
         """
-        if self._artifact is None or name not in self._artifact.blobs or name in self._held:
+        if name in self._held or name not in self._stored.values():
             return tensor
         layer = names.layer_of(name)
         if layer is not None and not any(held.startswith(layer) for held in self._held):
             return tensor
+        if self._artifact is None:
+            assert self._folder is not None  # set where _stored is
+            self._artifact = open_artifact(self._folder)
         return decoded(self._artifact.blobs[name])

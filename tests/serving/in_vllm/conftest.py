@@ -1,8 +1,8 @@
-"""An artifact for vLLM's server, and vLLM's settings for a small machine without a network."""
+"""An artifact for vLLM's server, and the path to the benchmark whose functions these tests call."""
 
 from __future__ import annotations
 
-import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +10,7 @@ from tiny_checkpoints import make_checkpoint
 
 from ciuic_cli import compress
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # the engine runs in the test's process
+sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))  # `vllm_agreement`
 
 
 @pytest.fixture(scope="module")
