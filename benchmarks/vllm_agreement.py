@@ -80,7 +80,7 @@ def main() -> None:
     for title, folder in (("dense", options.model), ("artifact", options.out)):
         reference = in_transformers(folder, tokens, getattr(torch, options.dtype))
         measured[title] = difference(in_vllm(folder, tokens, dtype=options.dtype), reference)
-        print(f"{title}: mean |difference| {measured[title]:.5f} nats", flush=True)
+        print(f"{title}: mean |difference| {measured[title]:.2e} nats", flush=True)
     print(f"ratio {measured['artifact'] / measured['dense']:.3f}")
 
 
