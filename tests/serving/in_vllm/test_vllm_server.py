@@ -30,13 +30,10 @@ def server(sample_for_vllm: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(sample_for_vllm)]
     options = ["--port", str(port), "--host", "127.0.0.1", "--max-model-len", "128", "--max-num-seqs", "2"]
     log = tmp_path_factory.mktemp("server") / "log.txt"
+    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}  # GiB
+    environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)  # as a user starts it
     with log.open("w") as output:
-        process = subprocess.Popen(
-            [*command, *options],
-            stdout=output,
-            stderr=output,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        )
+        process = subprocess.Popen([*command, *options], stdout=output, stderr=output, env=environment)
     try:
         url = f"http://127.0.0.1:{port}"
         _wait_until_ready(url, process, log)
