@@ -12,7 +12,7 @@ import torch
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import blob_of, random_matrix
 from ciuic_cli.serving.vllm import names
-from ciuic_cli.serving.vllm.local_experts import local_stack
+from ciuic_cli.serving.vllm.local_experts import local_stack, routed_sum
 
 LAYER = "model.layers.3"
 DEEPSEEK = {
@@ -77,6 +77,28 @@ def test_a_process_keeps_the_bytes_of_its_own_experts(expert_map: list[int]) -> 
     assert len(kept.experts) == len(by_number)
     for number, expert in by_number.items():
         assert kept.experts[number].to_bytes() == experts[expert].to_bytes()
+
+
+def test_the_sums_of_two_processes_are_the_sum_of_all_experts() -> None:
+    gate_up = ExpertStack(tuple(random_matrix(64, 48, seed=number) for number in range(5)))
+    down = ExpertStack(tuple(random_matrix(48, 32, seed=number) for number in range(5)))
+    whole = (blob_of(gate_up), blob_of(down))
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(7, 48, generator=generator), torch.rand(7, 2, generator=generator)
+    ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(7)])
+
+    def output(expert_map: torch.Tensor | None) -> torch.Tensor:
+        own = tuple(
+            local_stack(stack, blob, expert_map) for stack, blob in zip((gate_up, down), whole, strict=True)
+        )
+        return routed_sum(x, own, (64, 48), ids, weights, torch.nn.functional.silu, expert_map)
+
+    halves = [output(torch.tensor(own)) for own in ([0, -1, 1, -1, 2], [-1, 0, -1, 1, -1])]
+    everything = output(None)
+    assert everything.norm() > 0 and min(half.norm() for half in halves) > 0
+    assert torch.allclose(
+        halves[0] + halves[1], everything, rtol=1e-4, atol=1e-5 * float(everything.abs().max())
+    )
 
 
 def test_one_process_keeps_the_whole_stack() -> None:

@@ -14,9 +14,8 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import UsageError
-from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.routing import MASKED_SCORE, mask_for, pruned_experts
-from ciuic_cli.serving.vllm.local_experts import local_stack
+from ciuic_cli.serving.vllm.local_experts import local_stack, routed_sum
 from ciuic_cli.serving.vllm.weights import PendingWeight
 
 _ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -119,19 +118,10 @@ class CompressedExpertsMethod(FusedMoEMethodBase):
 
         vLLM's runner computes the shared experts itself.
         """
-        two_intermediate, hidden_size = layer.expert_sizes
-        tokens, k = topk_ids.shape
-        ids = topk_ids.long()
-        if layer._expert_map is not None:
-            local = layer._expert_map.to(ids.device)[ids].long()
-            ids = torch.where(
-                local < 0, layer.local_num_experts, local
-            )  # an id beyond the stack adds nothing
-        gate_up = ops.routed_linear(x, layer.w13, ids, two_intermediate)
-        gate, up = gate_up.reshape(tokens * k, -1).chunk(2, dim=-1)
-        hidden = _ACTIVATIONS[layer.activation.value](gate) * up
-        out = ops.routed_linear(hidden, layer.w2, ids.reshape(-1, 1), hidden_size).reshape(tokens, k, -1)
-        return (out * topk_weights.unsqueeze(-1)).sum(dim=1).to(x.dtype)
+        stacks, activation = (layer.w13, layer.w2), _ACTIVATIONS[layer.activation.value]
+        return routed_sum(
+            x, stacks, layer.expert_sizes, topk_ids, topk_weights, activation, layer._expert_map
+        )
 
 
 def _load_stacks(layer: Any, weights: Any) -> Any:
