@@ -108,8 +108,7 @@ class CiuicVllmConfig(QuantizationConfig):
                 raise UsageError(
                     "ciuic artifacts cannot be split over GPUs by tensor parallelism: the Hadamard transform runs "
                     "across the columns of a matrix",
-                    remedy="use --tensor-parallel-size 1 with --pipeline-parallel-size N; for experts "
-                    "--data-parallel-size N --enable-expert-parallel",
+                    remedy="use --tensor-parallel-size 1; for experts --data-parallel-size N --enable-expert-parallel",
                 )
             self._held.update(method.tensors)
         return method
