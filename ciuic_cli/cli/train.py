@@ -51,6 +51,14 @@ def train(
         typer.Option("--activation-checkpointing", help="Compute activations again in the backward pass."),
     ] = False,
     every_n_layers: Annotated[int, typer.Option(help="Layers between two checkpoints of activations.")] = 1,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STORE",
+            show_default="exact",
+            help="Keep activations in 8 bits: int8, or int8-offload (in main memory; on a CPU, on disk).",
+        ),
+    ] = None,
     save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
     device: Device = "auto",
@@ -73,6 +81,7 @@ def train(
             lora_alpha=lora_alpha, lora_dropout=lora_dropout,
             lora_target_modules=tuple(lora_target_modules or ()),
             activation_checkpointing=activation_checkpointing, every_n_layers=every_n_layers,
+            activations=activations,
             save_steps=save_steps, seed=seed,
         )  # fmt: skip
         configure_numeric_libraries()

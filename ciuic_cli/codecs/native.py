@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -70,6 +70,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_program_create": (_int, (_pointer, _int, _pointer, _int, _pointer, _int, _pointer)),
     "ciuic_program_free": (None, (_pointer,)),
     "ciuic_program_run": (_int, (_pointer, _pointer, _int, _long, _int, _int, _int)),
+    "ciuic_block_encode": (_int, (_pointer, _int, _long, *[_int] * 4, _uint32, _pointer, _pointer, _int)),
+    "ciuic_block_decode": (_int, (_pointer, _pointer, _long, *[_int] * 3, _pointer, _int, _int)),
     "ciuic_hadamard": (_int, (_pointer, _int, _long, _long, _int, _uint32, _int, _int)),
 }
 

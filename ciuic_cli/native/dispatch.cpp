@@ -39,6 +39,6 @@ const Kernels& kernels() {
 
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 12; }
+int ciuic_abi_version() { return 13; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

@@ -26,6 +26,7 @@ from ciuic_cli.process.threads import threads
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.examples import read_examples
+from ciuic_cli.train.memory.choice import activation_store, checkpointing_options
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.packing import Row, batch_of, pack, row_of
 from ciuic_cli.train.run_folder import RunFolder
@@ -137,11 +138,7 @@ def _trainer(
         lr_scheduler_type=options.lr_scheduler_type,
         optim=options.optim,
         activation_checkpointing=options.activation_checkpointing,
-        activation_checkpointing_kwargs=(
-            {"every_n_layers": options.every_n_layers, "use_reentrant": False}
-            if options.activation_checkpointing
-            else None
-        ),
+        activation_checkpointing_kwargs=checkpointing_options(base, options),
         bf16=False,  # no autocast: the model already has its dtype, the adapter is float32
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -155,6 +152,7 @@ def _trainer(
         disable_tqdm=True,
     )
     trainer = ChunkedLossTrainer(
+        store=activation_store(adapted, options, target, run.path),
         model=adapted,
         args=arguments,
         train_dataset=rows,

@@ -13,6 +13,10 @@ METHODS = ("lora",)
 """What may be trained: an adapter, while the weights stay as they are."""
 
 
+ACTIVATIONS = ("int8", "int8-offload")
+"""How activations may be kept for the backward pass: in 8 bits, on the device or in main memory (CPU: on disk)."""
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """One training run.
@@ -40,10 +44,15 @@ class TrainOptions:
     lora_target_modules: tuple[str, ...] = ()
     activation_checkpointing: bool = False
     every_n_layers: int = 1
+    activations: str | None = None
     save_steps: int = 50
     seed: int = 42
 
     def __post_init__(self) -> None:
+        if self.activations not in (None, *ACTIVATIONS):
+            raise UsageError(
+                f"--activations {self.activations} is unknown", remedy=f"use one of {', '.join(ACTIVATIONS)}"
+            )
         if self.method not in METHODS:
             raise UsageError(f"--method {self.method} is unknown", remedy=f"use one of {', '.join(METHODS)}")
         for name in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.train.loss import chunked_loss
+from ciuic_cli.train.memory.activations import ActivationStore
 
 FREED_BYTES = 128 << 20
 """Growth of the process, in bytes, after which a layer gives freed pages back. Measured:
@@ -17,10 +19,15 @@ docs/experiments/training/lora-memory.md."""
 
 
 class ChunkedLossTrainer(Trainer):
-    """A Trainer whose steps never hold the logits of a whole batch."""
+    """A Trainer whose steps never hold the logits of a whole batch.
 
-    def __init__(self, **options: Any) -> None:
+    Args:
+        store: keeps the activations of training steps; default: autograd does.
+    """
+
+    def __init__(self, *, store: ActivationStore | None = None, **options: Any) -> None:
         super().__init__(**options)
+        self._store = store
         # The Trainer counts the learned tokens of all passes of a step; the loss is the sum divided by their number.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -35,7 +42,8 @@ class ChunkedLossTrainer(Trainer):
         """The loss; no outputs, because the logits of all tokens do not exist."""
         labels = inputs["labels"]
         others = {name: value for name, value in inputs.items() if name != "labels"}
-        loss = chunked_loss(model, others, labels, num_items_in_batch)
+        with nullcontext() if self._store is None else self._store:
+            loss = chunked_loss(model, others, labels, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
 
