@@ -18,14 +18,17 @@ def train(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Artifact or checkpoint: a folder, or a hub id.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the adapter, in PEFT's format.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="New folder for the adapter, in PEFT's format, or the model."),
+    ],
     train_file: Annotated[
         Path,
         typer.Option(
             metavar="FILE", readable=False, help="JSON lines: messages, prompt and completion, or text."
         ),
     ],
-    method: Annotated[str, typer.Option(help="lora")] = "lora",
+    method: Annotated[str, typer.Option(help="lora, or full: all weights of a dense checkpoint.")] = "lora",
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-4,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
     max_steps: Annotated[
@@ -59,12 +62,21 @@ def train(
             help="Keep activations in 8 bits: int8, or int8-offload (in main memory; on a CPU, on disk).",
         ),
     ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODE", show_default="float32", help="With --method full: store weights in 8 bits: int8."
+        ),
+    ] = None,
+    sync_steps: Annotated[
+        int, typer.Option(help="Steps between two corrections of 8-bit weights by their rounding errors.")
+    ] = 100,
     save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
     device: Device = "auto",
     json: Json = False,
 ) -> None:
-    """Adapt MODEL to a training file with LoRA; a compressed model stays compressed. Continues after a crash."""
+    """Adapt MODEL to a training file with LoRA, or train all its weights. Continues after a crash."""
     console = Console(json_mode=json)
 
     def action() -> None:
@@ -81,7 +93,7 @@ def train(
             lora_alpha=lora_alpha, lora_dropout=lora_dropout,
             lora_target_modules=tuple(lora_target_modules or ()),
             activation_checkpointing=activation_checkpointing, every_n_layers=every_n_layers,
-            activations=activations,
+            activations=activations, weights=weights, sync_steps=sync_steps,
             save_steps=save_steps, seed=seed,
         )  # fmt: skip
         configure_numeric_libraries()

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.tokenizer import open_tokenizer
+from ciuic_cli.train import full
 from ciuic_cli.train.examples import read_examples
 from ciuic_cli.train.memory.choice import activation_store, checkpointing_options
 from ciuic_cli.train.options import TrainOptions
@@ -46,14 +48,14 @@ def train(
     progress: Progress = lambda what, done, total: None,
     hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Train a LoRA adapter on `model` and write it to `out`.
+    """Train a LoRA adapter on `model`, or all its weights, and write the result to `out`.
 
     The same call after a crash continues from the last checkpoint, with as many threads of torch as the run began with,
     and ends with the same bytes.
 
     Args:
         model: an artifact of `ciuic compress` or a dense checkpoint: a folder or a hub id.
-        out: the adapter's folder, in PEFT's format; absent or empty.
+        out: the folder of the adapter, in PEFT's format, or of the trained model; absent or empty.
         progress: called with phase, steps done and steps in total.
         hint: called with one line per ten steps: loss, tokens per second, memory, time left.
 
@@ -94,7 +96,10 @@ def train(
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
         report = _report(trainer, examples, rows, time.monotonic() - began)
         unfinished = publishing.begin(out)
-        trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
+        if options.method == "full":
+            full.save(trainer, unfinished, folder)
+        else:
+            trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
         (unfinished / REPORT).write_text(json.dumps({**report, "options": description}, indent=1))
         publishing.publish(out, force=False)
         run.remove()
@@ -110,18 +115,15 @@ def _trainer(
     progress: Progress,
     hint: Callable[[str], None],
 ) -> Any:
-    from peft import get_peft_model
     from transformers import PrinterCallback, TrainingArguments, set_seed
 
     from ciuic_cli.train.callbacks import Checkpoints, Display
     from ciuic_cli.train.trainer import ChunkedLossTrainer, limit_memory
 
     target = choose_device(device)
-    base = _load(folder, target)
+    base = full.load_for_training(folder, target) if options.method == "full" else _load(folder, target)
     set_seed(options.seed)  # the adapter's random factors
-    config = lora_config(base, options)
-    adapted = get_peft_model(base, config)
-    adapted.config.use_cache = False
+    adapted = base if options.method == "full" else _adapted(base, options)
     if target.type == "cpu":
         limit_memory(base)
     padding = next(
@@ -139,6 +141,7 @@ def _trainer(
         optim=options.optim,
         activation_checkpointing=options.activation_checkpointing,
         activation_checkpointing_kwargs=checkpointing_options(base, options),
+        max_grad_norm=0.0 if options.weights else 1.0,  # 8-bit weights: gradients never exist together
         bf16=False,  # no autocast: the model already has its dtype, the adapter is float32
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -151,7 +154,8 @@ def _trainer(
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = ChunkedLossTrainer(
+    make = partial(full.LowBitTrainer, options=options) if options.weights else ChunkedLossTrainer
+    trainer = make(
         store=activation_store(adapted, options, target, run.path),
         model=adapted,
         args=arguments,
@@ -161,6 +165,14 @@ def _trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _adapted(base: Any, options: TrainOptions) -> Any:
+    from peft import get_peft_model
+
+    adapted = get_peft_model(base, lora_config(base, options))
+    adapted.config.use_cache = False
+    return adapted
 
 
 def _load(folder: Path, target: torch.device) -> Any:
@@ -183,5 +195,6 @@ def _report(trainer: Any, examples: list[Any], rows: list[Row], seconds: float) 
         "losses": losses,
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
         "seconds": round(seconds, 2),
+        **{f"{kind}_bytes": count for kind, count in full.memory_of(trainer).items()},
         "resident_bytes": psutil.Process().memory_info().rss,
     }

@@ -9,8 +9,11 @@ from typing import Any
 
 from ciuic_cli.errors import UsageError
 
-METHODS = ("lora",)
-"""What may be trained: an adapter, while the weights stay as they are."""
+METHODS = ("lora", "full")
+"""What may be trained: an adapter, while the weights stay as they are; or all weights of a dense checkpoint."""
+
+WEIGHTS = ("int8",)
+"""How weights may be stored while they are trained."""
 
 
 ACTIVATIONS = ("int8", "int8-offload")
@@ -45,6 +48,8 @@ class TrainOptions:
     activation_checkpointing: bool = False
     every_n_layers: int = 1
     activations: str | None = None
+    weights: str | None = None
+    sync_steps: int = 100
     save_steps: int = 50
     seed: int = 42
 
@@ -55,9 +60,19 @@ class TrainOptions:
             )
         if self.method not in METHODS:
             raise UsageError(f"--method {self.method} is unknown", remedy=f"use one of {', '.join(METHODS)}")
+        if self.weights not in (None, *WEIGHTS):
+            raise UsageError(
+                f"--weights {self.weights} is unknown", remedy=f"use one of {', '.join(WEIGHTS)}"
+            )
+        if self.weights and (self.method != "full" or self.gradient_accumulation_steps > 1):
+            raise UsageError(
+                f"--weights {self.weights} needs --method full without --gradient-accumulation-steps: each gradient "
+                "is used and freed inside the backward pass",
+                remedy="raise --per-device-train-batch-size instead; activations take less with --activations int8",
+            )
         for name in (
             *("per_device_train_batch_size", "gradient_accumulation_steps", "lora_r", "lora_alpha"),
-            *("every_n_layers", "save_steps"),
+            *("every_n_layers", "save_steps", "sync_steps"),
         ):
             if getattr(self, name) < 1:
                 raise UsageError(f"{option_name(name)} must be at least 1, not {getattr(self, name)}")
