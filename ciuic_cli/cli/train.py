@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,6 +12,9 @@ from ciuic_cli.cli.console import Console
 from ciuic_cli.compression.options import check_device
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
+
+if TYPE_CHECKING:
+    from ciuic_cli.train.options import TrainOptions
 
 
 def train(
@@ -71,6 +74,12 @@ def train(
     sync_steps: Annotated[
         int, typer.Option(help="Steps between two corrections of 8-bit weights by their rounding errors.")
     ] = 100,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="With torchrun: divide the model among the processes.")
+    ] = False,
+    comm: Annotated[
+        str, typer.Option(metavar="WIRE", help="What --fsdp sends: fp32, bf16 or int8.")
+    ] = "fp32",
     save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
     device: Device = "auto",
@@ -109,6 +118,9 @@ def train(
         from ciuic_cli.train.engine import train as run_training
 
         disable_progress_bar()
+        if fsdp:
+            _train_sharded(console, model, out, options, comm, device)
+            return
         announce_device(console, device)
         with console.progress() as progress:
             report = run_training(model, out, options, device=device, progress=progress, hint=console.hint)
@@ -117,3 +129,21 @@ def train(
         console.data(f"{out}: {report['steps']} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
 
     execute(console, action)
+
+
+def _train_sharded(
+    console: Console, model: str, out: Path, options: TrainOptions, comm: str, device: str
+) -> None:
+    from ciuic_cli.process.workers import is_leader
+    from ciuic_cli.train.sharding.run import train_sharded
+
+    if not is_leader():
+        train_sharded(model, out, options, comm, device=device)
+        return
+    announce_device(console, device)
+    with console.progress() as progress:
+        report = train_sharded(model, out, options, comm, device=device, progress=progress, hint=console.hint)
+    if report is not None:
+        console.json(report)
+        losses = f", last loss {report['losses'][-1]:.4f}" if report["losses"] else ""
+        console.data(f"{out}: {report['steps']} steps in {report['processes']} processes{losses}")

@@ -27,7 +27,7 @@ from ciuic_cli.process.threads import threads
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train import full
-from ciuic_cli.train.examples import read_examples
+from ciuic_cli.train.examples import Example, read_examples
 from ciuic_cli.train.memory.choice import activation_store, checkpointing_options
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.packing import Row, batch_of, pack, row_of
@@ -72,21 +72,9 @@ def train(
     folder = locate(model)
     if out.exists() and not publishing.may_replace(out, force=False):
         raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
-    examples = read_examples(
-        options.train_file,
-        open_tokenizer(folder),
-        max_length=options.sequence_len,
-        train_on_inputs=options.train_on_inputs,
-    )
-    length = options.sequence_len
-    rows = pack(examples, length) if options.sample_packing else [row_of([example]) for example in examples]
+    examples, rows = read_rows(folder, options)
     run = RunFolder(out)
-    description = {
-        **options.to_dict(),
-        "train_file_sha256": hashlib.sha256(options.train_file.read_bytes()).hexdigest(),
-        "model": str(folder.resolve()),
-        "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
-    }
+    description = describe(folder, options)
     with run.locked(), threads(run.begin(description, torch.get_num_threads())):
         trainer = _trainer(folder, run, rows, options, device, progress, hint)
         checkpoint = run.last_checkpoint()
@@ -100,10 +88,44 @@ def train(
             full.save(trainer, unfinished, folder)
         else:
             trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
-        (unfinished / REPORT).write_text(json.dumps({**report, "options": description}, indent=1))
+        write_report(unfinished / REPORT, report, description)
         publishing.publish(out, force=False)
         run.remove()
     return report
+
+
+def read_rows(folder: Path, options: TrainOptions) -> tuple[list[Example], list[Row]]:
+    """The examples of the training file, and the rows that they fill."""
+    examples = read_examples(
+        options.train_file,
+        open_tokenizer(folder),
+        max_length=options.sequence_len,
+        train_on_inputs=options.train_on_inputs,
+    )
+    if options.sample_packing:
+        return examples, pack(examples, options.sequence_len)
+    return examples, [row_of([example]) for example in examples]
+
+
+def describe(folder: Path, options: TrainOptions) -> dict[str, Any]:
+    """What must be equal for a run to be continued: options, data and model."""
+    return {
+        **options.to_dict(),
+        "train_file_sha256": hashlib.sha256(options.train_file.read_bytes()).hexdigest(),
+        "model": str(folder.resolve()),
+        "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
+    }
+
+
+def write_report(file: Path, report: dict[str, Any], description: dict[str, Any]) -> None:
+    """Write the report of a run, with what was run."""
+    file.write_text(json.dumps({**report, "options": description}, indent=1))
+
+
+def padding_of(model: Any) -> int:
+    """The token that fills short rows."""
+    tokens = (model.config.pad_token_id, model.config.eos_token_id, 0)
+    return next(token for token in tokens if isinstance(token, int))
 
 
 def _trainer(
@@ -126,9 +148,7 @@ def _trainer(
     adapted = base if options.method == "full" else _adapted(base, options)
     if target.type == "cpu":
         limit_memory(base)
-    padding = next(
-        value for value in (base.config.pad_token_id, base.config.eos_token_id, 0) if isinstance(value, int)
-    )
+    padding = padding_of(base)
     arguments = TrainingArguments(
         output_dir=str(run.path),
         learning_rate=options.learning_rate,

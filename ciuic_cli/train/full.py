@@ -36,15 +36,22 @@ def load_for_training(folder: Path, target: torch.device) -> Any:
 
 def save(trainer: Any, folder: Path, source: Path) -> None:
     """Write the trained model, in the dtype of the files in `source`, and its tokenizer to `folder`."""
-    from transformers import AutoConfig
-
     optimizer = _layerwise(trainer)
     if optimizer is not None:
         optimizer.finish()
-    dtype = AutoConfig.from_pretrained(source, trust_remote_code=False).dtype
-    trainer.model.to(torch.float32 if dtype is None else dtype)
-    trainer.model.config.use_cache = True
-    trainer.model.save_pretrained(folder)
+    export(trainer.model, trainer.model.state_dict(), folder, source)
+
+
+def export(model: Any, state: dict[str, torch.Tensor], folder: Path, source: Path) -> None:
+    """Write `state`, the parameters of `model`, in the dtype of the files in `source`, with the tokenizer."""
+    from transformers import AutoConfig
+
+    dtype = AutoConfig.from_pretrained(source, trust_remote_code=False).dtype or torch.float32
+    model.config.use_cache, model.config.dtype = True, dtype
+    as_stored = {
+        name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()
+    }
+    model.save_pretrained(folder, state_dict=as_stored)
     open_tokenizer(source).save_pretrained(folder)
 
 
