@@ -47,11 +47,13 @@ def export(model: Any, state: dict[str, torch.Tensor], folder: Path, source: Pat
     from transformers import AutoConfig
 
     dtype = AutoConfig.from_pretrained(source, trust_remote_code=False).dtype or torch.float32
-    model.config.use_cache, model.config.dtype = True, dtype
+    model.config.use_cache = True
     as_stored = {
         name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()
     }
     model.save_pretrained(folder, state_dict=as_stored)
+    model.config.dtype = dtype  # save_pretrained writes that of the parameters in memory
+    model.config.save_pretrained(folder)
     open_tokenizer(source).save_pretrained(folder)
 
 
