@@ -52,7 +52,7 @@ def test_losses_are_those_of_one_process(two: dict[str, Any]) -> None:
     assert two["fp32"] == pytest.approx(exact, rel=1e-4)
     assert two["bf16"] == pytest.approx(exact, rel=1e-2)
     assert two["int8"] == pytest.approx(exact, rel=2e-2)
-    assert two["int8"] != two["fp32"] and exact[-1] < 0.9 * exact[0]
+    assert two["int8"] != two["fp32"] and exact[-1] < 0.95 * exact[0]
 
 
 def test_the_wire_carries_a_quarter(two: dict[str, Any]) -> None:
