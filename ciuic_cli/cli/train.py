@@ -11,6 +11,7 @@ from ciuic_cli.cli.arguments import Device, Json, Quiet, announce_device, execut
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.merge import METHOD_HELP, MergeMethod, merged
 from ciuic_cli.compression.options import check_device
+from ciuic_cli.errors import UsageError
 from ciuic_cli.integers import parse_size
 from ciuic_cli.process.libraries import require_training
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
@@ -26,7 +27,10 @@ def train(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="Artifact or checkpoint: a folder, or a hub id.")
     ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the adapter, in PEFT's format.")],
+    out: Annotated[
+        Path,
+        typer.Argument(metavar="OUT", help="New folder for the adapter, in PEFT's format, or the model."),
+    ],
     train_file: Annotated[
         Path | None,
         typer.Option(
@@ -42,7 +46,7 @@ def train(
             metavar="FILE", readable=False, help="The same kind of file; its loss is measured in between."
         ),
     ] = None,
-    method: Annotated[str, typer.Option(help="lora")] = "lora",
+    method: Annotated[str, typer.Option(help="lora, or full: all weights of a dense checkpoint.")] = "lora",
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-4,
     num_train_epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
     max_steps: Annotated[
@@ -81,6 +85,29 @@ def train(
         bool,
         typer.Option("--load-best-model-at-end", help="Keep the adapter with the lowest evaluation loss."),
     ] = False,
+    activations: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STORE",
+            show_default="exact",
+            help="Keep activations in 8 bits: int8, or int8-offload (in main memory; on a CPU, on disk).",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CODE", show_default="float32", help="With --method full: store weights in 8 bits: int8."
+        ),
+    ] = None,
+    sync_steps: Annotated[
+        int, typer.Option(help="Steps between two corrections of 8-bit weights by their rounding errors.")
+    ] = 100,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="With torchrun: divide the model among the processes.")
+    ] = False,
+    comm: Annotated[
+        str, typer.Option(metavar="WIRE", help="What --fsdp sends: fp32, bf16 or int8.")
+    ] = "fp32",
     save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
     seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
     report_to: Annotated[
@@ -115,7 +142,7 @@ def train(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Adapt MODEL to a training file with LoRA; a compressed model stays compressed. Continues after a crash."""
+    """Adapt MODEL to a training file with LoRA, or train all its weights. Continues after a crash."""
     console = Console(json_mode=json, quiet=quiet)
 
     def action() -> None:
@@ -130,6 +157,16 @@ def train(
         from ciuic_cli.train.engine import train as run_training
 
         disable_progress_bar()
+        if merge is not None and options.method != "lora":
+            raise UsageError(f"--merge needs --method lora, not {options.method}", remedy="leave --merge out")
+        if fsdp:
+            if merge is not None or any((options.eval_file, options.report_to, options.max_memory)):
+                raise UsageError(
+                    "--fsdp has neither --eval-file, --report-to, --max-memory nor --merge",
+                    remedy="leave them out, or train in one process",
+                )
+            _train_sharded(console, model, out, options, comm, device)
+            return
         announce_device(console, device)
         report = None if merge is None else finished_report(out, options)
         if report is None:
@@ -166,3 +203,21 @@ def _show(console: Console, out: Path, report: dict[str, Any]) -> None:
         line += f"; evaluation loss {evaluations[0]['loss']:.4f} to {evaluations[-1]['loss']:.4f}"
     console.data(line)
     console.hint(f"full report: {out / 'train_report.html'}")
+
+
+def _train_sharded(
+    console: Console, model: str, out: Path, options: TrainOptions, comm: str, device: str
+) -> None:
+    from ciuic_cli.process.workers import is_leader
+    from ciuic_cli.train.sharding.run import train_sharded
+
+    if not is_leader():
+        train_sharded(model, out, options, comm, device=device)
+        return
+    announce_device(console, device)
+    with console.progress() as progress:
+        report = train_sharded(model, out, options, comm, device=device, progress=progress, hint=console.hint)
+    if report is not None:
+        console.json(report)
+        losses = f", last loss {report['losses'][-1]:.4f}" if report["losses"] else ""
+        console.data(f"{out}: {report['steps']} steps in {report['processes']} processes{losses}")

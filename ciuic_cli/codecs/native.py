@@ -84,6 +84,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_program_run": (_int, (_pointer, _pointer, _int, _long, _int, _int, _int)),
     "ciuic_has_latent_attention": (_int, ()),
     "ciuic_latent_attention": (_int, (_pointer, _pointer, _int)),
+    "ciuic_block_encode": (_int, (_pointer, _int, _long, *[_int] * 4, _uint32, _pointer, _pointer, _int)),
+    "ciuic_block_decode": (_int, (_pointer, _pointer, _long, *[_int] * 3, _pointer, _int, _int)),
     "ciuic_hadamard": (_int, (_pointer, _int, _long, _long, _int, _uint32, _int, _int)),
 }
 

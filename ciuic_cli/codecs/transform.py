@@ -97,6 +97,11 @@ def inverse_transform_inplace(x: torch.Tensor, cols: int, seed: int = 0) -> torc
     return _apply(out, seed, inverse=True)[..., :cols].to(x.dtype)
 
 
+def transform_blocks(x: torch.Tensor, size: int, *, inverse: bool = False) -> torch.Tensor:
+    """T, or its inverse, with seed 0 on blocks that all have the same signs, in torch operations: float32 (B, size)."""
+    return _apply_torch(x, _signs_on(x.device, size, 0), size.bit_length() - 1, inverse=inverse)
+
+
 def _computes_in(x: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether `_apply` takes x as `dtype` without rounding it before the transform."""
     return dtype == torch.float32 or (x.dtype == dtype == torch.bfloat16 and x.device.type == "cpu")

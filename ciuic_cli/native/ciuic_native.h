@@ -135,4 +135,13 @@ CIUIC_EXPORT int ciuic_latent_attention(const CiuicLatentAttention* call, float*
 CIUIC_EXPORT int ciuic_hadamard(void* x, int bf16, long n_rows, long cols, int log2_block, uint32_t seed, int inverse,
                                 int threads);
 
+// The block code (ciuic_cli/codecs/blockcode): `count` numbers, bfloat16 if `bf16` is not 0 and float32 otherwise, in blocks of
+// 2^log2_block (16 to 1024), the last one filled with zeros. Per block, 2^log2_block integers of `bits` (8 or 4; of 4, the
+// first of two in the low half of a byte, plus 8) and a scale in bfloat16. `hadamard` transforms blocks as ciuic_hadamard
+// does with seed 0. `stochastic` rounds up with the probability of the remainder, by numbers derived from `seed`.
+CIUIC_EXPORT int ciuic_block_encode(const void* x, int bf16, long count, int bits, int log2_block, int hadamard,
+                                    int stochastic, uint32_t seed, uint8_t* codes, uint16_t* scales, int threads);
+CIUIC_EXPORT int ciuic_block_decode(const uint8_t* codes, const uint16_t* scales, long count, int bits, int log2_block,
+                                    int hadamard, void* out, int bf16, int threads);
+
 #endif

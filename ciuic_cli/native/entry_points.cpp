@@ -1,6 +1,7 @@
-// The C functions for decoding, multiplication and the input transform: they check arguments and share work among threads.
+// The C functions for decoding, multiplication, the input transform and the block code: they check arguments and share work among threads.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <new>
 
@@ -47,6 +48,23 @@ constexpr long kReorderedBytes = 16 << 20;
 
 // Rows of the transform per work item, so that a thread fetches items rarely. No measurement is on record.
 constexpr long kRowsPerItem = 4;
+
+// Numbers of the block code per work item. Chosen: 128 KB of float32.
+constexpr long kNumbersPerItem = 32768;
+
+// Calls work(code, begin, end) for ranges of blocks that cover `count` numbers.
+int for_blocks(long count, int bits, int log2_block, int hadamard, int stochastic, uint32_t seed, int threads,
+               const std::function<void(const BlockCode&, long, long)>& work) {
+  if ((bits != 8 && bits != 4) || log2_block < 4 || log2_block > kMaxLog2Block || threads < 1) return CIUIC_BAD_ARGUMENT;
+  float signs[1L << kMaxLog2Block];
+  if (hadamard != 0) kernels().fill_signs(signs, 1L << log2_block, 0);
+  const BlockCode code = {bits, log2_block, stochastic != 0, seed, hadamard != 0 ? signs : nullptr};
+  const long blocks = ((count - 1) >> log2_block) + 1, per_item = kNumbersPerItem >> log2_block;
+  parallel_for((blocks + per_item - 1) / per_item, threads, [&](long item) {
+    work(code, per_item * item, std::min(blocks, per_item * (item + 1)));
+  });
+  return CIUIC_OK;
+}
 
 }  // namespace
 }  // namespace ciuic
@@ -167,4 +185,25 @@ int ciuic_hadamard(void* x, int bf16, long n_rows, long cols, int log2_block, ui
         kernels().hadamard_row(static_cast<float*>(x) + row * cols, cols, log2_block, signs.get(), inverse);
   });
   return CIUIC_OK;
+}
+
+int ciuic_block_encode(const void* x, int bf16, long count, int bits, int log2_block, int hadamard, int stochastic,
+                       uint32_t seed, uint8_t* codes, uint16_t* scales, int threads) {
+  using namespace ciuic;
+  if (count == 0) return CIUIC_OK;
+  if (x == nullptr || codes == nullptr || scales == nullptr || count < 0) return CIUIC_BAD_ARGUMENT;
+  return for_blocks(count, bits, log2_block, hadamard, stochastic, seed, threads,
+                    [&](const BlockCode& code, long begin, long end) {
+                      kernels().encode_blocks(code, x, bf16 != 0, count, begin, end, codes, scales);
+                    });
+}
+
+int ciuic_block_decode(const uint8_t* codes, const uint16_t* scales, long count, int bits, int log2_block, int hadamard,
+                       void* out, int bf16, int threads) {
+  using namespace ciuic;
+  if (count == 0) return CIUIC_OK;
+  if (codes == nullptr || scales == nullptr || out == nullptr || count < 0) return CIUIC_BAD_ARGUMENT;
+  return for_blocks(count, bits, log2_block, hadamard, 0, 0, threads, [&](const BlockCode& code, long begin, long end) {
+    kernels().decode_blocks(code, codes, scales, count, begin, end, out, bf16 != 0);
+  });
 }

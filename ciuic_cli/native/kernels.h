@@ -41,6 +41,16 @@ struct GroupColumns {
   const float *row_factor, *bias;
 };
 
+// The block code: `bits` is 8 or 4, blocks have 2^log2_block numbers (log2_block is 1 to kMaxLog2Block). `signs` is null, or
+// holds a sign per number of a block: then blocks are transformed as by hadamard_row.
+struct BlockCode {
+  int bits;
+  int log2_block;
+  bool stochastic;
+  uint32_t seed;
+  const float* signs;
+};
+
 // `half_bits` is H = 2 K, twice the bits per weight, and not 0. `codes` points to the codes of a row group.
 // `row_factor` holds 16 values of ciuic_row_factor.
 struct Kernels {
@@ -92,6 +102,13 @@ struct Kernels {
   void (*rms_norm)(const float* x, long count, float epsilon, const float* weight, float* out);
   // out = activation(x) * other. out may be x or other.
   void (*gate)(CiuicActivation activation, const float* x, const float* other, long count, float* out);
+
+  // Blocks begin .. end - 1 of x, which has `count` numbers, bfloat16 if `bf16` and float32 otherwise; the last block is
+  // filled with zeros. A block takes size * bits / 8 bytes of `codes` and one of `scales` (bfloat16).
+  void (*encode_blocks)(const BlockCode& code, const void* x, bool bf16, long count, long begin, long end, uint8_t* codes,
+                        uint16_t* scales);
+  void (*decode_blocks)(const BlockCode& code, const uint8_t* codes, const uint16_t* scales, long count, long begin,
+                        long end, void* out, bool bf16);
 };
 
 // The kernels in use: the newest instruction set of this machine, or the one that CIUIC_CPU_KERNELS selects.

@@ -6,7 +6,6 @@ the output, which appears in one rename.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -14,6 +13,7 @@ import stat
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ from ciuic_cli.process.threads import threads
 from ciuic_cli.recipes import write_recipe
 from ciuic_cli.report.training_page import render_training_page
 from ciuic_cli.runtime.loading import choose_device, load
-from ciuic_cli.text.tokenizer import open_tokenizer
-from ciuic_cli.train.examples import Example, Limits, read_examples
+from ciuic_cli.train import full
+from ciuic_cli.train.examples import Example
 from ciuic_cli.train.history import best_step, evaluations, has_stopped, steps_of
+from ciuic_cli.train.memory.choice import activation_store, checkpointing_options
 from ciuic_cli.train.options import TrainOptions
-from ciuic_cli.train.packing import Row, batch_of, pack, row_of
+from ciuic_cli.train.packing import Row, batch_of
 from ciuic_cli.train.planning.limits import planned_batch, process_bytes, require_fits
 from ciuic_cli.train.planning.memory_plan import PlannedModel
+from ciuic_cli.train.preparation import describe, padding_of, read_held_out, read_rows
 from ciuic_cli.train.run_folder import RunFolder
 from ciuic_cli.train.targets import lora_config
 
@@ -54,14 +56,14 @@ def train(
     progress: Progress = lambda what, done, total: None,
     hint: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
-    """Train a LoRA adapter on `model` and write it to `out`.
+    """Train a LoRA adapter on `model`, or all its weights, and write the result to `out`.
 
     The same call after a crash continues from the last checkpoint, with as many threads of torch as the run began with,
     and ends with the same bytes.
 
     Args:
         model: an artifact of `ciuic compress` or a dense checkpoint: a folder or a hub id.
-        out: the adapter's folder, in PEFT's format; absent or empty.
+        out: the folder of the adapter, in PEFT's format, or of the trained model; absent or empty.
         progress: called with phase, steps done and steps in total.
         hint: called with one line per ten steps: loss, tokens per second, memory, time left.
 
@@ -82,22 +84,25 @@ def train(
     if out.exists() and not publishing.may_replace(out, force=False):
         _tidy_up_after(out)
         raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
-    examples, held_out = _examples(folder, options)
-    rows = _rows(examples, options)
+    examples, rows = read_rows(folder, options)
+    held_out = read_held_out(folder, options)
     hint(f"{len(examples):,} examples in {len(rows):,} rows")
     run = RunFolder(out)
-    description = _description(folder, options, choose_device(device))
+    description = describe(folder, options, choose_device(device))
     if options.max_memory is not None:
         batch = planned_batch(rows, options.per_device_train_batch_size)
         process = process_bytes(choose_device(device))
         plan = require_fits(PlannedModel.of_folder(folder), options, batch, options.max_memory, process)
         hint(f"planned memory: {plan.total / 1e9:.2f} GB ({plan.sentence()})")
     with run.locked(), threads(run.begin(description, torch.get_num_threads())):
-        trainer = _trainer(folder, run, rows, _rows(held_out, options), options, device, progress, hint)
+        trainer = _trainer(folder, run, rows, held_out, options, device, progress, hint)
         _continue(trainer, run, options, hint)
         report = _report(trainer, examples, rows)
         unfinished = publishing.begin(out)
-        trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
+        if options.method == "full":
+            full.save(trainer, unfinished, folder)
+        else:
+            trainer.model.save_pretrained(unfinished, save_embedding_layers=False)
         _write_reports(unfinished, {**report, "options": description}, options)
         if (run.path / LOGS).is_dir():
             shutil.copytree(run.path / LOGS, unfinished / LOGS)
@@ -106,9 +111,14 @@ def train(
     return report
 
 
+def write_report(file: Path, report: dict[str, Any]) -> None:
+    """Write the report of a run as JSON."""
+    file.write_text(json.dumps(report, indent=1))
+
+
 def _write_reports(folder: Path, report: dict[str, Any], options: TrainOptions) -> None:
     """Write the report, its page and the recipe into the adapter's folder."""
-    (folder / REPORT).write_text(json.dumps(report, indent=1))
+    write_report(folder / REPORT, report)
     (folder / PAGE).write_text(render_training_page(report), encoding="utf-8")
     write_recipe(folder, "train", options.to_dict())
     for file in folder.iterdir():  # safetensors gives its files a mode of its own; here the umask decides
@@ -127,42 +137,6 @@ def _tidy_up_after(out: Path) -> None:
                     return
                 publishing.discard(out)
                 run.remove()
-
-
-def _examples(folder: Path, options: TrainOptions) -> tuple[list[Example], list[Example]]:
-    """The examples of the training file, and those of the evaluation file."""
-    limits = Limits.of_model(folder, options.sequence_len)
-    tokenizer = open_tokenizer(folder)
-
-    def read(file: Path | None) -> list[Example]:
-        if file is None:
-            return []
-        return read_examples(file, tokenizer, limits, train_on_inputs=options.train_on_inputs)
-
-    return read(options.train_file), read(options.eval_file)
-
-
-def _rows(examples: list[Example], options: TrainOptions) -> list[Row]:
-    if options.sample_packing:
-        return pack(examples, options.sequence_len)
-    return [row_of([example]) for example in examples]
-
-
-def _description(folder: Path, options: TrainOptions, device: torch.device) -> dict[str, Any]:
-    """What decides the adapter: options, data, model and kind of device."""
-    description = options.to_dict()
-    for name in ("train_file", "eval_file"):
-        file = getattr(options, name)
-        if file is not None:
-            data = file.read_bytes()
-            description[f"{name}_bytes"] = len(data)
-            description[f"{name}_sha256"] = hashlib.sha256(data).hexdigest()
-    return {
-        **description,
-        "model": str(folder.resolve()),
-        "model_files": {file.name: file.stat().st_size for file in sorted(folder.glob("*.safetensors"))},
-        "device": device.type,
-    }
 
 
 def _check_trackers(names: tuple[str, ...]) -> None:
@@ -239,26 +213,18 @@ def _trainer(
     progress: Progress,
     hint: Callable[[str], None],
 ) -> Any:
-    from peft import get_peft_model
     from transformers import PrinterCallback, TrainingArguments, set_seed
 
     from ciuic_cli.train.callbacks import Checkpoints, Display, EarlyStopping, Meter
     from ciuic_cli.train.trainer import ChunkedLossTrainer, limit_memory
 
     target = choose_device(device)
-    base = _load(folder, target)
+    base = full.load_for_training(folder, target) if options.method == "full" else _load(folder, target)
     set_seed(options.seed)  # the adapter's random factors
-    config = lora_config(base, options)
-    with warnings.catch_warnings():
-        # PEFT reads an attribute that transformers has renamed.
-        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-        adapted = get_peft_model(base, config)
-    adapted.config.use_cache = False
+    adapted = base if options.method == "full" else _adapted(base, options)
     if target.type == "cpu":
         limit_memory(base)
-    padding = next(
-        value for value in (base.config.pad_token_id, base.config.eos_token_id, 0) if isinstance(value, int)
-    )
+    padding = padding_of(base)
     arguments = TrainingArguments(
         output_dir=str(run.path),
         learning_rate=options.learning_rate,
@@ -270,11 +236,8 @@ def _trainer(
         lr_scheduler_type=options.lr_scheduler_type,
         optim=options.optim,
         activation_checkpointing=options.activation_checkpointing,
-        activation_checkpointing_kwargs=(
-            {"every_n_layers": options.every_n_layers, "use_reentrant": False}
-            if options.activation_checkpointing
-            else None
-        ),
+        activation_checkpointing_kwargs=checkpointing_options(base, options),
+        max_grad_norm=0.0 if options.weights else 1.0,  # 8-bit weights: gradients never exist together
         bf16=False,  # no autocast: the model already has its dtype, the adapter is float32
         logging_steps=1,
         logging_nan_inf_filter=False,
@@ -297,8 +260,10 @@ def _trainer(
     callbacks: list[Any] = [meter, Checkpoints(run, with_evaluations=options.keeps_best)]
     if options.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(options.early_stopping_patience))
-    trainer = ChunkedLossTrainer(
+    make = partial(full.LowBitTrainer, options=options) if options.weights else ChunkedLossTrainer
+    trainer = make(
         meter=meter,
+        store=activation_store(adapted, options, target, run.path),
         model=adapted,
         args=arguments,
         train_dataset=rows,
@@ -308,6 +273,18 @@ def _trainer(
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
+
+
+def _adapted(base: Any, options: TrainOptions) -> Any:
+    from peft import get_peft_model
+
+    config = lora_config(base, options)
+    with warnings.catch_warnings():
+        # PEFT reads an attribute that transformers has renamed.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        adapted = get_peft_model(base, config)
+    adapted.config.use_cache = False
+    return adapted
 
 
 def _load(folder: Path, target: torch.device) -> Any:
@@ -334,6 +311,7 @@ def _report(trainer: Any, examples: list[Example], rows: list[Row]) -> dict[str,
         "best_step": best_step(log),
         "memory_bytes": [entry["memory_bytes"] for entry in steps],
         "trained_parameters": sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        **{f"{kind}_bytes": count for kind, count in full.memory_of(trainer).items()},
         "seconds": round(steps[-1]["seconds"], 2),
         "tokens_per_second": round(steps[-1]["num_input_tokens_seen"] / steps[-1]["seconds"], 1),
     }

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import cross_entropy
 
 from ciuic_cli.train.examples import IGNORED
@@ -35,14 +36,14 @@ def chunked_loss(
     """The mean cross entropy of the next token, in float32, as transformers' causal models compute it.
 
     Args:
-        model: a causal language model of transformers, or a PeftModel of one. Its head gets no gradient.
+        model: a causal language model of transformers, or a PeftModel of one.
         inputs: of its forward, without labels.
         labels: int64 (rows, tokens), of the same positions as the tokens; IGNORED where nothing is learned.
         count: tokens by which the sum is divided; default: the labels that are learned.
         learned: int64 row numbers and positions of the tokens that predict a label; default: those with one.
 
     Returns:
-        A scalar with a gradient for whatever the hidden states depend on.
+        A scalar with a gradient for the head's trained parameters and whatever the hidden states depend on.
     """
     causal = model.get_base_model() if hasattr(model, "get_base_model") else model
     if count is None:
@@ -60,8 +61,9 @@ def chunked_loss(
             return logits
 
         chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
+        trained = [weight for weight in causal.get_output_embeddings().parameters() if weight.requires_grad]
         loss: torch.Tensor = _ChunkedCrossEntropy.apply(
-            hidden, labels[:, 1:][learned], logits_of, count, chunk
+            hidden, labels[:, 1:][learned], logits_of, count, chunk, *trained
         )
         return loss
 
@@ -101,6 +103,11 @@ def _replaced_hidden_states(causal: Any) -> Iterator[_HiddenStates]:
         del decoder.forward
 
 
+def _kept_as_they_are() -> Any:
+    """Tensors that are saved in this context are not compressed: the gradient of a chunk needs them at once."""
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The sum of cross entropies over `count`, `chunk` rows at a time. Hidden (n, H) floating, targets int64 (n,)."""
 
@@ -112,24 +119,36 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         logits_of: Logits,
         count: torch.Tensor | int,
         chunk: int,
+        *weights: torch.Tensor,
     ) -> torch.Tensor:
-        needs_gradient = ctx.needs_input_grad[0]
-        gradient = torch.empty_like(hidden) if needs_gradient else None
+        of_hidden, of_weights = ctx.needs_input_grad[0], any(ctx.needs_input_grad[5:])
+        gradient = torch.empty_like(hidden) if of_hidden else None
+        sums = [torch.zeros_like(weight) for weight in weights] if of_weights else []
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for begin in range(0, len(hidden), chunk):
             end = begin + chunk
-            with torch.set_grad_enabled(needs_gradient):
-                part = hidden[begin:end].detach().requires_grad_(needs_gradient)
+            with torch.set_grad_enabled(of_hidden or of_weights), _kept_as_they_are():
+                part = hidden[begin:end].detach().requires_grad_(of_hidden)
                 logits = logits_of(part)
                 loss = cross_entropy(logits.float(), targets[begin:end], reduction="sum") / count
                 del logits
-                if gradient is not None:
-                    (gradient[begin:end],) = torch.autograd.grad(loss, part)
+                if gradient is not None or sums:
+                    found = torch.autograd.grad(loss, [*([part] if of_hidden else []), *weights[: len(sums)]])
+                    if gradient is not None:
+                        gradient[begin:end] = found[0]
+                    for sum_, of_chunk in zip(sums, found[len(found) - len(sums) :], strict=True):
+                        sum_ += of_chunk
             total += loss.detach()
         ctx.save_for_backward(gradient)
+        ctx.sums = (
+            sums  # gradients of weights, not activations: they are not to be rounded with saved tensors
+        )
         return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None, None
+        (gradient,), sums = ctx.saved_tensors, ctx.sums
+        of_hidden = None if gradient is None else gradient * grad.to(gradient.dtype)
+        of_weights = [sum_ * grad.to(sum_.dtype) for sum_ in sums]
+        missing = len(ctx.needs_input_grad) - 5 - len(of_weights)
+        return of_hidden, None, None, None, None, *of_weights, *[None] * missing

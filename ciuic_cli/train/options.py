@@ -10,8 +10,16 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from ciuic_cli.errors import UsageError
 
-METHODS = ("lora",)
-"""What may be trained: an adapter, while the weights stay as they are."""
+METHODS = ("lora", "full")
+"""What may be trained: an adapter, while the weights stay as they are; or all weights of a dense checkpoint."""
+
+WEIGHTS = ("int8",)
+"""How weights may be stored while they are trained."""
+
+
+ACTIVATIONS = ("int8", "int8-offload")
+"""How activations may be kept for the backward pass: in 8 bits, on the device or in main memory (CPU: on disk)."""
+
 EVALUATION = (
     *("eval_steps", "per_device_eval_batch_size"),
     *("early_stopping_patience", "load_best_model_at_end"),
@@ -53,6 +61,9 @@ class TrainOptions:
     per_device_eval_batch_size: int = 1
     early_stopping_patience: int | None = None
     load_best_model_at_end: bool = False
+    activations: str | None = None
+    weights: str | None = None
+    sync_steps: int = 100
     save_steps: int = 50
     report_to: tuple[str, ...] = ()
     seed: int = 42
@@ -63,11 +74,25 @@ class TrainOptions:
             raise UsageError("--train-file is missing", remedy="give it here or in the recipe")
         for name, kind in get_type_hints(type(self)).items():
             object.__setattr__(self, name, _typed(option_name(name), getattr(self, name), kind))
+        if self.activations not in (None, *ACTIVATIONS):
+            raise UsageError(
+                f"--activations {self.activations} is unknown", remedy=f"use one of {', '.join(ACTIVATIONS)}"
+            )
         if self.method not in METHODS:
             raise UsageError(f"--method {self.method} is unknown", remedy=f"use one of {', '.join(METHODS)}")
+        if self.weights not in (None, *WEIGHTS):
+            raise UsageError(
+                f"--weights {self.weights} is unknown", remedy=f"use one of {', '.join(WEIGHTS)}"
+            )
+        if self.weights and (self.method != "full" or self.gradient_accumulation_steps > 1):
+            raise UsageError(
+                f"--weights {self.weights} needs --method full without --gradient-accumulation-steps: each gradient "
+                "is used and freed inside the backward pass",
+                remedy="raise --per-device-train-batch-size instead; activations take less with --activations int8",
+            )
         for name in (
             *("per_device_train_batch_size", "gradient_accumulation_steps", "lora_r", "lora_alpha"),
-            *("every_n_layers", "save_steps", "eval_steps", "per_device_eval_batch_size"),
+            *("every_n_layers", "save_steps", "sync_steps", "eval_steps", "per_device_eval_batch_size"),
             *(() if self.early_stopping_patience is None else ("early_stopping_patience",)),
         ):
             if getattr(self, name) < 1:
@@ -84,6 +109,11 @@ class TrainOptions:
             raise UsageError(f"--lora-dropout must be at least 0 and below 1, not {self.lora_dropout}")
         if self.warmup_steps < 0 or self.max_steps == 0 or self.max_steps < -1:
             raise UsageError("--warmup-steps must not be negative, and --max-steps must be positive")
+        if self.method == "full" and (self.keeps_best or self.max_memory is not None):
+            raise UsageError(
+                "--method full has neither --early-stopping-patience, --load-best-model-at-end nor --max-memory",
+                remedy="leave them out, or use --method lora",
+            )
         if self.eval_file is None:
             for item in fields(self):
                 if item.name in EVALUATION and getattr(self, item.name) != item.default:

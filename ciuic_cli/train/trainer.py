@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.train.callbacks import Meter
 from ciuic_cli.train.examples import IGNORED
 from ciuic_cli.train.loss import chunked_loss
+from ciuic_cli.train.memory.activations import ActivationStore
 
 FREED_BYTES = 128 << 20
 """Growth of the process, in bytes, after which a layer gives freed pages back. Measured:
@@ -24,12 +26,14 @@ class ChunkedLossTrainer(Trainer):
 
     Args:
         meter: its figures are added to the log of every step.
+        store: keeps the activations of training steps; default: autograd does.
         options: of transformers' Trainer; `eval_dataset` is a list of rows.
     """
 
-    def __init__(self, *, meter: Meter, **options: Any) -> None:
+    def __init__(self, *, meter: Meter, store: ActivationStore | None = None, **options: Any) -> None:
         super().__init__(**options)
         self.meter = meter
+        self._store = store
         # The Trainer counts the learned tokens of all passes of a step; the loss is the sum divided by their number.
         self.model_accepts_loss_kwargs = True
         self.loss_is_scaled_for_ga = True
@@ -44,7 +48,8 @@ class ChunkedLossTrainer(Trainer):
         """The loss; no outputs, because the logits of all tokens do not exist."""
         labels = inputs["labels"]
         others = {name: value for name, value in inputs.items() if name != "labels"}
-        loss = chunked_loss(model, others, labels, num_items_in_batch)
+        with nullcontext() if self._store is None else self._store:
+            loss = chunked_loss(model, others, labels, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
 
     def evaluate(

@@ -11,9 +11,10 @@ from ciuic_cli.codecs import native
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
 DIGEST = """
-import hashlib, torch
+import hashlib, itertools, torch
 import numpy as np
 from ciuic_cli.codecs.bits import BITS, stored_bits
+from ciuic_cli.codecs.blockcode.code import BlockCode, decode, encode
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.codecs import native, transform, trellis
 
@@ -37,12 +38,17 @@ for L in (12, 13, 14, 16):
             digest.update(product.numpy().tobytes())
 for cols in (16, 48, 96, 4096):
     digest.update(transform.transform(gaussian(3, cols, 4)).numpy().tobytes())
+for code in itertools.starmap(BlockCode, itertools.product((4, 8), (16, 128), (False, True), (False, True))):
+    encoded = encode(gaussian(1, 3003, 5), code, seed=6)
+    for part in (encoded.codes, encoded.scales.view(torch.int16), decode(encoded)):
+        digest.update(part.numpy().tobytes())
+    digest.update(decode(encoded, torch.bfloat16).view(torch.int16).numpy().tobytes())
 print(native.cpu_kernels(), digest.hexdigest())
 """
 
 
 def test_all_instruction_sets_give_the_same_bytes() -> None:
-    """Codes, decoded weights, products and transforms."""
+    """Codes, decoded weights, products, transforms and the block code."""
     assert len(set(digests(DIGEST).values())) == 1
 
 
@@ -73,6 +79,8 @@ def test_the_native_functions_refuse_null_and_nonsense() -> None:
     assert lib.ciuic_round(None, 16, 16, *[None] * 6, 16, 1, None, None, None, None) == -1
     assert lib.ciuic_decode(None, None, None, None, 16, 16, 16, 0, 16, None, 0, 1) == -1
     assert lib.ciuic_hadamard(None, 0, 1, 16, 4, 0, 0, 1) == -1
+    assert lib.ciuic_block_encode(None, 0, 16, 8, 6, 0, 0, 0, None, None, 1) == -1
+    assert lib.ciuic_block_decode(None, None, 16, 8, 6, 0, None, 0, 1) == -1
     with pytest.raises(UsageError):
         native.check(-1, "x")
     with pytest.raises(EnvironmentFault):

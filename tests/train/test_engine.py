@@ -190,7 +190,12 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"method": "full"}, "--method full"),
+        ({"method": "all"}, "--method all"),
+        ({"activations": "int4"}, "--activations int4"),
+        ({"weights": "int4", "method": "full"}, "--weights int4"),
+        ({"weights": "int8"}, "--method full"),
+        ({"weights": "int8", "method": "full", "gradient_accumulation_steps": 2}, "accumulation"),
+        ({"sync_steps": 0}, "--sync-steps"),
         ({"learning_rate": 0.0}, "--learning-rate"),
         ({"learning_rate": float("nan")}, "--learning-rate"),
         ({"lora_r": 0}, "--lora-r"),

@@ -28,6 +28,8 @@ const Kernels table = {
     store_groups,
     rms_norm,
     gate,
+    encode_blocks,
+    decode_blocks,
 };
 
 }  // namespace CIUIC_ISA

@@ -1,0 +1,146 @@
+"""Trains a small model from scratch with weights and optimizer states in few bits, beside float32 AdamW.
+
+Usage: python benchmarks/low_bit_training.py [--train FILE] [--heldout FILE] [--steps 1000] [--seeds 3]
+
+A model of the Llama kind reads bytes. All runs of a seed begin with the same weights and see the same batches. The loss
+is the mean cross entropy on held-out text after the last step. `--bytes` prints only bytes per parameter, of a model of
+6 million parameters after one step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ciuic_cli.train.loss import chunked_loss
+from ciuic_cli.train.memory import weights
+from ciuic_cli.train.memory.weights import LayerwiseOptimizer
+
+ROWS, TOKENS, LEARNING_RATE, WARMUP = 4, 64, 3e-3, 50
+
+
+def model_of(seed: int, width: int = 96) -> Any:
+    """A fresh model; 0.3 million parameters for a width of 96."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=TOKENS, attn_implementation="sdpa",
+    )  # fmt: skip
+    return LlamaForCausalLM(config).train()
+
+
+def adamw(parameters: list[Any]) -> torch.optim.Optimizer:
+    """States in float32: 8 bytes per parameter."""
+    return torch.optim.AdamW(parameters, weight_decay=0.0, foreach=False)
+
+
+def adamw8(parameters: list[Any]) -> torch.optim.Optimizer:
+    """States in 8 bits, in the library that is faster on a CPU."""
+    from bitsandbytes.optim import AdamW8bit
+
+    return AdamW8bit(parameters, weight_decay=0.0)
+
+
+def adamw4(parameters: list[Any]) -> torch.optim.Optimizer:
+    """States in 4 bits."""
+    from torchao.optim import AdamW4bit
+
+    return AdamW4bit(parameters, weight_decay=0.0)
+
+
+def layerwise(make: Callable[[list[Any]], torch.optim.Optimizer], **options: Any) -> Callable[[Any], Any]:
+    """Weights in 8 bits, with the states of `make`."""
+    return lambda model: LayerwiseOptimizer(model, make, LEARNING_RATE, **options)
+
+
+RUNS: dict[str, Callable[[Any], Any]] = {
+    "float32 AdamW": lambda model: adamw(list(model.parameters())),
+    "8-bit weights, float32 states": layerwise(adamw),
+    "8-bit weights, 8-bit states": layerwise(adamw8),
+    "8-bit weights, 4-bit states": layerwise(adamw4),
+    "8-bit weights, nearest rounding, no residual": layerwise(adamw, sync_steps=10**9),
+}
+
+
+def train(name: str, seed: int, data: torch.Tensor, heldout: torch.Tensor, steps: int) -> tuple[float, float]:
+    """The held-out loss, and bytes per parameter of weights and states."""
+    code = weights.WEIGHT_CODE
+    if "nearest" in name:
+        weights.WEIGHT_CODE = type(code)(bits=code.bits, block=code.block)
+    model = model_of(seed)
+    optimizer = RUNS[name](model)
+    generator = torch.Generator().manual_seed(seed)
+    for step in range(steps):
+        share = min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * share
+        starts = torch.randint(0, len(data) - TOKENS, (ROWS,), generator=generator)
+        batch = torch.stack([data[start : start + TOKENS] for start in starts.tolist()])
+        chunked_loss(model, {"input_ids": batch}, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.eval()
+    windows = heldout[: len(heldout) // TOKENS * TOKENS].view(-1, TOKENS)[:512]
+    with torch.no_grad():
+        loss = float(chunked_loss(model, {"input_ids": windows}, windows))
+    used = bytes_per_parameter(model, optimizer)
+    weights.WEIGHT_CODE = code
+    return loss, used
+
+
+def bytes_per_parameter(model: Any, optimizer: Any) -> float:
+    """Of weights and states on the device, with scales and tables."""
+    count = sum(p.numel() for p in model.parameters())
+    if isinstance(optimizer, LayerwiseOptimizer):
+        found = optimizer.bytes()
+        return float(found["weights"] + found["states"]) / count
+    return 12.0
+
+
+def print_bytes() -> None:
+    """One line per run."""
+    for name, make in RUNS.items():
+        model = model_of(0, 480)
+        optimizer = make(model)
+        batch = torch.arange(TOKENS)[None]
+        chunked_loss(model, {"input_ids": batch}, batch).backward()
+        optimizer.step()
+        print(f"| {name} | {bytes_per_parameter(model, optimizer):.3f} |", flush=True)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--train", type=Path, default=Path("samples/text/calibration.txt"))
+    parser.add_argument("--heldout", type=Path, default=Path("samples/text/heldout.txt"))
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--bytes", action="store_true")
+    parser.add_argument("--runs", nargs="*", default=list(RUNS))
+    arguments = parser.parse_args()
+    if arguments.bytes:
+        print_bytes()
+        return
+    data, heldout = (
+        torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).long()
+        for path in (arguments.train, arguments.heldout)
+    )
+    base: dict[int, float] = {}
+    print("| run | seed | held-out loss | above float32 | bytes per parameter |\n|---|---|---|---|---|")
+    for seed in range(arguments.seeds):
+        for name in arguments.runs:
+            loss, used = train(name, seed, data, heldout, arguments.steps)
+            base.setdefault(seed, loss)
+            print(f"| {name} | {seed} | {loss:.4f} | {loss / base[seed] - 1:+.2%} | {used:.3f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
