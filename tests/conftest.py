@@ -13,6 +13,7 @@ import pytest
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("COLUMNS", None)  # processes of pytest-xdist have it, and Rich would fold tables
 # As the commands do. Besides, spinning threads make the suite take half as long again beside other work.
 configure_numeric_libraries()
 

@@ -29,11 +29,11 @@ def inspect(
     def action() -> None:
         source = with_revision(path, revision)
         on_hub = hub_id(source) is not None and not os.path.exists(source)
+        folder = source if on_hub and not verify else locate(source)  # before the imports that take seconds
         from ciuic_cli.artifact.verification import verify as run_verify
         from ciuic_cli.report.hub_inspection import describe_hub
         from ciuic_cli.report.inspection import describe
 
-        folder = source if on_hub and not verify else locate(source)
         section: dict[str, Any] = {}
         if verify:
             with console.progress() as progress:

@@ -73,9 +73,9 @@ def calibration_sequences(
     if only or not files:
         tokens = calibration_batch(tokenizer, files, nsamples=nsamples, seqlen=seqlen, vocab_size=vocab_size)
         return CalibrationSequences(tokens, len(tokens) if files else 0)
+    leading = leading_special_tokens(tokenizer)  # first: a tokenizer that does not work is named here
     own = _text_tokens(tokenizer, files, nsamples * seqlen)
     mix = _text_tokens(tokenizer, (), nsamples * seqlen)
-    leading = leading_special_tokens(tokenizer)
     require_known_tokens(tokenizer, chain(leading, mix, own), vocab_size)
     body = _body(tokenizer, leading, seqlen, max(len(mix), len(own)))
     mix, own = _filled(mix, own, body), _filled(own, mix, body)
@@ -96,8 +96,8 @@ def calibration_batch(
     Raises InputError for text that is unreadable or too short, and for tokens outside `vocab_size`; UsageError if the
     leading special tokens fill `seqlen`.
     """
+    leading = leading_special_tokens(tokenizer)  # first, as above
     ids = _text_tokens(tokenizer, files, nsamples * seqlen)
-    leading = leading_special_tokens(tokenizer)
     require_known_tokens(tokenizer, chain(leading, ids), vocab_size)
     body = _body(tokenizer, leading, seqlen, len(ids))
     return _sequences(leading, ids, body, min(nsamples, len(ids) // body))

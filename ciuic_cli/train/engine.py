@@ -26,7 +26,7 @@ from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageErro
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
 from ciuic_cli.recipes import write_recipe
-from ciuic_cli.report.training_page import render_training_page
+from ciuic_cli.report.training.training_page import render_training_page
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.train import full
 from ciuic_cli.train.examples import Example

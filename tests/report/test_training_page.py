@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ciuic_cli.report.curves import Series, line_chart, moving_average
-from ciuic_cli.report.training_page import render_training_page
+from ciuic_cli.report.training.curves import Series, line_chart, moving_average
+from ciuic_cli.report.training.training_page import render_training_page
 
 NAN = float("nan")
 

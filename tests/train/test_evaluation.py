@@ -134,7 +134,8 @@ def test_the_evaluation_loss_is_that_of_plain_peft(
         count = int((labels[:, 1:] != -100).sum())
         total, learned = total + float(loss) * count, learned + count
     wanted = next(one["loss"] for one in report["evaluations"] if one["step"] == report["best_step"])
-    assert total / learned == pytest.approx(wanted, rel=1e-3)
+    # Products with few rows round activations to 8 bits, those with many do not.
+    assert total / learned == pytest.approx(wanted, rel=3e-3)
 
 
 def test_a_run_killed_after_its_last_evaluation_ends_with_the_same_bytes(

@@ -41,11 +41,14 @@ def adapter(artifact: Callable[..., Any], tmp_path_factory: pytest.TempPathFacto
         use_rslora=True, rank_pattern={"o_proj": 2},
     )  # fmt: skip
     model = peft.get_peft_model(ciuic_cli.load(folder, device="cpu", dtype=torch.float32), config)
+    experts = model.config.n_routed_experts
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter.data, std=0.1)
         if "lora_B" in name and "experts" in name:
-            parameter.data.view(len(parameter), -1, 4)[:, :, 2] = 0  # as if no token had chosen expert 2
+            parameter.data.view(len(parameter), -1, experts)[:, :, 2] = (
+                0  # as if no token had chosen expert 2
+            )
     out = tmp_path_factory.mktemp("adapter")
     model.save_pretrained(out)
     return folder, out

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ciuic_cli.report.curves import Chart, Series, line_chart, moving_average
 from ciuic_cli.report.readable import readable_bytes
 from ciuic_cli.report.templating import render_template
+from ciuic_cli.report.training.curves import Chart, Series, line_chart, moving_average
 
 _SMOOTHED = 20
 """Steps before a step whose losses are averaged with its own (chosen)."""
