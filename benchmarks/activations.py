@@ -48,7 +48,7 @@ def uniform(code: BlockCode) -> Policy:
 
 
 def in_four_bits(module: Any, tensor: torch.Tensor) -> BlockCode | None:
-    """What the policy stores in 8 bits, in 4."""
+    """A policy that stores in 4 bits each tensor that the default policy stores in 8."""
     return default_policy(module, tensor) and BlockCode(bits=4, stochastic=True, hadamard=True)
 
 

@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def check(record: Record, device: torch.device, out: Path) -> None:
-    """Whether every kernel is right."""
+    """True if every kernel agrees with float64."""
     record.piece("build_seconds", lambda: build(device), 30)
 
     def checks() -> list[dict[str, Any]]:

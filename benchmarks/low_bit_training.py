@@ -95,7 +95,7 @@ def train(name: str, seed: int, data: torch.Tensor, heldout: torch.Tensor, steps
 
 
 def bytes_per_parameter(model: Any, optimizer: Any) -> float:
-    """Of weights and states on the device, with scales and tables."""
+    """Bytes per parameter that weights and optimizer states take on the device, scales and tables included."""
     count = sum(p.numel() for p in model.parameters())
     if isinstance(optimizer, LayerwiseOptimizer):
         found = optimizer.bytes()

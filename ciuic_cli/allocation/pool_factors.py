@@ -64,7 +64,7 @@ class PoolFactors:
         return factor_outputs(fisher.outputs.float())
 
     def shares_outputs(self, matrix: WeightMatrix) -> bool:
-        """Whether the matrix is an expert whose G has the correlations of its pool."""
+        """True if the matrix is an expert, and the correlations in its G were collected for its whole pool."""
         return self._ratios(matrix, "outputs") is not None
 
     def _ratios(self, matrix: WeightMatrix, part: str) -> torch.Tensor | None:

@@ -122,7 +122,7 @@ def moment_bytes(parameter: Parameter) -> int:
 
 
 def pools_statistics(model_map: ModelMap, matrix: WeightMatrix) -> bool:
-    """Whether the matrix is an expert of a stack that has full moments of its pool only."""
+    """True if the matrix is an expert, and full moments exist for its pool only, not for each expert."""
     if matrix.expert is None or matrix.role in MTP_ROLES:
         return False
     return not full_moments_fit(_experts(model_map.parameters[matrix.name]), matrix.rows, matrix.cols)

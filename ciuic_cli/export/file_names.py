@@ -104,7 +104,10 @@ def _by_expert(model: Any, name: str, tensor: torch.Tensor, targets: Shapes) -> 
 
 
 def _numbered(first: str, second: set[str]) -> tuple[str, str] | None:
-    """What is before and behind the expert's number in the name of expert 0, given the names of expert 1."""
+    """The text before the number of an expert in its tensor's name, and the text after it; None without a number.
+
+    first: the name of a tensor of expert 0. second: all names of expert 1.
+    """
     for match in re.finditer(r"(?<=\.)0(?=\.)", first):
         if f"{first[: match.start()]}1{first[match.end() :]}" in second:
             return first[: match.start()], first[match.end() :]

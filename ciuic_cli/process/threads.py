@@ -43,7 +43,7 @@ def parallel_map(
 ) -> Iterator[tuple[Item, Result]]:
     """Yield (item, make(item)) for every item, in the order of completion.
 
-    As many items as `side_by_side` says run at once, each with one of torch's threads: small products side by side keep
+    `side_by_side` says how many items run at once, each with one of torch's threads: small products side by side keep
     the cores busier than one product split among them. An item for which it says 1 runs alone, with all threads. An
     item is taken from `items` only when a thread is free.
     """

@@ -16,7 +16,7 @@ from ciuic_cli.report.readable import readable_bytes
 
 
 class Format(StrEnum):
-    """What an artifact can be exported to: a dense checkpoint of one of these dtypes."""
+    """The formats of an export: a dense checkpoint in one of these dtypes."""
 
     bf16 = "bf16"
     fp16 = "fp16"

@@ -112,7 +112,7 @@ static void multiply_block(const Pair* levels, long pairs, const RowsOfBlock& x,
   end_sums<Groups, 0>(sums, x.scale, rows, y);
 }
 
-// As multiply_block, for a number of groups that is known at run time.
+// Calls multiply_block for the number of groups, which is known only at run time.
 template <int Groups>
 static void multiply_groups_of_block(int groups, const Pair* levels, long pairs, const RowsOfBlock& x, long rows,
                                      float* const* y) {
