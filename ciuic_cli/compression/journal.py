@@ -217,10 +217,23 @@ class Journal:
         """Finish the step `name`, whose result is the files of `folder`, a subfolder of the journal."""
         self.save(name, _digests(folder))
 
-    def sealed(self, name: str, folder: Path) -> bool:
-        """Whether the step `name` is finished and the files of `folder` are unchanged since."""
+    def sealed(self, name: str, folder: Path, may_lack: Callable[[str], bool] = lambda file: False) -> bool:
+        """Whether the step `name` is finished and the files of `folder` are unchanged since.
+
+        may_lack: whether the file of this name may be absent, because it was deleted when it had served its purpose.
+        """
         stored = self.load(name)
-        return stored is not None and stored == _digests(folder)
+        if stored is None:
+            return False
+        found = json.loads(_digests(folder))
+        expected = json.loads(stored)
+        return found == {
+            file: value for file, value in expected.items() if file in found or not may_lack(file)
+        }
+
+    def has(self, name: str) -> bool:
+        """Whether the step `name` has a result, without reading it: a torn one counts. `load` detects it."""
+        return (self.folder / name).is_file()
 
     def load(self, name: str) -> bytes | None:
         """The result of a finished step; None if it is absent or torn."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -96,7 +97,7 @@ class Run:
     def collect(self) -> None:
         """Collect the statistics, unless the journal has them."""
         folder = self.journal.folder / "statistics"
-        if not self.workers.broadcast(self.workers.is_leader and self.journal.sealed(STATISTICS, folder)):
+        if not self.workers.broadcast(self.workers.is_leader and self._has_statistics(folder)):
             if self.workers.is_leader:
                 folder.mkdir(exist_ok=True)
             self.workers.barrier()
@@ -107,6 +108,17 @@ class Run:
             if self.workers.is_leader:
                 self.journal.seal(STATISTICS, folder)
         self.statistics = Statistics(folder)
+
+    def _has_statistics(self, folder: Path) -> bool:
+        """Whether the journal has the statistics, but for those of matrices that are coded already."""
+
+        def is_coded(file: str) -> bool:
+            name = Statistics(folder).parameter_of(file)
+            return name is not None and all(
+                self._steps.is_intact("encode", n) for n in self._numbers_of[name]
+            )
+
+        return self.journal.sealed(STATISTICS, folder, is_coded)
 
     # --- plan
 
@@ -181,10 +193,22 @@ class Run:
                     self.map, self.statistics, plan, matrix, L=L, pools=pools, rounder=machine.rounder
                 ).to_bytes(),
             ),
+            self._delete_statistics,
         )
 
-    def _finish_matrices(self, phase: str, make: Callable[[WeightMatrix, PoolFactors], bytes]) -> None:
-        """Finish a phase with one step per matrix; large matrices run alone."""
+    def _delete_statistics(self, number: int) -> None:
+        """Delete the statistics of a parameter when all its matrices are coded: nothing reads them again."""
+        name = self.matrices[number].name
+        if all(self._steps.has("encode", other) for other in self._numbers_of[name]):
+            self.statistics.delete(name)
+
+    def _finish_matrices(
+        self,
+        phase: str,
+        make: Callable[[WeightMatrix, PoolFactors], bytes],
+        finished: Callable[[int], None] = lambda number: None,
+    ) -> None:
+        """Finish a phase with one step per matrix; large matrices run alone. finished: see `Steps.finish`."""
         machine = self.machine
         pools = PoolFactors(self.statistics, machine.device, for_coding=phase == "encode")
 
@@ -197,6 +221,7 @@ class Run:
             [matrix.weights for matrix in self.matrices],
             make_on_machine,
             lambda number: machine.side_by_side(self.matrices[number]),
+            finished,
         )
 
     def encoded(self, key: Key) -> PackedMatrix:
@@ -216,6 +241,14 @@ class Run:
     def _numbers(self) -> dict[Key, int]:
         """The step number of each matrix."""
         return {(matrix.name, matrix.expert): number for number, matrix in enumerate(self.matrices)}
+
+    @cached_property
+    def _numbers_of(self) -> dict[str, list[int]]:
+        """The step numbers of each parameter: one, or one for each expert of a stack."""
+        numbers: dict[str, list[int]] = {}
+        for number, matrix in enumerate(self.matrices):
+            numbers.setdefault(matrix.name, []).append(number)
+        return numbers
 
     # --- recover
 

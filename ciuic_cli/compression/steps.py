@@ -23,6 +23,7 @@ class Steps:
         work: Sequence[int],
         make: Callable[[int], bytes],
         side_by_side: Callable[[int], int] = lambda number: 1,
+        finished: Callable[[int], None] = lambda number: None,
     ) -> None:
         """Make every step of a phase that the journal does not have; returns when all workers are done.
 
@@ -34,6 +35,7 @@ class Steps:
             make: makes the result of a step from its number.
             side_by_side: how many steps like this one run at once; 1: it runs alone, with all threads and the whole
                 memory.
+            finished: called when the result of a step is in the journal, also of a step that was there before.
         """
 
         def make_missing(number: int) -> None:
@@ -43,8 +45,17 @@ class Steps:
         order = sorted(range(len(work)), key=lambda number: (side_by_side(number), -work[number]))
         for number, _ in parallel_map(self._workers.take(phase, order), make_missing, side_by_side):
             return_freed_memory()
+            finished(number)
             self._progress(phase, self._workers.add_to_counter(f"{phase} done", work[number]), sum(work))
         self._workers.barrier()
+
+    def has(self, phase: str, number: int) -> bool:
+        """Whether the journal has the step's result, without reading it."""
+        return self._journal.has(_name(phase, number))
+
+    def is_intact(self, phase: str, number: int) -> bool:
+        """Whether the journal has the step's result as it was saved."""
+        return self._journal.load(_name(phase, number)) is not None
 
     def result(self, phase: str, number: int) -> bytes:
         """The result of a finished step; raises OSError if the journal lost it."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from ciuic_cli.process.memory import resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
+from ciuic_cli.statistics.compact import compact_bytes
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
 
@@ -112,9 +113,19 @@ def forecast(
 
 
 def moment_bytes(parameter: Parameter) -> int:
-    """Bytes of H and G of one parameter, in memory and on disk; of a stack those of all experts and of their pool."""
+    """Bytes of H and G of one parameter in memory; of a stack those of all experts and of their pool."""
+    return _moment_bytes(parameter, lambda size: 4 * size * size)
+
+
+def stored_moment_bytes(parameter: Parameter) -> int:
+    """As `moment_bytes`, but on the disk."""
+    return _moment_bytes(parameter, compact_bytes)
+
+
+def _moment_bytes(parameter: Parameter, of_moment: Callable[[int], int]) -> int:
+    """of_moment: bytes of a full moment by its number of rows."""
     rows, cols = parameter.shape[-2:]
-    full = 4 * (cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
+    full = of_moment(cols) + (of_moment(rows) if full_outputs(parameter.role, rows) else 4 * rows)
     if len(parameter.shape) < 3:
         return full
     experts = parameter.shape[0]
@@ -146,22 +157,33 @@ def _hidden_and_vocabulary(model_map: ModelMap) -> tuple[int, int]:
 
 
 def vocabulary_bytes(model_map: ModelMap) -> int:
-    """Bytes of the vocabulary's statistics: contexts and frequencies of its tokens, and the embedding's moment."""
+    """Bytes in memory of the vocabulary's statistics: contexts and frequencies of tokens, the embedding's moment."""
     hidden, vocabulary = _hidden_and_vocabulary(model_map)
     return 4 * (vocabulary * hidden + vocabulary + hidden * hidden)
 
 
+def stored_vocabulary_bytes(model_map: ModelMap) -> int:
+    """As `vocabulary_bytes`, but on the disk, where contexts are in bfloat16."""
+    hidden, vocabulary = _hidden_and_vocabulary(model_map)
+    return 2 * vocabulary * hidden + 4 * (vocabulary + hidden * hidden)
+
+
 def disk_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, budget: int) -> int:
-    """The most bytes that journal and output take on disk at a time."""
+    """The most bytes that journal and output take on disk at a time.
+
+    There are three such moments: the middle of the two sweeps, the end of the plan, and the end of the run. A matrix's
+    statistics are deleted when it is coded, so codes replace them.
+    """
     hidden, vocabulary = _hidden_and_vocabulary(model_map)
     state = 4 * text.tokens * hidden
     sweeps = state * (len(model_map.layer_prefixes) + 3)
-    moments = sum(moment_bytes(parameter) for parameter in _executed_compressible(model_map))
+    moments = sum(stored_moment_bytes(parameter) for parameter in _executed_compressible(model_map))
     predictions = 4 * text.held_out * text.length * vocabulary
     arms = sum(_ARM_FIELDS * 8 * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
     step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
-    return max(sweeps, moments + vocabulary_bytes(model_map) + predictions + arms + 2 * budget + recovery)
+    statistics = moments + stored_vocabulary_bytes(model_map)
+    return max(sweeps, predictions + arms + max(statistics, 2 * budget + recovery))
 
 
 def peak_bytes(

@@ -1,7 +1,9 @@
 """The statistics of a model on disk: the writer that the sweeps use, and the reader for everything after them.
 
 Per matrix or expert stack there is one safetensors file with H and G, normalised: H to unit trace, G to one token of
-the text. `statistics.json` lists the files, and how many tokens each expert saw.
+the text. Full moments are stored in a compact form (`compact.py`), diagonals in float32, contexts of a head in
+bfloat16. `statistics.json` lists the files, and how many tokens each expert saw. A parameter's files can be deleted
+when nothing needs them any more.
 
 An expert sees only few tokens, so `Statistics._shrunk` shrinks its moments towards the pool, the sum over all experts
 of its layer. An expert has k tokens, and the pool of an n-dimensional moment counts for n tokens:
@@ -33,6 +35,7 @@ from ciuic_cli.process.digests import file_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.process.workers import Workers
+from ciuic_cli.statistics.compact import compact, expanded
 from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, root_ratios, with_diagonal
 from ciuic_cli.statistics.moments import Moments
 
@@ -72,7 +75,12 @@ class StatisticsWriter:
             self._write_parameter(name, members)
 
     def write_single(self, kind: str, name: str, tensor: torch.Tensor) -> None:
-        """Write one tensor of a parameter, of a kind in `SINGLE_TENSOR_KINDS`; raises as `write`."""
+        """Write one tensor of a parameter, of a kind in `SINGLE_TENSOR_KINDS`; raises as `write`.
+
+        Contexts are stored in bfloat16: their products v vᵀ stay positive semidefinite.
+        """
+        if kind == CONTEXTS:
+            tensor = tensor.bfloat16()
         self._save(kind, name, f"{name}.{kind}.safetensors", {kind: tensor})
 
     def finish(self, workers: Workers) -> None:
@@ -114,21 +122,34 @@ class StatisticsWriter:
             self.expert_tokens[name] = {str(expert): each.tokens for expert, each in experts}
         if None not in members:
             members[None] = _pool([each for _, each in experts])
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for expert, each in members.items():
             label = name if expert is None else f"{name}|{expert}"
-            tensors[f"{label}|inputs"] = each.inputs.div_(max(each.trace, 1e-30))
-            tensors[f"{label}|outputs"] = each.outputs.mul_(each.energy_ratio / self.tokens)
+            self._add(tensors, f"{label}|inputs", each.inputs.div_(max(each.trace, 1e-30)), name)
+            self._add(tensors, f"{label}|outputs", each.outputs.mul_(each.energy_ratio / self.tokens), name)
         self._save(MOMENTS, name, f"{name}.safetensors", tensors)
 
-    def _save(self, kind: str, name: str, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        if any(count_nonfinite(tensor) for tensor in tensors.values()):
+    def _add(self, tensors: dict[str, torch.Tensor], key: str, moment: torch.Tensor, name: str) -> None:
+        """Add a moment to the tensors of a file: a diagonal as it is, a full one in the compact form."""
+        self._require_finite(name, moment)
+        if moment.dim() == 1:
+            tensors[key] = moment
+        else:
+            tensors |= {f"{key}|{part}": tensor for part, tensor in compact(moment).items()}
+
+    def _require_finite(self, name: str, tensor: torch.Tensor) -> None:
+        if count_nonfinite(tensor):
             raise InputError(
                 "the calibration text drives the tensor's statistics to NaN or infinity",
                 file=self.source,
                 tensor=name,
                 remedy="its weights, or those beside it, are finite but too large: download the checkpoint again",
             )
+
+    def _save(self, kind: str, name: str, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        for tensor in tensors.values():
+            if tensor.is_floating_point():
+                self._require_finite(name, tensor)
         save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, self.folder / file)
         self.files[kind][name] = file
         self.digests[file] = file_digest(self.folder / file)
@@ -174,6 +195,18 @@ class Statistics:
         Nothing is recorded where no gradient passes: the choice of tokens by an indexer has none.
         """
         return any(name in self._files[kind] for kind in (MOMENTS, EMBEDDING))
+
+    def parameter_of(self, file: str) -> str | None:
+        """The parameter to which a file in the folder belongs; None for the index."""
+        return next(
+            (name for files in self._files.values() for name, its in files.items() if its == file), None
+        )
+
+    def delete(self, name: str) -> None:
+        """Delete the parameter's files. `covers` and `tokens` still answer; reading its moments raises."""
+        for files in self._files.values():
+            if name in files:
+                (self.folder / files[name]).unlink(missing_ok=True)
 
     def tokens(self, name: str, expert: int | None = None) -> int:
         """Calibration tokens that reached the matrix."""
@@ -265,12 +298,15 @@ class Statistics:
         key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
         path = self.folder / self._files[MOMENTS][name]
         with _damage(path), safe_open(path, framework="pt") as file:
-            return file.get_tensor(key) if key in file.keys() else None  # noqa: SIM118 (not a dict)
+            keys = file.keys()
+            if f"{key}|diagonal" in keys:
+                return expanded(*(file.get_tensor(f"{key}|{part}") for part in ("diagonal", "correlations")))
+            return file.get_tensor(key) if key in keys else None
 
     def _single(self, kind: str, name: str) -> torch.Tensor:
         path = self.folder / self._files[kind][name]
         with _damage(path):
-            return load_file(path)[kind]
+            return load_file(path)[kind].float()
 
 
 @contextmanager

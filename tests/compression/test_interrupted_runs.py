@@ -35,6 +35,57 @@ def test_an_interrupted_run_continues_to_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".")) == []
 
 
+def test_statistics_go_when_their_matrices_are_coded(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    """Also in a run that is interrupted between two matrices and continued."""
+    source, out = tiny_checkpoint("deepseek_v3"), tmp_path / "out"
+    compress_tiny(source, tmp_path / "whole", text)
+    left: dict[str, list[str]] = {"encode": [], "write": []}
+
+    def moments() -> list[str]:
+        return sorted(path.name for path in tmp_path.glob(".out*/statistics/*.safetensors"))
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "encode" and 2 * done >= total:
+            left["encode"] = moments()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_tiny(source, out, text, progress=interrupt)
+    phases: list[str] = []
+
+    def note(what: str, done: int, total: int) -> None:
+        phases.append(what)
+        if what == "write":
+            left["write"] = moments()
+
+    compress_tiny(source, out, text, progress=note)
+    assert "forward" not in phases  # they were not collected again
+    assert left["encode"] and left["write"] == []
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+
+
+def test_statistics_are_collected_again_if_a_code_was_damaged_that_replaced_them(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    compress_tiny(source, tmp_path / "whole", text)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "write":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_tiny(source, out, text, progress=interrupt)
+    code = next(tmp_path.glob(".out*/encode/*3"))
+    code.write_bytes(code.read_bytes()[:-1] + b"?")
+    phases: list[str] = []
+    compress_tiny(source, out, text, progress=lambda what, done, total: phases.append(what))
+    assert "forward" in phases
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+
+
 def test_a_run_continues_after_a_disk_fault(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

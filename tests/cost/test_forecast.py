@@ -17,7 +17,14 @@ from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.cost import forecast as module
 from ciuic_cli.cost import timing
-from ciuic_cli.cost.forecast import TextSize, disk_bytes, forecast, moment_bytes, peak_bytes, vocabulary_bytes
+from ciuic_cli.cost.forecast import (
+    TextSize,
+    disk_bytes,
+    forecast,
+    peak_bytes,
+    stored_moment_bytes,
+    stored_vocabulary_bytes,
+)
 from ciuic_cli.kernels import fronts
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
@@ -45,8 +52,8 @@ def test_the_statistics_take_the_forecast_bytes(
         progress=lambda what, done, total: None,
     )
     found = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    predicted = sum(moment_bytes(p) for p in model_map.parameters.values() if p.compress)
-    assert predicted + vocabulary_bytes(model_map) == pytest.approx(found, rel=0.05)
+    predicted = sum(stored_moment_bytes(p) for p in model_map.parameters.values() if p.compress)
+    assert predicted + stored_vocabulary_bytes(model_map) == pytest.approx(found, rel=0.05)
 
 
 def test_more_layers_take_more_disk_and_time_but_no_more_memory(

@@ -125,7 +125,7 @@ def test_moments_equal_a_full_backward_pass(
     h, g = _reference(checkpoint, _batches(), name)
     found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
     assert found_h is not None and found_g is not None
-    torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-5 * float(h.abs().max()))
+    torch.testing.assert_close(found_h, h, rtol=1e-3, atol=2e-5 * float(h.abs().max()))
     torch.testing.assert_close(found_g, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
 
 
@@ -250,7 +250,7 @@ def test_the_heads_diagonal_is_the_exact_expectation(
     share = spread.sum(0) / (expected.double() * len(p)) * seen / (seen + 1)
     contexts = statistics.contexts("lm_head.weight")
     assert contexts is not None and statistics.contexts("model.embed_tokens.weight") is None
-    torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=1e-3, atol=1e-6)
+    torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=2**-8, atol=1e-6)
 
 
 def test_at_most_two_copies_of_a_vocabularys_sums_exist(
