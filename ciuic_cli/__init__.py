@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ciuic_cli.compression.in_place import apply_ciuic_compression
     from ciuic_cli.compression.pipeline import compress
     from ciuic_cli.export.dense import export_dense
+    from ciuic_cli.export.gguf.writing import export_gguf
     from ciuic_cli.runtime.loading import load
     from ciuic_cli.runtime.plugin import CiuicConfig
 
@@ -27,6 +28,7 @@ __all__ = [
     "apply_ciuic_compression",
     "compress",
     "export_dense",
+    "export_gguf",
     "load",
     "read_tensor",
 ]
@@ -35,6 +37,7 @@ _MODULES = {
     "compress": "ciuic_cli.compression.pipeline",
     "load": "ciuic_cli.runtime.loading",
     "export_dense": "ciuic_cli.export.dense",
+    "export_gguf": "ciuic_cli.export.gguf.writing",
     "CiuicConfig": "ciuic_cli.runtime.plugin",
     "read_tensor": "ciuic_cli.artifact.tensors",
     "apply_ciuic_compression": "ciuic_cli.compression.in_place",

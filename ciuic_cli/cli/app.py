@@ -70,7 +70,13 @@ app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
     epilog=example("ciuic serve out", "ciuic serve out --port 8080 --enable-cors"),
 )(serve)
-app.command(cls=Command, epilog=example("ciuic export out dense", "ciuic export out dense --to fp16"))(export)
+app.command(
+    cls=Command,
+    epilog=example(
+        "ciuic export out dense",
+        "ciuic export original-model model.gguf --to gguf --target-bits 4.5 --llama-cpp llama.cpp",
+    ),
+)(export)
 app.command(cls=Command, epilog=example("ciuic push out org/name", "ciuic push out org/name --private"))(push)
 
 
