@@ -52,9 +52,8 @@ def config_of(family: str, hidden_size: int, layers: int) -> Any:
     )  # fmt: skip
 
 
-def random_model(family: str, hidden_size: int, layers: int, dtype: torch.dtype) -> Any:
-    """The model of `config_of`; weights are random codes at 4 bits."""
-    config = config_of(family, hidden_size, layers)
+def random_model(config: Any, dtype: torch.dtype) -> Any:
+    """A model whose weights are random codes at 4 bits."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     blobs = {}
     for name, parameter in model.named_parameters():
@@ -117,9 +116,8 @@ def main() -> None:
     parser.add_argument("--compare", type=int, default=0, help="steps to compare with the expanded context")
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    model = random_model(
-        arguments.family, arguments.hidden_size, arguments.layers, getattr(torch, arguments.dtype)
-    )
+    config = config_of(arguments.family, arguments.hidden_size, arguments.layers)
+    model = random_model(config, getattr(torch, arguments.dtype))
     first = None
     for context in arguments.contexts:
         times, absorbed = decode(model, context, arguments.steps)

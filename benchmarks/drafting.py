@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from context import FAMILIES, random_model
+from context import FAMILIES, config_of, random_model
 from transformers import DynamicCache
 
 from ciuic_cli import load
@@ -58,7 +58,7 @@ def main() -> None:
     if args.artifact is not None:
         model = load(args.artifact, device="cpu")
     else:
-        model = random_model(args.family, args.hidden_size, args.layers, torch.bfloat16)
+        model = random_model(config_of(args.family, args.hidden_size, args.layers), torch.bfloat16)
     times = times_of_steps(model, args.rounds)
     for count in COUNTS:
         ratio = statistics.median(t / first for t, first in zip(times[count], times[1], strict=True))

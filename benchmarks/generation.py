@@ -1,4 +1,4 @@
-"""Milliseconds per token of `generate`: an artifact with and without layer programs, and its original, in turns.
+"""Milliseconds per token of `generate`: an artifact with and without native programs, and its original, in turns.
 
 Run it alone on the machine: with other work beside it, waiting threads are measured too.
 
@@ -19,16 +19,25 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import ciuic_cli  # noqa: F401  registers artifacts with transformers
-from ciuic_cli.runtime.decoding import layer
+from ciuic_cli.runtime.decoding import layer, step
+
+NAMES = ("whole step", "layer by layer", "module by module", "original")
 
 PROMPT = 16
 """Tokens of the prompt, whose time is part of the result."""
 
 
 @contextmanager
+def layer_by_layer() -> Iterator[None]:
+    """Two programs for each layer, and torch's attention between them."""
+    with mock.patch.object(step.Step, "takes", lambda *_: False):
+        yield
+
+
+@contextmanager
 def module_by_module() -> Iterator[None]:
     """Without programs: every layer runs its own forward."""
-    with mock.patch.object(layer, "_suits", lambda *_: False):
+    with layer_by_layer(), mock.patch.object(layer, "suits", lambda *_: False):
         yield
 
 
@@ -52,14 +61,15 @@ def main() -> None:
     ours, original = (
         AutoModelForCausalLM.from_pretrained(path).eval() for path in (options.artifact, options.original)
     )
-    times: dict[str, list[float]] = {"programs": [], "module by module": [], "original": []}
+    times: dict[str, list[float]] = {name: [] for name in NAMES}
     for round_number in range(options.rounds + 1):
-        found = {"programs": milliseconds(ours, options.tokens)}
-        with module_by_module():
-            found["module by module"] = milliseconds(ours, options.tokens)
-        found["original"] = milliseconds(original, options.tokens)
+        found = [milliseconds(ours, options.tokens)]
+        for way in (layer_by_layer, module_by_module):
+            with way():
+                found.append(milliseconds(ours, options.tokens))
+        found.append(milliseconds(original, options.tokens))
         if round_number:  # the first round makes the programs
-            for name, value in found.items():
+            for name, value in zip(NAMES, found, strict=True):
                 times[name].append(value)
     base = statistics.median(times["original"])
     for name, values in times.items():

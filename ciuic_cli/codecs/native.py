@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -52,11 +52,21 @@ class CiuicStep(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("kind", "source", "second", "out")),
-        *((name, ctypes.c_int32) for name in ("matrix", "argument", "activation", "unused")),
+        *((name, ctypes.c_int32) for name in ("matrix", "argument", "activation", "heads")),
         ("size", ctypes.c_int64),
         ("number", ctypes.c_float),
         ("unused_too", ctypes.c_float),
         ("vector", _pointer),
+    )
+
+
+class CiuicCaches(ctypes.Structure):
+    """CiuicCaches of `ciuic_native.h`: the keys and values that a program reads and writes."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("arrays", "bias")),
+        *((name, ctypes.c_int64) for name in ("count", "context")),
+        *((f"{of}_stride", ctypes.c_int64) for of in ("sequence", "head", "token")),
     )
 
 
@@ -81,7 +91,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_matmul": (_int, (_pointer, _pointer, _int, _long, _pointer, _int, _int, _int)),
     "ciuic_program_create": (_int, (_pointer, _int, _pointer, _int, _pointer, _int, _pointer)),
     "ciuic_program_free": (None, (_pointer,)),
-    "ciuic_program_run": (_int, (_pointer, _pointer, _int, _long, _int, _int, _int)),
+    "ciuic_program_run": (_int, (_pointer, _pointer, _int, _pointer, _long, _int, _int, _int)),
     "ciuic_has_latent_attention": (_int, ()),
     "ciuic_latent_attention": (_int, (_pointer, _pointer, _int)),
     "ciuic_block_encode": (_int, (_pointer, _int, _long, *[_int] * 4, _uint32, _pointer, _pointer, _int)),

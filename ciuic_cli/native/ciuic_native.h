@@ -87,13 +87,16 @@ enum CiuicStepKind {
                        // (a cos - b sin, b cos + a sin); arguments `argument` and `argument` + 1 are the cosines and sines
   CIUIC_GATE = 5,      // out = activation(in) * second
   CIUIC_ADD = 6,       // out = in + second
+  CIUIC_CACHE = 7,     // the last token of cache array `argument` = in: `heads` runs of `size` values
+  CIUIC_ATTEND = 8,    // out = for each run of `size` values of in (a query head), softmax(number * in . keys) . values, over the
+                       // cache arrays `argument` (keys) and `argument` + 1 (values), which have `heads` heads
 };
 
 enum CiuicActivation { CIUIC_SILU = 0, CIUIC_GELU_TANH = 1 };
 
 struct CiuicStep {
   int32_t kind, in, second, out;
-  int32_t matrix, argument, activation, unused;
+  int32_t matrix, argument, activation, heads;
   int64_t size;
   float number, unused_too;
   const float* vector;
@@ -105,10 +108,20 @@ CIUIC_EXPORT int ciuic_program_create(const CiuicMatrix* matrices, int matrix_co
                                       const int64_t* buffer_sizes, int buffer_count, void** program);
 CIUIC_EXPORT void ciuic_program_free(void* program);
 
-// Runs the steps for `rows` tokens. `arguments` are arrays of the caller, each rows x size, bfloat16 if `bf16` is not 0 and
+// The caches of keys and values of a run, `count` arrays of the dtype of the arguments, all with the same strides in elements.
+// Each holds `context` tokens of each sequence, of which a run writes the last. `bias` is null or rows x context floats: added
+// to the scaled scores of all heads.
+struct CiuicCaches {
+  void* const* arrays;
+  const float* bias;
+  int64_t count, context;
+  int64_t sequence_stride, head_stride, token_stride;
+};
+
+// Runs the steps for `rows` tokens, each of another sequence. `caches` may be null if no step reads them. `arguments` are arrays of the caller, each rows x size, bfloat16 if `bf16` is not 0 and
 // float32 otherwise. `precise` is as for ciuic_matmul. Several threads may run one program at once.
-CIUIC_EXPORT int ciuic_program_run(const void* program, void* const* arguments, int argument_count, long rows, int bf16,
-                                   int precise, int threads);
+CIUIC_EXPORT int ciuic_program_run(const void* program, void* const* arguments, int argument_count, const CiuicCaches* caches,
+                                   long rows, int bf16, int precise, int threads);
 
 // Attention of `rows` query rows per sequence over its cached latents, which are keys and values: MLA with absorbed queries.
 // All arrays are bfloat16 but `bias`. Strides are in elements.

@@ -41,6 +41,28 @@ struct GroupColumns {
   const float *row_factor, *bias;
 };
 
+// Attention heads have a multiple of kHeadColumns numbers, at most kMaxHeadSize (chosen: the largest of the models known).
+constexpr int kHeadColumns = 16, kMaxHeadSize = 256;
+// Most query heads that one call of `attend` computes. Chosen; programs take the heads of a key-value head in several calls.
+constexpr int kMaxHeadsTogether = 16;
+
+// Some cached tokens of one key-value head: `size` keys and as many values each, bfloat16 if `bf16` and float32 otherwise.
+// `stride` elements lie between neighbouring tokens. `bias` is null or holds a number per token, added to its scores.
+struct CachedTokens {
+  const void *keys, *values;
+  const float* bias;
+  long count, stride;
+  int size;
+  bool bf16;
+};
+
+// A softmax over some tokens, for each query head h: w_t = exp(score_t - maximum[h]), total[h] = the sum of w_t, and
+// sums[h * size ..] = the sum of w_t values_t.
+struct HeadSums {
+  float* sums;
+  float maximum[kMaxHeadsTogether], total[kMaxHeadsTogether];
+};
+
 // The block code: `bits` is 8 or 4, blocks have 2^log2_block numbers (log2_block is 1 to kMaxLog2Block). `signs` is null, or
 // holds a sign per number of a block: then blocks are transformed as by hadamard_row.
 struct BlockCode {
@@ -102,6 +124,9 @@ struct Kernels {
   void (*rms_norm)(const float* x, long count, float epsilon, const float* weight, float* out);
   // out = activation(x) * other. out may be x or other.
   void (*gate)(CiuicActivation activation, const float* x, const float* other, long count, float* out);
+
+  // Scores are query_h . key_t + bias_t; `query` (heads x tokens.size) is scaled already.
+  void (*attend)(const float* query, int heads, const CachedTokens& tokens, HeadSums& found);
 
   // Blocks begin .. end - 1 of x, which has `count` numbers, bfloat16 if `bf16` and float32 otherwise; the last block is
   // filled with zeros. A block takes size * bits / 8 bytes of `codes` and one of `scales` (bfloat16).

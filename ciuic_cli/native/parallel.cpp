@@ -163,8 +163,6 @@ void run_stages(void* shared) {
   }
 }
 
-constexpr int kMaxStages = 64;
-
 // One caller at a time uses the OpenMP threads.
 std::mutex openmp_busy;
 
@@ -175,12 +173,12 @@ void parallel_stages(int stages, int threads, const std::function<long(int)>& it
   threads = std::min(threads, kMaxThreads);
   static const auto barrier = reinterpret_cast<void (*)()>(dlsym(RTLD_DEFAULT, "GOMP_barrier"));
   const OpenMpParallel parallel = openmp();
-  if (threads > 1 && stages <= kMaxStages && parallel != nullptr && barrier != nullptr) {
+  if (threads > 1 && parallel != nullptr && barrier != nullptr) {
     std::unique_lock<std::mutex> lock(openmp_busy, std::try_to_lock);
     if (lock.owns_lock()) {
-      std::atomic<long> next[kMaxStages];
+      const std::unique_ptr<std::atomic<long>[]> next(new std::atomic<long>[stages]);
       for (int stage = 0; stage < stages; ++stage) next[stage].store(0, std::memory_order_relaxed);
-      StagedJob job = {stages, &items, &work, next, barrier};
+      StagedJob job = {stages, &items, &work, next.get(), barrier};
       parallel(run_stages, &job, static_cast<unsigned>(threads), 0);
       return;
     }

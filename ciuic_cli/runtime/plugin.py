@@ -218,8 +218,10 @@ def finish_modules(
 
     adapt_latent_attention(model)
     from ciuic_cli.runtime.decoding.layer import adapt_decoder_layers
+    from ciuic_cli.runtime.decoding.step import adapt_layer_stacks
 
     adapt_decoder_layers(model)
+    adapt_layer_stacks(model)
 
 
 def pruned_in_memory(model: Any) -> dict[str, torch.Tensor]:

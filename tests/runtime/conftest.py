@@ -118,7 +118,7 @@ def artifact(
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_artifact() -> Callable[..., BuiltArtifact]:
     """`make_artifact(checkpoint folder, output folder, **options of build_artifact)`."""
     return build_artifact

@@ -28,6 +28,7 @@ const Kernels table = {
     store_groups,
     rms_norm,
     gate,
+    attend,
     encode_blocks,
     decode_blocks,
 };

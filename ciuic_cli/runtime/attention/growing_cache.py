@@ -19,7 +19,34 @@ SPARE_TOKENS = 64
 """The least spare tokens. Chosen."""
 
 
+class _Part:
+    """Cached keys or values: the first `count` tokens of some memory."""
+
+    def __init__(self, memory: torch.Tensor, count: int) -> None:
+        self.memory, self.count = memory, count
+
+
 class _Growing(DynamicLayer):
+    """Keys and values are views of memory that may be longer. They are made when somebody asks for them."""
+
+    def _get(self, name: str, dim: int = 2) -> torch.Tensor | None:
+        part: _Part | None = self.__dict__.get(f"_{name}")
+        if part is None or part.memory.dim() <= dim:
+            return None if part is None else part.memory
+        return part.memory.narrow(dim, 0, part.count)
+
+    def _set(self, name: str, value: torch.Tensor | None, dim: int = 2) -> None:
+        part: _Part | None = self.__dict__.get(f"_{name}")
+        if value is None:
+            self.__dict__[f"_{name}"] = None
+        elif part is not None and _begins(value, part.memory, dim):
+            part.count = value.shape[dim]
+        else:
+            self.__dict__[f"_{name}"] = _Part(value, value.shape[dim] if value.dim() > dim else 0)
+
+    keys = property(lambda self: self._get("keys"), lambda self, value: self._set("keys", value))
+    values = property(lambda self: self._get("values"), lambda self, value: self._set("values", value))
+
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -28,41 +55,67 @@ class _Growing(DynamicLayer):
             return super().update(key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys = self._grown("keys", self.keys, key_states, 2)
-        self.values = self._grown("values", self.values, value_states, 2)
+        self._grow("keys", key_states)
+        self._grow("values", value_states)
         return self.keys, self.values
 
-    def reset(self) -> None:
-        self.__dict__.pop("memory", None)
-        super().reset()
+    def get_seq_length(self) -> int:
+        """Cached tokens."""
+        part: _Part | None = self.__dict__.get("_keys")
+        return 0 if part is None or not self.is_initialized else part.count
 
-    def _grown(self, name: str, old: torch.Tensor | None, new: torch.Tensor, dim: int) -> torch.Tensor:
-        """`old` and behind it `new` along `dim`: a view of memory that belongs to this layer, if no graph needs a copy.
+    def _grow(self, name: str, new: torch.Tensor, dim: int = 2) -> None:
+        """Put the tokens of `new` behind the cached ones.
 
-        The memory behind `old` is free: whoever has a shorter view of it (a cropped cache) is this layer itself.
+        The memory behind the cached tokens is free: whoever has a shorter view of it (a cropped cache) is this layer
+        itself.
         """
+        old = self._get(name, dim)
         if old is None or not old.numel():
             old = new.narrow(dim, 0, 0)
+            self.__dict__[f"_{name}"] = _Part(old, 0)
         if old.requires_grad or new.requires_grad:
-            return torch.cat([old, new], dim=dim)
-        memories: dict[str, torch.Tensor] = self.__dict__.setdefault("memory", {})
-        memory = memories.get(name)
-        have, needed = old.shape[dim], old.shape[dim] + new.shape[dim]
-        if memory is None or not _begins(old, memory, dim) or memory.shape[dim] < needed:
-            shape = list(new.shape)
+            self._set(name, torch.cat([old, new], dim=dim), dim)
+            return
+        more = new.shape[dim]
+        part = self._reserve(name, more, dim)
+        part.memory.narrow(dim, part.count, more).copy_(new)
+        part.count += more
+
+    def _reserve(self, name: str, more: int, dim: int = 2) -> _Part:
+        """The part, with room for `more` tokens in memory that may be written now."""
+        part: _Part = self.__dict__[f"_{name}"]
+        needed = part.count + more
+        if part.memory.shape[dim] < needed or (
+            part.memory.is_inference() and not torch.is_inference_mode_enabled()
+        ):
+            shape = list(part.memory.shape)
             shape[dim] = needed + max(SPARE_TOKENS, needed // SPARE_SHARE)
-            memory = memories[name] = new.new_empty(shape)
-            memory.narrow(dim, 0, have).copy_(old)
-        memory.narrow(dim, have, new.shape[dim]).copy_(new)
-        return memory.narrow(dim, 0, needed)
+            memory = part.memory.new_empty(shape)
+            memory.narrow(dim, 0, part.count).copy_(part.memory.narrow(dim, 0, part.count))
+            part.memory = memory
+        return part
 
 
 class GrowingLayer(_Growing):
     """DynamicLayer that grows in place."""
 
+    def reserve(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory of (keys, values), [b, heads, tokens, columns]: the cached tokens, then room for one or more."""
+        return self._reserve("keys", 1).memory, self._reserve("values", 1).memory
+
+    def take_reserved(self, tokens: int = 1) -> None:
+        """Count tokens that the caller wrote behind the cached ones in the memory of `reserve`; -1 takes one back."""
+        self.__dict__["_keys"].count += tokens
+        self.__dict__["_values"].count += tokens
+
 
 class GrowingIndexedLayer(_Growing, DynamicIndexedLayer):
     """DynamicIndexedLayer (the cache of DeepSeek V3.2's indexer) that grows in place."""
+
+    indexer_keys = property(
+        lambda self: self._get("indexer_keys", 1), lambda self, value: self._set("indexer_keys", value, 1)
+    )
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """As DynamicIndexedLayer.update_indexer: [b, tokens, columns]."""
@@ -70,10 +123,11 @@ class GrowingIndexedLayer(_Growing, DynamicIndexedLayer):
             return super().update_indexer(indexer_key_states)
         if not self.is_indexer_initialized:
             self.lazy_initialization_indexer(indexer_key_states)
-        self.indexer_keys = self._grown("indexer_keys", self.indexer_keys, indexer_key_states, 1)
+        self._grow("indexer_keys", indexer_key_states, 1)
         return self.indexer_keys
 
 
+_PARTS = {"keys", "values", "indexer_keys"}
 _GROWING = {DynamicLayer: GrowingLayer, DynamicIndexedLayer: GrowingIndexedLayer}
 
 
@@ -81,16 +135,19 @@ def let_grow(cache: Any, layer: int) -> None:
     """Change the class of one layer of a transformers cache, in place. Layers of other kinds stay what they are."""
     layers = getattr(cache, "layers", ())
     if layer < len(layers) and type(layers[layer]) in _GROWING:
-        layers[layer].__class__ = _GROWING[type(layers[layer])]
+        growing = layers[layer]
+        growing.__class__ = _GROWING[type(growing)]
+        for name in _PARTS & growing.__dict__.keys():
+            setattr(growing, name, growing.__dict__.pop(name))  # from the attribute to the property
 
 
 def _begins(view: torch.Tensor, memory: torch.Tensor, dim: int) -> bool:
-    """Whether `view` is the beginning of `memory` along `dim`, and memory may be written now."""
+    """Whether `view` is the beginning of `memory` along `dim`."""
     return (
-        view.data_ptr() == memory.data_ptr()
+        view.dim() == memory.dim()
+        and view.data_ptr() == memory.data_ptr()
         and view.stride() == memory.stride()
         and view.dtype == memory.dtype
         and view.device == memory.device
         and view.shape[:dim] == memory.shape[:dim]
-        and (torch.is_inference_mode_enabled() or not memory.is_inference())
     )

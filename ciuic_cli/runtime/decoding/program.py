@@ -1,7 +1,7 @@
 """Programs of the native library: norms, products, rotary embedding and gates in one call.
 
 Between the products of a small model, Python and the start of threads take as long as the products themselves. A
-program does these steps in one native call with one team of threads (`native/program.cpp`). Buffers hold float32, so
+program does these steps in one native call with one team of threads (`native/programs/run.cpp`). Buffers hold float32, so
 values between two steps are not rounded to the model's dtype.
 """
 
@@ -24,7 +24,7 @@ MAX_ARGUMENTS = 8
 class Kind(IntEnum):
     """CiuicStepKind of `ciuic_native.h`."""
 
-    LOAD, STORE, NORM, MULTIPLY, ROTATE, GATE, ADD = range(7)
+    LOAD, STORE, NORM, MULTIPLY, ROTATE, GATE, ADD, CACHE, ATTEND = range(9)
 
 
 class Activation(IntEnum):
@@ -44,6 +44,7 @@ class ProgramBuilder:
     _steps: list[native.CiuicStep] = field(default_factory=list)
     _sizes: list[int] = field(default_factory=list)
     _alive: list[torch.Tensor] = field(default_factory=list)
+    _free: dict[int, list[int]] = field(default_factory=dict)
 
     def load(self, argument: int, size: int) -> int:
         """A buffer with the caller's array `argument`, [rows, size]."""
@@ -99,11 +100,39 @@ class ProgramBuilder:
         self._steps.append(native.CiuicStep(kind=Kind.ADD, source=source, second=other, out=out))
         return out
 
+    def cache(self, source: int, head_dim: int, array: int) -> None:
+        """Writes a buffer, [kv heads x head_dim], as the last token of cache array `array`."""
+        heads = self._sizes[source] // head_dim
+        step = native.CiuicStep(kind=Kind.CACHE, source=source, size=head_dim, argument=array, heads=heads)
+        self._steps.append(step)
+
+    def attend(self, query: int, head_dim: int, kv_heads: int, scaling: float, array: int) -> int:
+        """Attention of the query heads, [heads x head_dim], over cache arrays `array` and `array` + 1: keys, values."""
+        out = self._buffer(self._sizes[query])
+        step = native.CiuicStep(
+            kind=Kind.ATTEND,
+            source=query,
+            out=out,
+            argument=array,
+            heads=kv_heads,
+            size=head_dim,
+            number=scaling,
+        )
+        self._steps.append(step)
+        return out
+
+    def release(self, *buffers: int) -> None:
+        """Lets later steps write to these buffers, which no later step reads."""
+        for buffer in buffers:
+            self._free.setdefault(self._sizes[buffer], []).append(buffer)
+
     def build(self) -> Program:
         """The program. Raises UsageError if a step does not fit its buffers."""
         return Program(self._factors, self._steps, self._sizes, self._alive)
 
     def _buffer(self, size: int) -> int:
+        if self._free.get(size):
+            return self._free[size].pop()
         self._sizes.append(size)
         return len(self._sizes) - 1
 
@@ -138,13 +167,21 @@ class Program:
         if getattr(self, "_handle", None):
             self._library.ciuic_program_free(self._handle)
 
-    def run(self, arguments: Sequence[torch.Tensor], rows: int, *, threads: int | None = None) -> None:
+    def run(
+        self,
+        arguments: Sequence[torch.Tensor],
+        rows: int,
+        *,
+        caches: native.CiuicCaches | None = None,
+        threads: int | None = None,
+    ) -> None:
         """Run the steps.
 
         Args:
             arguments: contiguous CPU tensors [rows, ...], all bfloat16 or all float32, whose sizes the caller answers
                 for. bfloat16 activations are rounded to int8 as in `Factor.multiply`.
-            rows: tokens.
+            rows: tokens, each of another sequence.
+            caches: keys and values, of the dtype of the arguments, if steps read them.
             threads: default torch.get_num_threads(). The result does not depend on it.
 
         Raises:
@@ -155,6 +192,7 @@ class Program:
             self._handle,
             self._arguments(*(tensor.data_ptr() for tensor in arguments)),
             len(arguments),
+            None if caches is None else ctypes.byref(caches),
             rows,
             dtype == torch.bfloat16,
             is_precise(dtype),

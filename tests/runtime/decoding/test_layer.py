@@ -89,7 +89,7 @@ def test_batches(
         mask[1, :4] = 0
     found = step_logits(model, batch=3, mask=mask)
     assert decoded.count(3) == 3 * len(model.model.layers)
-    monkeypatch.setattr(module, "_suits", lambda *_: False)
+    monkeypatch.setattr(module, "suits", lambda *_: False)
     assert relative_error(found, step_logits(model, batch=3, mask=mask)) < 1e-3
 
 
@@ -102,7 +102,7 @@ def test_bfloat16_is_no_worse_than_the_modules(
     model = load("llama", dtype=torch.bfloat16)
     programs = step_logits(model, steps=12)
     assert decoded and programs.dtype == torch.bfloat16
-    monkeypatch.setattr(module, "_suits", lambda *_: False)
+    monkeypatch.setattr(module, "suits", lambda *_: False)
     modules = step_logits(model, steps=12)
     assert relative_error(programs.float(), exact) < 1.2 * relative_error(modules.float(), exact)
 
@@ -120,7 +120,7 @@ def test_generate(
     keywords = {"max_new_tokens": 12, "do_sample": False, **options}
     found = model.generate(prompt, **keywords)
     assert len(decoded) > 12
-    monkeypatch.setattr(module, "_suits", lambda *_: False)
+    monkeypatch.setattr(module, "suits", lambda *_: False)
     assert torch.equal(found, model.generate(prompt, **keywords))
 
 
@@ -135,7 +135,7 @@ def test_static_cache_by_hand(load: Callable[..., Any], decoded: list[int], monk
 
     found = logits()
     assert decoded
-    monkeypatch.setattr(module, "_suits", lambda *_: False)
+    monkeypatch.setattr(module, "suits", lambda *_: False)
     assert relative_error(found, logits()) < 1e-3
 
 
