@@ -1,8 +1,8 @@
 """Programs of the native library: norms, products, rotary embedding and gates in one call.
 
 Between the products of a small model, Python and the start of threads take as long as the products themselves. A
-program does these steps in one native call with one team of threads (`native/programs/run.cpp`). Buffers hold float32, so
-values between two steps are not rounded to the model's dtype.
+program does these steps in one native call with one team of threads (`native/programs/run.cpp`). Buffers hold float32,
+so values between two steps are not rounded to the model's dtype.
 """
 
 from __future__ import annotations
