@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tiny_checkpoints import make_checkpoint
 
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
@@ -21,10 +22,9 @@ from ciuic_cli.export.gguf.tensors import GgufFile, match_tensors, padded
 from ciuic_cli.export.gguf.types import TYPES, candidates
 from ciuic_cli.export.gguf.writing import GgufOptions, GgufPlanner, export_gguf
 from ciuic_cli.passes.fisher import KroneckerFisher
-from tests.tiny_checkpoints import make_checkpoint
 
 gguf = pytest.importorskip("gguf")
-from tests.export.stand_in_llama_cpp import StandIn  # noqa: E402 (needs gguf)
+from stand_in_llama_cpp import StandIn  # noqa: E402 (needs gguf)
 
 LAYERS = 2
 
@@ -41,7 +41,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def planner(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> GgufPlanner:
     model_map = map_model(open_checkpoint(checkpoint))
-    tokens = writing._calibration(
+    tokens = writing.calibration_tokens(
         model_map, GgufOptions(calibration=(text,), calibration_only=True, nsamples=4, seqlen=64)
     )
     return GgufPlanner(
@@ -52,7 +52,8 @@ def planner(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFacto
 def test_types_fit_the_rows() -> None:
     names = [kind.name for kind in candidates(576, "")]
     assert names == ["Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
-    assert next(kind.name for kind in candidates(576, "  or  Q2_0")) == "Q2_0"
+    newer = [kind.name for kind in candidates(576, "  or  Q2_0 38  or  MXFP4_MOE")]
+    assert newer[:2] == ["Q2_0", "MXFP4"] and newer[2:] == names
     wide = [kind.name for kind in candidates(1536, "Q2_0")]
     assert wide[0] == "IQ2_XXS" and wide[-1] == "Q8_0" and "IQ4_NL" not in wide and "Q4_K" in wide
     assert candidates(40, "Q2_0") == ()
@@ -65,7 +66,7 @@ def test_types_fit_the_rows() -> None:
             assert sizes[kind.name] == (kind.block, kind.block_bytes), kind.name
             member = next(
                 value for name, value in gguf.LlamaFileType.__members__.items()
-                if name in (f"MOSTLY_{kind.name}", f"MOSTLY_{kind.name}_M")
+                if name in (f"MOSTLY_{kind.name}", f"MOSTLY_{kind.name}_M", f"MOSTLY_{kind.name}_MOE")
             )  # fmt: skip
             assert member == kind.file_type, kind.name
 

@@ -39,6 +39,7 @@ TYPES = (
     GgufType("Q5_K", 256, 176, 17),
     GgufType("Q6_K", 256, 210, 18),
     GgufType("Q2_0", 64, 18, 41, newer=True),
+    GgufType("MXFP4", 32, 17, 38, newer=True),
     GgufType("Q4_0", 32, 18, 2),
     GgufType("IQ4_NL", 32, 18, 25),
     GgufType("Q4_1", 32, 20, 3),

@@ -130,7 +130,7 @@ def export_gguf(
     model_map = map_model(open_checkpoint(folder))
     for warning in model_map.warnings:
         hint(warning)
-    tokens = _calibration(model_map, settings)
+    tokens = calibration_tokens(model_map, settings)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         require_space(out, _BYTES_PER_WEIGHT * model_map.stored_numel)
@@ -243,7 +243,7 @@ def _require_dense(folder: Path) -> None:
     )
 
 
-def _calibration(model_map: ModelMap, settings: GgufOptions) -> torch.Tensor:
+def calibration_tokens(model_map: ModelMap, settings: GgufOptions) -> torch.Tensor:
     """The calibration sequences, LongTensor (sequences, length)."""
     text = settings.text
     return calibration_sequences(
