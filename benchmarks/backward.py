@@ -10,30 +10,15 @@ disturb least. Compare ratios rather than times. Memory is what torch's allocato
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from functools import partial
 
 import torch
 from cpu import alternate
-from torch.profiler import ProfilerActivity, profile
 
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.runtime.matrices import CpuMatrix
 from ciuic_cli.runtime.products import gradient
-
-
-def peak_bytes(action: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator gave out during `action` and had not got back."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        action()
-    kept = profiler.profiler
-    assert kept is not None and kept.kineto_results is not None
-    events = [event for event in kept.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+from ciuic_cli.train.planning.measured import peak_bytes
 
 
 def main() -> None:

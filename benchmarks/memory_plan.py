@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from backward import peak_bytes
 
 from ciuic_cli.integers import parse_size
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.limits import EIGHT_BIT
-from ciuic_cli.train.planning.memory_plan import Batch, PlannedModel, plan_memory
+from ciuic_cli.train.planning.measured import peak_bytes
+from ciuic_cli.train.planning.memory_plan import PlannedModel, plan_memory
+from ciuic_cli.train.planning.step import Batch
 
 EVERY = (0, 1, 2, 4)
 """Values of --every-n-layers that are compared; 0 is no checkpointing."""

@@ -75,7 +75,7 @@ def test_there_are_experiments() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["compress", "inspect", "eval", "bench", "generate", "chat", "serve", "train"]
+    "command", ["compress", "inspect", "eval", "bench", "generate", "chat", "serve", "train", "plan"]
 )
 def test_the_reference_has_every_option(command: str) -> None:
     reference = _text(ROOT / "docs" / "REFERENCE.md")

@@ -26,6 +26,7 @@ from ciuic_cli.cli.serving.serve import serve
 from ciuic_cli.cli.sharing.export import export
 from ciuic_cli.cli.sharing.push import push
 from ciuic_cli.cli.train import train
+from ciuic_cli.cli.training.plan import plan
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a bug of ciuic; 2 wrong usage; 3 bad input; 4 the target cannot be met; "
@@ -58,6 +59,13 @@ app.command(
 )(evaluate)
 app.command(cls=Command, epilog=example("ciuic bench out --base deepseek-model -p 256 -n 64"))(bench)
 app.command(cls=Command, epilog=example("ciuic train out adapter --train-file chats.jsonl"))(train)
+app.command(
+    cls=Command,
+    epilog=example(
+        "ciuic plan model --gpu-memory 24GB --gpus 1,8 --seqlen 2048",
+        "ciuic plan model --gpu-memory 8GB --measure --page plan.html",
+    ),
+)(plan)
 app.command(cls=Command, epilog=example("ciuic merge out adapter merged --train-file chats.jsonl"))(merge)
 app.command(cls=Command, epilog=example('ciuic generate out --prompt "The island was" --temperature 0'))(
     generate

@@ -219,9 +219,13 @@ def _trainer(
     from ciuic_cli.train.trainer import ChunkedLossTrainer, limit_memory
 
     target = choose_device(device)
-    base = full.load_for_training(folder, target) if options.method == "full" else _load(folder, target)
+    base = (
+        full.load_for_training(folder, target)
+        if options.method == "full"
+        else load_for_adapter(folder, target)
+    )
     set_seed(options.seed)  # the adapter's random factors
-    adapted = base if options.method == "full" else _adapted(base, options)
+    adapted = base if options.method == "full" else with_adapter(base, options)
     if target.type == "cpu":
         limit_memory(base)
     padding = padding_of(base)
@@ -275,7 +279,8 @@ def _trainer(
     return trainer
 
 
-def _adapted(base: Any, options: TrainOptions) -> Any:
+def with_adapter(base: Any, options: TrainOptions) -> Any:
+    """The loaded model `base` with an untrained adapter, as a PeftModel."""
     from peft import get_peft_model
 
     config = lora_config(base, options)
@@ -287,7 +292,8 @@ def _adapted(base: Any, options: TrainOptions) -> Any:
     return adapted
 
 
-def _load(folder: Path, target: torch.device) -> Any:
+def load_for_adapter(folder: Path, target: torch.device) -> Any:
+    """An artifact, or a dense checkpoint in the dtype of its files."""
     if is_artifact(read_config(folder)):
         return load(folder, target)
     from transformers import AutoModelForCausalLM

@@ -22,8 +22,8 @@ from ciuic_cli.train.planning.memory_plan import (
     MemoryPlan,
     PlannedModel,
     plan_memory,
-    state_bytes,
 )
+from ciuic_cli.train.planning.states import state_bytes
 
 pytest.importorskip("peft")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -55,7 +55,7 @@ def test_each_term(artifact: Callable[..., Any]) -> None:
     tensors = {id(one): one.nbytes for one in (*loaded.parameters(), *loaded.buffers())}
     assert plan.weights == pytest.approx(sum(tensors.values()), rel=0.01)
     twice = plan_memory(model, options(lora_r=8), Batch(1, 32))
-    assert twice.adapter == 2 * plan.adapter and plan.gradients == plan.adapter
+    assert twice.adapter == 2 * plan.adapter and plan.gradients <= plan.adapter
     assert plan.states == 2 * plan.adapter
     longer = plan_memory(model, options(), Batch(1, 64))
     assert 1.6 * plan.activations < longer.activations < 2.6 * plan.activations

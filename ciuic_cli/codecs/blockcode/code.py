@@ -10,6 +10,8 @@ With the Hadamard transform (orthonormal), the same bounds hold for the transfor
 Euclidean norm of at most s / 2 · sqrt(n), or s · sqrt(n). (Float32 arithmetic adds about 1e-6 of the largest |x|.)
 Blocks with a number that is not finite decode to NaN. Blocks whose largest |x| is below M · 2^-126 decode to zeros.
 
+Of fake tensors (torch's FakeTensorMode), which have no numbers, only the shapes of the results are made.
+
 A number takes bits + 16 / n bits. Source of the method: blockwise quantization (Dettmers et al. 2022), with symmetric
 linear levels; the transform as in QuIP# (Tseng et al. 2024).
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ciuic_cli.codecs import native
 from ciuic_cli.codecs.blockcode import reference
@@ -103,6 +106,8 @@ def encode(x: torch.Tensor, code: BlockCode, seed: int = 0) -> Encoded:
     blocks = code.blocks(count)
     codes = torch.empty(blocks * code.block * code.bits // 8, dtype=torch.uint8)
     scales = torch.empty(blocks, dtype=torch.bfloat16)
+    if isinstance(flat, FakeTensor):
+        return Encoded(code, codes, scales, count)
     status = native.interface().ciuic_block_encode(
         *(flat.data_ptr(), int(flat.dtype == torch.bfloat16), count),
         *(code.bits, _log2(code.block), int(code.hadamard), int(code.stochastic), seed),
@@ -133,6 +138,8 @@ def decode(
         return result.copy_(values.view(-1)[:count])
     native_dtype = result.dtype in (torch.float32, torch.bfloat16)
     target = result if native_dtype else torch.empty(count)
+    if isinstance(target, FakeTensor):
+        return result
     status = native.interface().ciuic_block_decode(
         *(encoded.codes.data_ptr(), encoded.scales.data_ptr(), count),
         *(code.bits, _log2(code.block), int(code.hadamard)),

@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
@@ -171,7 +172,7 @@ class ActivationStore:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor has a storage of its own kind, unlike tensors that wrap others (DTensor)."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
+    return type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:

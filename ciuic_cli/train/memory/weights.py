@@ -170,7 +170,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             weight = self._weights.get(name)
             if weight is not None:
                 weight.need()
-            _step(optimizer, parameter.device)
+            step_eagerly(optimizer, parameter.device)
             parameter.grad = None
             if weight is not None:
                 step = self.steps_done + 1
@@ -204,7 +204,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         dense = sum(p.nbytes for name, p in self._named.items() if name not in self._weights)
         return {
             "weights": sum(weight.encoded.nbytes for weight in self._weights.values()) + dense,
-            "states": sum(_nbytes(optimizer.state) for optimizer in self._optimizers.values()),
+            "states": sum(held_bytes(optimizer.state) for optimizer in self._optimizers.values()),
             "residuals": sum(weight.residual.nbytes for weight in self._weights.values()),
         }
 
@@ -272,7 +272,7 @@ def _set_lr(group: dict[str, Any], lr: float) -> None:
         group["lr"] = lr
 
 
-def _step(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def step_eagerly(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
     """One step. torchao compiles its steps, which on a CPU needs a C++ compiler and takes longer than training does."""
     if device.type == "cpu":
         with torch.compiler.set_stance("force_eager"):
@@ -281,12 +281,12 @@ def _step(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         optimizer.step()
 
 
-def _nbytes(value: Any) -> int:
+def held_bytes(value: Any) -> int:
     """Bytes of all tensors in a structure; of tensors that wrap others, the bytes of the wrapped ones."""
     if isinstance(value, torch.Tensor):
         if hasattr(value, "__tensor_flatten__"):
-            return sum(_nbytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
+            return sum(held_bytes(getattr(value, name)) for name in value.__tensor_flatten__()[0])
         return value.nbytes
     if isinstance(value, dict):
-        return sum(map(_nbytes, value.values()))
+        return sum(map(held_bytes, value.values()))
     return 0

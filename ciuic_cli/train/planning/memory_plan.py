@@ -1,7 +1,8 @@
-"""The memory of a LoRA run, term by term, before anything is allocated: from a config and headers of files alone."""
+"""The memory of a training run, term by term, before anything is allocated: from a config and headers alone."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -25,21 +26,12 @@ from ciuic_cli.integers import ceil_div
 from ciuic_cli.runtime.attention.mla import decoded_bytes
 from ciuic_cli.runtime.plugin import finish_modules
 from ciuic_cli.runtime.swap import empty_slots, swap_modules
+from ciuic_cli.train.memory.choice import checkpointing_options
 from ciuic_cli.train.options import TrainOptions
+from ciuic_cli.train.planning.layers import depths_of, shortened
 from ciuic_cli.train.planning.product_memory import MatrixKind
-from ciuic_cli.train.planning.step import step_bytes
+from ciuic_cli.train.planning.step import Batch, Sharding, StepBytes, step_bytes
 from ciuic_cli.train.targets import lora_config
-
-STATE_BYTES = {"8bit": 2.04, "4bit": 1.07, "lion": 4.0, "sgd": 0.0}
-"""Bytes of optimizer states per trained parameter, by a part of the optimizer's name in transformers; the first part
-that fits counts. Two states of one byte and their block scales; two of half a byte; one or no float32 state. Measured
-for 8 and 4 bits with bitsandbytes and torchao."""
-ADAM_BYTES = 8.0
-"""The same for every other optimizer: Adam's two float32 states, the most that any common optimizer keeps."""
-SMALL_STATE = 4096
-"""Values of a parameter below which bitsandbytes keeps float32 states (its `min_8bit_size`)."""
-_STEP_COPIES = 2
-"""Float32 temporaries of the largest trained parameter during torch's Adam step on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +73,7 @@ class PlannedModel:
     def at_bits(cls, config: dict[str, Any], bits: float) -> PlannedModel:
         """The model of a config with every compressible matrix at these bits per weight, rows sorted and inputs scaled
         as the compressor does by default."""
-        model: Any = build_meta_model(build_config(config), _dtype(config))
+        model: Any = build_meta_model(build_config(config), dtype_of(config))
         tied = {target for target, source in model.all_tied_weights_keys.items() if target != source}
         sizes, kinds = {}, {}
         for name, (role, tensor) in classify(model).items():
@@ -91,9 +83,12 @@ class PlannedModel:
                 sizes[name] = (shape, _blob_bytes(shape, bits))
         return cls(config, None, Blobs(sizes, kinds))
 
-    def meta_model(self) -> Any:
-        """The model on the meta device, with compressed modules as they are loaded."""
-        config, dtype = build_config(self.config, self.file), _dtype(self.config)
+    def meta_model(self, dtype: torch.dtype | None = None) -> Any:
+        """The model on the meta device, with compressed modules as they are loaded.
+
+        dtype: of its weights; default: that of the config.
+        """
+        config, dtype = build_config(self.config, self.file), dtype or dtype_of(self.config)
         model: Any = build_meta_model(config, dtype, self.file)
         if self.blobs is not None:
             swap_modules(model, empty_slots(model, self.blobs.sizes), dtype)
@@ -103,23 +98,16 @@ class PlannedModel:
 
 
 @dataclass(frozen=True)
-class Batch:
-    """rows: of a forward pass. tokens: of its longest row. masked: rows hold several examples, or padding."""
-
-    rows: int
-    tokens: int
-    masked: bool = True
-
-
-@dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes at the peak of a step, term by term.
+    """Bytes of one process at the peak of a step, term by term.
 
     Attributes:
-        weights: of the model, as it is loaded. adapter: its float32 factors.
-        gradients: of the adapter, once all exist. states: of the optimizer.
-        activations: what else a step holds at its peak: kept activations, temporaries, decoded panels.
-        process: what the process needs besides tensors.
+        weights: of the model, as it is loaded or trained. adapter: its float32 factors.
+        gradients: those that are complete at the peak. states: of the optimizer, and rounding errors of the wire.
+        activations: kept for the backward pass. process: what the process needs besides tensors.
+        scratch: what else exists at the peak: logits, decoded panels, gathered layers, temporaries.
+        residuals: in main memory (on a CPU in the same memory): rounding errors of 8-bit weights.
+        moved: activations in main memory; on a CPU, on disk.
     """
 
     weights: int
@@ -128,11 +116,15 @@ class MemoryPlan:
     states: int
     activations: int
     process: int = 0
+    scratch: int = 0
+    residuals: int = 0
+    moved: int = 0
 
     @property
     def tensors(self) -> int:
-        """All terms that torch's allocator gives out."""
-        return self.weights + self.adapter + self.gradients + self.states + self.activations
+        """All terms that torch's allocator gives out on the device."""
+        terms = (self.weights, self.adapter, self.gradients, self.states, self.activations, self.scratch)
+        return sum(terms)
 
     @property
     def total(self) -> int:
@@ -140,62 +132,101 @@ class MemoryPlan:
 
     def sentence(self) -> str:
         """One line for people."""
-        names = ("weights", "adapter", "gradients", "states", "activations", "process")
+        names = ("weights", "adapter", "gradients", "states", "activations", "scratch", "process")
         return ", ".join(f"{name} {getattr(self, name) / 1e9:.3f} GB" for name in names)
 
 
-def plan_memory(model: PlannedModel, options: TrainOptions, batch: Batch, process: int = 0) -> MemoryPlan:
-    """The memory of a training run on a CPU.
+def plan_memory(
+    model: PlannedModel,
+    options: TrainOptions,
+    batch: Batch,
+    process: int = 0,
+    *,
+    sharding: Sharding | None = None,
+    whole: bool = True,
+) -> MemoryPlan:
+    """The memory of a training run on a CPU, of one of its processes.
 
     The activations are those of a step on fake tensors (`planning.step`).
 
     Args:
         process: bytes that the process needs besides tensors.
+        sharding: how the run is divided; only for all weights (`method` "full").
+        whole: run all layers. If not, two models with fewer layers run, and the rest is extrapolated, which takes
+            seconds for any depth.
 
     Raises:
         InputError: the model cannot be built, or its memory depends on values of tensors.
         UsageError: an option does not fit the model.
     """
-    from peft import get_peft_model
-
-    base = model.meta_model()
+    dtype = torch.float32 if options.method == "full" else None
+    base = model.meta_model(dtype)
     weights = _unique_bytes(base) + (0 if model.blobs is None else decoded_bytes(base))
-    experts = max((getattr(module, "num_experts", 1) or 1 for module in base.modules()), default=1)
-    adapted: Any = get_peft_model(base, lora_config(base, options), low_cpu_mem_usage=True)
-    adapted.train()
-    adapted.config.use_cache = False
-    if options.activation_checkpointing:
-        adapted.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}, every_n_layers=options.every_n_layers
-        )
-    trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
-    adapter = sum(4 * parameter.numel() for parameter in trained)
-    step = step_bytes(
-        adapted,
-        {} if model.blobs is None else model.blobs.kinds,
-        rows=batch.rows,
-        tokens=batch.tokens,
-        experts=experts if isinstance(experts, int) else 1,
-        masked=batch.masked,
-        accumulates=options.gradient_accumulation_steps > 1,
+    depths = (
+        None if whole else depths_of(base, options.every_n_layers if options.activation_checkpointing else 1)
     )
-    update = adapter + 4 * _STEP_COPIES * max(parameter.numel() for parameter in trained)
-    peak = max(step.peak, update)
+    if depths is None:
+        step = _step(model, base, options, batch, sharding)
+    else:
+        shorter = [shortened(model.meta_model(dtype), depth) for depth in depths.run]
+        few, more = (_step(model, one, options, batch, sharding) for one in shorter)
+        step = few.extrapolated(more, depths)
+    peak, gradients = step.peak.nbytes, step.peak.gradients
+    update = step.gradients + step.update
+    activations = min(step.kept, peak - gradients)
+    if update > peak:
+        peak, gradients, activations = update, step.gradients, 0
+    keeps_all = options.method == "lora" or (sharding is None and options.weights is None)
     return MemoryPlan(
-        weights=weights,
-        adapter=adapter,
-        gradients=adapter,
-        states=state_bytes(options.optim, [parameter.numel() for parameter in trained]),
-        activations=peak - adapter,
+        weights=weights if keeps_all else step.weights,
+        adapter=step.gradients if options.method == "lora" else 0,
+        gradients=gradients,
+        states=step.states + step.wire_errors,
+        activations=activations,
         process=process,
+        scratch=peak - gradients - activations,
+        residuals=step.residuals,
+        moved=step.moved,
     )
 
 
-def state_bytes(optim: str, sizes: Sequence[int]) -> int:
-    """Bytes of the optimizer's states for trained parameters with these numbers of values."""
-    each = next((count for part, count in STATE_BYTES.items() if part in optim), ADAM_BYTES)
-    full = 4.0 if "lion" in optim else ADAM_BYTES
-    return sum(round(size * (full if "8bit" in optim and size < SMALL_STATE else each)) for size in sizes)
+def checkpointed(model: Any, base: Any, options: TrainOptions) -> Any:
+    """The model in training mode, with checkpoints of activations as `options` ask for, changed in place.
+
+    Args:
+        model: `base`, or the PeftModel of it.
+    """
+    model.train()
+    model.config.use_cache = False
+    checkpointing = checkpointing_options(base, options)
+    if checkpointing is not None:
+        every = checkpointing.pop("every_n_layers")
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=checkpointing, every_n_layers=every
+        )
+    return model
+
+
+def _step(
+    model: PlannedModel, base: Any, options: TrainOptions, batch: Batch, sharding: Sharding | None
+) -> StepBytes:
+    """The step of a model on the meta device, with an adapter or without."""
+    experts = max((getattr(module, "num_experts", 1) or 1 for module in base.modules()), default=1)
+    trained: Any = base
+    if options.method == "lora":
+        from peft import get_peft_model
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+            trained = get_peft_model(base, lora_config(base, options), low_cpu_mem_usage=True)
+    return step_bytes(
+        checkpointed(trained, base, options),
+        {} if model.blobs is None else model.blobs.kinds,
+        options,
+        batch,
+        experts=experts if isinstance(experts, int) else 1,
+        sharding=sharding,
+    )
 
 
 def _unique_bytes(model: nn.Module) -> int:
@@ -203,7 +234,8 @@ def _unique_bytes(model: nn.Module) -> int:
     return sum(tensors.values())
 
 
-def _dtype(config: dict[str, Any]) -> torch.dtype:
+def dtype_of(config: dict[str, Any]) -> torch.dtype:
+    """The dtype of the weights by a config.json; bfloat16 if it names none."""
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     dtype = getattr(torch, str(name), None)
     return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16

@@ -78,9 +78,9 @@ def local_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
                 found = getattr(group._reduce_scatter_comm, "residuals", None)
                 residuals += sum(encoded.nbytes for encoded in found or ())
     return {
-        "parameters": sum(_local(parameter).nbytes for parameter in model.parameters()),
+        "parameters": sum(local_part(parameter).nbytes for parameter in model.parameters()),
         "states": sum(
-            _local(value).nbytes
+            local_part(value).nbytes
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
@@ -89,6 +89,7 @@ def local_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
     }
 
 
-def _local(tensor: Any) -> torch.Tensor:
+def local_part(tensor: Any) -> torch.Tensor:
+    """This process's part of a tensor; a tensor that is not divided, itself."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local

@@ -1,0 +1,1 @@
+"""Commands that plan training runs."""
