@@ -23,6 +23,7 @@ FLOORS = (
     ("errors", "_version"),
     ("integers",),
     ("process",),
+    ("profiling",),
     ("hub",),
     ("checkpoint", "codecs", "recipes"),
     ("text", "kernels", "artifact", "passes", "layerwise"),
@@ -169,12 +170,20 @@ def test_loading_never_reaches_what_compresses() -> None:
 
 
 def test_the_passes_touch_no_files_models_or_terminal() -> None:
-    """Passes are functions of arrays: they import only each other, codecs, threads, interruption, integers and
-    errors."""
+    """Passes are functions of arrays: they import only each other, codecs, threads, interruption, integers, errors and
+    the account, in which their steps are counted."""
     for module in INNER:
         if _room(module) == "passes" or module == f"{PACKAGE}.allocation.knapsack":
             reached = {_room(found) for found in _reached(module)}
-            assert reached <= {"passes", "allocation", "codecs", "process", "integers", "errors"}, module
+            assert reached <= {
+                "passes",
+                "allocation",
+                "codecs",
+                "process",
+                "profiling",
+                "integers",
+                "errors",
+            }, module
 
 
 CHECKED_BY_MAKE_TEST = {

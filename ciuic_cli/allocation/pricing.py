@@ -24,6 +24,7 @@ from ciuic_cli.passes.predicted_loss import group_sums, pruning_loss
 from ciuic_cli.passes.prepare import PreparedMatrix
 from ciuic_cli.passes.row_sorting import row_classes, sorting_pays
 from ciuic_cli.passes.scale import input_scales, scaled
+from ciuic_cli.profiling.account import step
 from ciuic_cli.statistics.files import Statistics
 
 UNSORTED_POOLED_ROLES = ("expert_down",)
@@ -59,12 +60,14 @@ def price_matrix(
     fisher = fisher_of(matrix, statistics).to(pools.device)
     weight = read_matrix(model_map, matrix).to(pools.device)
     require_finite_loss(torch.linalg.vector_norm(weight, dim=1).square().cpu().numpy(), matrix, model_map)
-    pruning = pruning_loss(weight, fisher)
+    with step("loss of pruning"):
+        pruning = pruning_loss(weight, fisher)
     require_finite_loss(pruning.cpu().numpy(), matrix, model_map)
     factored, input_scale = pools.inputs(matrix, fisher), None
     covered = statistics.covers(matrix.name)  # otherwise H is a multiple of the identity
     if covered and matrix.expert is None:  # all experts of a layer take the same transformed input
-        input_scale = input_scales(weight, fisher, factored.ldl)
+        with step("input scales"):
+            input_scale = input_scales(weight, fisher, factored.ldl)
         if input_scale is not None:
             weight, fisher = scaled(weight, fisher, input_scale)
             factored = factor_inputs(fisher.inputs)
@@ -77,10 +80,12 @@ def price_matrix(
     fisher = replace(fisher, contexts=None)  # as large as the matrix, and not needed any more
     energies = {}
     if ranks := options.ranks_for(matrix):
-        energies = lowrank.residual_energies(weight, prepared.outputs.d_diagonal[: matrix.rows], ranks)
+        with step("low-rank parts"):
+            energies = lowrank.residual_energies(weight, prepared.outputs.d_diagonal[: matrix.rows], ranks)
     channels = np.zeros(0)
     if options.prune == "auto" and matrix.role in CHANNEL_ROLES:
-        channels = prune.channel_loss(weight, fisher)
+        with step("loss of pruning"):
+            channels = prune.channel_loss(weight, fisher)
     damping = max(prepared.inputs.damping, prepared.outputs.damping)
     if damping:
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, matrix.key, damping)

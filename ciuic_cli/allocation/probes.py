@@ -29,6 +29,7 @@ from ciuic_cli.passes.feedback import RowFeedback
 from ciuic_cli.passes.linear_algebra import solve_transposed
 from ciuic_cli.passes.prepare import PreparedMatrix
 from ciuic_cli.passes.scale import scaled
+from ciuic_cli.profiling.account import measured, step
 from ciuic_cli.statistics.files import Statistics
 
 CORRECTION_LIMITS = (0.33, 10.0)
@@ -99,13 +100,17 @@ def perturbation(
         matrix = chosen.get((name, expert))
         if matrix is None:
             return None
+        with measured("probe", matrix.role):
+            return perturbed(matrix)
+
+    def perturbed(matrix: WeightMatrix) -> torch.Tensor:
         matrix_plan = plan.matrices[matrix.key]
         fisher = fisher_of(matrix, statistics).to(factors.device)
         weight = read_matrix(model_map, matrix).to(factors.device)
         weight, fisher = scaled(weight, fisher, matrix_plan.input_scale)
         factored = factors.inputs(matrix, fisher)
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode()))
-        perturbed, structure_mask = torch.empty_like(weight), plan.structure_masks.get(matrix.key)
+        noisy_weight, structure_mask = torch.empty_like(weight), plan.structure_masks.get(matrix.key)
         for chunk in row_chunks(
             weight, fisher, matrix, matrix_plan.row_class, factored=factored, pools=factors
         ):
@@ -115,14 +120,16 @@ def perturbation(
                 left, right = lowrank.factor(chunk.weight, importance, matrix_plan.rank)
                 product = left @ right
                 prepared = prepared.with_weight(chunk.weight - product)
-            noisy = with_rounding_noise(prepared, matrix_plan.row_bits[chunk.groups], L, generator) + product
+            with step("noise"):
+                noisy = with_rounding_noise(prepared, matrix_plan.row_bits[chunk.groups], L, generator)
+            noisy += product
             if structure_mask is not None:
                 kept = torch.from_numpy(structure_mask[chunk.groups]).repeat_interleave(TILE)[: len(noisy)]
                 kept = kept.to(noisy.device)
                 noisy[kept] = chunk.weight[kept]
-            perturbed[chunk.rows] = noisy
+            noisy_weight[chunk.rows] = noisy
         scale = matrix_plan.input_scale
-        return perturbed if scale is None else perturbed.mul_(input_factors(scale).to(perturbed.device))
+        return noisy_weight if scale is None else noisy_weight.mul_(input_factors(scale).to(weight.device))
 
     return override
 

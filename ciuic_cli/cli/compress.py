@@ -23,7 +23,7 @@ from ciuic_cli.cli.arguments import (
 )
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
-from ciuic_cli.cli.tables import show_compressed
+from ciuic_cli.cli.tables import show_account, show_compressed
 from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank
 from ciuic_cli.compression.options import (
     BITS,
@@ -39,6 +39,8 @@ from ciuic_cli.integers import parse_size
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 if TYPE_CHECKING:
+    from ciuic_cli.profiling.account import Account
+    from ciuic_cli.profiling.peaks import AccountRow
     from ciuic_cli.report.schema import MemoryReport
 
 
@@ -183,6 +185,14 @@ def compress(
             help="Forecast time, memory and disk, show the plan, and write nothing.",
         ),
     ] = False,
+    profile: Annotated[
+        bool,
+        typer.Option(
+            "--profile",
+            rich_help_panel=RUN,
+            help="Print what each phase computes, the processor's seconds, and the share of the machine's peak.",
+        ),
+    ] = False,
     force: Annotated[
         bool,
         typer.Option(
@@ -252,10 +262,15 @@ def compress(
         source = with_revision(model, revision)
         limit = None if max_disk is None else parse_size(max_disk)
         folder = source if limit is not None else locate(source)
-        report = _run(console, folder, out, options, limit)
+        account = _account() if profile else None
+        report = _run(console, folder, out, options, limit, account)
         if report is not None:
-            console.json(report.to_dict())
+            rows = _account_rows(account)
+            console.json(
+                {**report.to_dict(), "profile": [asdict(row) for row in rows]} if rows else report.to_dict()
+            )
             show_compressed(console, report, "the plan" if dry_run else str(out))
+            show_account(console, rows)
             _show_next_steps(console, source, out, options)
 
     execute(console, action)
@@ -273,7 +288,12 @@ def _from_recipe(file: Path, context: typer.Context) -> dict[str, Any]:
 
 
 def _run(
-    console: Console, model: str | Path, out: Path, options: CompressOptions, max_disk: int | None
+    console: Console,
+    model: str | Path,
+    out: Path,
+    options: CompressOptions,
+    max_disk: int | None,
+    account: Account | None,
 ) -> MemoryReport | None:
     """The report of the run; None in all processes of torchrun but the first."""
     configure_numeric_libraries()
@@ -287,9 +307,31 @@ def _run(
         announce_device(console, options.device)
     with console.progress() as progress:
         report = run_compress(
-            model, out, progress=progress, hint=console.hint, max_disk=max_disk, **asdict(options)
+            model,
+            out,
+            progress=progress,
+            hint=console.hint,
+            max_disk=max_disk,
+            account=account,
+            **asdict(options),
         )
     return report if is_leader() else None
+
+
+def _account() -> Account:
+    configure_numeric_libraries()  # the account imports torch
+    from ciuic_cli.profiling.account import Account
+
+    return Account()
+
+
+def _account_rows(account: Account | None) -> list[AccountRow]:
+    """The lines of the account, as shares of peaks that are measured now."""
+    if account is None:
+        return []
+    from ciuic_cli.profiling.peaks import account_rows, measure_peaks
+
+    return account_rows(account, measure_peaks())
 
 
 def _show_next_steps(console: Console, model: str, out: Path, options: CompressOptions) -> None:

@@ -19,6 +19,7 @@ from ciuic_cli.report.sentences import (
 
 if TYPE_CHECKING:
     from ciuic_cli.artifact.verification import Verification
+    from ciuic_cli.profiling.peaks import AccountRow
     from ciuic_cli.report.inspection import Description
     from ciuic_cli.report.schema import ComponentReport, MemoryReport
 
@@ -106,6 +107,30 @@ def _loss(predicted: float, measured: float | None, stderr: float | None, tokens
 def _bytes(count: float) -> str:
     """Readable bytes, padded so that a column of them aligns to the right."""
     return f"{readable_bytes(count):>8}"
+
+
+def show_account(console: Console, rows: Sequence[AccountRow]) -> None:
+    """Print the account of a run, if there is one: a line for each part, and their sum."""
+    if not rows:
+        return
+    console.data("")
+    console.table(
+        "account of this process (seconds of the processor, summed over threads)",
+        ["phase", "step", "matrices", "G operations", "GB", "seconds", "of the peak"],
+        [
+            *(
+                [
+                    row.phase, row.step, row.kind, round(row.operations / 1e9, 1), round(row.bytes / 1e9, 1),
+                    round(row.seconds, 1), None if row.share is None else f"{row.share:.0%}",
+                ]
+                for row in rows
+            ),
+            [
+                "all", "", "", round(sum(row.operations for row in rows) / 1e9, 1),
+                round(sum(row.bytes for row in rows) / 1e9, 1), round(sum(row.seconds for row in rows), 1), None,
+            ],
+        ],
+    )  # fmt: skip
 
 
 def _roles(components: Sequence[ComponentReport]) -> list[list[object]]:

@@ -36,6 +36,7 @@ from ciuic_cli.process.numeric_libraries import make_products_reproducible
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.torch_modes import default_modes
 from ciuic_cli.process.workers import Workers, is_distributed, join_workers
+from ciuic_cli.profiling.account import Account, keeping
 from ciuic_cli.report.schema import ForecastReport, MemoryReport
 from ciuic_cli.runtime.loading import choose_device
 
@@ -52,6 +53,7 @@ def compress(
     progress: Progress = no_progress,
     hint: Hint = lambda message: None,
     max_disk: int | None = None,
+    account: Account | None = None,
     **options: Any,
 ) -> MemoryReport:
     """Compress a checkpoint to a byte budget; returns the memory report (also written into the artifact).
@@ -66,6 +68,7 @@ def compress(
         progress: called as progress(phase, done, total). hint: called with a message for the user.
         max_disk: of a model on the hub, at most so many bytes of weights are on disk at a time (in the temporary
             folder); they are fetched again when they are needed again. Default: the whole model is downloaded once.
+        account: receives what this process computes in the run, and how long that takes.
         **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
             effort, prune, rank, bits, mtp, device, prompt, dry_run, force. A dry run's report has a "forecast" of the
             run.
@@ -79,7 +82,7 @@ def compress(
         check_path("model", model)
     checked, started = CompressOptions(**options), time.monotonic()
     destination = Path(os.path.realpath(check_path("out", out)))  # a link is followed
-    with _only_run_of_the_process(), default_modes(), _source(model, max_disk) as source:
+    with _only_run_of_the_process(), default_modes(), _source(model, max_disk) as source, keeping(account):
         request = _Request(
             model=source,
             out=destination,

@@ -40,6 +40,7 @@ from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.workers import Workers
+from ciuic_cli.profiling.account import measured
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
 from ciuic_cli.recovery.tuning import Recovery, RecoveryResult
 from ciuic_cli.report.build import build_report
@@ -130,7 +131,8 @@ class Run:
                 price_matrix(self.map, self.statistics, matrix, self.task.passes, pools)
             ),
         )
-        first = self._first_plan()
+        with measured("plan", ""):
+            first = self._first_plan()
         return_freed_memory()
         self.corrections = self._corrections(first)
         tables = [
@@ -143,7 +145,8 @@ class Run:
             replace(table, correction=role_correction(table.matrix.role, self.corrections))
             for table in tables
         ]
-        return make_plan(self.map, tables, self.task.budget, self.task.passes)
+        with measured("plan", ""):
+            return make_plan(self.map, tables, self.task.budget, self.task.passes)
 
     def _arms(self) -> list[ArmTable]:
         """The arms of all matrices, from the journal."""
@@ -173,11 +176,12 @@ class Run:
             noise = perturbation(
                 self.map, self.statistics, plan, probes[number], L=self.options.level.L, pools=pools
             )
-            return json.dumps(self.meter().measure(noise).value).encode()
+            with measured("probe", ""):
+                return json.dumps(self.meter().measure(noise).value).encode()
 
         self._steps.finish("probe", [1] * len(probes), measure)
-        measured = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
-        return probe_corrections(plan, probes, measured)
+        kls = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
+        return probe_corrections(plan, probes, kls)
 
     # --- encode
 
@@ -213,7 +217,7 @@ class Run:
         pools = PoolFactors(self.statistics, machine.device, for_coding=phase == "encode")
 
         def make_on_machine(number: int) -> bytes:
-            with machine.own_stream():
+            with machine.own_stream(), measured(phase, self.matrices[number].role):
                 return make(self.matrices[number], pools)
 
         self._steps.finish(
@@ -272,7 +276,8 @@ class Run:
             if self.workers.is_leader:
                 self.journal.save(RECOVERY, state())
 
-        self.recovered = recovery.tune(measure, keep, self.progress)
+        with measured("recovery", ""):
+            self.recovered = recovery.tune(measure, keep, self.progress)
         remove_path(folder)
 
     def _recovered_kl(self, plan: Plan, factors: Factors) -> float:

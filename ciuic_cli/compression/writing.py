@@ -23,6 +23,7 @@ from ciuic_cli.evaluation.kl_meter import NONFINITE_REMEDY
 from ciuic_cli.evaluation.perplexity import generate_text
 from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.signals import raise_if_interrupted
+from ciuic_cli.profiling.account import measured
 from ciuic_cli.recovery.row_factors import Factors, tuned_dense, with_row_factors
 from ciuic_cli.report.html import render_html
 from ciuic_cli.report.inspection import describe
@@ -58,9 +59,11 @@ def write_artifact(
 def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryReport:
     """Write all files of the artifact; returns the report."""
     factors = {} if run.recovered is None else run.recovered.factors
-    _write_weights(run, plan, folder, factors)
+    with measured("write", ""):
+        _write_weights(run, plan, folder, factors)
     writer.copy_companions(run.map.checkpoint.folder, folder)
-    rounded = run.rounded_kls(plan, factors)
+    with measured("measure", ""):
+        rounded = run.rounded_kls(plan, factors)
     _require_better_than_guessing(run, mean_of(rounded))
     report = run.report(plan, started)  # without the loaded artifact's KL: loading needs the config
     quantization = quantization_config(
@@ -68,7 +71,9 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     )
     writer.write_config(folder, run.map.source_config, quantization)
     _require_readable(folder)
-    report = run.report(plan, started, mean_of(loaded_kls(run, folder, rounded)))
+    with measured("measure", ""):
+        loaded = mean_of(loaded_kls(run, folder, rounded))
+    report = run.report(plan, started, loaded)
     if run.options.prompt is not None:
         report = _with_sample(
             report, run.options.prompt, run.map.checkpoint.folder, folder, run.options.device

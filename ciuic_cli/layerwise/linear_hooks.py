@@ -40,18 +40,19 @@ def matmul_factors(func: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, 
 class WatchedLinear:
     """A parameter to watch: its in-memory name, and the tensor (m, n) or (E, m, n) that the layer computes with.
 
-    transposed: the layer's tensor is (n, m) or (E, n, m), and it computes x W instead of x Wᵀ.
+    transposed: the layer's tensor is (n, m) or (E, n, m), and it computes x W instead of x Wᵀ. role: of the parameter.
     """
 
     name: str
     tensor: torch.Tensor
     transposed: bool = False
+    role: str = ""
 
 
 def linears_of(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter]) -> list[WatchedLinear]:
     """All compressible matrices of a layer, whose parameters' names begin with `prefix`."""
     return [
-        WatchedLinear(prefix + name, tensor, parameter.transposed)
+        WatchedLinear(prefix + name, tensor, parameter.transposed, parameter.role)
         for name, tensor in layer.named_parameters()
         if (parameter := parameters.get(prefix + name)) is not None and parameter.compress
     ]

@@ -24,6 +24,7 @@ from ciuic_cli.passes.chunk_size import scratch_slices
 from ciuic_cli.passes.column_order import rounding_order
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.process.threads import one_thread
+from ciuic_cli.profiling.account import step
 
 INPUT_DAMPING = 0.08
 """Added to H's diagonal, as a share of its mean (measured: docs/experiments/statistics/heavy-tails.md)."""
@@ -92,7 +93,12 @@ class FactoredInputs(NamedTuple):
 
 def factor_inputs(moment: torch.Tensor) -> FactoredInputs:
     """Transform, damp, order and factor H (n, n) float32."""
-    h = transform(transform(moment).T)
+    with step("factors of H"):
+        return _factored(transform(transform(moment).T))
+
+
+def _factored(h: torch.Tensor) -> FactoredInputs:
+    """Damp, order and factor H (n, n) float32 in the transformed basis; overwrites it."""
     h = h.add_(h.T.clone()).mul_(0.5)
     damp(h)
     block_order = rounding_order(h)
@@ -127,9 +133,10 @@ def factor_outputs(moment: torch.Tensor) -> BlockLDL:
     """Shrink, damp, pad and factor G (m, m) float32; a diagonal (m,) is only padded."""
     if moment.dim() == 1:
         return BlockLDL(None, torch.nn.functional.pad(moment, (0, -len(moment) % TILE)))
-    g = moment * (1.0 - OUTPUT_SHRINKAGE)
-    g.diagonal().copy_(moment.diagonal() + output_damping(moment.diagonal().mean()))
-    return block_ldl(pad_square(g))
+    with step("factors of G"):
+        g = moment * (1.0 - OUTPUT_SHRINKAGE)
+        g.diagonal().copy_(moment.diagonal() + output_damping(moment.diagonal().mean()))
+        return block_ldl(pad_square(g))
 
 
 def pad_square(moment: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ from ciuic_cli.codecs.scales import decode_scales, encode_scales
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import round_matrix
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare_without_fisher
+from ciuic_cli.profiling.account import step
 
 
 class Rounder(Protocol):
@@ -82,15 +83,16 @@ def round_rows(
     scales = np.zeros(len(prepared.weight), np.float32)
     scales[: prepared.rows] = scale
     along = prepared.row_feedback
-    tiles, _ = rounder(
-        prepared.weight,
-        scales,
-        row_bits,
-        L=L,
-        input_feedback=prepared.inputs.factor,
-        output_feedback=prepared.outputs.factor,
-        row_feedback=None if along is None else (along.direction, along.pull),
-    )
+    with step("search"):
+        tiles, _ = rounder(
+            prepared.weight,
+            scales,
+            row_bits,
+            L=L,
+            input_feedback=prepared.inputs.factor,
+            output_feedback=prepared.outputs.factor,
+            row_feedback=None if along is None else (along.direction, along.pull),
+        )
     if prepared.block_order is None:
         return tiles
     return _tiles_in_natural_order(tiles, row_bits, prepared.block_order.cpu().numpy())

@@ -37,6 +37,7 @@ from ciuic_cli.layerwise.linear_hooks import linears_of
 from ciuic_cli.layerwise.logits import TokenSpan
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.workers import Workers
+from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics.embedding_fisher import (
     add_occurrences,
     embedding_moment,
@@ -139,12 +140,14 @@ class _Collection:
         ]
         first = self._resume(len(steps))
         if first < len(steps):
-            self.stream.begin()
+            with measured("forward", ""):
+                self.stream.begin()
             if first > 0 and self.stream.carries_state:
                 for number in range(layers):
                     self.stream.forward_layer(number)
         for number, (phase, step) in enumerate(steps[first:], first):
-            step()
+            with measured(phase, ""):
+                step()
             if number >= layers:
                 # Deletes what the previous step dropped. All workers have marked that step, or they would not have
                 # met in this one; so none can resume before it.

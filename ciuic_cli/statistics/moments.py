@@ -48,6 +48,7 @@ import torch
 from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, WatchedLinear
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
+from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.symmetric_product import symmetric_product
 
@@ -77,6 +78,7 @@ class MomentRecorder(LinearHook):
         super().__init__(watched)
         self.dtype, self.length = dtype, length
         self.moments: dict[Key, Moments] = {}
+        self._roles = {item.name: item.role for item in watched}
         stacks = [item for item in watched if item.tensor.dim() == 3]
         self._pooled = {item.name for item in stacks if not full_moments_fit(*item.tensor.shape)}
 
@@ -98,7 +100,7 @@ class MomentRecorder(LinearHook):
         rows, cols = shape
         name, expert = key
         x, gradient = x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float()
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(x.device.type, enabled=False), measured("moments", self._roles.get(name, "")):
             if expert is not None and name in self._pooled:
                 self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
                 self._moments_of((name, None), shape, x.device).add_tokens(x, gradient)

@@ -218,6 +218,25 @@ def test_dry_run_prints_one_object_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_profile_prints_the_account(tiny_checkpoint: Callable[..., Path], text: Path, tmp_path: Path) -> None:
+    arguments = ["--ratio", 3, "--calibration", text, "--calibration-only", *QUICK, "--profile"]
+    original = tiny_checkpoint("llama")
+    result = invoke("compress", original, tmp_path / "out", *arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = json.loads(result.stdout)["profile"]
+    phases = list(dict.fromkeys(row["phase"] for row in rows))
+    assert phases == ["forward", "head", "backward", "moments", "embedding", "arms", "plan", "probe", "encode", "write",
+                      "measure"]  # fmt: skip
+    moments = {row["kind"]: row for row in rows if row["phase"] == "moments"}
+    assert set(moments) == {"q", "k", "v", "o", "gate", "up", "down"}
+    assert all(row["operations"] > 0 and row["bytes"] > 0 for row in moments.values())
+    searches = [row for row in rows if row["step"] == "search"]
+    assert all(row["seconds"] > 0 and row["share"] is None for row in searches)
+    assert {row["kind"] for row in searches} >= {"down", "embedding"}
+    shown = invoke("compress", original, tmp_path / "plan", *arguments, "--dry-run").stdout
+    assert re.search(r"moments +│ rest +│ down", shown) and re.search(r"^all ", shown, re.MULTILINE)
+
+
 def test_options_reach_the_pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: dict[str, Any] = {}
 

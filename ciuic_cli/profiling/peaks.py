@@ -1,0 +1,82 @@
+"""The machine's measured peak (the best rate of one thread's matrix products), and the account as shares of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from ciuic_cli.process.threads import one_thread
+from ciuic_cli.profiling.account import Account, Entry
+
+_SIZE = 1024
+"""Rows and columns of the timed products (chosen: larger products are not faster)."""
+_REPEATS = 8
+"""Timed products per dtype, of which the fastest counts (chosen)."""
+TIMED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+"""Dtypes in which a run multiplies."""
+
+
+def measure_peaks() -> dict[torch.dtype, float]:
+    """Operations per second of one thread by dtype: MKL's and oneDNN's products are timed, and the faster one counts.
+
+    Takes about a second.
+    """
+    with one_thread(), torch.no_grad():
+        return {dtype: max(_rate(product, dtype) for product in _products(dtype)) for dtype in TIMED_DTYPES}
+
+
+def _products(dtype: torch.dtype) -> list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]:
+    products: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [torch.mm]
+    if dtype == torch.float32 and torch.backends.mkldnn.is_available():
+        products.append(lambda a, b: torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], ""))
+    return products
+
+
+def _rate(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype) -> float:
+    a, b = (torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in range(2))
+    product(a, b)
+    seconds = []
+    for _ in range(_REPEATS):
+        started = time.thread_time()
+        product(a, b)
+        seconds.append(time.thread_time() - started)
+    return 2.0 * _SIZE**3 / min(seconds)
+
+
+@dataclass(frozen=True)
+class AccountRow:
+    """A line of the account.
+
+    Attributes:
+        operations, bytes, seconds: see `account.py`.
+        share: of `seconds`, how much the operations would take at the machine's peak; None without operations.
+    """
+
+    phase: str
+    step: str
+    kind: str
+    operations: int
+    bytes: int
+    seconds: float
+    share: float | None
+
+
+def account_rows(account: Account, peaks: Mapping[torch.dtype, float]) -> list[AccountRow]:
+    """The account's lines: phases in the order of the run, the longest part of a phase first.
+
+    peaks: operations per second of a thread by dtype, from `measure_peaks`.
+    """
+    phases = list(dict.fromkeys(phase for phase, _, _ in account.entries))
+    rows = [
+        AccountRow(*part, sum(entry.operations.values()), entry.nbytes, entry.seconds, _share(entry, peaks))
+        for part, entry in account.entries.items()
+    ]
+    return sorted(rows, key=lambda row: (phases.index(row.phase), -row.seconds))
+
+
+def _share(entry: Entry, peaks: Mapping[torch.dtype, float]) -> float | None:
+    at_peak = sum(count / peaks[dtype] for dtype, count in entry.operations.items() if dtype in peaks)
+    return at_peak / entry.seconds if at_peak and entry.seconds else None
