@@ -61,7 +61,9 @@ def random_model(config: Any, dtype: torch.dtype) -> Any:
             experts, rows, cols = parameter.shape
             stack = ExpertStack(tuple(random_matrix(rows, cols, seed=expert) for expert in range(experts)))
             blobs[name] = blob_of(stack)
-        elif isinstance(model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding):
+        elif parameter.dim() == 2 and isinstance(
+            model.get_submodule(name.rpartition(".")[0]), nn.Linear | nn.Embedding
+        ):
             blobs[name] = blob_of(random_matrix(*parameter.shape))
     return pack_module_inplace(model, blobs)
 

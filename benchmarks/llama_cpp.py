@@ -90,6 +90,11 @@ def quantized(folder: Path, binaries: Path, kind: str) -> Path:
     return made
 
 
+def own_rate(model: Any, tokens: int) -> float:
+    """Tokens per second of `generate` without the prompt, as llama-bench counts them."""
+    return 1e3 * tokens / ((tokens + 1) * milliseconds(model, tokens + 1) - milliseconds(model, 1))
+
+
 def peer_rate(binaries: Path, file: Path, threads: int, tokens: int) -> float:
     """Tokens per second that llama-bench measures."""
     command = [
@@ -134,7 +139,7 @@ def main() -> None:
     ours: list[float] = []
     peers: dict[Path, list[float]] = {file: [] for file in files}
     for _ in range(options.rounds):
-        ours.append(1e3 / milliseconds(model, options.tokens))
+        ours.append(own_rate(model, options.tokens))
         for file in files:
             peers[file].append(peer_rate(options.bin, file, options.threads, options.tokens))
     rate = statistics.median(ours)
