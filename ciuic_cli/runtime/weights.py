@@ -65,13 +65,18 @@ class PlainWeight:
 
     def lookup(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """As `Weight.lookup`. Raises IndexError for an id outside the table."""
+        if ids.numel() == 1:
+            return self._rows(ids.reshape(1), dtype).reshape(*ids.shape, self.matrix.cols)
         unique, inverse = torch.unique(ids, return_inverse=True)
-        if unique.numel() and not 0 <= int(unique[0]) <= int(unique[-1]) < self.matrix.rows:
+        return self._rows(unique, dtype)[inverse.reshape(-1)].reshape(*ids.shape, self.matrix.cols)
+
+    def _rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of ids in rising order."""
+        if ids.numel() and not 0 <= int(ids[0]) <= int(ids[-1]) < self.matrix.rows:
             raise IndexError(
-                f"ids from {int(unique[0])} to {int(unique[-1])}; the embedding has {self.matrix.rows} rows"
+                f"ids from {int(ids[0])} to {int(ids[-1])}; the embedding has {self.matrix.rows} rows"
             )
-        table = products.rows_of(self.matrix, unique.to(torch.int64)).to(dtype)
-        return table[inverse.reshape(-1)].reshape(*ids.shape, self.matrix.cols)
+        return products.rows_of(self.matrix, ids.to(torch.int64)).to(dtype)
 
 
 class PlainStack:

@@ -19,30 +19,48 @@ SPARE_TOKENS = 64
 """The least spare tokens. Chosen."""
 
 
-class _Part:
-    """Cached keys or values: the first `count` tokens of some memory."""
+class Part:
+    """Cached keys or values: the first `count` tokens of some memory.
+
+    Attributes:
+        kind: (shape, strides, dtype, device, requires_grad) of the memory.
+        address: of its first byte.
+    """
+
+    __slots__ = ("address", "count", "is_inference", "kind", "memory")
 
     def __init__(self, memory: torch.Tensor, count: int) -> None:
         self.memory, self.count = memory, count
+        self.kind = (memory.shape, memory.stride(), memory.dtype, memory.device, memory.requires_grad)
+        self.address = memory.data_ptr()
+        self.is_inference = memory.is_inference()
+
+    def __reduce__(self) -> Any:
+        return Part, (self.memory, self.count)
+
+    def has_room(self, more: int, dim: int) -> bool:
+        """Whether `more` tokens may be written behind the cached ones now."""
+        enough = self.kind[0][dim] >= self.count + more
+        return enough and (not self.is_inference or torch.is_inference_mode_enabled())
 
 
 class _Growing(DynamicLayer):
     """Keys and values are views of memory that may be longer. They are made when somebody asks for them."""
 
     def _get(self, name: str, dim: int = 2) -> torch.Tensor | None:
-        part: _Part | None = self.__dict__.get(f"_{name}")
+        part: Part | None = self.__dict__.get(f"_{name}")
         if part is None or part.memory.dim() <= dim:
             return None if part is None else part.memory
         return part.memory.narrow(dim, 0, part.count)
 
     def _set(self, name: str, value: torch.Tensor | None, dim: int = 2) -> None:
-        part: _Part | None = self.__dict__.get(f"_{name}")
+        part: Part | None = self.__dict__.get(f"_{name}")
         if value is None:
             self.__dict__[f"_{name}"] = None
         elif part is not None and _begins(value, part.memory, dim):
             part.count = value.shape[dim]
         else:
-            self.__dict__[f"_{name}"] = _Part(value, value.shape[dim] if value.dim() > dim else 0)
+            self.__dict__[f"_{name}"] = Part(value, value.shape[dim] if value.dim() > dim else 0)
 
     keys = property(lambda self: self._get("keys"), lambda self, value: self._set("keys", value))
     values = property(lambda self: self._get("values"), lambda self, value: self._set("values", value))
@@ -61,7 +79,7 @@ class _Growing(DynamicLayer):
 
     def get_seq_length(self) -> int:
         """Cached tokens."""
-        part: _Part | None = self.__dict__.get("_keys")
+        part: Part | None = self.__dict__.get("_keys")
         return 0 if part is None or not self.is_initialized else part.count
 
     def _grow(self, name: str, new: torch.Tensor, dim: int = 2) -> None:
@@ -73,7 +91,7 @@ class _Growing(DynamicLayer):
         old = self._get(name, dim)
         if old is None or not old.numel():
             old = new.narrow(dim, 0, 0)
-            self.__dict__[f"_{name}"] = _Part(old, 0)
+            self.__dict__[f"_{name}"] = Part(old, 0)
         if old.requires_grad or new.requires_grad:
             self._set(name, torch.cat([old, new], dim=dim), dim)
             return
@@ -82,27 +100,25 @@ class _Growing(DynamicLayer):
         part.memory.narrow(dim, part.count, more).copy_(new)
         part.count += more
 
-    def _reserve(self, name: str, more: int, dim: int = 2) -> _Part:
+    def _reserve(self, name: str, more: int, dim: int = 2) -> Part:
         """The part, with room for `more` tokens in memory that may be written now."""
-        part: _Part = self.__dict__[f"_{name}"]
-        needed = part.count + more
-        if part.memory.shape[dim] < needed or (
-            part.memory.is_inference() and not torch.is_inference_mode_enabled()
-        ):
+        part: Part = self.__dict__[f"_{name}"]
+        if not part.has_room(more, dim):
+            needed = part.count + more
             shape = list(part.memory.shape)
             shape[dim] = needed + max(SPARE_TOKENS, needed // SPARE_SHARE)
             memory = part.memory.new_empty(shape)
             memory.narrow(dim, 0, part.count).copy_(part.memory.narrow(dim, 0, part.count))
-            part.memory = memory
+            self.__dict__[f"_{name}"] = part = Part(memory, part.count)
         return part
 
 
 class GrowingLayer(_Growing):
     """DynamicLayer that grows in place."""
 
-    def reserve(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory of (keys, values), [b, heads, tokens, columns]: the cached tokens, then room for one or more."""
-        return self._reserve("keys", 1).memory, self._reserve("values", 1).memory
+    def reserve(self) -> tuple[Part, Part]:
+        """(keys, values), each [b, heads, tokens, columns]: the cached tokens, then room for one or more."""
+        return self._reserve("keys", 1), self._reserve("values", 1)
 
     def take_reserved(self, tokens: int = 1) -> None:
         """Count tokens that the caller wrote behind the cached ones in the memory of `reserve`; -1 takes one back."""

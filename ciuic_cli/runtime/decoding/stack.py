@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ciuic_cli.codecs import native
-from ciuic_cli.runtime.attention.growing_cache import GrowingLayer, let_grow
+from ciuic_cli.runtime.attention.growing_cache import GrowingLayer, Part, let_grow
 from ciuic_cli.runtime.decoding.layer_steps import LayerSteps, Sources
 from ciuic_cli.runtime.decoding.program import ProgramBuilder
 
@@ -90,26 +90,22 @@ class StackProgram:
             return None
         for index in range(self.count):
             let_grow(cache, index)
-        memories: list[torch.Tensor] = []
+        parts: list[Part] = []
         tokens = known[0].get_seq_length()
         for layer in known:
-            if (
-                type(layer) is not GrowingLayer
-                or not layer.is_initialized
-                or layer.get_seq_length() != tokens
-            ):
+            if type(layer) is not GrowingLayer or not layer.is_initialized:
                 return None
-            memories += layer.reserve()
-        first = memories[0]
-        shape, strides = first.shape, first.stride()
+            parts += layer.reserve()
+        shape, strides, *_ = kind = parts[0].kind
         if (shape[0], shape[1], shape[3]) != (x.shape[0], self.kv_heads, self.head_dim) or strides[3] != 1:
             return None
-        kind = (shape, strides, x.dtype, x.device, False)
-        if any((m.shape, m.stride(), m.dtype, m.device, m.requires_grad) != kind for m in memories):
+        if kind[2:] != (x.dtype, x.device, False):
+            return None
+        if any([part.count != tokens or part.kind != kind for part in parts]):  # noqa: C419  a list is faster
             return None
         return native.CiuicCaches(
-            arrays=ctypes.cast(self._arrays(*(memory.data_ptr() for memory in memories)), ctypes.c_void_p),
-            count=len(memories),
+            arrays=ctypes.cast(self._arrays(*[part.address for part in parts]), ctypes.c_void_p),
+            count=len(parts),
             context=tokens + 1,
             sequence_stride=strides[0],
             head_stride=strides[1],
