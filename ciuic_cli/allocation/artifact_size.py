@@ -52,7 +52,7 @@ def dense_names(model_map: ModelMap) -> list[str]:
 
 
 def dense_tensors(model_map: ModelMap) -> list[StoredTensor]:
-    """The uncompressed parameters, in the dtype that the model computes with."""
+    """The uncompressed parameters, in the dtype of the checkpoint (`ModelMap.stored_dtype`)."""
     tensors = []
     for name in dense_names(model_map):
         dtype = model_map.stored_dtype(name)

@@ -32,7 +32,7 @@ from ciuic_cli.checkpoint.formats import TORCH_DTYPES, can_hold
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers, sort_unexpected
 from ciuic_cli.checkpoint.naming import Assembly, map_names
 from ciuic_cli.checkpoint.reader import Checkpoint
-from ciuic_cli.checkpoint.roles import classify
+from ciuic_cli.checkpoint.roles import TOWER, classify
 from ciuic_cli.checkpoint.tying import resolve_ties
 from ciuic_cli.errors import InputError
 
@@ -116,9 +116,24 @@ class ModelMap:
         """Name -> dtype, for the parameters and buffers that do not have the model's `dtype` in memory."""
         return self.dtype_rules[self.dtype]
 
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """The dtype of a parameter or buffer in memory, and in an artifact if it is not compressed."""
+    def memory_dtype(self, name: str) -> torch.dtype:
+        """The dtype of a parameter or buffer in memory, if the model is loaded in its own dtype."""
         return self.fixed_dtypes.get(name, self.dtype)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """The dtype of an uncompressed parameter or buffer in an artifact.
+
+        It is the checkpoint's, so that a model that is loaded in float32 has all digits of a norm in float32. Tensors
+        that transformers makes of tensors of several dtypes or of FP8, and towers, which are large, have the dtype in
+        memory.
+        """
+        parameter = self.parameters[name]
+        found = {self.checkpoint.tensors[source].dtype for source in parameter.sources}
+        stored = TORCH_DTYPES.get(found.pop()) if len(found) == 1 else None
+        decoded = any(self.checkpoint.format_of(source) is not None for source in parameter.sources)
+        if stored not in _MODEL_DTYPES or decoded or parameter.role == TOWER:
+            return self.memory_dtype(name)
+        return stored
 
     @property
     def source_config(self) -> dict[str, Any]:
@@ -228,7 +243,7 @@ class ModelMap:
 
     def _reader(self, name: str) -> Callable[..., torch.Tensor]:
         """A function that reads the parameter's source tensors and checks them in its dtype (float32 for float64)."""
-        dtype = self.stored_dtype(name)
+        dtype = self.memory_dtype(name)
         return partial(self.checkpoint.read_finite, dtype=torch.float32 if dtype == torch.float64 else dtype)
 
     def _assembly(self, name: str) -> Assembly:

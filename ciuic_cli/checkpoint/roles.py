@@ -80,7 +80,9 @@ class Classification:
     transposed: bool = False
 
 
-_IN_A_TOWER = Classification("tower", False, "not part of the language model: kept exactly")
+TOWER = "tower"
+"""The role of matrices outside the language model."""
+_IN_A_TOWER = Classification(TOWER, False, "not part of the language model: kept exactly")
 """Matrices of vision and sound towers, and of what connects them: calibration text does not reach them."""
 
 

@@ -3,13 +3,14 @@
     python tests/families/random_shapes.py --count 40 --seed 0
 
 Each shape takes the configuration class of a family of transformers and odd sizes: heads of a width that is no multiple
-of 16, untied heads, biases, odd vocabularies, one layer, several dtypes, many shards. A shape fails if it ends with
-code 1, or if its logits differ from those of a dense model with the decoded weights.
+of 16, untied heads, biases, odd vocabularies, one layer, many shards, and files whose tensors have several dtypes. A
+shape fails if it ends with code 1, or if its logits differ from those of a dense model with the decoded weights.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -32,6 +34,7 @@ from ciuic_cli.artifact.verification import verify
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import CiuicError
 from ciuic_cli.evaluation.perplexity import evaluate
+from ciuic_cli.integers import round_up
 from ciuic_cli.report.inspection import describe
 
 FAMILIES = (
@@ -42,14 +45,26 @@ FAMILIES = (
 """Families whose configurations take odd sizes without other changes."""
 
 
+_EXPERT_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+STORED = ("alike", "vectors in float32", "some in float32", "some in float16", "named otherwise", "unnamed")
+"""Dtypes in the files: all of the model's; all vectors or half of the tensors in another one; all of the model's, and
+config.json names another one or none."""
+
+
 @dataclass(frozen=True)
 class Shape:
-    """What is tried: a family, values of its configuration, the dtype, and the size of a shard."""
+    """What is tried: a family, values of its configuration, the dtype, the size of a shard, and one of `STORED`."""
 
     family: str
     values: dict[str, Any]
     dtype: torch.dtype
     shard: str
+    stored: str
 
 
 def random_shape(generator: random.Random) -> Shape:
@@ -81,6 +96,7 @@ def random_shape(generator: random.Random) -> Shape:
         values,
         pick([torch.bfloat16, torch.float16, torch.float32]),
         pick(["5GB", "30KB", "100KB"]),
+        pick(STORED),
     )
 
 
@@ -90,7 +106,11 @@ def config_of(shape: Shape) -> Any:
 
     kind = CONFIG_MAPPING[shape.family]
     plain = kind()
-    known = {key: value for key, value in {**SIZES, **shape.values}.items() if _has(plain, key)}
+    sizes = {**SIZES, **shape.values}
+    if _has(plain, "num_experts_per_tok"):
+        # transformers multiplies by experts only if the rows of all factors are whole 16 bytes.
+        sizes |= {key: round_up(sizes[key], 8) for key in _EXPERT_SIZES}
+    known = {key: value for key, value in sizes.items() if _has(plain, key)}
     changes = {key: value for key, value in CHANGES.get(shape.family, {}).items() if key not in shape.values}
     return kind(**{**known, **changes})
 
@@ -117,8 +137,34 @@ def make(shape: Shape, folder: Path) -> Path:
     if not bool(torch.isfinite(logits).all()):
         raise ValueError("the original predicts no finite numbers")
     model.to(shape.dtype).save_pretrained(folder, max_shard_size=shape.shard)
+    store(folder, shape.stored)
     make_tokenizer(folder)
     return folder
+
+
+def store(folder: Path, stored: str) -> None:
+    """Give the tensors of the files, or the dtype in config.json, what `stored` says."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    if stored == "named otherwise":
+        config["dtype"] = "float32" if config["dtype"] == "bfloat16" else "bfloat16"
+    elif stored == "unnamed":
+        del config["dtype"]
+    file.write_text(json.dumps(config))
+    other = torch.float16 if stored == "some in float16" else torch.float32
+    generator = random.Random(stored)
+    for shard in sorted(folder.glob("*.safetensors")):
+        tensors = load_file(shard)
+        for name, value in tensors.items():
+            if value.is_floating_point() and (
+                (stored == "vectors in float32" and value.dim() == 1)
+                or (stored.startswith("some") and generator.random() < 0.5)
+            ):
+                noise = torch.rand(value.shape, generator=torch.Generator().manual_seed(1))
+                tensors[name] = (value.float() * (1 + noise / 1000)).to(
+                    other
+                )  # more digits than bfloat16 has
+        save_file(tensors, shard, metadata={"format": "pt"})
 
 
 def try_shape(shape: Shape, folder: Path, verbose: bool = False) -> tuple[int, str]:
@@ -179,7 +225,10 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             code, reason = try_shape(shape, Path(folder), arguments.v)
         codes[code] += 1
-        print(f"{number - 1:4} code {code:2} {shape.family:14} {str(shape.dtype)[6:]:9} {reason}", flush=True)
+        print(
+            f"{number - 1:4} code {code:2} {shape.family:14} {str(shape.dtype)[6:]:9} {shape.stored:18} {reason}",
+            flush=True,
+        )
         if code == 1:
             print(f"     {shape}", flush=True)
     print(dict(codes))
