@@ -24,7 +24,8 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
         TargetError: even the smallest arms exceed the budget. The remedy names the highest ratio with these options,
             and with each option that raises it.
         UsageError: no matrix can have a low-rank part of the rank that the user chose.
-        InputError: the model has no matrix to compress.
+        InputError: the model has no matrix to compress, or weights of a class that is not supported exceed the budget
+            alone. The remedy is as that of the TargetError.
     """
     tables = _lossless_tables(model_map, options)
     if not tables:
@@ -54,7 +55,29 @@ def check_reachable(model_map: ModelMap, budget: int, options: PassOptions) -> N
             reached = _two_decimals(_smallest(model_map, changed, budget).highest_ratio())
             if float(reached) > float(_two_decimals(knapsack.highest_ratio())):
                 others.append(f"; {option} allows up to {reached}")
-        raise TargetError(error.message, remedy=f"{error.remedy}{''.join(others)}") from error
+        remedy = f"{error.remedy}{''.join(others)}"
+        _require_supported(model_map, budget, _two_decimals(knapsack.highest_ratio()), remedy)
+        raise TargetError(error.message, remedy=remedy) from error
+
+
+def _require_supported(model_map: ModelMap, budget: int, highest: str, remedy: str) -> None:
+    """Raise InputError if matrices whose class is not supported exceed the budget alone; it names the class."""
+    kept = [
+        parameter
+        for parameter in model_map.parameters.values()
+        if parameter.used_by is not None and parameter.tied_to is None
+    ]
+    if sum(parameter.numel * model_map.stored_dtype(parameter.name).itemsize for parameter in kept) < budget:
+        return
+    weights = sum(parameter.numel for parameter in kept)
+    raise InputError(
+        f"{100 * weights / model_map.stored_numel:.0f} % of the weights are in modules of "
+        f"{' and '.join(sorted({str(parameter.used_by) for parameter in kept}))}, which ciuic does not support: it "
+        f"keeps them exactly. The highest ratio is {highest}",
+        file=model_map.checkpoint.folder,
+        tensor=kept[0].name,
+        remedy=remedy,
+    )
 
 
 def _smallest(model_map: ModelMap, options: PassOptions, budget: int) -> GroupKnapsack:

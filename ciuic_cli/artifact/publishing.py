@@ -12,7 +12,7 @@ from pathlib import Path
 from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.checkpoint.folder import read_config
-from ciuic_cli.errors import CiuicError, EnvironmentFault
+from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError
 from ciuic_cli.process import work_folders
 from ciuic_cli.process.atomic_files import (
     EXCHANGE,
@@ -86,6 +86,26 @@ def may_replace(destination: Path, *, force: bool) -> bool:
         return force and ((destination / CHECKSUMS).is_file() or is_artifact(read_config(destination)))
     except (CiuicError, OSError):  # without a config.json, or one that is damaged or cannot be read
         return False
+
+
+def require_new(destination: Path, *inputs: Path) -> None:
+    """Raise InputError if the output exists, or lies inside one of the folders that are read, or around it.
+
+    destination: an absolute path. An empty folder counts as absent.
+    """
+    out = Path(os.path.realpath(destination))
+    for folder in inputs:
+        source = folder.resolve()
+        if out == source or source in out.parents or out in source.parents:
+            raise InputError(
+                "the output lies inside the input, or the other way round",
+                file=destination,
+                remedy="choose another output folder",
+            )
+    if os.path.lexists(destination) and not may_replace(destination, force=False):
+        raise InputError(
+            "the output exists already", file=destination, remedy="choose another folder, or move it away"
+        )
 
 
 def publish(destination: Path, *, force: bool) -> Path | None:

@@ -46,7 +46,7 @@ class Parameter:
 
     Attributes:
         shape: as it is stored in an artifact; the model's parameter has the last two sizes exchanged if `transposed`.
-        role, compress, reason, transposed: as in `roles.Classification`.
+        role, compress, reason, transposed, used_by: as in `roles.Classification`.
         sources: names of the checkpoint's tensors that it is made of.
         tied_to: the parameter whose values it shares. A tied parameter is stored and counted only there.
         buffer: whether it is a buffer (a router's bias, a lookup table): stored, but not counted as a parameter.
@@ -61,6 +61,7 @@ class Parameter:
     tied_to: str | None = None
     buffer: bool = False
     transposed: bool = False
+    used_by: str | None = None
 
     @property
     def is_stack(self) -> bool:
@@ -307,6 +308,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             tied_to,
             classification.buffer,
             classification.transposed,
+            classification.used_by,
         )
         if tied_to is not None:
             parameters[name] = replace(

@@ -71,6 +71,8 @@ class Classification:
         reason: why it is not; empty if it is.
         buffer: whether it is a buffer: no trained weight, and not counted as a parameter.
         transposed: it is compressed as its transpose, because the model has it as (inputs, outputs).
+        used_by: the class of its module, for a matrix of the language model that is kept because the class is not
+            supported.
     """
 
     role: str
@@ -78,6 +80,7 @@ class Classification:
     reason: str
     buffer: bool = False
     transposed: bool = False
+    used_by: str | None = None
 
 
 TOWER = "tower"
@@ -108,8 +111,8 @@ def classify(model: Any) -> dict[str, tuple[Classification, torch.Tensor]]:
                 )
             else:
                 classified = _classify_parameter(owner_name, owner, parent, short, tensor, head)
-                if classified.compress and owner is not head and not name.startswith(language_model):
-                    classified = _IN_A_TOWER
+                if owner is not head and not name.startswith(language_model):
+                    classified = _IN_A_TOWER if classified.compress else replace(classified, used_by=None)
             result[name] = (classified, tensor.mT if classified.transposed else tensor)
     return result
 
@@ -184,6 +187,7 @@ def _classify_parameter(
         "other",
         False,
         f"used by {type(owner).__name__} directly, not as a linear or an embedding: kept exactly",
+        used_by=type(owner).__name__,
     )
 
 
@@ -222,7 +226,8 @@ def _classify_product(
     """
     use = Use.ROWS if fault is None else weight_use(type(owner), short)
     if use is None:
-        return Classification(role, False, f"used by {type(owner).__name__}, {fault}: kept exactly")
+        kind = type(owner).__name__
+        return Classification(role, False, f"used by {kind}, {fault}: kept exactly", used_by=kind)
     if use is not Use.COLUMNS:
         return _classify_by_size(role, tensor)
     by_size = _classify_by_size(role, tensor.mT)

@@ -24,7 +24,6 @@ from ciuic_cli.artifact.tensors import decoded_pieces, dense_tensor
 from ciuic_cli.checkpoint.architecture import fixed_dtypes
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import classify
-from ciuic_cli.errors import InputError
 from ciuic_cli.export.file_names import FileGroup, file_groups, to_files
 from ciuic_cli.process import atomic_files
 from ciuic_cli.process.file_faults import environment_fault
@@ -70,7 +69,7 @@ def export_dense(
     """
     artifact = open_artifact(path)
     out = Path(os.path.realpath(destination))
-    _require_free(out, artifact.folder.resolve())
+    publishing.require_new(out, artifact.folder)
     weights = _DenseWeights(artifact, DTYPES[to], (rows or _decoded_rows)(artifact))
     shards = place(weights.layout())
     total = stored_bytes(shards)
@@ -97,17 +96,6 @@ def export_dense(
             raise environment_fault(error, out) from error
         raise
     return Exported(total, len(shards), tuple(weights.warnings))
-
-
-def _require_free(out: Path, source: Path) -> None:
-    if out == source or source in out.parents or out in source.parents:
-        raise InputError(
-            "the output lies inside the input, or the other way round",
-            file=out,
-            remedy="choose another output folder",
-        )
-    if os.path.lexists(out) and not publishing.may_replace(out, force=False):
-        raise InputError("the output exists already", file=out, remedy="choose an absent or empty folder")
 
 
 def _decoded_rows(artifact: Artifact) -> Rows:

@@ -35,6 +35,7 @@ from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
+from ciuic_cli.layerwise.mixed_precision import mixed_precision
 from ciuic_cli.layerwise.overrides import Override, replace_weights
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
@@ -370,9 +371,9 @@ class LayerStream:
         """The inverse of `_streams_last`."""
         return hidden.movedim(2, 0) if self._streams_first else hidden
 
-    def _autocast(self) -> torch.autocast:
+    def _autocast(self) -> AbstractContextManager[None]:
         """Matrix products in `dtype`; the residual stream stays float32."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        return mixed_precision(self.device, self.dtype)
 
     def _chunks_or_all(self, chunks: Sequence[int] | None) -> Sequence[int]:
         return range(len(self.chunks)) if chunks is None else chunks

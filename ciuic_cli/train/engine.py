@@ -22,7 +22,7 @@ import torch
 from ciuic_cli.artifact import publishing
 from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.checkpoint.folder import locate, read_config, read_json
-from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, UsageError
+from ciuic_cli.errors import CiuicError, EnvironmentFault, UsageError
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.threads import threads
 from ciuic_cli.recipes import write_recipe
@@ -83,7 +83,7 @@ def train(
     folder = locate(model)
     if out.exists() and not publishing.may_replace(out, force=False):
         _tidy_up_after(out)
-        raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
+    publishing.require_new(out, folder)
     examples, rows = read_rows(folder, options)
     held_out = read_held_out(folder, options)
     hint(f"{len(examples):,} examples in {len(rows):,} rows")

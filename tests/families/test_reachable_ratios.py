@@ -11,7 +11,7 @@ from family_table import TEXT
 from tiny_families import make_family
 
 from ciuic_cli.compression.pipeline import compress
-from ciuic_cli.errors import TargetError
+from ciuic_cli.errors import InputError, TargetError
 
 ALTERNATIVES: dict[str, dict[str, Any]] = {
     "--prune auto": {"prune": "auto"},
@@ -45,3 +45,17 @@ def test_the_ratios_that_the_error_names_succeed(family: str, tmp_path: Path) ->
         assert run(ratio, **options) >= ratio
     with pytest.raises(TargetError):
         run(hints[0][0] + 0.02)
+
+
+def test_a_class_that_is_not_supported_is_named_with_the_highest_ratio(tmp_path: Path) -> None:
+    """DBRX has all experts of a layer in one flat matrix, which is 85 % of the weights."""
+    source, text, out = make_family("dbrx", tmp_path / "model"), tmp_path / "text.txt", tmp_path / "out"
+    text.write_text(TEXT)
+    given: dict[str, Any] = {"effort": "fast", "nsamples": 6, "seqlen": 48, "calibration": [text]}
+    with pytest.raises(InputError, match=r"of the weights are in modules of DbrxExpertGLU") as caught:
+        compress(source, out, calibration_only=True, **given)
+    assert caught.value.exit_code == 3 and caught.value.tensor == "transformer.blocks.0.ffn.experts.mlp.w1"
+    highest = re.search(r"The highest ratio is (\d\.\d\d)$", caught.value.message)
+    assert highest is not None and not out.exists()
+    report = compress(source, out, calibration_only=True, ratio=float(highest[1]), **given)
+    assert report.ratio >= float(highest[1])

@@ -15,7 +15,7 @@ from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.reader import Artifact, open_artifact
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.compression.pipeline import compress
-from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.errors import UsageError
 from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.logits import logits_in_parts
 from ciuic_cli.layerwise.logits import logit_tokens
@@ -24,6 +24,7 @@ from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.documents import DOCUMENT_SEPARATOR, builtin_calibration_text
 from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.examples import Example
+from ciuic_cli.train.merging.adapter import ADAPTER_FILE, adapted_model, require_adapter
 from ciuic_cli.train.merging.changes import Changes, changes_of
 from ciuic_cli.train.merging.dense_export import write_dense
 from ciuic_cli.train.merging.low_rank_parts import write_low_rank
@@ -36,8 +37,6 @@ HELD_OUT_EVERY = 8
 """Every 8th training example is held out of the statistics, for measuring KL (chosen)."""
 MOST_EXAMPLES = 16
 """Most examples on which KL is measured (chosen)."""
-ADAPTER_FILE = "adapter_model.safetensors"
-"""PEFT's name of the file with the factors."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +92,9 @@ def merge(
     out = Path(os.path.abspath(out))
     folder = locate(model)
     artifact = open_artifact(folder)
-    if not (adapter / ADAPTER_FILE).is_file():
-        raise InputError(
-            f"there is no adapter: {ADAPTER_FILE} is missing",
-            file=adapter,
-            remedy="give the output of `ciuic train`",
-        )
-    if out.exists() and not publishing.may_replace(out, force=False):
-        raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
-    changes = changes_of(_adapted(folder, adapter, device))
+    require_adapter(adapter)
+    publishing.require_new(out, folder, adapter)
+    changes = changes_of(adapted_model(folder, adapter, device))
     held_out = list(examples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]) or list(examples[-1:])
     if method == "requantize":
         seen = [example for number, example in enumerate(examples, 1) if number % HELD_OUT_EVERY] or list(
@@ -110,14 +103,8 @@ def merge(
         _requantize(artifact, adapter, changes, out, seen, nsamples, device, progress, hint)
     else:
         _write(artifact, changes, out, method, progress)
-    adapted = _adapted(folder, adapter, device)  # again, so that it takes no memory in between
+    adapted = adapted_model(folder, adapter, device)  # again, so that it takes no memory in between
     return _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)
-
-
-def _adapted(folder: Path, adapter: Path, device: str) -> Any:
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(load(folder, device), adapter).eval()
 
 
 def _requantize(

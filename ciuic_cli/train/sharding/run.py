@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ciuic_cli.artifact import publishing
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.errors import UsageError
 from ciuic_cli.process.workers import Workers, is_distributed, join_workers
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.train import full
@@ -72,8 +72,7 @@ def train_sharded(
     if options.method != "full" or options.weights or options.optim != "adamw_torch":
         raise UsageError("--fsdp works with --method full and --optim adamw_torch, without --weights")
     out, folder = Path(os.path.abspath(out)), locate(model)
-    if out.exists() and not publishing.may_replace(out, force=False):
-        raise InputError("the output exists", file=out, remedy="choose another folder, or move it away")
+    publishing.require_new(out, folder)
     _, rows = read_rows(folder, options)
     with join_workers() as workers:
         run = RunFolder(out)
