@@ -21,6 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.planning.memory_plan import PlannedModel, plan_memory
 from ciuic_cli.train.planning.step import Batch
 from ciuic_cli.train.planning.strategies import Strategy, strategies
@@ -28,16 +29,17 @@ from ciuic_cli.train.planning.strategies import Strategy, strategies
 ROOT = Path(__file__).parents[1]
 LEARNING_RATE = {"full": 3e-4, "lora": 1e-3}
 """By method (chosen): the same for all ways of a method."""
-LINES = 8
-"""Lines of the text in an example (chosen): about 128 tokens."""
+FILLED = 3
+"""Quarters of a row that an example is cut to (chosen): text that is decoded and encoded again may have more tokens."""
 
 
-def examples(text: Path, file: Path) -> None:
-    """Write the first four fifths of a text as JSON lines."""
-    lines = text.read_text(encoding="utf-8").splitlines()
-    lines = lines[: len(lines) * 4 // 5]
-    parts = ["\n".join(lines[begin : begin + LINES]) for begin in range(0, len(lines), LINES)]
-    file.write_text("\n".join(json.dumps({"text": part}) for part in parts if part.strip()))
+def examples(text: Path, model: Path, tokens: int, file: Path) -> None:
+    """Write the first four fifths of a text as JSON lines, in pieces that fit rows of `tokens`."""
+    tokenizer = open_tokenizer(model)
+    ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
+    ids, size = ids[: len(ids) * 4 // 5], tokens * FILLED // 4
+    parts = [tokenizer.decode(ids[begin : begin + size]) for begin in range(0, len(ids), size)]
+    file.write_text("\n".join(json.dumps({"text": part}) for part in parts))
 
 
 def chosen(artifact: bool, rows: int, processes: int) -> list[Strategy]:
@@ -91,10 +93,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--only", nargs="+", help="names of strategies; default: all")
     options = parser.parse_args()
     print("| strategy | planned MB | resident MB | loss, first | loss, last | s per step |")
     print("|---|---|---|---|---|---|", flush=True)
     for strategy in chosen(options.artifact is not None, options.rows, options.processes):
+        if options.only and strategy.name not in options.only:
+            continue
         model = options.artifact if strategy.compressed else options.model
         batch = Batch(strategy.rows, options.tokens)
         settings = replace(strategy.options, train_file=Path("none"))
@@ -103,7 +108,7 @@ def main() -> None:
         )
         with TemporaryDirectory(prefix="ciuic-") as folder:
             scratch = Path(folder)
-            examples(options.text, scratch / "data.jsonl")
+            examples(options.text, options.model, options.tokens, scratch / "data.jsonl")
             report = run(strategy, model, scratch / "data.jsonl", scratch, options.steps, options.tokens)
         losses = report["losses"]
         last = statistics.mean(losses[-max(1, len(losses) // 5) :])
