@@ -21,20 +21,16 @@ from typing import Any
 
 import torch
 
+from ciuic_cli.process.memory import configure_allocators, peak_resident_bytes, resident_bytes
+
 WAYS = ("ciuic", "PEFT on the artifact", "PEFT on bfloat16")
 """The ways of training that are compared. The last one is the peer."""
 PHASES = ("load", "forward", "backward", "optimizer")
 """The parts of a run whose peaks are shown."""
 
 
-def resident(peak: bool = False) -> int:
-    """Bytes: the resident size now, or its peak since `reset_peak`."""
-    name = "VmHWM:" if peak else "VmRSS:"
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
-
-
 def reset_peak() -> None:
+    """Let `peak_resident_bytes` count from now on (Linux)."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -44,7 +40,6 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     import ciuic_cli  # noqa: F401  registers artifacts with transformers
-    from ciuic_cli.process.memory import configure_allocators
     from ciuic_cli.train.loss import chunked_loss
     from ciuic_cli.train.trainer import limit_memory
 
@@ -52,7 +47,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
     if way == WAYS[0]:
         configure_allocators()
     folder = options.original if way == WAYS[2] else options.artifact
-    started = resident()
+    started = resident_bytes()
     reset_peak()
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -67,7 +62,7 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-4)
-    peaks = {"load": resident(peak=True) - started}
+    peaks = {"load": peak_resident_bytes() - started}
     times, cpu_times, losses = [], [], []
     ids = torch.randint(3, 40000, (options.rows, options.tokens), generator=torch.Generator().manual_seed(0))
     for step in range(options.steps + 1):
@@ -79,14 +74,14 @@ def measure(way: str, options: argparse.Namespace) -> dict[str, Any]:
             if way == WAYS[0]
             else model(input_ids=ids, labels=ids).loss
         )
-        seen["forward"] = resident(peak=True)
+        seen["forward"] = peak_resident_bytes()
         reset_peak()
         loss.backward()
-        seen["backward"] = resident(peak=True)
+        seen["backward"] = peak_resident_bytes()
         reset_peak()
         optimizer.step()
         optimizer.zero_grad()
-        seen["optimizer"] = resident(peak=True)
+        seen["optimizer"] = peak_resident_bytes()
         if step:
             times.append(1e3 * (time.perf_counter() - begin))
             cpu_times.append(1e3 * (time.process_time() - begin_cpu))

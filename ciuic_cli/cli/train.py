@@ -45,24 +45,42 @@ def train(
         typer.Option(
             metavar="FILE", readable=False, help="The same kind of file; its loss is measured in between."
         ),
-    ] = None,
-    method: Annotated[str, typer.Option(help="lora, or full: all weights of a dense checkpoint.")] = "lora",
-    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 2e-4,
-    num_train_epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 1.0,
+    ] = TrainOptions.eval_file,
+    method: Annotated[
+        str, typer.Option(help="lora, or full: all weights of a dense checkpoint.")
+    ] = TrainOptions.method,
+    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = TrainOptions.learning_rate,
+    num_train_epochs: Annotated[
+        float, typer.Option(help="Passes over the data.")
+    ] = TrainOptions.num_train_epochs,
     max_steps: Annotated[
         int, typer.Option(help="Steps in total, instead of epochs.", show_default="all")
-    ] = -1,
-    per_device_train_batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 1,
-    gradient_accumulation_steps: Annotated[int, typer.Option(help="Forward passes per step.")] = 1,
-    warmup_steps: Annotated[int, typer.Option(help="Steps until the highest learning rate.")] = 0,
-    lr_scheduler_type: Annotated[str, typer.Option(help="Any schedule of transformers.")] = "linear",
-    optim: Annotated[str, typer.Option(help="Any optimizer of transformers.")] = "adamw_torch",
-    sequence_len: Annotated[int, typer.Option(help="Most tokens of a row.")] = 1024,
-    sample_packing: Annotated[bool, typer.Option(help="Put several examples into a row.")] = True,
-    train_on_inputs: Annotated[bool, typer.Option("--train-on-inputs", help="Learn prompts, too.")] = False,
-    lora_r: Annotated[int, typer.Option(help="Rank of the adapter.")] = 16,
-    lora_alpha: Annotated[int, typer.Option(help="The adapter is scaled by alpha / r.")] = 32,
-    lora_dropout: Annotated[float, typer.Option(help="Share of inputs dropped.")] = 0.0,
+    ] = TrainOptions.max_steps,
+    per_device_train_batch_size: Annotated[
+        int, typer.Option(help="Rows per forward pass.")
+    ] = TrainOptions.per_device_train_batch_size,
+    gradient_accumulation_steps: Annotated[
+        int, typer.Option(help="Forward passes per step.")
+    ] = TrainOptions.gradient_accumulation_steps,
+    warmup_steps: Annotated[
+        int, typer.Option(help="Steps until the highest learning rate.")
+    ] = TrainOptions.warmup_steps,
+    lr_scheduler_type: Annotated[
+        str, typer.Option(help="Any schedule of transformers.")
+    ] = TrainOptions.lr_scheduler_type,
+    optim: Annotated[str, typer.Option(help="Any optimizer of transformers.")] = TrainOptions.optim,
+    sequence_len: Annotated[int, typer.Option(help="Most tokens of a row.")] = TrainOptions.sequence_len,
+    sample_packing: Annotated[
+        bool, typer.Option(help="Put several examples into a row.")
+    ] = TrainOptions.sample_packing,
+    train_on_inputs: Annotated[
+        bool, typer.Option("--train-on-inputs", help="Learn prompts, too.")
+    ] = TrainOptions.train_on_inputs,
+    lora_r: Annotated[int, typer.Option(help="Rank of the adapter.")] = TrainOptions.lora_r,
+    lora_alpha: Annotated[
+        int, typer.Option(help="The adapter is scaled by alpha / r.")
+    ] = TrainOptions.lora_alpha,
+    lora_dropout: Annotated[float, typer.Option(help="Share of inputs dropped.")] = TrainOptions.lora_dropout,
     lora_target_modules: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", show_default="all", help="Linear layer or expert stack; repeatable."),
@@ -70,21 +88,25 @@ def train(
     activation_checkpointing: Annotated[
         bool,
         typer.Option("--activation-checkpointing", help="Compute activations again in the backward pass."),
-    ] = False,
-    every_n_layers: Annotated[int, typer.Option(help="Layers between two checkpoints of activations.")] = 1,
-    eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations.")] = 50,
-    per_device_eval_batch_size: Annotated[int, typer.Option(help="Rows per pass of an evaluation.")] = 1,
+    ] = TrainOptions.activation_checkpointing,
+    every_n_layers: Annotated[
+        int, typer.Option(help="Layers between two checkpoints of activations.")
+    ] = TrainOptions.every_n_layers,
+    eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations.")] = TrainOptions.eval_steps,
+    per_device_eval_batch_size: Annotated[
+        int, typer.Option(help="Rows per pass of an evaluation.")
+    ] = TrainOptions.per_device_eval_batch_size,
     early_stopping_patience: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             help="End after N evaluations in a row without a lower loss, and keep the best adapter.",
         ),
-    ] = None,
+    ] = TrainOptions.early_stopping_patience,
     load_best_model_at_end: Annotated[
         bool,
         typer.Option("--load-best-model-at-end", help="Keep the adapter with the lowest evaluation loss."),
-    ] = False,
+    ] = TrainOptions.load_best_model_at_end,
     activations: Annotated[
         str | None,
         typer.Option(
@@ -92,24 +114,28 @@ def train(
             show_default="exact",
             help="Keep activations in 8 bits: int8, or int8-offload (in main memory; on a CPU, on disk).",
         ),
-    ] = None,
+    ] = TrainOptions.activations,
     weights: Annotated[
         str | None,
         typer.Option(
             metavar="CODE", show_default="float32", help="With --method full: store weights in 8 bits: int8."
         ),
-    ] = None,
+    ] = TrainOptions.weights,
     sync_steps: Annotated[
         int, typer.Option(help="Steps between two corrections of 8-bit weights by their rounding errors.")
-    ] = 100,
+    ] = TrainOptions.sync_steps,
     fsdp: Annotated[
         bool, typer.Option("--fsdp", help="With torchrun: divide the model among the processes.")
     ] = False,
     comm: Annotated[
         str, typer.Option(metavar="WIRE", help="What --fsdp sends: fp32, bf16 or int8.")
     ] = "fp32",
-    save_steps: Annotated[int, typer.Option(help="Steps between two resumable checkpoints.")] = 50,
-    seed: Annotated[int, typer.Option(help="Random seed of the adapter and of the order of the data.")] = 42,
+    save_steps: Annotated[
+        int, typer.Option(help="Steps between two resumable checkpoints.")
+    ] = TrainOptions.save_steps,
+    seed: Annotated[
+        int, typer.Option(help="Random seed of the adapter and of the order of the data.")
+    ] = TrainOptions.seed,
     report_to: Annotated[
         list[str] | None,
         typer.Option(

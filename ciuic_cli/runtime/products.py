@@ -101,7 +101,9 @@ def gradient(
         if matrix.lowrank is None and _is_one_panel(matrix, row_begin, row_end, dtype):
             panels, reordered = [(row_begin, row_end)], matrix.position
         else:
-            scattered = torch.zeros((grad.shape[0], matrix.rows), dtype=dtype, device=grad.device)
+            whole = row_end - row_begin == matrix.rows  # every column is written
+            empty = torch.empty if whole else torch.zeros
+            scattered = empty((grad.shape[0], matrix.rows), dtype=dtype, device=grad.device)
             grad = scattered.index_copy_(1, matrix.position[row_begin:row_end].to(torch.int64), grad)
             row_begin, row_end = 0, matrix.rows
             panels = _panels(matrix, row_begin, row_end, dtype)

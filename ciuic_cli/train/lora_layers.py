@@ -19,6 +19,7 @@ from ciuic_cli.errors import UsageError
 from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedGroupedLinear, CompressedLinear
+from ciuic_cli.runtime.products import multiply_dtype
 
 INITIALISATIONS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that do not read or change the base weight."""
@@ -32,24 +33,21 @@ class LoraCompressedLinear(Linear):
         return linear.in_features, linear.out_features
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As PEFT's layer; without dropout and biases, the backward pass needs only x in its own dtype."""
+        """As PEFT's layer; without biases and variants, each path is added in place, in `path_dtype`."""
         active = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
         if kwargs or self.disable_adapters or not all(map(self._is_plain, active)):
             return super().forward(x, *args, **kwargs)
         y = self.base_layer(x)
-        total = y
+        if active and y._is_view():  # as products from panels are; autograd refuses to change it in place
+            y = y.clone()
         for adapter in active:
             a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-            total = total + LowRankPath.apply(x, a, b, self.scaling[adapter])
-        return total.to(y.dtype)
+            y = AddLowRank.apply(y, self.lora_dropout[adapter](x), a, b, self.scaling[adapter])
+        return y
 
     def _is_plain(self, adapter: str) -> bool:
-        """Whether the adapter adds scaling · x A^T B^T, and nothing else."""
-        return (
-            isinstance(self.lora_dropout[adapter], nn.Identity)
-            and self.lora_B[adapter].bias is None
-            and adapter not in self.lora_variant
-        )
+        """Whether the adapter adds scaling · dropout(x) A^T B^T, and nothing else."""
+        return self.lora_B[adapter].bias is None and adapter not in self.lora_variant
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise _no_merging()
@@ -59,29 +57,53 @@ class LoraCompressedLinear(Linear):
         return False
 
 
-class LowRankPath(torch.autograd.Function):
-    """scaling · x A^T B^T in the dtype of A. x (..., in), A (r, in), B (out, r) -> (..., out).
+def path_dtype(x: torch.Tensor, factor: torch.Tensor) -> torch.dtype:
+    """The dtype in which a low-rank path multiplies x by its factors.
 
-    The arithmetic is PEFT's. autograd would keep the copy of x in A's dtype (float32): twice the bytes of x, once for
-    each of the linear layers that share x.
+    bfloat16 for bfloat16 activations where such products are fast: their sums are float32, and one rounding of A and B
+    is smaller than that of the activations. Otherwise the dtype of the factors, as in PEFT; also for float16, in which
+    gradients of factors, sums over all tokens, could overflow.
+    """
+    return x.dtype if x.dtype == torch.bfloat16 == multiply_dtype(x) else factor.dtype
+
+
+class AddLowRank(torch.autograd.Function):
+    """y += scaling · x A^T B^T, in place. y (..., out), x (..., in), A (r, in), B (out, r) -> y.
+
+    Products are computed in `path_dtype`; gradients of A and B have the factors' dtype. Kept for the backward pass: x
+    as it is given, which the layers that share x keep once, and x A^T. autograd would keep the copy of x in A's dtype
+    (float32): twice the bytes of x, once for each layer.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-        inner = x.to(a.dtype) @ a.T
+    def forward(
+        ctx: Any, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        dtype = path_dtype(x, a)
+        inner = x.reshape(-1, x.shape[-1]).to(dtype) @ a.to(dtype).T
+        rows = y.view(-1, y.shape[-1])
+        if y.dtype == dtype:
+            rows.addmm_(inner, b.to(dtype).T, alpha=scaling)
+        else:
+            rows.add_(inner @ b.to(dtype).T, alpha=scaling)
+        ctx.mark_dirty(y)
         ctx.save_for_backward(x, a, b, inner)
         ctx.scaling = scaling
-        return (inner @ b.T).mul_(scaling)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, a, b, inner = ctx.saved_tensors
-        rows = grad.reshape(-1, grad.shape[-1]) * ctx.scaling
-        of_inner = rows @ b
-        of_x = (of_inner @ a).to(x.dtype).reshape(x.shape) if ctx.needs_input_grad[0] else None
-        of_a = of_inner.T @ x.reshape(-1, x.shape[-1]).to(a.dtype) if ctx.needs_input_grad[1] else None
-        of_b = rows.T @ inner.reshape(-1, inner.shape[-1]) if ctx.needs_input_grad[2] else None
-        return of_x, of_a, of_b, None
+        rows = grad.reshape(-1, grad.shape[-1]).to(inner.dtype)
+        of_inner = (rows @ b.to(inner.dtype)).mul_(ctx.scaling)
+        of_x = of_a = of_b = None
+        if ctx.needs_input_grad[1]:
+            of_x = (of_inner @ a.to(inner.dtype)).to(x.dtype).reshape(x.shape)
+        if ctx.needs_input_grad[2]:
+            of_a = (of_inner.T @ x.reshape(-1, x.shape[-1]).to(inner.dtype)).to(a.dtype)
+        if ctx.needs_input_grad[3]:
+            of_b = (rows.T @ inner).to(b.dtype).mul_(ctx.scaling)
+        return grad, of_x, of_a, of_b, None
 
 
 class LoraCompressedExperts(ParamWrapper):
@@ -130,7 +152,7 @@ class LoraCompressedExperts(ParamWrapper):
             pairs: per expert, the int64 numbers of its rows of x; every row belongs to at most one expert.
 
         Returns:
-            (n, out) in the dtype of x, zeros in rows of no expert; None without an active adapter.
+            (n, out) in `path_dtype`, zeros in rows of no expert; None without an active adapter.
         """
         total = None
         for adapter in self.active_adapters:
@@ -143,13 +165,13 @@ class LoraCompressedExperts(ParamWrapper):
         a, b = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         a = a.reshape(self.num_experts, -1, self.in_features)
         b = b.reshape(self.out_features, -1, self.num_experts).permute(2, 0, 1)
-        parts = [(x[rows].to(a.dtype) @ a[e].T) @ b[e].T for e, rows in enumerate(pairs) if len(rows)]
-        out = torch.zeros((x.shape[0], self.out_features), dtype=a.dtype, device=x.device)
+        dtype = path_dtype(x, a)
+        x, a, b = x.to(dtype), a.to(dtype), b.to(dtype)
+        parts = [(x[rows] @ a[e].T) @ b[e].T for e, rows in enumerate(pairs) if len(rows)]
+        out = torch.zeros((x.shape[0], self.out_features), dtype=dtype, device=x.device)
         if parts:
-            out = out.index_copy(
-                0, torch.cat([rows for rows in pairs if len(rows)]), torch.cat(parts).to(a.dtype)
-            )
-        return (out * self.scaling[adapter]).to(x.dtype)
+            out = out.index_copy(0, torch.cat([rows for rows in pairs if len(rows)]), torch.cat(parts))
+        return out * self.scaling[adapter]
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         raise _no_merging()

@@ -16,7 +16,7 @@ from ciuic_cli.train.examples import IGNORED
 from ciuic_cli.train.loss import chunked_loss
 from ciuic_cli.train.memory.activations import ActivationStore
 
-FREED_BYTES = 128 << 20
+FREED_BYTES = 256 << 20
 """Growth of the process, in bytes, after which a layer gives freed pages back. Measured:
 docs/experiments/training/lora-memory.md."""
 

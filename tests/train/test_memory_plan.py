@@ -14,8 +14,9 @@ import pytest
 import torch
 
 import ciuic_cli
-from ciuic_cli.errors import TargetError
+from ciuic_cli.errors import InputError, TargetError
 from ciuic_cli.train.options import TrainOptions
+from ciuic_cli.train.planning import step
 from ciuic_cli.train.planning.limits import EIGHT_BIT, nearest, planned_batch, require_fits
 from ciuic_cli.train.planning.memory_plan import (
     Batch,
@@ -124,6 +125,36 @@ def test_what_cannot_fit_is_refused_with_settings_that_do(artifact: Callable[...
         require_fits(model, chosen, batch, plan.weights, 0)
     dense = plan_memory(PlannedModel.at_bits(model.config, 4), replace(chosen, lora_r=1), batch)
     assert dense.weights == pytest.approx(plan.weights, rel=0.35)
+
+
+def test_an_operator_without_a_plan_is_named_and_other_errors_are_not_hidden(
+    artifact: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = PlannedModel.of_folder(artifact("llama").folder)
+
+    def reads_a_value(adapted: Any, inputs: dict[str, torch.Tensor], *others: Any) -> torch.Tensor:
+        return torch.zeros(int(inputs["input_ids"].sum()), requires_grad=True).sum()
+
+    monkeypatch.setattr(step, "chunked_loss", reads_a_value)
+    with pytest.raises(InputError, match=r"aten\._local_scalar_dense.* needs values"):
+        plan_memory(model, options(), Batch(1, 32))
+
+    def is_wrong(*_: Any) -> torch.Tensor:
+        raise ValueError("a mistake in our code")
+
+    monkeypatch.setattr(step, "chunked_loss", is_wrong)
+    with pytest.raises(ValueError, match="a mistake"):
+        plan_memory(model, options(), Batch(1, 32))
+
+
+def test_weights_that_other_code_reads_are_named() -> None:
+    """Falcon's linear layers multiply by their weights themselves."""
+    from transformers import FalconConfig
+
+    config = FalconConfig(vocab_size=300, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = PlannedModel.at_bits(config.to_dict(), 4)
+    with pytest.raises(InputError, match=r"its code reads \S*weight as a dense matrix"):
+        plan_memory(model, options(lora_target_modules=("query_key_value",)), Batch(1, 32))
 
 
 def test_the_command_ends_with_code_4_before_anything_is_written(

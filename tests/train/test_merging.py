@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 import ciuic_cli
+from ciuic_cli.artifact import tensors
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.tensors import read_tensor
 from ciuic_cli.artifact.verification import verify
@@ -141,8 +142,12 @@ def test_pruned_experts_are_not_coded_again(artifact: Callable[..., Any]) -> Non
         merged_checkpoint(artifact("deepseek_v3").folder, {})
 
 
-def test_a_dense_bfloat16_model_under_the_hubs_names(adapter: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("piece", [16 * 64, 1 << 20])  # weights: parts of a matrix, or whole matrices
+def test_a_dense_bfloat16_model_under_the_hubs_names(
+    adapter: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
     folder, saved = adapter
+    monkeypatch.setattr(tensors, "_PIECE_WEIGHTS", piece)
     report = merge(folder, saved, tmp_path / "out", "bf16", examples(), device="cpu")
     stored = load_file(tmp_path / "out" / "model.safetensors")
     assert not any("gate_up_proj" in name for name in stored)
@@ -153,6 +158,14 @@ def test_a_dense_bfloat16_model_under_the_hubs_names(adapter: tuple[Path, Path],
     gate_up = expected["model.layers.1.mlp.experts.gate_up_proj"][2]
     parts = [stored[f"model.layers.1.mlp.experts.2.{part}_proj.weight"] for part in ("gate", "up")]
     assert torch.equal(torch.cat(parts), gate_up.bfloat16())
+    assert report.kl_merged < 0.3 * report.kl_base
+
+
+def test_pruned_experts_stay_excluded_in_a_dense_model(
+    artifact: Callable[..., Any], adapter: tuple[Path, Path], tmp_path: Path
+) -> None:
+    folder, (_, saved) = artifact("deepseek_v3").folder, adapter
+    report = merge(folder, saved, tmp_path / "out", "bf16", examples(), device="cpu")
     assert report.kl_merged < 0.3 * report.kl_base
 
 

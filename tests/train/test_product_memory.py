@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import encode_input_scales
@@ -19,18 +19,13 @@ from ciuic_cli.runtime.weights import PlainWeight, SmallBatch
 from ciuic_cli.train.planning.product_memory import MatrixKind, gradient_bytes, product_bytes
 
 
-def peak_bytes(action: Callable[[], object]) -> int:
-    """The most bytes that torch's CPU allocator gave out during `action` and had not got back."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        action()
-    kept = profiler.profiler
-    assert kept is not None and kept.kineto_results is not None
-    events = [event for event in kept.kineto_results.events() if event.name() == "[memory]"]
-    held = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        most = max(most, held)
-    return most
+@pytest.fixture
+def peak_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], int]:
+    """The meter of the benchmarks."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
+    from backward import peak_bytes
+
+    return peak_bytes
 
 
 def matrix(rows: int, cols: int, *, is_sorted: bool, scaled: bool, rank: int) -> PackedMatrix:
@@ -63,7 +58,12 @@ def matrix(rows: int, cols: int, *, is_sorted: bool, scaled: bool, rank: int) ->
     ],
 )
 def test_planned_bytes_are_those_of_the_allocator(
-    rows: int, cols: int, parts: dict[str, bool], batch: int, dtype: torch.dtype
+    peak_bytes: Callable[[Callable[[], object]], int],
+    rows: int,
+    cols: int,
+    parts: dict[str, bool],
+    batch: int,
+    dtype: torch.dtype,
 ) -> None:
     packed = matrix(rows, cols, **{"is_sorted": False, "scaled": False, "rank": 0, **parts})
     compressed, kind = CpuMatrix(packed), MatrixKind.of(packed.header)

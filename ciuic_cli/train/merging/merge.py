@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import UsageError
 from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.logits import logits_in_parts
+from ciuic_cli.export.dense import export_dense
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.runtime.loading import choose_device, load
@@ -26,9 +28,8 @@ from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.examples import Example
 from ciuic_cli.train.merging.adapter import ADAPTER_FILE, adapted_model, require_adapter
 from ciuic_cli.train.merging.changes import Changes, changes_of
-from ciuic_cli.train.merging.dense_export import write_dense
 from ciuic_cli.train.merging.low_rank_parts import write_low_rank
-from ciuic_cli.train.merging.merged_checkpoint import merged_checkpoint
+from ciuic_cli.train.merging.merged_checkpoint import merged_checkpoint, merged_rows, require_fitting
 
 METHODS = ("requantize", "low-rank", "bf16")
 """How an adapter is merged: weights coded again in the artifact's bytes; the codes kept and the adapter added as
@@ -101,8 +102,15 @@ def merge(
             examples
         )
         _requantize(artifact, adapter, changes, out, seen, nsamples, device, progress, hint)
+    elif method == "low-rank":
+        _write_low_rank(artifact, changes, out, progress)
     else:
-        _write(artifact, changes, out, method, progress)
+        require_fitting(artifact, changes)
+        written = export_dense(
+            folder, out, rows=lambda opened: partial(merged_rows, opened, changes), progress=progress
+        )
+        for warning in written.warnings:
+            hint(warning)
     adapted = adapted_model(folder, adapter, device)  # again, so that it takes no memory in between
     return _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)
 
@@ -142,14 +150,11 @@ def _effort(artifact: Artifact) -> str:
     return "fast" if longest <= 12 else "default"
 
 
-def _write(artifact: Artifact, changes: Changes, out: Path, method: str, progress: Progress) -> None:
+def _write_low_rank(artifact: Artifact, changes: Changes, out: Path, progress: Progress) -> None:
     try:
         folder = publishing.begin(out)
-        if method == "low-rank":
-            write_low_rank(artifact.folder, changes, folder, progress)
-            writer.write_checksums(folder)
-        else:
-            write_dense(merged_checkpoint(artifact.folder, changes), folder, progress)
+        write_low_rank(artifact.folder, changes, folder, progress)
+        writer.write_checksums(folder)
         publishing.publish(out, force=False)
     except BaseException:
         publishing.discard(out)

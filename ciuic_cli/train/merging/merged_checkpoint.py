@@ -1,11 +1,11 @@
 """An artifact with an adapter folded in, read like a dense checkpoint: every read decodes what it returns, no more.
 
-So `compress` codes a merged model again without a dense copy of it on disk or in memory.
+So `compress` codes a merged model again, and `export_dense` writes it, without a dense copy of it in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -13,6 +13,7 @@ import torch
 
 from ciuic_cli.artifact.model import meta_model
 from ciuic_cli.artifact.reader import Artifact, Blob, open_artifact, require_compressed
+from ciuic_cli.artifact.tensors import decoded_pieces
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.packing import PackedMatrix
@@ -88,6 +89,16 @@ def merged_checkpoint(
         artifact.folder, config, tensors, artifact.file_bytes,
         blobs=artifact.blobs, changes=changes, transposed=transposed, adapter_files=adapter_files,
     )  # fmt: skip
+
+
+def merged_rows(artifact: Artifact, changes: Changes, name: str) -> Iterator[torch.Tensor]:
+    """The rows of a compressed tensor plus its changes: in pieces, as `decoded_pieces` gives them."""
+    blob, parts, done = artifact.blobs[name], changes.get(name, {}), 0
+    for piece in decoded_pieces(blob):
+        expert, begin = divmod(done, blob.shape[-2])
+        change = parts.get(expert if len(blob.shape) == 3 else None)
+        yield piece if change is None else piece.add_(change.rows(begin, begin + len(piece)))
+        done += len(piece)
 
 
 def require_fitting(artifact: Artifact, changes: Changes) -> None:

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ciuic_cli.errors import InputError
 from ciuic_cli.runtime import blobs
 from ciuic_cli.train.loss import chunked_loss
 from ciuic_cli.train.memory.activations import ActivationStore
@@ -31,6 +30,7 @@ from ciuic_cli.train.planning.allocations import LiveBytes, Peak
 from ciuic_cli.train.planning.elsewhere import Elsewhere
 from ciuic_cli.train.planning.layers import Depths
 from ciuic_cli.train.planning.product_memory import MatrixKind, gradient_bytes, product_bytes
+from ciuic_cli.train.planning.refusals import plannable
 from ciuic_cli.train.planning.states import PlannedOptimizer, state_bytes, update_bytes
 from ciuic_cli.train.sharding.shards import local_part, shard
 
@@ -137,18 +137,13 @@ def step_bytes(
         sharding: None for one process. Torch's process group must not be initialised.
 
     Raises:
-        InputError: the model's code decides by values of tensors, which fake tensors do not have.
+        InputError: the model's code needs values of tensors, which fake tensors do not have, or reads a compressed
+            weight as a dense one.
     """
     with _fake_mesh(sharding) as mesh, FakeTensorMode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        try:
+        with plannable(model):
             return _FakeRun(model, kinds, options, batch, experts, sharding, mesh).step()
-        except (RuntimeError, ValueError, NotImplementedError, TypeError) as error:
-            reason = " ".join(str(error).split())
-            raise InputError(
-                f"the memory of a step cannot be planned for {type(model).__name__}: {reason:.300}",
-                remedy="leave out --max-memory; such a model cannot be planned",
-            ) from error
 
 
 class _FakeRun:
