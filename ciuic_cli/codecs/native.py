@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -74,11 +74,22 @@ class CiuicLatentAttention(ctypes.Structure):
     """CiuicLatentAttention of `ciuic_native.h`: one call of attention over cached latents."""
 
     _fields_ = (
-        *((name, _pointer) for name in ("query", "rotary_query", "latents", "rotary_keys", "bias")),
+        *((name, _pointer) for name in ("query", "rotary_query", "latents", "rotary_keys")),
+        *((name, _pointer) for name in ("bias", "sinks")),
         *((f"{of}_{step}", ctypes.c_int64) for of in ("latent", "rotary") for step in ("sequence", "token")),
         *((name, ctypes.c_int64) for name in ("sequences", "rows", "context", "rank", "rope")),
         ("scaling", ctypes.c_float),
         ("unused", ctypes.c_float),
+    )
+
+
+class CiuicIndexScores(ctypes.Structure):
+    """CiuicIndexScores of `ciuic_native.h`: one call of an indexer's scores."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("queries", "weights", "keys")),
+        *((name, ctypes.c_int64) for name in ("key_sequence", "key_token", "sequences", "rows")),
+        *((name, ctypes.c_int64) for name in ("heads", "columns", "tokens")),
     )
 
 
@@ -94,6 +105,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_program_run": (_int, (_pointer, _pointer, _int, _pointer, _long, _int, _int, _int)),
     "ciuic_has_latent_attention": (_int, ()),
     "ciuic_latent_attention": (_int, (_pointer, _pointer, _int)),
+    "ciuic_index_scores": (_int, (_pointer, _pointer, _int)),
+    "ciuic_largest": (_int, (_pointer, _long, _long, _long, _pointer, _int)),
     "ciuic_block_encode": (_int, (_pointer, _int, _long, *[_int] * 4, _uint32, _pointer, _pointer, _int)),
     "ciuic_block_decode": (_int, (_pointer, _pointer, _long, *[_int] * 3, _pointer, _int, _int)),
     "ciuic_hadamard": (_int, (_pointer, _int, _long, _long, _int, _uint32, _int, _int)),

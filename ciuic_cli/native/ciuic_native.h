@@ -123,15 +123,32 @@ struct CiuicCaches {
 CIUIC_EXPORT int ciuic_program_run(const void* program, void* const* arguments, int argument_count, const CiuicCaches* caches,
                                    long rows, int bf16, int precise, int threads);
 
-// Attention of `rows` query rows per sequence over its cached latents, which are keys and values: MLA with absorbed queries.
-// All arrays are bfloat16 but `bias`. Strides are in elements.
+// Scores of an indexer: for each query row and cached token, the weighted sum over heads of relu(query . key).
+struct CiuicIndexScores {
+  const float* queries;   // sequences x rows x heads x columns
+  const float* weights;   // sequences x rows x heads
+  const uint16_t* keys;   // bfloat16; per token, `columns` neighbouring values
+  int64_t key_sequence, key_token;  // strides in elements
+  int64_t sequences, rows, heads, columns, tokens;  // `columns` is even and at most 512
+};
+
+// scores: sequences x rows x tokens. If the queries are bfloat16 numbers, all kernels give the same bytes.
+CIUIC_EXPORT int ciuic_index_scores(const CiuicIndexScores* call, float* scores, int threads);
+
+// indices (rows x k): where the k largest numbers of each row of `numbers` (rows x count) are, in ascending order. Of equal
+// numbers the first are taken; NaN counts as the largest.
+CIUIC_EXPORT int ciuic_largest(const float* numbers, long rows, long count, long k, int32_t* indices, int threads);
+
+// Attention of `rows` query rows per sequence over its cached latents, which are keys and values: MLA with absorbed queries, or
+// DeepSeek V4's shared keys. All arrays are bfloat16 but `bias` and `sinks`. Strides are in elements.
 struct CiuicLatentAttention {
   const uint16_t *query, *rotary_query;   // sequences x rows x rank; sequences x rows x rope
   const uint16_t *latents, *rotary_keys;  // per token, rank and rope neighbouring values
   const float* bias;                      // null, or sequences x rows x context: added to the scaled scores
+  const float* sinks;                     // null, or per row the score of a token without latent
   int64_t latent_sequence, latent_token, rotary_sequence, rotary_token;  // strides
   int64_t sequences, rows, context;
-  int64_t rank, rope;  // multiples of 32
+  int64_t rank, rope;  // multiples of 32; rope may be 0
   float scaling, unused;
 };
 
@@ -139,7 +156,7 @@ struct CiuicLatentAttention {
 CIUIC_EXPORT int ciuic_has_latent_attention();
 
 // out (sequences x rows x rank) = softmax(scaling * (query . latents + rotary_query . rotary_keys) + bias) . latents, with float32
-// sums and weights rounded to bfloat16.
+// sums and weights rounded to bfloat16. The softmax is over the tokens and the sink.
 CIUIC_EXPORT int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int threads);
 
 // Transforms each row of x (n_rows x cols) in place: signs, then the orthonormal block Hadamard transform of size

@@ -128,6 +128,11 @@ struct Kernels {
   // Scores are query_h . key_t + bias_t; `query` (heads x tokens.size) is scaled already.
   void (*attend)(const float* query, int heads, const CachedTokens& tokens, HeadSums& found);
 
+  // scores[row * score_stride + token] = sum over heads of weight * relu(query . key). `queries` is rows x heads x columns, `weights`
+  // rows x heads, both float32; keys have `columns` neighbouring bfloat16 numbers, an even count of at most kMaxIndexColumns.
+  void (*index_scores)(const float* queries, const float* weights, long rows, long heads, long columns, const uint16_t* keys,
+                       long key_stride, long tokens, float* scores, long score_stride);
+
   // Blocks begin .. end - 1 of x, which has `count` numbers, bfloat16 if `bf16` and float32 otherwise; the last block is
   // filled with zeros. A block takes size * bits / 8 bytes of `codes` and one of `scales` (bfloat16).
   void (*encode_blocks)(const BlockCode& code, const void* x, bool bf16, long count, long begin, long end, uint8_t* codes,

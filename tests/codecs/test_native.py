@@ -17,6 +17,7 @@ from ciuic_cli.codecs.bits import BITS, stored_bits
 from ciuic_cli.codecs.blockcode.code import BlockCode, decode, encode
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.codecs import native, transform, trellis
+from ciuic_cli.runtime.attention import indexer
 
 def gaussian(rows, cols, seed):
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
@@ -43,12 +44,16 @@ for code in itertools.starmap(BlockCode, itertools.product((4, 8), (16, 128), (F
     for part in (encoded.codes, encoded.scales.view(torch.int16), decode(encoded)):
         digest.update(part.numpy().tobytes())
     digest.update(decode(encoded, torch.bfloat16).view(torch.int16).numpy().tobytes())
+for rows, heads, columns, tokens in ((1, 64, 128, 100), (3, 5, 34, 17)):
+    queries = gaussian(rows * heads, columns, 7).bfloat16().view(1, rows, heads, columns)
+    keys, weights = gaussian(tokens, columns, 8).bfloat16()[None], gaussian(rows, heads, 9)[None]
+    digest.update(indexer.scores(queries, keys, weights).numpy().tobytes())
 print(native.cpu_kernels(), digest.hexdigest())
 """
 
 
 def test_all_instruction_sets_give_the_same_bytes() -> None:
-    """Codes, decoded weights, products, transforms and the block code."""
+    """Codes, decoded weights, products, transforms, the block code and scores of indexers."""
     assert len(set(digests(DIGEST).values())) == 1
 
 
@@ -81,6 +86,8 @@ def test_the_native_functions_refuse_null_and_nonsense() -> None:
     assert lib.ciuic_hadamard(None, 0, 1, 16, 4, 0, 0, 1) == -1
     assert lib.ciuic_block_encode(None, 0, 16, 8, 6, 0, 0, 0, None, None, 1) == -1
     assert lib.ciuic_block_decode(None, None, 16, 8, 6, 0, None, 0, 1) == -1
+    assert lib.ciuic_index_scores(None, None, 1) == -1
+    assert lib.ciuic_largest(None, 1, 4, 2, None, 1) == -1
     with pytest.raises(UsageError):
         native.check(-1, "x")
     with pytest.raises(EnvironmentFault):

@@ -35,7 +35,7 @@ void copy_queries(const CiuicLatentAttention& call, const Shape& shape, long seq
   for (int r = 0; r < kQueryRows; ++r) {
     const long row = sequence * call.rows + std::min<long>(kQueryRows * block + r, call.rows - 1);
     std::memcpy(to + r * shape.width, call.query + row * call.rank, sizeof(uint16_t) * call.rank);
-    std::memcpy(to + r * shape.width + call.rank, call.rotary_query + row * call.rope, sizeof(uint16_t) * call.rope);
+    if (call.rope > 0) std::memcpy(to + r * shape.width + call.rank, call.rotary_query + row * call.rope, sizeof(uint16_t) * call.rope);
   }
 }
 
@@ -43,9 +43,10 @@ void attend_to_range(const CiuicLatentAttention& call, const Shape& shape, Atten
                      long range, const uint16_t* query, PartialAttention& partial) {
   const long begin = range * shape.tokens;
   const LatentTokens tokens = {call.latents + sequence * call.latent_sequence + begin * call.latent_token,
-                               call.rotary_keys + sequence * call.rotary_sequence + begin * call.rotary_token,
+                               call.rope == 0 ? call.latents
+                                              : call.rotary_keys + sequence * call.rotary_sequence + begin * call.rotary_token,
                                call.latent_token,
-                               call.rotary_token,
+                               call.rope == 0 ? 0 : call.rotary_token,
                                std::min(shape.tokens, call.context - begin),
                                call.rank,
                                call.rope};
@@ -58,11 +59,12 @@ void attend_to_range(const CiuicLatentAttention& call, const Shape& shape, Atten
   attend(query, tokens, call.scaling, call.bias == nullptr ? nullptr : bias, partial);
 }
 
-// out = the softmax's mean of the latents, from the partial sums of all ranges.
-void merge(const PartialAttention* partial, long ranges, int row, long rank, float* out) {
+// out = the softmax's mean of the latents, from the partial sums of all ranges. `sink`: null, or one more score.
+void merge(const PartialAttention* partial, long ranges, int row, const float* sink, long rank, float* out) {
   float maximum = partial[0].maximum[row];
+  if (sink != nullptr) maximum = std::max(maximum, *sink);
   for (long i = 1; i < ranges; ++i) maximum = std::max(maximum, partial[i].maximum[row]);
-  float total = 0.0f;
+  float total = sink == nullptr ? 0.0f : std::exp(*sink - maximum);
   std::memset(out, 0, sizeof(float) * rank);
   for (long i = 0; i < ranges; ++i) {
     const float factor = std::exp(partial[i].maximum[row] - maximum);
@@ -80,12 +82,12 @@ int ciuic_has_latent_attention() { return ciuic::attend_to_latents() != nullptr;
 
 int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int threads) {
   using namespace ciuic;
-  if (call == nullptr || out == nullptr || call->query == nullptr || call->rotary_query == nullptr ||
-      call->latents == nullptr || call->rotary_keys == nullptr || threads < 1)
+  if (call == nullptr || out == nullptr || call->query == nullptr || call->latents == nullptr || threads < 1)
     return CIUIC_BAD_ARGUMENT;
-  if (call->sequences < 1 || call->rows < 1 || call->context < 1 || call->rank < 1 || call->rope < 1 ||
+  if (call->sequences < 1 || call->rows < 1 || call->context < 1 || call->rank < 1 || call->rope < 0 ||
       call->rank % kLatentColumns != 0 || call->rope % kLatentColumns != 0)
     return CIUIC_BAD_ARGUMENT;
+  if (call->rope > 0 && (call->rotary_query == nullptr || call->rotary_keys == nullptr)) return CIUIC_BAD_ARGUMENT;
   const AttendToLatents attend = attend_to_latents();
   if (attend == nullptr) return CIUIC_BAD_ARGUMENT;
   const Shape shape = shape_of(*call);
@@ -110,8 +112,8 @@ int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int thr
   for (long row = 0; row < call->sequences * call->rows; ++row) {
     const long sequence = row / call->rows, in_sequence = row % call->rows;
     const long first = (sequence * shape.blocks + in_sequence / kQueryRows) * shape.ranges;
-    merge(partial.get() + first, shape.ranges, static_cast<int>(in_sequence % kQueryRows), shape.rank,
-          out + row * shape.rank);
+    merge(partial.get() + first, shape.ranges, static_cast<int>(in_sequence % kQueryRows),
+          call->sinks == nullptr ? nullptr : call->sinks + in_sequence, shape.rank, out + row * shape.rank);
   }
   return CIUIC_OK;
 }

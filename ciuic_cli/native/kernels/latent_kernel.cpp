@@ -87,6 +87,7 @@ void scores_of(const uint16_t* query, const LatentTokens& tokens, long first, lo
 // exp(x) for x <= 0, with a relative error of 1e-7: 2^n exp(r), |r| <= ln(2) / 2, and a polynomial of degree 6 (Cephes,
 // Moshier 1989).
 __m512 exponential(__m512 x) {
+  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // its exponential is 0 already; a NaN stays one
   const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
   r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);

@@ -8,7 +8,6 @@ Everything else (projections, rotary embedding, cache, indexer of V3.2) stays tr
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import defaultdict
 from typing import Any
@@ -22,7 +21,8 @@ from ciuic_cli.runtime import ops, products
 from ciuic_cli.runtime.attention import growing_cache, mla_products
 from ciuic_cli.runtime.attention.inputs import AttentionInputs
 from ciuic_cli.runtime.attention.mla_products import HeadShape, UpProjection
-from ciuic_cli.runtime.mixed_classes import Mixin, mixed_class, original_class
+from ciuic_cli.runtime.attention.redirected import RedirectedAttention
+from ciuic_cli.runtime.mixed_classes import mixed_class, original_class
 from ciuic_cli.runtime.modules import CompressedLinear
 
 IMPLEMENTATION = "ciuic_latent"
@@ -41,23 +41,10 @@ their device (0.6 % of DeepSeek-V3, 1.4 % of V2-Lite, on one device); otherwise 
 derived fields of a loaded model (0.5 %, mostly row scales) this keeps the promise of 1.02 times the artifact."""
 
 
-class LatentAttention(Mixin):
+class LatentAttention(RedirectedAttention):
     """Mixin for the attention classes of DeepSeek V2, V3 and V3.2."""
 
-    @property
-    def config(self: Any) -> Any:
-        """A copy of the model's configuration that names the attention function of this file.
-
-        The copy is made again when the model's attention implementation has changed, but not for other fields.
-        """
-        latent_config = self.__dict__.get("latent_config")
-        config = self.__dict__["config"]
-        if latent_config is None or latent_config.implementation_of_model != config._attn_implementation:
-            latent_config = copy.copy(config)
-            latent_config.implementation_of_model = config._attn_implementation
-            latent_config._attn_implementation_internal = IMPLEMENTATION
-            self.__dict__["latent_config"] = latent_config
-        return latent_config
+    implementation = IMPLEMENTATION
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         """As the original class; the layer's cache grows in place."""
@@ -246,7 +233,11 @@ def _chosen(
         t.reshape(b * context, -1).index_select(0, rows).view(b, 1, -1, t.shape[-1])
         for t in (latents, rotary_keys)
     )
-    return (*chosen, mask.gather(-1, index[:, None, None]))  # type: ignore[return-value]
+    if mask.shape[0] == b:
+        seen = mask.reshape(-1).index_select(0, rows).view(b, 1, 1, -1)
+    else:
+        seen = mask.gather(-1, index[:, None, None])
+    return (*chosen, seen)  # type: ignore[return-value]
 
 
 def _hiding_others(indices: torch.Tensor, mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
