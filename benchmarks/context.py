@@ -5,7 +5,7 @@
 The model has random codes at 4 bits per weight: every string of bits is valid, so nothing has to be compressed. The
 cache is filled with random latents; that of deepseek_v4, whose attention has a window and compressed tokens instead of
 latents, by a random prompt. With --compare the same steps run once more with the whole context expanded in each
-step, as transformers does it, and the predictions are compared.
+step, as transformers does it, and the predictions are compared; deepseek_v4's keys are copied once per head then.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import blob_of, random_matrix
 from ciuic_cli.evaluation.bench_process import cache_keyword
-from ciuic_cli.runtime.attention import mla_products
+from ciuic_cli.runtime.attention import mla_products, shared_keys
 from ciuic_cli.runtime.loading import pack_module_inplace
 
 RANK, ROPE = 512, 64
@@ -99,12 +100,11 @@ def decode(model: Any, context: int, steps: int) -> tuple[list[float], torch.Ten
 
 @contextmanager
 def always_expanded() -> Iterator[None]:
-    chosen = mla_products.absorbing_is_cheaper
-    mla_products.absorbing_is_cheaper = lambda *_, **__: False
-    try:
+    with (
+        mock.patch.object(mla_products, "absorbing_is_cheaper", lambda *_, **__: False),
+        mock.patch.object(shared_keys, "BIAS_BYTES", 0),
+    ):
         yield
-    finally:
-        mla_products.absorbing_is_cheaper = chosen
 
 
 def main() -> None:

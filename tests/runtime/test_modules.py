@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 
+import pytest
 import torch
 from packed_weights import as_tensor, dense, random_codes, relative_error
 from torch import nn
@@ -101,9 +102,11 @@ def test_scaled_embedding_rounds_its_scale() -> None:
     assert torch.equal(module(torch.tensor([0, 1])), rows * torch.tensor(6.9282, dtype=torch.bfloat16))
 
 
-def test_grouped_linear() -> None:
+@pytest.mark.parametrize("tokens", [1, 3, 20])
+def test_grouped_linear(tokens: int) -> None:
+    """Few rows, straight from the codes, and more rows than `ROWS_WITH_ALL_GROUPS`."""
     module = CompressedGroupedLinear(40, 48, 2, parameter())
-    x = torch.randn(2, 3, 2, 40)
+    x = torch.randn(2, tokens, 2, 40)
     expected = torch.einsum("bsgc,grc->bsgr", x, dense(MATRIX).reshape(2, 24, 40))
     assert relative_error(module(x), expected) < 1e-3
 
