@@ -111,9 +111,14 @@ class GroupKnapsack:
             per_group = np.where(pruned, 0.0, per_group)  # the structure's loss counts instead
         loss = float(per_group.sum()) + sum(s.loss for s in self.structures if s.down == matrix.key)
         loss = 0.0 if matrix.role in MTP_ROLES else loss
+        widths = bits_of(row_bits)
+        code_loss = {
+            float(bits): float(per_group[widths == bits].sum()) for bits in np.unique(widths) if bits
+        }
         return MatrixPlan(
-            matrix, row_bits, table.rank, table.lowrank_bytes, loss, table.row_class, table.input_scale
-        )
+            matrix, row_bits, table.rank, table.lowrank_bytes, loss, table.row_class, table.input_scale,
+            table.L, code_loss,
+        )  # fmt: skip
 
     def lagrangian_of(self, allocation: Allocation) -> Callable[[prune.Structure], float]:
         """A function from a structure to the loss + multiplier · bytes of its members in this allocation."""

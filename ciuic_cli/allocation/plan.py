@@ -3,13 +3,14 @@ follow it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import WeightMatrix
+from ciuic_cli.codecs.trellis import DEFAULT_L
 from ciuic_cli.passes import prune
 
 
@@ -23,6 +24,8 @@ class MatrixPlan:
         predicted_kl: KL per token. 0 for matrices of multi-token-prediction layers, because the model's own predictions
             do not depend on them.
         row_class, input_scale: as in `ArmTable`.
+        L: trellis state bits. code_loss: KL per token of the codes of row groups with the same bits per weight, by
+            these bits; without groups in pruned structures.
     """
 
     matrix: WeightMatrix
@@ -32,6 +35,8 @@ class MatrixPlan:
     predicted_kl: float
     row_class: NDArray[np.uint8] | None = None
     input_scale: NDArray[np.uint8] | None = None
+    L: int = DEFAULT_L
+    code_loss: dict[float, float] = field(default_factory=dict)
 
     @property
     def is_zero(self) -> bool:

@@ -168,10 +168,19 @@ def compress(
         EffortLevel,
         typer.Option(
             rich_help_panel=RUN,
-            help="Time spent on quality. fast: trellis with 2^12 states, 24 calibration sequences; default: 2^16, 64; "
-            "best: 2^16, 128, then recovery: row scales and norms are tuned on more text.",
+            help="Time spent on quality. fast: 4096 trellis states per weight, 24 calibration sequences; default: "
+            "32768, 64; best: 65536, 128, then recovery: row scales and norms are tuned on more text.",
         ),
     ] = EffortLevel.default,
+    states: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            rich_help_panel=RUN,
+            show_default="by effort",
+            help="Mean trellis states per weight, 4096 to 65536; the search takes time in proportion.",
+        ),
+    ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", rich_help_panel=RUN, help=DEVICE_HELP)] = "auto",
     seed: Annotated[
         int,
@@ -247,6 +256,7 @@ def compress(
             "seqlen": seqlen,
             "seed": seed,
             "effort": effort.value,
+            "states": states,
             "prune": parse_prune(prune),
             "rank": parse_rank(rank),
             "bits": parse_bits(bits),

@@ -1,7 +1,8 @@
 """Rate-distortion tables of the trellis code on unit Gaussians, measured with tail-biting tiles.
 
-Measured with `benchmarks/codec.py quality` over 8,000 tiles (2,000 for L = 12 and 13);
-docs/experiments/codes/lead-in.md. Nothing is imported here: the command line checks options without loading torch.
+Scales: measured with `benchmarks/codec.py quality` over 8,000 tiles (2,000 for L = 12 and 13). Errors at these scales:
+over 4,000 tiles with the present lead-in (docs/experiments/codes/windows.md), 2,000 for L = 12 and 13. Nothing is
+imported here: the command line checks options without loading torch.
 """
 
 from __future__ import annotations
@@ -27,8 +28,16 @@ SCALE_BY_L: dict[int, dict[float, float]] = {
 MSE_BY_L: dict[int, dict[float, float]] = {
     12: _by_bits(1.136, 1.162, 1.168, 1.194, 1.218, 1.248, 1.292, 1.361, 1.424, 1.55, 1.733, 2.809, 2.497),
     13: _by_bits(1.115, 1.139, 1.151, 1.175, 1.182, 1.209, 1.236, 1.292, 1.369, 1.434, 1.514, 1.91, 2.245),
-    14: _by_bits(1.09, 1.112, 1.126, 1.137, 1.154, 1.176, 1.205, 1.236, 1.262, 1.323, 1.384, 1.546, 1.671),
-    15: _by_bits(1.082, 1.098, 1.105, 1.119, 1.132, 1.15, 1.159, 1.187, 1.208, 1.237, 1.272, 1.394, 1.482),
-    16: _by_bits(1.091, 1.099, 1.094, 1.106, 1.113, 1.127, 1.141, 1.157, 1.18, 1.206, 1.238, 1.342, 1.419),
+    14: _by_bits(1.097, 1.117, 1.131, 1.142, 1.158, 1.181, 1.209, 1.24, 1.268, 1.331, 1.394, 1.566, 1.697),
+    15: _by_bits(1.089, 1.105, 1.111, 1.124, 1.137, 1.155, 1.163, 1.193, 1.214, 1.244, 1.282, 1.408, 1.502),
+    16: _by_bits(1.098, 1.106, 1.101, 1.112, 1.12, 1.133, 1.146, 1.163, 1.187, 1.214, 1.248, 1.359, 1.44),
 }
 """By L and K: mean squared error at that scale over the weights' variance, times 4^K. Shannon's limit is 1."""
+
+WINDOWS = tuple(MSE_BY_L)
+"""Trellis state bits L on offer, ascending."""
+
+
+def nominal_window(states: int) -> int:
+    """The longest window that all weights may have with this mean number of states per weight (at least 2^12)."""
+    return max(L for L in WINDOWS if states >= 1 << L)

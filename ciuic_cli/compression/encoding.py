@@ -29,14 +29,12 @@ def encode_matrix(
     plan: Plan,
     matrix: WeightMatrix,
     *,
-    L: int,
     pools: PoolFactors | None = None,
     rounder: Rounder = round_matrix,
 ) -> PackedMatrix:
     """Read, prune, scale and round one matrix.
 
     Args:
-        L: trellis state bits.
         pools: keeps factors from one matrix to the next, and says on which device to compute; None: on the CPU.
         rounder: for that device.
     """
@@ -48,13 +46,15 @@ def encode_matrix(
         weight = prune.correct_kept(weight, fisher.inputs, pruned)
     weight, fisher = scaled(weight, fisher, matrix_plan.input_scale)
     if len(row_slices(matrix)) > 1:
-        return _encode_in_chunks(weight, fisher, matrix_plan, L, pools, rounder)
+        return _encode_in_chunks(weight, fisher, matrix_plan, pools, rounder)
     factored = pools.inputs(matrix, fisher)
     (chunk,) = row_chunks(weight, fisher, matrix, matrix_plan.row_class, factored=factored, pools=pools)
     prepared, factors = chunk.prepared, None
     if matrix_plan.rank:
         importance = prepared.outputs.d_diagonal[: matrix.rows]
-        factors, product = lowrank.encode(chunk.weight, importance, matrix_plan.rank, L=L, rounder=rounder)
+        factors, product = lowrank.encode(
+            chunk.weight, importance, matrix_plan.rank, L=matrix_plan.L, rounder=rounder
+        )
         prepared = prepared.with_weight(chunk.weight - product)
     return round_prepared(
         prepared,
@@ -62,7 +62,7 @@ def encode_matrix(
         lowrank=factors,
         row_class=matrix_plan.row_class,
         input_scale=matrix_plan.input_scale,
-        L=L,
+        L=matrix_plan.L,
         rounder=rounder,
     )
 
@@ -71,7 +71,6 @@ def _encode_in_chunks(
     weight: torch.Tensor,
     fisher: KroneckerFisher,
     matrix_plan: MatrixPlan,
-    L: int,
     pools: PoolFactors,
     rounder: Rounder,
 ) -> PackedMatrix:
@@ -80,7 +79,7 @@ def _encode_in_chunks(
     All rows are prepared twice: first without contexts, for the rms from which the common base of the row scales
     follows, and then for rounding.
     """
-    matrix, row_class = matrix_plan.matrix, matrix_plan.row_class
+    matrix, row_class, L = matrix_plan.matrix, matrix_plan.row_class, matrix_plan.L
     factored = pools.inputs(matrix, fisher)
     without_contexts = replace(fisher, contexts=None)
     plain = row_chunks(weight, without_contexts, matrix, row_class, factored=factored, pools=pools)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from ciuic_cli.codecs.rate_distortion import MSE_BY_L
+from ciuic_cli.codecs.rate_distortion import MSE_BY_L, WINDOWS, nominal_window
 from ciuic_cli.errors import UsageError
 
 
@@ -21,18 +21,24 @@ from ciuic_cli.errors import UsageError
 class Effort:
     """The work of one effort level.
 
-    L: trellis state bits; the search has 2^L states. nsamples: calibration sequences. recovery_steps: optimizer steps
-    that tune row scales and norms after rounding.
+    states: mean trellis states per weight, over which the search goes; the plan gives each matrix 2^12 to 2^16
+    (`compression/windows.py`). nsamples: calibration sequences. recovery_steps: optimizer steps that tune row scales
+    and norms after rounding.
     """
 
-    L: int
+    states: int
     nsamples: int
     recovery_steps: int
 
 
-EFFORTS = {"fast": Effort(12, 24, 0), "default": Effort(16, 64, 0), "best": Effort(16, 128, 90)}
-"""By name. L = 12 instead of 16 costs 14 % of KL (measured: docs/experiments/versions/ablation.md). More calibration
-text gains little (docs/experiments/statistics/calibration-text.md). 90 recovery steps pass the package's own
+EFFORTS = {
+    "fast": Effort(1 << 12, 24, 0),
+    "default": Effort(1 << 15, 64, 0),
+    "best": Effort(1 << 16, 128, 90),
+}
+"""By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost 2 %
+(docs/experiments/codes/windows.md). More calibration text gains little
+(docs/experiments/statistics/calibration-text.md). 90 recovery steps pass the package's own
 calibration text once (docs/experiments/recovery/factors-and-norms.md). The numbers of "fast" were chosen, not
 tuned."""
 MTP = ("keep", "drop")
@@ -52,6 +58,8 @@ DEFAULT_SEQLEN = 512
 """Tokens per calibration sequence, if the model has that many positions (chosen, not tuned)."""
 NSAMPLES = (2, 1 << 20)
 """Fewest and most calibration sequences. Two are one for the statistics and one held out; the most is chosen."""
+STATES = (1 << WINDOWS[0], 1 << WINDOWS[-1])
+"""Fewest and most trellis states per weight: those of the shortest and of the longest window of the format."""
 SEQLEN = (32, 1 << 20)
 """Fewest and most tokens per calibration sequence (chosen, not tuned)."""
 SEED = (0, 2**32 - 1)
@@ -75,6 +83,7 @@ class CompressOptions:
         seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.
         seed: seed of all random numbers. Another seed gives other bytes.
         effort: "fast", "default" or "best", see `EFFORTS`.
+        states: mean trellis states per weight, 4,096 to 65,536; None: those of the effort level.
         prune: "off", "auto", or the share of the prunable weights to prune, in [0, 1).
         rank: "off", "auto", or the rank of every low-rank part, a multiple of 16.
         bits: the bits per weight that the budget may choose from, a subset of `BITS`.
@@ -97,6 +106,7 @@ class CompressOptions:
     seqlen: int | None = None
     seed: int = 0
     effort: str = "default"
+    states: int | None = None
     prune: str | float = "auto"
     rank: str | int = "auto"
     bits: tuple[float, ...] = field(default=DEFAULT_BITS)
@@ -131,6 +141,7 @@ class CompressOptions:
         for option, count, limits in (
             ("--nsamples", self.nsamples, NSAMPLES),
             ("--seqlen", self.seqlen, SEQLEN),
+            ("--states", self.states, STATES),
         ):
             if count is not None:
                 _check_number(option, count, limits)
@@ -138,6 +149,16 @@ class CompressOptions:
     @property
     def level(self) -> Effort:
         return EFFORTS[self.effort]
+
+    @property
+    def mean_states(self) -> int:
+        """Mean trellis states per weight."""
+        return self.level.states if self.states is None else self.states
+
+    @property
+    def L(self) -> int:
+        """Trellis state bits that predictions assume before the plan chooses those of each matrix."""
+        return nominal_window(self.mean_states)
 
     @property
     def sequences(self) -> int:
@@ -179,7 +200,8 @@ class CompressOptions:
         return {
             **values,
             "ratio": ratio,
-            "L": self.level.L,
+            "L": self.L,
+            "states": self.mean_states,
             "nsamples": self.sequences,
             "recovery_steps": self.level.recovery_steps,
             "seqlen": seqlen,

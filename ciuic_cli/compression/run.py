@@ -31,6 +31,7 @@ from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.steps import Steps
 from ciuic_cli.compression.task import Task
+from ciuic_cli.compression.windows import with_windows
 from ciuic_cli.errors import TargetError
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
@@ -146,7 +147,8 @@ class Run:
             for table in tables
         ]
         with measured("plan", ""):
-            return make_plan(self.map, tables, self.task.budget, self.task.passes)
+            plan = make_plan(self.map, tables, self.task.budget, self.task.passes)
+            return with_windows(plan, self.options.mean_states)
 
     def _arms(self) -> list[ArmTable]:
         """The arms of all matrices, from the journal."""
@@ -174,7 +176,7 @@ class Run:
 
         def measure(number: int) -> bytes:
             noise = perturbation(
-                self.map, self.statistics, plan, probes[number], L=self.options.level.L, pools=pools
+                self.map, self.statistics, plan, probes[number], L=self.options.L, pools=pools
             )
             with measured("probe", ""):
                 return json.dumps(self.meter().measure(noise).value).encode()
@@ -188,13 +190,13 @@ class Run:
     def encode(self, plan: Plan) -> None:
         """Round and code every matrix as the plan says."""
         return_freed_memory()  # of the plan, because the largest matrices come first
-        L, machine = self.options.level.L, self.machine
+        machine = self.machine
         self._finish_matrices(
             "encode",
             lambda matrix, pools: _coded_by(
                 machine.name,
                 encode_matrix(
-                    self.map, self.statistics, plan, matrix, L=L, pools=pools, rounder=machine.rounder
+                    self.map, self.statistics, plan, matrix, pools=pools, rounder=machine.rounder
                 ).to_bytes(),
             ),
             self._delete_statistics,

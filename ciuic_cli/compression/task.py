@@ -107,7 +107,7 @@ class Task:
         recovery = STEP_SEQUENCES * self.options.level.recovery_steps
         text = TextSize(len(self.calibration), len(self.held_out), self.text.tokens.shape[1], recovery)
         return forecast(
-            self.map, text, L=self.options.level.L, ranks=self.options.rank != "off", budget=self.budget,
+            self.map, text, states=self.options.mean_states, ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device),
         )  # fmt: skip
 
@@ -164,7 +164,7 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
         if not model_map.mtp.kept:
             hint("the checkpoint has no multi-token-prediction layers to keep")
     seqlen = options.sequence_length(max_positions(model_map.config))
-    passes = PassOptions(options.bits, options.level.L, options.prune, options.rank)
+    passes = PassOptions(options.bits, options.L, options.prune, options.rank)
     budget = options.budget(2 * model_map.stored_numel)
     check_reachable(model_map, budget, passes)
     budget = min(budget, largest_bytes(model_map, passes))

@@ -28,6 +28,7 @@ from ciuic_cli.allocation.probes import PROBED_LAYERS
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
+from ciuic_cli.codecs.rate_distortion import nominal_window
 from ciuic_cli.cost.timing import time_matrix, time_products, time_reading
 from ciuic_cli.layerwise.layer_stream import compute_dtype
 from ciuic_cli.layerwise.logits import logit_tokens
@@ -97,16 +98,17 @@ class TextSize:
 
 
 def forecast(
-    model_map: ModelMap, text: TextSize, *, L: int, ranks: bool, budget: int, device: torch.device
+    model_map: ModelMap, text: TextSize, *, states: int, ranks: bool, budget: int, device: torch.device
 ) -> Forecast:
     """Predict a run of `compress`; takes seconds, because it times matrices.
 
-    L: trellis state bits. ranks: whether arms with a low-rank part are priced. budget: bytes of the artifact.
+    states: mean trellis states per weight. ranks: whether arms with a low-rank part are priced. budget: bytes of the
+    artifact.
     """
     matrices = weight_matrices(model_map.parameters.values())
     base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     return Forecast(
-        _seconds(model_map, matrices, text, L, ranks, device),
+        _seconds(model_map, matrices, text, states, ranks, device),
         disk_bytes(model_map, matrices, text, budget),
         peak_bytes(model_map, matrices, text, base, bfloat16=compute_dtype(device) == torch.bfloat16),
     )
@@ -239,7 +241,7 @@ def _seconds(
     model_map: ModelMap,
     matrices: Sequence[WeightMatrix],
     text: TextSize,
-    L: int,
+    states: int,
     ranks: bool,
     device: torch.device,
 ) -> dict[str, float]:
@@ -252,14 +254,14 @@ def _seconds(
         (replace(matrix, name="", expert=None), pools_statistics(model_map, matrix)) for matrix in matrices
     )
     for (matrix, pooled), count in shapes.items():
-        time_of = time_matrix(matrix, L, machine, ranks=ranks, pooled=pooled)
+        time_of = time_matrix(matrix, nominal_window(states), machine, ranks=ranks, pooled=pooled)
         total["arms"] += count * time_of["arms"]
         # The probe of the matrix's role, and the last one, perturb it in some of the layers.
         probes = 0.0 if matrix.role in UNPROBED_ROLES else 2.0
         if matrix.role not in EMBEDDING_ROLES:
             probes *= probed_share
         total["probe"] += count * probes * time_of["probe"]
-        total["encode"] += count * time_of["encode"]
+        total["encode"] += count * time_of["encode"] * states / (1 << nominal_window(states))
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
     product = time_products(device)
     active = _active_weights(model_map)

@@ -45,7 +45,7 @@ def _plan(matrix: WeightMatrix, scaled: bool) -> Plan:
     codes = np.arange(matrix.cols, dtype=np.uint8) % 9 + 124 if scaled else None
     classes = np.arange(matrix.rows, dtype=np.uint8) % 3 if scaled else None
     rank = 16 if min(matrix.rows, matrix.cols) > 32 and not scaled else 0
-    plan = MatrixPlan(matrix, bits, rank, 0, 0.1, row_class=classes, input_scale=codes)
+    plan = MatrixPlan(matrix, bits, rank, 0, 0.1, row_class=classes, input_scale=codes, L=12)
     return Plan({matrix.key: plan}, {}, 0, 0, 0.0)
 
 
@@ -68,7 +68,7 @@ def test_a_matrix_gets_the_same_arms_noise_and_loss(
             noise = probes.perturbation(model_map, statistics, plan, [matrix], L=12, pools=pools)
             noisy = noise(matrix.name, None)
             assert noisy is not None and noisy.device == device
-            packed = encode_matrix(model_map, statistics, plan, matrix, L=12, pools=pools, rounder=rounder)
+            packed = encode_matrix(model_map, statistics, plan, matrix, pools=pools, rounder=rounder)
             found.append((table, noisy.cpu(), decode_dense(packed)))
     (table, noisy, decoded), (table_there, noisy_there, decoded_there) = found
     np.testing.assert_allclose(table_there.sensitivity, table.sensitivity, rtol=1e-4)
@@ -93,13 +93,13 @@ def test_an_embedding_is_coded_in_row_chunks_there(
     contexts = 0.1 * torch.randn(matrix.rows, matrix.cols, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(statistics, "contexts", lambda name: contexts.clone(), raising=False)
     plan = Plan(
-        {matrix.key: MatrixPlan(matrix, np.full(matrix.groups, 4, np.uint8), 0, 0, 0.1)}, {}, 0, 0, 0.0
+        {matrix.key: MatrixPlan(matrix, np.full(matrix.groups, 4, np.uint8), 0, 0, 0.1, L=12)}, {}, 0, 0, 0.0
     )
     decoded = []
     for device, search in ((torch.device("cpu"), fronts.native_search), (DEVICE, _search)):
         with SecondDevice():
             packed = encode_matrix(
-                model_map, statistics, plan, matrix, L=12, pools=PoolFactors(statistics, device),
+                model_map, statistics, plan, matrix, pools=PoolFactors(statistics, device),
                 rounder=partial(fronts.round_matrix, search=search),
             )  # fmt: skip
             decoded.append(decode_dense(packed))

@@ -58,7 +58,7 @@ def _plan(table: ArmTable, sorted_rows: bool) -> Plan:
     matrix, chosen = table.matrix, table.row_sorted if sorted_rows else table
     assert chosen is not None
     bits = np.resize(np.array([4, 3, 2], np.uint8), matrix.groups)
-    matrix_plan = MatrixPlan(matrix, bits, 0, 0, 0.0, chosen.row_class, chosen.input_scale)
+    matrix_plan = MatrixPlan(matrix, bits, 0, 0, 0.0, chosen.row_class, chosen.input_scale, L)
     return Plan({matrix.key: matrix_plan}, {}, 0, 0, 0.0)
 
 
@@ -83,7 +83,7 @@ def test_chunks_give_the_results_of_the_whole_matrix(
         plan = _plan(table, sorted_rows)
         noisy = perturbation(model_map, statistics, plan, [matrix], L=L)(matrix.name, None)
         assert noisy is not None
-        return table, noisy, encode_matrix(model_map, statistics, plan, matrix, L=L)
+        return table, noisy, encode_matrix(model_map, statistics, plan, matrix)
 
     for matrix in _embeddings(model_map):
         table, noisy, packed = process(matrix)

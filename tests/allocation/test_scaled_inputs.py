@@ -75,7 +75,7 @@ def test_a_coded_matrix_has_the_planned_bytes_and_loss(
     model_map, statistics = dense
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.down_proj.weight"):
         chosen = plan.matrices[name]
-        packed = encode_matrix(model_map, statistics, plan, chosen.matrix, L=12)
+        packed = encode_matrix(model_map, statistics, plan, chosen.matrix)
         assert chosen.input_scale is not None and packed.header.input_scale is not None
         assert np.array_equal(packed.header.input_scale, chosen.input_scale)
         assert packed.nbytes == plan.blob_bytes[name]
@@ -128,7 +128,7 @@ def test_input_scales_with_sorted_rows_and_a_low_rank_part(
     classes = np.arange(chosen.matrix.rows).astype(np.uint8) % 16
     modified = replace(chosen, rank=16, row_class=classes)
     changed = replace(plan, matrices={**plan.matrices, chosen.matrix.key: modified})
-    packed = encode_matrix(model_map, statistics, changed, chosen.matrix, L=12)
+    packed = encode_matrix(model_map, statistics, changed, chosen.matrix)
     assert (
         packed.header.rank == 16
         and packed.header.row_class is not None

@@ -74,7 +74,7 @@ def test_a_coded_matrix_has_the_planned_bytes_and_decodes_in_natural_order(
     plan = _plan(model_map, with_sorted_rows(natural, _plan(model_map, natural)), 3.0)
     for name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight"):
         matrix = plan.matrices[name].matrix
-        packed = encode_matrix(model_map, statistics, plan, matrix, L=12)
+        packed = encode_matrix(model_map, statistics, plan, matrix)
         assert packed.header.row_class is not None and packed.nbytes == plan.blob_bytes[name]
         weight, order = read_matrix(model_map, matrix), packed.header.order
         assert order is not None

@@ -121,14 +121,15 @@ def test_invalid_settings(name: str, value: object) -> None:
 
 def test_the_choices_are_those_of_the_codec() -> None:
     assert set(BITS) == set(MSE_BY_L[16]) and RANK_STEP == TILE
-    assert {effort.L for effort in EFFORTS.values()} <= set(MSE_BY_L)
+    assert {effort.states for effort in EFFORTS.values()} <= {1 << L for L in MSE_BY_L}
 
 
 def test_as_dict_has_exactly_the_options_that_decide_the_bytes() -> None:
     """The journal compares these: a run continues only if all are equal."""
     options = CompressOptions(effort="best", seed=3, dry_run=True, force=True).as_dict(ratio=4.0, seqlen=512)
     assert options == {
-        "ratio": 4.0, "effort": "best", "L": 16, "nsamples": 128, "recovery_steps": 90, "seqlen": 512, "seed": 3,
+        "ratio": 4.0, "effort": "best", "L": 16, "states": 65536, "nsamples": 128, "recovery_steps": 90,
+        "seqlen": 512, "seed": 3,
         "prune": "auto", "rank": "auto", "bits": [2, 2.5, 3, 3.5, 4, 4.5, 5, 5.5, 6, 7, 8], "mtp": "drop",
         "device": "auto",
     }  # fmt: skip
