@@ -37,7 +37,7 @@ def train(
             metavar="FILE",
             readable=False,
             show_default=False,
-            help="JSON lines: messages, prompt and completion, or text. Required, here or in the recipe.",
+            help="JSON lines, or a folder: messages, prompt and completion, or text. Required, here or in the recipe.",
         ),
     ] = None,
     eval_file: Annotated[

@@ -12,7 +12,6 @@ Only completions and assistant messages are learned, with the token that ends th
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from ciuic_cli.checkpoint.architecture import build_config
 from ciuic_cli.checkpoint.config.numbers import max_positions
 from ciuic_cli.checkpoint.folder import read_config
 from ciuic_cli.errors import InputError
-from ciuic_cli.text.documents import opened
 from ciuic_cli.text.tokenizer import require_known_tokens, tokenizer_faults
+from ciuic_cli.train.data_files import records
 
 IGNORED = -100
 """Label of a token that is not learned; the value that torch's cross entropy ignores."""
@@ -68,7 +67,7 @@ def read_examples(path: Path, tokenizer: Any, limits: Limits, *, train_on_inputs
     """All examples of a file, in its order. Empty lines are skipped.
 
     Args:
-        path: JSON lines, UTF-8.
+        path: JSON lines, UTF-8, or a folder of data (`data_files.records`).
         tokenizer: a fast tokenizer of transformers; for chat messages, with a chat template.
         train_on_inputs: learn prompts and other roles' messages, too.
 
@@ -77,33 +76,18 @@ def read_examples(path: Path, tokenizer: Any, limits: Limits, *, train_on_inputs
             tokenizer does not work, or does not belong to the model.
     """
     examples = []
-    for number, line in _lines(path):
+    for file, number, line in records(path):
         try:
             text, learned, is_chat = _parse(line, tokenizer)
             if train_on_inputs:
                 learned = [(0, len(text))]
             examples.append(_tokenized(tokenizer, text, learned, is_chat, limits))
         except _Fault as fault:
-            raise InputError(f"line {number}: {fault.message}", file=path, remedy=fault.remedy) from fault
+            raise InputError(f"line {number}: {fault.message}", file=file, remedy=fault.remedy) from fault
     if not examples:
         raise InputError("the file has no example", file=path, remedy="write one JSON object per line")
     require_known_tokens(tokenizer, (max(example.ids) for example in examples), limits.vocab_size)
     return examples
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with opened(path) as file:
-        for number, raw in enumerate(file, start=1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise InputError(
-                    f"line {number}: byte {error.start + 1} is not UTF-8",
-                    file=path,
-                    remedy="convert the file to UTF-8",
-                ) from error
-            if line:
-                yield number, line
 
 
 def _parse(line: str, tokenizer: Any) -> tuple[str, list[tuple[int, int]], bool]:

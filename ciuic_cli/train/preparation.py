@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ciuic_cli.text.tokenizer import open_tokenizer
+from ciuic_cli.train.data_files import digest
 from ciuic_cli.train.examples import Example, Limits, read_examples
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.packing import Row, pack, row_of
@@ -31,9 +31,7 @@ def describe(folder: Path, options: TrainOptions, device: torch.device) -> dict[
     for name in ("train_file", "eval_file"):
         file = getattr(options, name)
         if file is not None:
-            data = file.read_bytes()
-            description[f"{name}_bytes"] = len(data)
-            description[f"{name}_sha256"] = hashlib.sha256(data).hexdigest()
+            description[f"{name}_bytes"], description[f"{name}_sha256"] = digest(file)
     return {
         **description,
         "model": str(folder.resolve()),
