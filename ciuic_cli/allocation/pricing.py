@@ -18,7 +18,7 @@ from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.passes import lowrank, prune
-from ciuic_cli.passes.feedback import BlockLDL, factor_inputs
+from ciuic_cli.passes.feedback import BlockLDL
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import group_sums, pruning_loss
 from ciuic_cli.passes.prepare import PreparedMatrix
@@ -67,10 +67,10 @@ def price_matrix(
     covered = statistics.covers(matrix.name)  # otherwise H is a multiple of the identity
     if covered and matrix.expert is None:  # all experts of a layer take the same transformed input
         with step("input scales"):
-            input_scale = input_scales(weight, fisher, factored.ldl)
-        if input_scale is not None:
+            scales = input_scales(weight, fisher, factored)
+        if scales is not None:
+            input_scale, factored = scales
             weight, fisher = scaled(weight, fisher, input_scale)
-            factored = factor_inputs(fisher.inputs)
     sensitivities = []
     for chunk in row_chunks(weight, fisher, matrix, factored=factored, pools=pools):
         prepared = chunk.prepared

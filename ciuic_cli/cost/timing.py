@@ -114,8 +114,7 @@ def time_matrix(
     if sorts:
         pricing += own_outputs
     if not matrix.role.startswith("expert") and matrix.role not in UNPROBED_ROLES:
-        # Where input scales pay, H is factorised once more.
-        pricing += input_growth * clock(lambda: input_scales(weight, fisher, prepared.inputs)) + own_inputs
+        pricing += input_growth * clock(lambda: input_scales(weight, fisher, factored))
     if ranks and matrix.role not in UNPRUNED_ROLES:
         pricing += area_growth * clock(
             lambda: lowrank.residual_energies(weight, weight.new_ones(rows), lowrank.RANKS)

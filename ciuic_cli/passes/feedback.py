@@ -65,18 +65,19 @@ def block_ldl(moment: torch.Tensor) -> BlockLDL:
     """Factor a symmetric moment (n, n), n a multiple of 16.
 
     A moment that is singular to working precision is damped (`damped_cholesky`); if it still does not factor, only its
-    diagonal is used.
+    diagonal is used. Factors are computed in the moment's dtype. float32 suffices for H and G, whose usual damping
+    leaves no small eigenvalues (measured: docs/experiments/statistics/faster-moments.md).
     """
-    lower, damping = damped_cholesky(moment.double())
+    lower, damping = damped_cholesky(moment)
     if lower is None:
         return BlockLDL(None, moment.diagonal().clone(), damping)
     corners = lower.unfold(0, TILE, TILE).unfold(1, TILE, TILE).diagonal().permute(2, 0, 1)
     inverse = torch.linalg.inv(corners).float()
-    factor = lower.float()
+    d_diagonal = corners.square().sum(2).reshape(-1)  # D_j = R_j R_jᵀ for the diagonal block R_j of `lower`
+    factor = lower.float()  # `lower` itself if that is float32
     for j, block in enumerate(inverse):
         columns = factor[j * TILE :, j * TILE : (j + 1) * TILE]
         columns.copy_(columns @ block)
-    d_diagonal = corners.square().sum(2).reshape(-1)  # D_j = R_j R_jᵀ for the diagonal block R_j of `lower`
     return BlockLDL(factor, d_diagonal.float(), damping, inverse)
 
 

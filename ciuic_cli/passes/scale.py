@@ -28,9 +28,9 @@ from ciuic_cli.codecs.scales import encode_input_scales, input_factors
 from ciuic_cli.codecs.transform import block_width, padded
 from ciuic_cli.passes.chunk_size import scratch_slices
 from ciuic_cli.passes.effective_variance import effective_variance, log_variance_gradient
-from ciuic_cli.passes.feedback import BlockLDL, damp, factor_inputs
+from ciuic_cli.passes.feedback import FactoredInputs, damp, factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
+from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
 from ciuic_cli.process.threads import one_thread
 
 _ITERATIONS = 5
@@ -57,13 +57,18 @@ def scaled(
     return weight.div_(factors), replace(fisher, inputs=_scaled_moment(fisher.inputs, factors))
 
 
-def input_scales(weight: torch.Tensor, fisher: KroneckerFisher, inputs: BlockLDL) -> NDArray[np.uint8] | None:
-    """The codes (n,) of the best input scales of a weight (m, n) float32; None if they save less than their bytes.
+def input_scales(
+    weight: torch.Tensor, fisher: KroneckerFisher, inputs: FactoredInputs
+) -> tuple[NDArray[np.uint8], FactoredInputs] | None:
+    """The best input scales of a weight (m, n) float32; None if they save less than their bytes.
 
     The scales take one byte per column. One bit per weight is worth a factor of four in the loss.
 
     Args:
         inputs: the factors of H without input scales.
+
+    Returns:
+        The scales' codes (n,), and the factors of H with them.
     """
     rows, cols = weight.shape
     if not bool(weight.any()):
@@ -81,10 +86,10 @@ def input_scales(weight: torch.Tensor, fisher: KroneckerFisher, inputs: BlockLDL
         codes = encode_input_scales(scales.cpu())
     factors = input_factors(codes).to(weight.device)
     log_saved = _mean_log_variance(weight, torch.ones_like(factors)) - _mean_log_variance(weight, factors)
-    scaled_ldl = factor_inputs(_scaled_moment(fisher.inputs, factors)).ldl
+    factored = factor_inputs(_scaled_moment(fisher.inputs, factors))
     with one_thread():
-        log_saved += math.log(float(inputs.d_diagonal.sum()) / float(scaled_ldl.d_diagonal.sum()))
-    return codes if log_saved / math.log(4.0) * rows * cols > 8 * cols else None
+        log_saved += math.log(float(inputs.ldl.d_diagonal.sum()) / float(factored.ldl.d_diagonal.sum()))
+    return (codes, factored) if log_saved / math.log(4.0) * rows * cols > 8 * cols else None
 
 
 def _scaled_moment(moment: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
@@ -125,12 +130,12 @@ def _mean_log_variance(weight: torch.Tensor, factors: torch.Tensor) -> float:
 
 def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
     """(n,) float64 diagonal of H⁻¹ for H (n, n), damped as for rounding; None if H cannot be factored."""
-    h = moment.to(torch.float64, copy=True)
+    h = moment.clone()
     damp(h)
     lower, _ = damped_cholesky(h)
     del h  # as large as the factor, and not needed any more
     if lower is None:
         return None
-    columns = solve_lower(lower, torch.eye(len(lower), dtype=torch.float64, device=lower.device))
+    columns = inverse_lower(lower)
     with one_thread():
-        return columns.square_().sum(0)
+        return columns.square_().sum(0, dtype=torch.float64)

@@ -27,7 +27,7 @@ from ciuic_cli.passes.feedback import (
     input_damping,
     output_damping,
 )
-from ciuic_cli.passes.linear_algebra import solve_lower
+from ciuic_cli.passes.linear_algebra import inverse_lower
 from ciuic_cli.process.threads import one_thread
 
 _RATIO_FLOOR = 1e-3
@@ -59,7 +59,7 @@ def share_inputs(pool: torch.Tensor) -> SharedInputs | None:
     factor = factored.ldl.factor
     if factor is None:
         return None
-    inverted = solve_lower(factor, torch.eye(len(factor), device=factor.device))
+    inverted = inverse_lower(factor)
     columns, inverse = columns_of(factored.block_order), torch.empty_like(factor)
     inverse[columns[:, None], columns] = inverted.T @ inverted
     with one_thread():
@@ -101,7 +101,7 @@ def share_outputs(pool: torch.Tensor) -> SharedOutputs | None:
     ldl = factor_outputs(pool)
     if ldl.factor is None:
         return None
-    inverted = solve_lower(ldl.factor, torch.eye(len(ldl.factor), device=pool.device))
+    inverted = inverse_lower(ldl.factor)
     with one_thread():
         damping = float(output_damping(pool.diagonal().mean()))
     return SharedOutputs(ldl, inverted.square_(), damping)

@@ -211,7 +211,7 @@ class _Collection:
         with self.stream.tail(visit) as run_chunks:
             for segment in self.segments:
                 current.clear()  # before the next sums are made: they are as large as the vocabulary
-                current.append(HeadSums.zeros(vocabulary, cols, device))
+                current.append(HeadSums.zeros(vocabulary, cols, device, self.stream.dtype))
                 run_chunks(segment)
                 moments.add({(name, None): current[0].moments} if segment else {})
                 rows.add({(name, None): current[0].rows} if segment else {})

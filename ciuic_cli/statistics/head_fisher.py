@@ -66,16 +66,18 @@ class HeadSums:
     """Sums over the tokens of a segment of the text, each in a `Moments` so that workers can add them up.
 
     moments: H (n, n) and the diagonal of G (vocabulary,). rows: inputs (vocabulary, n), Σ w_v x by row; outputs
-    (3, vocabulary): Σ p_v, Σ w_v and Σ w_v².
+    (3, vocabulary): Σ p_v, Σ w_v and Σ w_v². Products for the rows, of which contexts are made, are in rows.dtype.
     """
 
     moments: Moments
     rows: Moments
 
     @classmethod
-    def zeros(cls, vocabulary: int, cols: int, device: torch.device) -> HeadSums:
+    def zeros(cls, vocabulary: int, cols: int, device: torch.device, dtype: torch.dtype) -> HeadSums:
         rows = Moments(
-            torch.zeros(vocabulary, cols, device=device), torch.zeros(3, vocabulary, device=device)
+            torch.zeros(vocabulary, cols, device=device),
+            torch.zeros(3, vocabulary, device=device),
+            dtype=dtype,
         )
         return cls(Moments.zeros(vocabulary, cols, device, torch.float32, full_outputs=False), rows)
 
@@ -88,7 +90,7 @@ class HeadSums:
         with one_thread():
             self.moments.trace += float((token_weights * x.square().sum(1)).sum())
         self.moments.tokens += x.shape[0]
-        self.rows.inputs.addmm_(weights.T, x)
+        self.rows.inputs += weights.T.to(self.rows.dtype) @ x.to(self.rows.dtype)
         self.rows.outputs += torch.stack((probability.sum(0), weights.sum(0), weights.square().sum(0)))
 
 

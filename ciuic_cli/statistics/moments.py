@@ -28,7 +28,10 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    (`Moments.add_tokens`).
 
 3. The pair sums can be computed in two equivalent ways: from (t, t) products of tokens, or from gradients (m, n) of W.
-   The cheaper one is taken (`pair_sum_work`).
+   The cheaper one is taken (`pair_sum_work`). Products that only weigh pairs, and those of G, are rounded to the dtype
+   of the layer's products, bfloat16 on recent processors. Those of H are float32. Neither makes a moment indefinite: a
+   token's own product counts 1, its pairs `PAIR_WEIGHT`, so the weights are far from singular; and G is shrunk and
+   damped (measured: docs/experiments/statistics/faster-moments.md).
 
 4. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
    multiplied by Σ |x|² |g|² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms.
@@ -50,7 +53,7 @@ from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.symmetric_product import symmetric_product
+from ciuic_cli.statistics.symmetric_product import row_products, symmetric_product
 
 FULL_FISHER_LIMIT = 16384
 """Most outputs with which G is kept in full; above it (in practice: the head) only its diagonal. No measurement is on
@@ -202,35 +205,55 @@ class Moments:
 
     def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other."""
-        x_products, g_products = _weight_pairs(symmetric_product(x.mT, x.mT)), symmetric_product(g.mT, g.mT)
+        x_products, g_products = _weight_pairs(self._token_products(x)), self._token_products(g)
         with one_thread():
             self.trace += float((x_products * g_products).sum())
-        self._sum(self.outputs, g.flatten(0, 1), (x_products @ g).flatten(0, 1))
-        self._sum(self.inputs, x.flatten(0, 1), (_weight_pairs(g_products) @ x).flatten(0, 1))
+        weighted = x_products.to(self.dtype) @ g.to(self.dtype)
+        self._sum_outputs(g.flatten(0, 1), weighted.flatten(0, 1).float())
+        weighted = row_products(_weight_pairs(g_products), x.mT)
+        self._sum_inputs(x.flatten(0, 1), weighted.flatten(0, 1))
+
+    def _token_products(self, vectors: torch.Tensor) -> torch.Tensor:
+        """(s, t, t) float32 products of the tokens of each sequence, rounded to `dtype`; vectors (s, t, n)."""
+        columns = vectors.mT
+        return symmetric_product(columns, columns, self.dtype, rounded=True)
 
     def _add_weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """All pairs, those with s = t included, by `PAIR_WEIGHT`, from the gradients (s, m, n) of the weight."""
-        gradient = g.mT @ (PAIR_WEIGHT**0.5 * x)
+        gradient = row_products(g.mT, PAIR_WEIGHT**0.5 * x.mT)
         with one_thread():
             self.trace += float(gradient.square().sum())
-        self._sum(self.inputs, gradient.flatten(0, 1))
-        self._sum(self.outputs, gradient.mT.flatten(0, 1))
+        self._sum_inputs(gradient.flatten(0, 1))
+        self._sum_outputs(gradient.mT.flatten(0, 1))
 
     def _add_single_tokens(self, x: torch.Tensor, g: torch.Tensor, share: float = 1.0) -> None:
         """The pairs with s = t, times `share`: x (t, n) and g (t, m)."""
         x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
-        self._sum(self.inputs, x * (share**0.5 * g_norm))
-        self._sum(self.outputs, g * (share**0.5 * x_norm))
+        self._sum_inputs(x * (share**0.5 * g_norm))
+        self._sum_outputs(g * (share**0.5 * x_norm))
         with one_thread():
             self.trace += share * float((x_norm * g_norm).square().sum())
 
-    def _sum(self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
-        """Add leftᵀ right, which is symmetric, or its diagonal, in place; (t, k) each, `right` is `left` by default."""
+    def _sum_inputs(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """Add leftᵀ right, which is symmetric, or its diagonal, to `inputs`; (t, n) each, `right` is `left` by default.
+
+        With products of float32: H may have one large direction.
+        """
+        self._sum(self.inputs, left, right, rounded=False)
+
+    def _sum_outputs(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """As `_sum_inputs` to `outputs`, (t, m) each, with rounded products: before it is used, G is shrunk and damped
+        by far more than they are off (`passes/feedback.py`)."""
+        self._sum(self.outputs, left, right, rounded=True)
+
+    def _sum(
+        self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None, *, rounded: bool
+    ) -> None:
         right = left if right is None else right
         if moment.dim() == 1:
             moment += (left * right).sum(0)
         else:
-            moment += symmetric_product(left, right, self.dtype)
+            moment += symmetric_product(left, right, self.dtype, rounded=rounded)
 
 
 def pair_sum_work(length: int, rows: int, cols: int) -> tuple[int, int]:

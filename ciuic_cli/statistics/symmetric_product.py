@@ -1,10 +1,11 @@
-"""Symmetric matrix products in float32, of which only half is computed."""
+"""Symmetric matrix products of which only half is computed."""
 
 from __future__ import annotations
 
 import torch
 
 from ciuic_cli.integers import ceil_div
+from ciuic_cli.passes.linear_algebra import outer_product
 
 MIN_BLOCK_COLUMNS = 128
 """Least columns per block: with fewer, the half that is saved does not pay for several small products. No measurement
@@ -14,7 +15,11 @@ MAX_BLOCKS = 8
 
 
 def symmetric_product(
-    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype = torch.float32
+    left: torch.Tensor,
+    right: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    rounded: bool = False,
 ) -> torch.Tensor:
     """leftᵀ right, where the caller knows that it is symmetric; the upper triangle is mirrored from the lower.
 
@@ -22,24 +27,38 @@ def symmetric_product(
     (measured: docs/experiments/statistics/float32-moments.md). The same happens if two different factors are rounded
     separately, so `dtype` only applies to leftᵀ left on a GPU, which can multiply bfloat16 factors into float32.
 
+    With `rounded`, factors and result are rounded to `dtype` anyway. So (i, j) has an error of about 2^-8 of the root
+    of (i, i) times (j, j) with bfloat16. That is harmless where the diagonal is raised or the rest shrunk afterwards.
+
     Args:
         left, right: (..., t, n) float32; the same tensor object for a Gram matrix.
-        dtype: to which the factor of a Gram matrix is rounded on a GPU.
+        dtype: to which factors are rounded.
 
     Returns:
         (..., n, n) float32.
     """
-    if left is right and left.device.type == "cuda" and dtype != torch.float32:
-        rounded = left.to(dtype)
-        return torch.mm(rounded.T, rounded, out_dtype=torch.float32)
+    if left is right and left.device.type == "cuda" and dtype != torch.float32 and left.dim() == 2:
+        rounded_factor = left.to(dtype)
+        return torch.mm(rounded_factor.T, rounded_factor, out_dtype=torch.float32)
     cols = left.shape[-1]
     moment = torch.empty((*left.shape[:-2], cols, cols), device=left.device)
+    columns = left.mT.to(dtype if rounded else left.dtype).contiguous()
+    other_columns = columns if left is right else right.mT.to(columns.dtype).contiguous()
     count = max(1, min(MAX_BLOCKS, cols // MIN_BLOCK_COLUMNS))
     # Blocks of equal size: the bits of a product with few columns depend on the number of threads.
     step = ceil_div(cols, count)
     for begin in range(0, cols, step):
         end = min(begin + step, cols)
         block = moment[..., begin:end, :end]
-        torch.matmul(left[..., begin:end].mT, right[..., :end], out=block)
+        block.copy_(row_products(columns[..., begin:end, :], other_columns[..., :end, :]))
         moment[..., :begin, begin:end] = block[..., :begin].mT
     return moment
+
+
+def row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left rightᵀ (..., m, n) in the dtype of left (..., m, k) and right (..., n, k), best contiguous."""
+    if left.dtype != torch.float32:
+        return left @ right.mT
+    if left.dim() == 2:
+        return outer_product(left, right)
+    return torch.stack([row_products(*each) for each in zip(left, right, strict=True)])

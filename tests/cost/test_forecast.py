@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -146,8 +147,9 @@ def test_pooled_experts_share_what_the_forecast_says(
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])
     monkeypatch.setattr(timing, "TIMED_SIZE", 16)
     wide = WeightMatrix("", None, "expert_gate_up", 32, 64)
+    alone = replace(processor(), side_by_side=lambda matrix: 1)  # for any number of threads
     own, shared = (
-        timing.time_matrix(wide, 12, processor(), ranks=False, pooled=pooled) for pooled in (False, True)
+        timing.time_matrix(wide, 12, alone, ranks=False, pooled=pooled) for pooled in (False, True)
     )
     factor_inputs, shared_inputs = (64 / 16) ** 3, (64 / 16) ** 2
     factor_outputs, shared_outputs = (32 / 16) ** 3, (32 / 16) ** 2

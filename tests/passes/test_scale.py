@@ -9,6 +9,7 @@ import torch
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.passes import effective_variance
+from ciuic_cli.passes.feedback import factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss
 from ciuic_cli.passes.prepare import prepare
@@ -28,7 +29,8 @@ def uneven(seed: int = 0) -> tuple[torch.Tensor, KroneckerFisher]:
 
 
 def chosen(weight: torch.Tensor, fisher: KroneckerFisher) -> np.ndarray | None:
-    return input_scales(weight, fisher, prepare(weight, fisher).inputs)
+    found = input_scales(weight, fisher, factor_inputs(fisher.inputs))
+    return None if found is None else found[0]
 
 
 def real_loss(weight: torch.Tensor, fisher: KroneckerFisher, codes: np.ndarray | None) -> tuple[float, float]:

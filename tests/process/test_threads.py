@@ -13,7 +13,7 @@ import torch
 
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.linear_algebra import cholesky, solve_lower, solve_transposed
+from ciuic_cli.passes.linear_algebra import cholesky, inverse_lower, solve_lower, solve_transposed
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.process.threads import one_thread, parallel_map
 from ciuic_cli.statistics.symmetric_product import symmetric_product
@@ -44,6 +44,10 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
         @ torch.randn(SIZE, SIZE, dtype=torch.float64, generator=g)
     ),
     "moment": lambda g: symmetric_product(*2 * (torch.randn(1536, 130, generator=g),)),
+    "rounded moment": lambda g: symmetric_product(
+        *2 * (torch.randn(4096, 200, generator=g),), torch.bfloat16, rounded=True
+    ),
+    "inverse": lambda g: inverse_lower(_lower(g)),
     "moments of sequences": lambda g: symmetric_product(
         *2 * (torch.randn(3, 300, 400, generator=g),)
     ).flatten(),
