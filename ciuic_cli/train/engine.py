@@ -296,10 +296,7 @@ def load_for_adapter(folder: Path, target: torch.device) -> Any:
     """An artifact, or a dense checkpoint in the dtype of its files."""
     if is_artifact(read_config(folder)):
         return load(folder, target)
-    from transformers import AutoModelForCausalLM
-
-    dense: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
-    return dense.to(target)
+    return full.load_dense(folder).to(target)
 
 
 def _report(trainer: Any, examples: list[Example], rows: list[Row]) -> dict[str, Any]:

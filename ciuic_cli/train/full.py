@@ -9,6 +9,8 @@ import torch
 
 from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.checkpoint.folder import read_config
+from ciuic_cli.checkpoint.model_map import map_model
+from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.memory.weights import LayerwiseOptimizer
@@ -22,16 +24,26 @@ def load_for_training(folder: Path, target: torch.device) -> Any:
     Raises:
         UsageError: the model is an artifact.
     """
-    from transformers import AutoModelForCausalLM
-
     if is_artifact(read_config(folder)):
         raise UsageError(
             "--method full cannot train a compressed model, whose codes have no gradients",
             remedy="use --method lora, or give the original checkpoint and compress the result",
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, dtype=torch.float32)
+    model = load_dense(folder, dtype=torch.float32)
     model.config.use_cache = False
     return model.to(target)
+
+
+def load_dense(folder: Path, **options: Any) -> Any:
+    """The checkpoint's model. `options` go to `from_pretrained`.
+
+    Raises InputError for weights that are missing or do not fit to config.json: transformers would initialise them.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if read_config(folder).get("quantization_config") is None:
+        map_model(open_checkpoint(folder))
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, **options)
 
 
 def save(trainer: Any, folder: Path, source: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def mixed(checkpoint: Path, dtype: torch.dtype) -> dict[str, torch.Tensor]:
 def test_norms_keep_the_dtype_of_the_file(
     dtype: torch.dtype, tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
-    source = tiny_checkpoint("llama")
+    source = Path(shutil.copytree(tiny_checkpoint("llama"), tmp_path / "model"))
     originals = mixed(source, dtype)
     assert json.loads((source / "config.json").read_text())["dtype"] == "bfloat16"
     assert not torch.equal(originals[NORM].bfloat16().to(dtype), originals[NORM])
