@@ -68,7 +68,7 @@ LINES: dict[str, tuple[Any, str]] = {
 """Lines that cannot be used, and what the message says."""
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "absent": (lambda path: None, "No such file"),
-    "folder": (lambda path: path.mkdir(), "Is a directory"),
+    "folder": (lambda path: path.mkdir(), "the folder has no training data"),
     "pipe": (lambda path: os.mkfifo(path), "not a regular file"),
     "empty": (lambda path: path.touch(), "the text is empty"),
     "blank": (lambda path: path.write_text("\n \n"), "no example"),
