@@ -262,6 +262,20 @@ def test_a_refused_upload(hub: Hub, compressed: Path, status: int, monkeypatch: 
         push(compressed, "org/refused")
 
 
+def test_an_upload_without_a_network(compressed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The errors of the hub's HTTP library are no OSErrors."""
+
+    class Unreachable(Exception):
+        pass
+
+    def fail(*_: object, **__: object) -> None:
+        raise Unreachable("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", fail)
+    with pytest.raises(EnvironmentFault, match=r"the upload to the hub failed: .*Name or service not known"):
+        push(compressed, "org/unreachable")
+
+
 def test_only_intact_artifacts_are_pushed(hub: Hub, compressed: Path, tmp_path: Path) -> None:
     requests = len(hub.requests)
     with pytest.raises(UsageError, match="no name of a repository"):
