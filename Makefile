@@ -129,7 +129,7 @@ fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 sanitize: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
 		$(BIN)/python -m pytest -p no:cacheprovider -m "" tests/codecs tests/fuzz \
-		tests/runtime/decoding/test_program.py tests/faults/test_native_shapes.py
+		tests/runtime/decoding tests/runtime/attention tests/faults/test_native_shapes.py
 
 $(SANITIZED)/libciuic_native.so: CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	$(BIN)/cmake -S . -B $(SANITIZED) -DCIUIC_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo
