@@ -82,7 +82,7 @@ def test_a_deep_model_is_planned_from_short_ones(
 
 def test_the_depths_of_short_models() -> None:
     assert depths_of(PlannedModel(LLAMA).meta_model(), 1) is None  # nothing is saved with two layers
-    assert depths_of(PlannedModel(DEEPSEEK).meta_model(), 1) == Depths((3, 4), 9, 1)
+    assert depths_of(PlannedModel(DEEPSEEK).meta_model(), 1) == Depths((5, 6), 9, 1)
     assert depths_of(PlannedModel(LLAMA | {"num_hidden_layers": 30}).meta_model(), 4) == Depths(
         (6, 10), 30, 4
     )
@@ -95,7 +95,7 @@ def test_the_bytes_on_the_wire() -> None:
     sent = wire_bytes(counts, options(method="full"), Sharding(4, "fp32"))
     assert sent == 4 * (2 * 2 * layer + counts.root + counts.parameters) * 3 // 4
     in_codes = wire_bytes(counts, options(method="full"), Sharding(4, "int8"))
-    assert in_codes / sent == pytest.approx((1 + 2 / 128) / 4, rel=1e-6)
+    assert in_codes / sent == pytest.approx((1 + 2 / 128) / 4, rel=1e-5)
 
 
 def test_every_strategy_is_a_run_of_the_train_command() -> None:

@@ -10,6 +10,11 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ciuic_cli.integers import round_up
+
+REPEATED = 3
+"""Least number of equal layers in a short model: one that has such layers on both sides, and its neighbours."""
+
 
 @dataclass(frozen=True)
 class Depths:
@@ -58,12 +63,12 @@ def shortened(model: Any, depth: int) -> Any:
 
 
 def _repetitions(kinds: list[Any], every: int) -> Iterator[tuple[int, int]]:
-    """Periods, in multiples of `every`, and the least depth that has a whole period after what does not repeat."""
+    """Periods, in multiples of `every`, and the least depth with REPEATED layers and a period after the other ones."""
     count = len(kinds)
     for period in range(every, count // 2 + 1, every):
         different = [place for place in range(count - period) if kinds[place] != kinds[place + period]]
         start = different[-1] + 1 if different else 0
-        yield period, start + (count - start) % period + period
+        yield period, start + (count - start) % period + round_up(REPEATED, period)
 
 
 def _stack(model: Any) -> tuple[nn.Module, str, nn.ModuleList] | None:

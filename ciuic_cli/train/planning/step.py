@@ -86,19 +86,21 @@ class StepBytes:
     def extrapolated(self, more: StepBytes, depths: Depths) -> StepBytes:
         """The step of a model with more layers of the same kinds: every number is linear in their number.
 
-        Peaks are those of the first layers and of the last ones. In a layer between them, activations and gradients
-        are a mean of the two.
+        Peaks are those of layers counted from the first one, and of the last ones counted from the end. In a layer
+        between them, activations and gradients are a mean of the two. The last layer of the short model counts only
+        from the end, for it has no neighbour that FSDP2 gathers ahead.
 
         Args:
             more: the step with one more period of layers.
         """
+        last = max(2, depths.period)
         return StepBytes(
             forward=_beyond(self.forward, more.forward, depths),
             backward=tuple(
                 _beyond(one, other, depths)
                 for one, other in (
-                    *zip(self.backward[: depths.period], more.backward[: depths.period], strict=True),
-                    *zip(self.backward[-depths.period :], more.backward[-depths.period :], strict=True),
+                    *zip(self.backward[:-1], more.backward[: len(self.backward) - 1], strict=True),
+                    *zip(self.backward[-last:], more.backward[-last:], strict=True),
                 )
             ),
             **{
