@@ -67,7 +67,8 @@ def _require_supported(model_map: ModelMap, budget: int, highest: str, remedy: s
         for parameter in model_map.parameters.values()
         if parameter.used_by is not None and parameter.tied_to is None
     ]
-    if sum(parameter.numel * model_map.stored_dtype(parameter.name).itemsize for parameter in kept) < budget:
+    kept_bytes = sum(parameter.numel * model_map.stored_dtype(parameter.name).itemsize for parameter in kept)
+    if not kept or kept_bytes < budget:
         return
     weights = sum(parameter.numel for parameter in kept)
     raise InputError(

@@ -154,9 +154,9 @@ def test_only_the_blocks_below_the_diagonal_are_read() -> None:
 
 
 def test_every_row_group_may_have_its_own_bits() -> None:
-    weight, bits = gaussian(112, 64), [2, 0, 8, 3, 6, 4, 5]
+    weight, bits = gaussian(112, 512), [2, 0, 8, 3, 6, 4, 5]
     scale = np.repeat([SCALE_BY_L[14].get(k, 1.0) for k in bits], 16).astype(np.float32)
-    a, b = torch.zeros(64, 64), torch.zeros(112, 112)
+    a, b = torch.zeros(512, 512), torch.zeros(112, 112)
     decoded = trellis.round_matrix(weight, scale, bits, L=14, input_feedback=a, output_feedback=b)[1]
     error = (weight - decoded).double().square().reshape(7, -1).mean(1)
     for k, e in zip(bits, error.tolist(), strict=True):

@@ -301,7 +301,9 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     monkeypatch.setattr(forecasting, "time_products", lambda device: 1e-9)
     monkeypatch.setattr(forecasting, "time_reading", lambda model_map, matrices: 1e-9)
     before, after = (
-        forecasting.forecast(m, text, L=12, ranks=False, budget=1, device=torch.device("cpu")).seconds
+        forecasting.forecast(
+            m, text, states=1 << 12, ranks=False, budget=1, device=torch.device("cpu")
+        ).seconds
         for m in maps
     )
     added = {phase: after[phase] - before[phase] for phase in after}
