@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,4 +42,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.values: dict[int, Any] = {}
         self.barrier = threading.Barrier(size, timeout=30)
-        self.mail: dict[tuple[int, int], queue.Queue[torch.Tensor]] = defaultdict(queue.Queue)
+        # Every queue exists before a thread asks for it: two threads that add the same missing queue can each get
+        # one of their own, and a message in the lost one never arrives.
+        pairs = itertools.product(range(size), repeat=2)
+        self.mail: dict[tuple[int, int], queue.Queue[torch.Tensor]] = {pair: queue.Queue() for pair in pairs}
