@@ -57,11 +57,11 @@ class Result:
         return self.code == 0 and self.difference < MAX_DIFFERENCE
 
 
-def try_family(family: str, folder: Path, ratio: float = 4.0) -> Result:
-    """Make, compress, check."""
+def try_family(family: str, folder: Path, ratio: float = 4.0, **options: Any) -> Result:
+    """Make, compress, check. options: of the family's configuration."""
     started, model, share, reached, difference, reason, code = time.monotonic(), "", 0.0, 0.0, 0.0, "", 0
     try:
-        source = make_family(family, folder / "model")
+        source = make_family(family, folder / "model", **options)
     except Exception as error:
         return Result(family, "", -1, 0, 0, 0, 0, f"no tiny model: {type(error).__name__}: {error!s:.200}")
     try:

@@ -196,8 +196,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 """By model type: more values, or a section's values under the section's name."""
 
 
-def tiny_config(model_type: str) -> Any:
-    """A configuration of the class that transformers has for `model_type`, with tiny sizes."""
+def tiny_config(model_type: str, **options: Any) -> Any:
+    """A configuration of the class that transformers has for `model_type`, with tiny sizes and these options."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[model_type]
@@ -215,7 +215,7 @@ def tiny_config(model_type: str) -> Any:
             **changes.pop(section, {}),
         }
     values.update(changes)
-    return kind(**{key: value for key, value in values.items() if value is not None})
+    return kind(**{key: value for key, value in values.items() if value is not None} | options)
 
 
 def _sizes(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -245,12 +245,12 @@ def _value(config: Any, key: str) -> Any:
 
 
 @torch.no_grad()
-def make_family(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write a tiny random checkpoint with a tokenizer; returns `folder`."""
+def make_family(model_type: str, folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Path:
+    """Write a tiny random checkpoint with a tokenizer; returns `folder`. options: of its configuration."""
     from transformers.models.auto import modeling_auto
 
     torch.manual_seed(0)
-    config = tiny_config(model_type)
+    config = tiny_config(model_type, **options)
     with_tower = model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
     auto: Any = (
         modeling_auto.AutoModelForImageTextToText if with_tower else modeling_auto.AutoModelForCausalLM
