@@ -5,15 +5,18 @@ Nothing here uses the network.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ciuic_cli._version import __version__
+from ciuic_cli.artifact.writer import REPORT
 from ciuic_cli.checkpoint.config.classes import auto_class
 from ciuic_cli.checkpoint.folder import checked_file
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.errors import CiuicError
 from ciuic_cli.report.readable import readable_bytes
 from ciuic_cli.report.schema import MemoryReport
 
@@ -24,6 +27,8 @@ _PIPELINES = {"AutoModelForCausalLM": "text-generation", "AutoModelForImageTextT
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 _MAX_CARD_BYTES = 1 << 20
 """Largest README.md of an original whose metadata is read (chosen)."""
+_MAX_NAME = 200
+"""Longest name of an original in a report that a message repeats, in characters (chosen)."""
 _MAX_LICENSE = 300
 """Longest value of a licence key that is copied, in characters (chosen)."""
 
@@ -109,8 +114,28 @@ def _checked_id(name: object) -> str | None:
     return name if isinstance(name, str) and _HUB_ID.fullmatch(name) else None
 
 
+def original_of(artifact: Path) -> str | None:
+    """What an artifact was made of: a hub id by its card, or a folder's name by its report; None if neither says."""
+    if known := _checked_id(_metadata(artifact).get("base_model")):
+        return known
+    try:
+        name = json.loads(checked_file(artifact, REPORT).read_text(encoding="utf-8")).get("model")
+    except (OSError, ValueError, AttributeError, CiuicError):  # the name is only for a message
+        return None
+    return name if isinstance(name, str) and 0 < len(name) <= _MAX_NAME and name.isprintable() else None
+
+
 def _license_of(folder: Path) -> dict[str, str]:
-    """The licence keys in the front matter of the original's README.md; empty if there is none that can be read.
+    """The licence keys in the front matter of the original's README.md; empty if there is none that can be read."""
+    metadata = _metadata(folder)
+    found = {key: metadata[key] for key in _LICENSE_KEYS if key in metadata}
+    return {
+        key: value for key, value in found.items() if isinstance(value, str) and len(value) <= _MAX_LICENSE
+    }
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    """The front matter of a folder's README.md; empty if there is none that can be read.
 
     The file is optional and anyone may have written it, so whatever is wrong with it is ignored.
     """
@@ -125,7 +150,4 @@ def _license_of(folder: Path) -> dict[str, str]:
         Exception
     ):  # PyYAML fails with nearly any type (IndexError for "!!int ''"); no licence is no reason to stop
         return {}
-    found = {key: metadata[key] for key in _LICENSE_KEYS if key in metadata}
-    return {
-        key: value for key, value in found.items() if isinstance(value, str) and len(value) <= _MAX_LICENSE
-    }
+    return metadata if isinstance(metadata, dict) else {}

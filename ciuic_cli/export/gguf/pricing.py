@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import fisher_of
+from ciuic_cli.export.gguf.feedback import round_again
 from ciuic_cli.export.gguf.llama_cpp import LlamaCpp
 from ciuic_cli.export.gguf.tensors import GgufFile, GgufTensor, padded
 from ciuic_cli.export.gguf.types import LARGEST
@@ -32,7 +33,8 @@ def price_types(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], int]:
     """Predicted KL per token and bytes of every tensor at every type, and the bytes of all the rest of the file.
 
-    In pass k every tensor is rounded by llama-quantize to its k-th type, and decoded again by it.
+    In pass k every tensor is rounded by llama-quantize to its k-th type, gets its codes with error feedback, and is
+    decoded again by llama-quantize.
 
     Returns:
         loss (tensors, types) with np.inf where a tensor has fewer types; bytes (tensors, types); bytes of metadata and
@@ -44,10 +46,12 @@ def price_types(
     rest = 0
     rounded, decoded = work / "rounded.gguf", work / "decoded.gguf"
     for number in range(most):
-        chosen = {tensor.name: tensor.types[min(number, len(tensor.types) - 1)] for tensor in tensors}
+        types = [tensor.types[min(number, len(tensor.types) - 1)] for tensor in tensors]
+        chosen = {tensor.name: kind for tensor, kind in zip(tensors, types, strict=True)}
         llama_cpp.quantize(source.path, rounded, chosen, importance, work, LARGEST.file_type)
         sizes = {tensor.name: padded(chosen[tensor.name].nbytes(tensor.weights)) for tensor in tensors}
         rest = rounded.stat().st_size - sum(sizes.values())
+        round_again(rounded, tensors, types, source, statistics)
         llama_cpp.decode(rounded, decoded)
         rounded.unlink()
         values = GgufFile(decoded)

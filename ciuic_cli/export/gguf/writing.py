@@ -24,6 +24,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
+from ciuic_cli.export.gguf.feedback import round_again
 from ciuic_cli.export.gguf.importance import write_importance
 from ciuic_cli.export.gguf.llama_cpp import LlamaCpp, find_llama_cpp
 from ciuic_cli.export.gguf.pricing import price_types
@@ -32,6 +33,7 @@ from ciuic_cli.export.gguf.types import DEFAULT_TARGET_BITS, GgufType
 from ciuic_cli.process.atomic_files import require_space, sync_file
 from ciuic_cli.process.file_faults import environment_fault
 from ciuic_cli.process.progress import Progress, no_progress
+from ciuic_cli.report.model_card import original_of
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.text.calibration import calibration_sequences
@@ -122,7 +124,7 @@ def export_gguf(
     """
     settings = options or GgufOptions()
     folder, out = locate(model), Path(os.path.realpath(destination))
-    _require_dense(folder)
+    _require_dense(folder, destination)
     if os.path.lexists(out):
         raise InputError("the output exists already", file=out, remedy="choose another name, or remove it")
     programs = find_llama_cpp(settings.llama_cpp)
@@ -180,7 +182,7 @@ class GgufPlanner:
         self.source = GgufFile(converted)
         self.tensors, self.unmatched = match_tensors(model_map, self.source, known)
         statistics_folder.mkdir()
-        statistics = collect_statistics(
+        self.statistics = statistics = collect_statistics(
             model_map, tokens, statistics_folder, device=device, seed=seed, progress=progress
         )
         self.importance = work / "importance.gguf"
@@ -216,6 +218,7 @@ class GgufPlanner:
         self.programs.quantize(
             self.source.path, part, chosen, self.importance, self.work, main_type.file_type
         )
+        round_again(part, self.tensors, types, self.source, self.statistics)
         expected, written = self.rest + allocation.nbytes, part.stat().st_size
         if written != expected:
             raise EnvironmentFault(
@@ -233,13 +236,16 @@ class GgufPlanner:
         )  # fmt: skip
 
 
-def _require_dense(folder: Path) -> None:
+def _require_dense(folder: Path, destination: str | Path) -> None:
+    """Raise InputError for an artifact; the message has the command with its original."""
     if not is_artifact(read_config(folder)):
         return
+    original = original_of(folder)
     raise InputError(
         "this is an artifact, whose rounded weights would be rounded a second time",
         file=folder,
-        remedy="give the original checkpoint that it was made of: the plan for GGUF is made from its weights",
+        remedy="give the original checkpoint that it was made of, because the plan for GGUF is made from its weights: "
+        f"ciuic export {original or 'ORIGINAL'} {destination} --to gguf",
     )
 
 
