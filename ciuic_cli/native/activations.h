@@ -34,16 +34,25 @@ static constexpr int byte_planes(Precision precision) { return precision == kInt
 static constexpr long register_columns(Precision precision) { return precision == kBfloat16 ? 32 : 16; }
 constexpr long kRegistersPerBlock = 16, kRegisterRowBytes = 64;
 
+// A row of activations. The numbers of a block stand beside those of the other rows, `rows` apart.
 struct QuantizedRow {
-  float* scale;     // one per block
-  int32_t* offset;  // one per block
-  int16_t* value;   // one per column
+  float* scales;
+  int32_t* offsets;
+  int32_t* factored_offsets;
+  int16_t* value;  // one per column
+  long rows;
+
+  float& scale(long block) const { return scales[rows * block]; }
+  int32_t& offset(long block) const { return offsets[rows * block]; }
+  // The offset minus own_products of the block's values. Only kernels with a loop that reads it set it (Factored in
+  // many_rows_kernel.cpp).
+  int32_t& factored_offset(long block) const { return factored_offsets[rows * block]; }
 };
 
 // Rows of activations of a band, the content of a tile register of the AMX kernel.
 constexpr long kBandRows = 16;
 
-// Where the arrays of `batch` rows lie: first scale, offset and value of each row, then what matrix units read.
+// Where the arrays of `batch` rows lie: first scale, offset, own and value of each row, then what matrix units read.
 //
 // That is, per byte plane and column, the byte four times, to be multiplied by the four bytes of a hash; or a bfloat16 value
 // per column. The order is by block of 16 registers, band of 16 rows, byte plane, register, row and column. So the 16 rows
@@ -51,8 +60,9 @@ constexpr long kBandRows = 16;
 // unused rows.
 struct ActivationLayout {
   Precision precision;
-  long cols, registers, planes, band_rows, padded_rows;
-  size_t blocks_padded, row_bytes, registers_begin, size;  // size: bytes of the whole
+  long cols, rows, registers, planes, band_rows, padded_rows;
+  // array_bytes: of the scales, and of either offsets. row_bytes: of a row of values. size: of the whole.
+  size_t array_bytes, row_bytes, registers_begin, size;
 };
 
 // `bytes`: whether matrix units or byte products read the integers.
@@ -64,11 +74,13 @@ static inline ActivationLayout activation_layout(long cols, Precision precision,
   layout.planes = precision == kBfloat16 || bytes ? byte_planes(precision) : 0;
   layout.band_rows = batch < kBandRows ? batch : kBandRows;
   layout.padded_rows = (batch + layout.band_rows - 1) / layout.band_rows * layout.band_rows;
-  // Rounded up to 16, so that every array begins on a 64-byte boundary.
-  layout.blocks_padded = static_cast<size_t>(((cols + kActivationBlock - 1) / kActivationBlock + 15) / 16 * 16);
-  layout.row_bytes = (8 * layout.blocks_padded + 2 * static_cast<size_t>(cols) + 63) / 64 * 64;
-  if (precision == kBfloat16) layout.row_bytes = 0;
-  layout.registers_begin = layout.row_bytes * batch;
+  const size_t blocks = static_cast<size_t>((cols + kActivationBlock - 1) / kActivationBlock);
+  layout.rows = batch;
+  // Rounded up, so that every array begins on a 64-byte boundary. A row of values takes an odd number of cache lines: so the same
+  // columns of neighbouring rows are in different sets of the cache.
+  layout.array_bytes = precision == kBfloat16 ? 0 : (4 * blocks * batch + 63) / 64 * 64;
+  layout.row_bytes = precision == kBfloat16 ? 0 : ((2 * static_cast<size_t>(cols) + 63) / 64 | 1) * 64;
+  layout.registers_begin = 3 * layout.array_bytes + layout.row_bytes * batch;
   const long register_rows = layout.planes * layout.padded_rows * layout.registers;
   layout.size = layout.registers_begin + static_cast<size_t>(kRegisterRowBytes * register_rows);
   return layout;
@@ -81,9 +93,10 @@ struct Activations {
 
 static inline QuantizedRow quantized_row(const Activations& x, long row) {
   const ActivationLayout& layout = x.layout;
-  uint8_t* begin = x.memory + layout.row_bytes * row;
-  return {reinterpret_cast<float*>(begin), reinterpret_cast<int32_t*>(begin + 4 * layout.blocks_padded),
-          reinterpret_cast<int16_t*>(begin + 8 * layout.blocks_padded)};
+  uint8_t *values = x.memory + 3 * layout.array_bytes, *scales = x.memory + 4 * row;
+  return {reinterpret_cast<float*>(scales), reinterpret_cast<int32_t*>(scales + layout.array_bytes),
+          reinterpret_cast<int32_t*>(scales + 2 * layout.array_bytes),
+          reinterpret_cast<int16_t*>(values + layout.row_bytes * row), layout.rows};
 }
 
 // The registers of a block, or as many as there are.

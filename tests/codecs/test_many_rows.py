@@ -73,6 +73,19 @@ def test_each_row_equals_its_product_alone(rows: int) -> None:
         assert torch.equal(y[row], trellis.matmul(matrix, x[row], precise=True))
 
 
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("precise", [False, True])
+def test_largest_activations_do_not_overflow(bits: float, precise: bool) -> None:
+    """The transform of a single one has the same magnitude everywhere, so all of its values are the largest."""
+    matrix = random_matrix(48, 512, bits)
+    x = torch.eye(512)[torch.arange(0, 512, 17)]
+    dense = exact_stored(matrix)
+    for some in (x, x[:9], -x):
+        y = trellis.matmul(matrix, some, precise=precise)
+        assert relative_error(y, some.double() @ dense.T) < 1e-4
+        assert torch.equal(y[8], trellis.matmul(matrix, some[8], precise=precise))
+
+
 def test_rows_do_not_depend_on_each_other_or_on_threads() -> None:
     matrix = random_matrix(528, 512)
     x = gaussian(600, 512)

@@ -207,9 +207,9 @@ void add_block(const Sums16& low, const Sums16& high, const Activations& x, long
       _mm512_storeu_ps(y + kTile * i, _mm512_add_ps(_mm512_loadu_ps(y + kTile * i), _mm512_load_ps(low.real + kTile * i)));
     } else {
       const QuantizedRow row = quantized_row(x, first_row + i);
-      Sums sum = {_mm512_add_epi32(_mm512_set1_epi32(row.offset[block]), _mm512_load_si512(low.integer + kTile * i))};
+      Sums sum = {_mm512_add_epi32(_mm512_set1_epi32(row.offset(block)), _mm512_load_si512(low.integer + kTile * i))};
       if (P == kInt15) sum = combined(sum, {_mm512_load_si512(high.integer + kTile * i)}, 8);
-      add_scaled(y + kTile * i, sum, row.scale[block]);
+      add_scaled(y + kTile * i, sum, row.scale(block));
     }
   }
 }

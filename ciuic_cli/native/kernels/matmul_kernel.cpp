@@ -54,8 +54,12 @@ void quantize_row(const float* x, const Activations& activations, long row_numbe
       row.value[j] = static_cast<int16_t>(value);
       sum += value;
     }
-    row.scale[block] = scale;
-    row.offset[block] = -CIUIC_LEVEL_CENTRE * sum;
+    row.scale(block) = scale;
+    row.offset(block) = -CIUIC_LEVEL_CENTRE * sum;
+#ifdef CIUIC_FACTORED
+    row.factored_offset(block) = static_cast<int32_t>(static_cast<uint32_t>(row.offset(block)) -
+                                                      static_cast<uint32_t>(own_products(row.value + begin, end - begin)));
+#endif
     for (int plane = 0; plane < activations.layout.planes; ++plane)
       fill_bytes(row.value + begin, end - begin, 8 * plane, register_row(activations, block, row_number, plane),
                  register_stride(activations));
@@ -84,11 +88,11 @@ static void multiply_levels(const uint8_t* codes, long tiles, int L, const Quant
   const auto mask = Tile<H>::mask_of(L);
   for (long block = 0; block * kTilesPerBlock < tiles; ++block) {
     Sums sums[Batch];
-    for (int b = 0; b < Batch; ++b) sums[b] = sums_of(x[b].offset[block]);
+    for (int b = 0; b < Batch; ++b) sums[b] = sums_of(x[b].offset(block));
     const long first = block * kTilesPerBlock, last = first + kTilesPerBlock < tiles ? first + kTilesPerBlock : tiles;
     for (long t = first; t < last; ++t)
       add_pairs<H, Masked, Batch, 0>(sums, Tile<H>(codes + t * CIUIC_TILE_BYTES(H)), x, mask, t * kTile);
-    for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], x[b].scale[block]);
+    for (int b = 0; b < Batch; ++b) add_scaled(total[b], sums[b], x[b].scale(block));
   }
 }
 
@@ -135,10 +139,10 @@ static void multiply_bytes(const uint8_t* codes, long tiles, int L, const Quanti
       add_columns<H, Masked, Batch, Planes, 0>(sums, Tile<H>(tile), bytes, mask, (t - first) * register_stride(activations));
     }
     for (int b = 0; b < Batch; ++b) {
-      Sums sum = sums_of(x[b].offset[block]);
+      Sums sum = sums_of(x[b].offset(block));
       for (int plane = 0; plane < Planes; ++plane)
         for (int chain = 0; chain < kChains; ++chain) sum = combined(sum, sums[b][plane][chain], 8 * plane);
-      add_scaled(total[b], sum, x[b].scale[block]);
+      add_scaled(total[b], sum, x[b].scale(block));
     }
   }
 }

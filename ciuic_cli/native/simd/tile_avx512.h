@@ -70,6 +70,41 @@ static inline void add_products(Sums& sums, const Pair& levels, const int16_t* p
   asm("vpdpwssd %2, %1, %0" : "+v"(sums.part) : "v"(levels.words), "v"(_mm512_set1_epi32(both)));
 }
 
+// For the loop of many rows with half as many multiplications (Factored in kernels/many_rows_kernel.cpp).
+#define CIUIC_FACTORED 1
+// 24 sums, 4 pairs, 2 pairs of activations and 2 sums of both in 32 registers. kGroupsTogether is a multiple of the groups.
+constexpr int kFactoredRows = 12, kFactoredGroups = 2;
+
+// Whether two 16-bit additions take less time than a multiplication. AMD's processors have two vector pipes for additions besides
+// the two that multiply; Intel's add and multiply on the same pipes (docs/experiments/runtime/many-rows.md).
+static inline bool additions_are_cheap() {
+  static const bool cheap = __builtin_cpu_is("amd") != 0;
+  return cheap;
+}
+
+// Two int16 activations, for all rows.
+static inline Pair repeated(const int16_t* pair) {
+  int32_t both;
+  __builtin_memcpy(&both, pair, sizeof both);
+  return {_mm512_set1_epi32(both)};
+}
+static inline Pair pair_sum(const Pair& a, const Pair& b) { return {_mm512_add_epi16(a.words, b.words)}; }
+static inline Sums sum_with(int32_t value, const Sums& b) { return {_mm512_add_epi32(_mm512_set1_epi32(value), b.part)}; }
+static inline Sums minus(const Sums& a) { return {_mm512_sub_epi32(_mm512_setzero_si512(), a.part)}; }
+static inline void add_pair_products(Sums& sums, const Pair& a, const Pair& b) {
+  asm("vpdpwssd %2, %1, %0" : "+v"(sums.part) : "v"(a.words), "v"(b.words));
+}
+
+// The sum, modulo 2^32, of value[i] * value[i + 2] and value[i + 1] * value[i + 3] over i = 0, 4, .. ; `count` is a multiple of 16.
+static inline int32_t own_products(const int16_t* value, long count) {
+  __m512i sum = _mm512_setzero_si512();
+  for (long i = 0; i < count; i += 32) {
+    const __m512i four = _mm512_maskz_loadu_epi16(count - i < 32 ? 0xFFFFu : 0xFFFFFFFFu, value + i);
+    sum = _mm512_dpwssd_epi32(sum, four, _mm512_srli_epi64(four, 32));
+  }
+  return _mm512_reduce_add_epi32(sum);
+}
+
 // total[row] += scale * sums[row]
 static inline void add_scaled(float* total, const Sums& sums, float scale) {
   const __m512 sum = _mm512_cvtepi32_ps(sums.part);
