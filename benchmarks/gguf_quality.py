@@ -7,7 +7,7 @@
 named, and an importance matrix that llama-imatrix makes from the same text as ciuic's statistics. ciuic's file gets no
 more bytes than the preset's and no more than BITS per weight, whichever is less.
 
---without TYPE: ciuic's plan does not use this type; may be repeated. The weights of a model of packaged_model.py
+--without TYPE: the plan does not use or price this type; may be repeated. The weights of a model of packaged_model.py
 lie on the grids of the GGUF file that it comes from, so types with these grids would round them without an error.
 
 llama-perplexity compares with the bfloat16 file on each text. WORK keeps all files and results; the same command
@@ -69,15 +69,10 @@ class Comparison:
         folder = self.work / "planner"
         subprocess.run(["rm", "-rf", folder], check=True)
         folder.mkdir()
-        planner = GgufPlanner(
-            self.map, self.tokens, folder, self.programs, device=torch.device("cpu"),
+        return GgufPlanner(
+            self.map, self.tokens, folder, self.programs, device=torch.device("cpu"), without=self.without,
             progress=lambda *step: print(*step, flush=True),
         )  # fmt: skip
-        for row, tensor in zip(planner.loss, planner.tensors, strict=True):
-            row[[number for number, kind in enumerate(tensor.types) if kind.name in self.without]] = float(
-                "inf"
-            )
-        return planner
 
     def original(self) -> Path:
         """The converted checkpoint."""

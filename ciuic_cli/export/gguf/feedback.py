@@ -28,7 +28,7 @@ _ROWS = 4096
 """Rows that are rounded at a time; bounds the temporaries (chosen, not tuned)."""
 _PANEL = 64
 """Columns whose errors are subtracted from the following panels in one product (chosen, not tuned)."""
-_SCALES = torch.linspace(0.2, 1.0, 17)
+_SCALES = torch.linspace(0.25, 0.75, 9)
 """Tried steps of a block, as shares of its largest weight (chosen)."""
 
 

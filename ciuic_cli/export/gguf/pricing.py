@@ -51,14 +51,16 @@ def price_types(
         llama_cpp.quantize(source.path, rounded, chosen, importance, work, LARGEST.file_type)
         sizes = {tensor.name: padded(chosen[tensor.name].nbytes(tensor.weights)) for tensor in tensors}
         rest = rounded.stat().st_size - sum(sizes.values())
-        round_again(rounded, tensors, types, source, statistics)
+        new = [index for index, tensor in enumerate(tensors) if number < len(tensor.types)]
+        round_again(
+            rounded, [tensors[index] for index in new], [types[index] for index in new], source, statistics
+        )
         llama_cpp.decode(rounded, decoded)
         rounded.unlink()
         values = GgufFile(decoded)
-        for index, tensor in enumerate(tensors):
-            if number < len(tensor.types):
-                loss[index, number] = _loss(tensor, source, values, statistics)
-                nbytes[index, number] = sizes[tensor.name]
+        for index in new:
+            loss[index, number] = _loss(tensors[index], source, values, statistics)
+            nbytes[index, number] = sizes[tensors[index].name]
         del values
         decoded.unlink()
         progress("price", number + 1, most)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,12 +119,12 @@ def padded(nbytes: int) -> int:
 
 
 def match_tensors(
-    model_map: ModelMap, file: GgufFile, known: str
+    model_map: ModelMap, file: GgufFile, known: str, without: Collection[str] = ()
 ) -> tuple[list[GgufTensor], list[WeightMatrix]]:
     """The tensors of a converted file that hold compressible matrices, and the matrices that no tensor holds as they
     are.
 
-    known: as in `candidates`.
+    known: as in `candidates`. without: names of types that no tensor gets.
     """
     found: dict[str, list[Part | None]] = {}
     unmatched = []
@@ -147,7 +147,7 @@ def match_tensors(
         if len(kept) < len(parts) or len(kept) != len(file.matrices(name)):
             continue
         cols = kept[0].matrix.cols
-        types = candidates(cols, known)
+        types = tuple(kind for kind in candidates(cols, known) if kind.name not in without)
         if types:
             weights = sum(len(part.rows) for part in kept) * cols
             tensors.append(GgufTensor(name, tuple(kept), cols, weights, types))

@@ -10,7 +10,7 @@ import math
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -157,6 +157,7 @@ class GgufPlanner:
 
     Args:
         tokens: LongTensor (sequences, length), the calibration text.
+        without: names of types that are not used.
         work: an empty folder; its files are needed as long as the object is.
 
     Attributes:
@@ -173,6 +174,7 @@ class GgufPlanner:
         *,
         device: torch.device,
         seed: int = 0,
+        without: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> None:
         known = programs.help
@@ -180,7 +182,7 @@ class GgufPlanner:
         programs.convert(model_map.checkpoint.folder, converted)
         self.folder, self.work, self.programs = model_map.checkpoint.folder, work, programs
         self.source = GgufFile(converted)
-        self.tensors, self.unmatched = match_tensors(model_map, self.source, known)
+        self.tensors, self.unmatched = match_tensors(model_map, self.source, known, without)
         statistics_folder.mkdir()
         self.statistics = statistics = collect_statistics(
             model_map, tokens, statistics_folder, device=device, seed=seed, progress=progress
