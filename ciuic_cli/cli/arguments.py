@@ -6,12 +6,14 @@ import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.exit_codes import run
+from ciuic_cli.cli.help import CALIBRATION
+from ciuic_cli.compression.options import DEFAULT_SEQLEN
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.process.libraries import require_supported_transformers
 
@@ -32,6 +34,46 @@ Revision = Annotated[
 Device = Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help=QUIET_HELP)]
 Json = Annotated[bool, typer.Option("--json", help=JSON_HELP)]
+CalibrationFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        readable=False,
+        rich_help_panel=CALIBRATION,
+        show_default="only the package's mix",
+        help="UTF-8 text like the text that the model will see; may be repeated. The package's own mix of texts adds "
+        "half as many sequences.",
+    ),
+]
+CalibrationOnly = Annotated[
+    bool,
+    typer.Option(
+        "--calibration-only",
+        rich_help_panel=CALIBRATION,
+        help="All sequences from the text of --calibration: for a model that will see no other text.",
+    ),
+]
+SequenceLength = Annotated[
+    int | None,
+    typer.Option(
+        "--seqlen",
+        metavar="N",
+        rich_help_panel=CALIBRATION,
+        show_default=f"{DEFAULT_SEQLEN}, or the model's positions if fewer",
+        help="Tokens per calibration sequence, at least 32.",
+    ),
+]
+
+
+def samples_option(default: str) -> Any:
+    """The option --nsamples; `default` is printed as its default."""
+    return typer.Option(
+        metavar="N",
+        rich_help_panel=CALIBRATION,
+        show_default=default,
+        help="Calibration sequences, at least 2, without those that the mix adds.",
+    )
 
 
 def execute(console: Console, action: Callable[[], None]) -> NoReturn:

@@ -16,20 +16,23 @@ from ciuic_cli.cli.arguments import (
     JSON_HELP,
     QUIET_HELP,
     REVISION_HELP,
+    CalibrationFiles,
+    CalibrationOnly,
     Model,
+    SequenceLength,
     announce_device,
     execute,
     given_options,
+    samples_option,
 )
 from ciuic_cli.cli.console import Console
-from ciuic_cli.cli.help import BUDGET, CALIBRATION, PASSES, RUN
+from ciuic_cli.cli.help import BUDGET, PASSES, RUN
 from ciuic_cli.cli.tables import show_account, show_compressed
 from ciuic_cli.cli.values import parse_bits, parse_prune, parse_rank
 from ciuic_cli.compression.options import (
     BITS,
     DEFAULT_BITS,
     DEFAULT_RATIO,
-    DEFAULT_SEQLEN,
     CompressOptions,
     bits_text,
 )
@@ -97,43 +100,10 @@ def compress(
             help="Instead of --ratio: bytes of OUT's safetensors files, such as 8GiB, 500M or 4365952.",
         ),
     ] = None,
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            readable=False,
-            rich_help_panel=CALIBRATION,
-            show_default="only the package's mix",
-            help="UTF-8 text like the text that the model will see; may be repeated. The package's own mix of texts "
-            "adds half as many sequences.",
-        ),
-    ] = None,
-    calibration_only: Annotated[
-        bool,
-        typer.Option(
-            "--calibration-only",
-            rich_help_panel=CALIBRATION,
-            help="All sequences from the text of --calibration: for a model that will see no other text.",
-        ),
-    ] = False,
-    nsamples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=CALIBRATION,
-            show_default="by effort",
-            help="Calibration sequences, at least 2, without those that the mix adds.",
-        ),
-    ] = None,
-    seqlen: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=CALIBRATION,
-            show_default=f"{DEFAULT_SEQLEN}, or the model's positions if fewer",
-            help="Tokens per calibration sequence, at least 32.",
-        ),
-    ] = None,
+    calibration: CalibrationFiles = None,
+    calibration_only: CalibrationOnly = False,
+    nsamples: Annotated[int | None, samples_option("by effort")] = None,
+    seqlen: SequenceLength = None,
     prune: Annotated[
         str,
         typer.Option(

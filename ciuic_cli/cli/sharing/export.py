@@ -10,10 +10,20 @@ from typing import Annotated, Any
 import typer
 
 from ciuic_cli.checkpoint.folder import locate
-from ciuic_cli.cli.arguments import DEVICE_HELP, Json, PathArgument, Quiet, execute, given_options
+from ciuic_cli.cli.arguments import (
+    DEVICE_HELP,
+    CalibrationFiles,
+    CalibrationOnly,
+    Json,
+    PathArgument,
+    Quiet,
+    SequenceLength,
+    execute,
+    given_options,
+    samples_option,
+)
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import CALIBRATION
-from ciuic_cli.compression.options import DEFAULT_SEQLEN
 from ciuic_cli.errors import UsageError
 from ciuic_cli.export.gguf.types import DEFAULT_TARGET_BITS
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
@@ -69,42 +79,10 @@ def export(
             help="llama.cpp's folder, with convert_hf_to_gguf.py and llama-quantize (in build/bin, for example).",
         ),
     ] = None,
-    calibration: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            readable=False,
-            rich_help_panel=CALIBRATION,
-            show_default="only the package's mix",
-            help="With --to gguf: UTF-8 text as for `ciuic compress`; may be repeated.",
-        ),
-    ] = None,
-    calibration_only: Annotated[
-        bool,
-        typer.Option(
-            "--calibration-only",
-            rich_help_panel=CALIBRATION,
-            help="All sequences from the text of --calibration.",
-        ),
-    ] = False,
-    nsamples: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=CALIBRATION,
-            show_default="64",
-            help="Calibration sequences, at least 2.",
-        ),
-    ] = None,
-    seqlen: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            rich_help_panel=CALIBRATION,
-            show_default=f"{DEFAULT_SEQLEN}, or the model's positions if fewer",
-            help="Tokens per calibration sequence, at least 32.",
-        ),
-    ] = None,
+    calibration: CalibrationFiles = None,
+    calibration_only: CalibrationOnly = False,
+    nsamples: Annotated[int | None, samples_option("64")] = None,
+    seqlen: SequenceLength = None,
     device: Annotated[
         str, typer.Option(metavar="DEVICE", rich_help_panel=CALIBRATION, help=DEVICE_HELP)
     ] = "auto",

@@ -10,7 +10,7 @@ With the Hadamard transform (orthonormal), the same bounds hold for the transfor
 Euclidean norm of at most s / 2 · sqrt(n), or s · sqrt(n). (Float32 arithmetic adds about 1e-6 of the largest |x|.)
 Blocks with a number that is not finite decode to NaN. Blocks whose largest |x| is below M · 2^-126 decode to zeros.
 
-Of fake tensors (torch's FakeTensorMode), which have no numbers, only the shapes of the results are made.
+Fake tensors (torch's FakeTensorMode) have no numbers: for them the results have the right shapes and dtypes only.
 
 A number takes bits + 16 / n bits. Source of the method: blockwise quantization (Dettmers et al. 2022), with symmetric
 linear levels; the transform as in QuIP# (Tseng et al. 2024).
