@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-import torch
 
 from ciuic_cli.errors import EnvironmentFault
-from ciuic_cli.train.planning.limits import process_bytes
+from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.measured import measure
-from ciuic_cli.train.planning.step import Batch
+from ciuic_cli.train.planning.step import Batch, Sharding
 from ciuic_cli.train.planning.strategies import PlannedStrategy
+from ciuic_cli.train.trainer import FREED_BYTES
+
+_TINY = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "float32", "vocab_size": 64,
+    "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+"""Config of a model that is negligible beside a process (chosen)."""
+
+_HOLES = FREED_BYTES // 4
+"""Freed pages that a process keeps on average, in bytes; it gives them back when they are FREED_BYTES. Measured:
+docs/experiments/training/strategies-plan.md."""
 
 
 def compared(
@@ -39,14 +54,16 @@ def _compared(
 ) -> dict[str, Any] | None:
     strategy, memory = one.strategy, one.memory
     tensors = memory.tensors + memory.residuals
-    resident = tensors + process_bytes(torch.device("cpu"))
     if strategy.compressed and not (folder / "memory_report.json").is_file():
         hint(f"{strategy.name}: not measured, for want of an artifact")
         return None
-    if resident * strategy.processes > psutil.virtual_memory().available:
-        hint(f"{strategy.name}: not measured, {strategy.processes} x {resident / 1e9:.3g} GB are not free")
-        return None
     try:
+        resident = tensors + _process_bytes(_libraries(strategy.options), strategy.sharding) + _HOLES
+        if resident * strategy.processes > psutil.virtual_memory().available:
+            hint(
+                f"{strategy.name}: not measured, {strategy.processes} x {resident / 1e9:.3g} GB are not free"
+            )
+            return None
         measured = measure(folder, strategy.options, Batch(strategy.rows, tokens), strategy.sharding)
     except EnvironmentFault as error:
         hint(f"{strategy.name}: {error}")
@@ -58,3 +75,21 @@ def _compared(
         "resident": measured.resident,
         "seconds": measured.seconds,
     }
+
+
+def _libraries(options: TrainOptions) -> TrainOptions:
+    """These options without those that load no other libraries."""
+    return replace(
+        options, activation_checkpointing=False, gradient_accumulation_steps=1, per_device_train_batch_size=1
+    )
+
+
+@cache
+def _process_bytes(options: TrainOptions, sharding: Sharding | None) -> int:
+    """Resident bytes of a process besides tensors: the interpreter and the libraries that a strategy loads.
+
+    Measured with a tiny model: a step loads code that importing a library does not.
+    """
+    with TemporaryDirectory(prefix="ciuic-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(_TINY), encoding="utf-8")
+        return measure(Path(folder), options, Batch(1, 16), sharding).resident

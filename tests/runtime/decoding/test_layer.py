@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_steps import Doubled, step_logits
 from packed_weights import relative_error
-from torch import nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from ciuic_cli.evaluation.bench_process import cache_keyword
@@ -45,22 +44,6 @@ def load(artifact: Callable[..., Any]) -> Callable[..., Any]:
         return AutoModelForCausalLM.from_pretrained(built.folder, **options).eval()
 
     return load
-
-
-def step_logits(model: Any, steps: int = 3, batch: int = 1, mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Logits [steps, batch, vocabulary] of single tokens behind a prompt of 9."""
-    cache = {cache_keyword(model): DynamicCache(config=model.config)}
-    generator = torch.Generator().manual_seed(5)
-    ids = torch.randint(3, 260, (batch, 9 + steps), generator=generator)
-    found = []
-    with torch.inference_mode():
-        model(ids[:, :9], attention_mask=mask, use_cache=True, **cache)
-        for step in range(steps):
-            if mask is not None:
-                mask = F.pad(mask, (0, 1), value=1)
-            token = ids[:, 9 + step : 10 + step]
-            found.append(model(token, attention_mask=mask, use_cache=True, **cache).logits[:, -1])
-    return torch.stack(found)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -167,14 +150,6 @@ def test_outputs_that_were_asked_for(load: Callable[..., Any]) -> None:
 
 
 def test_a_replaced_projection_is_used(load: Callable[..., Any], decoded: list[int]) -> None:
-    class Doubled(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
-            super().__init__()
-            self.base = base
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * self.base(x)
-
     model = load("llama")
     before = step_logits(model)
     attention = model.model.layers[0].self_attn

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from decoding_steps import PROMPT, Doubled, step_logits
 from packed_weights import relative_error
-from torch import nn
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from ciuic_cli.evaluation.bench_process import cache_keyword
@@ -29,8 +28,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"head_dim": 16, "sliding_window": None},
 }
 """Heads of a size that the native attention has; other sizes run layer by layer (test_layer.py)."""
-
-PROMPT = 9
 
 
 @pytest.fixture
@@ -74,23 +71,6 @@ def load(built: Callable[[str], Any]) -> Callable[..., Any]:
         return AutoModelForCausalLM.from_pretrained(built(family).folder, **options).eval()
 
     return load
-
-
-def step_logits(
-    model: Any, steps: int = 3, batch: int = 1, mask: torch.Tensor | None = None, **keywords: Any
-) -> torch.Tensor:
-    """Logits [steps, batch, vocabulary] of single tokens behind a prompt of PROMPT."""
-    cache = {cache_keyword(model): DynamicCache(config=model.config)}
-    ids = torch.randint(3, 260, (batch, PROMPT + steps), generator=torch.Generator().manual_seed(5))
-    found = []
-    with torch.inference_mode():
-        model(ids[:, :PROMPT], attention_mask=mask, use_cache=True, **cache)
-        for token in ids[:, PROMPT:].split(1, dim=1):
-            mask = None if mask is None else F.pad(mask, (0, 1), value=1)
-            out = model(token, attention_mask=mask, use_cache=True, **cache, **keywords)
-            found.append(out.logits[:, -1])
-    assert next(iter(cache.values())).get_seq_length() == PROMPT + steps
-    return torch.stack(found)
 
 
 def layer_by_layer(model: Any) -> Any:
@@ -295,14 +275,6 @@ def test_hidden_states_that_were_asked_for(load: Callable[..., Any], runs: list[
 
 
 def test_changed_parts_are_used(load: Callable[..., Any], runs: list[int]) -> None:
-    class Doubled(nn.Module):
-        def __init__(self, base: nn.Module) -> None:
-            super().__init__()
-            self.base = base
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * self.base(x)
-
     model = load("qwen2")
     before = step_logits(model)
     with torch.no_grad():
