@@ -27,8 +27,15 @@ MECHANISMS = {
     "openai-gpt": "a layer that returns a list",
 }
 
+STATE_SPACES = (
+    "mamba2", "falcon_mamba", "bamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "zamba2", "qwen3_next",
+)  # fmt: skip
+"""Families with state-space layers, or other layers without attention, beside those of MECHANISMS."""
+WRAPPERS = ("qwen3_vl", "qwen3_5", "deepseek_vl_hybrid", "llava", "idefics3")
+"""Language models with a vision tower whose logits `test_towers.py` does not compare."""
 
-@pytest.mark.parametrize("family", MECHANISMS)
+
+@pytest.mark.parametrize("family", (*MECHANISMS, *STATE_SPACES))
 def test_a_family_is_as_exact_as_its_dense_model(family: str, tmp_path: Path) -> None:
     result = try_family(family, tmp_path)
     assert result.code == 0, result.reason
@@ -36,10 +43,24 @@ def test_a_family_is_as_exact_as_its_dense_model(family: str, tmp_path: Path) ->
     assert result.share > 0.95 and result.ratio >= 4.0
 
 
+@pytest.mark.parametrize("family", WRAPPERS)
+def test_the_language_model_of_a_wrapper_is_compressed(family: str, tmp_path: Path) -> None:
+    result = try_family(family, tmp_path)
+    assert result.code == 0, result.reason
+    assert result.works, result.difference
+    assert result.ratio >= 4.0 and 0.9 < result.share < 1
+    assert "not part of the language model: kept exactly" in result.reason
+
+
 @pytest.mark.parametrize(
     ("family", "message"),
     [
         ("hrm_text", "HrmTextForCausalLM does not run its 3 layers once each"),
+        # transformers itself fails: the wrapper reads an attribute that its language model's output lacks.
+        (
+            "llama4",
+            "transformers cannot run the model: AttributeError in Llama4ForConditionalGeneration.forward",
+        ),
         ("xlm", "XLMWithLMHeadModel does not pass each layer's output to the next layer"),
     ],
 )
