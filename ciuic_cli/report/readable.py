@@ -15,3 +15,8 @@ def readable_bytes(count: float) -> str:
 def readable_kl(nats: float) -> str:
     """A KL divergence with three significant digits: 0.0123, 1.20e-05."""
     return f"{nats:#.3g}"
+
+
+def count_of(count: int, noun: str) -> str:
+    """A number with a noun that takes an s in the plural: 1 row, 2 rows."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -18,7 +18,7 @@ from ciuic_cli.hub.headers import headers_only
 from ciuic_cli.integers import parse_size
 from ciuic_cli.process.libraries import require_training
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
-from ciuic_cli.report.readable import readable_bytes
+from ciuic_cli.report.readable import count_of, readable_bytes
 
 if TYPE_CHECKING:
     from ciuic_cli.train.planning.strategies import PlannedStrategy
@@ -140,8 +140,8 @@ def _plan(
 
 def _show(console: Console, report: dict[str, Any], planned: list[PlannedStrategy]) -> None:
     console.table(
-        f"{report['model']}: {report['rows']} rows of {report['sequence_len']} tokens per process and step, "
-        f"{readable_bytes(report['gpu_memory'])} per process",
+        f"{report['model']}: {count_of(report['rows'], 'row')} of {report['sequence_len']} tokens per process and "
+        f"step, {readable_bytes(report['gpu_memory'])} per process",
         ["strategy", "weights", "gradients", "states", "activations", "scratch", "total", "sent per step", "time",
          "fits", "bound"],
         [

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ciuic_cli.report.readable import readable_bytes
+from ciuic_cli.report.readable import count_of, readable_bytes
 from ciuic_cli.report.templating import render_template
 
 CLASSES = ("weights", "adapter", "gradients", "states", "activations", "scratch", "process")
@@ -40,7 +40,7 @@ def render_plan_page(report: Mapping[str, Any]) -> str:
     return render_template(
         "plan.html.jinja",
         model=report["model"],
-        summary=f"{report['rows']} rows of {report['sequence_len']:,} tokens per process and step; "
+        summary=f"{count_of(report['rows'], 'row')} of {report['sequence_len']:,} tokens per process and step; "
         f"{readable_bytes(report['gpu_memory'])} per process",
         headline=f"{fitting} of {len(found)} strategies fit",
         limit=100 * report["gpu_memory"] / longest,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ciuic_cli.report.readable import readable_bytes
 from ciuic_cli.train.options import TrainOptions, option_name
 from ciuic_cli.train.planning.memory_plan import MemoryPlan, PlannedModel, plan_memory
 from ciuic_cli.train.planning.step import Batch, Sharding
@@ -87,10 +88,10 @@ class PlannedStrategy:
         if self.fits:
             text = f"{largest} {terms[largest] / max(1, self.memory.total):.0%} of the memory"
         elif fixed > self.limit:
-            text = f"weights and states alone take {fixed / 1e9:.4g} GB, whatever the rows"
+            text = f"weights and states alone take {readable_bytes(fixed)}, whatever the rows"
         else:
-            over = (self.memory.total - self.limit) / 1e9
-            text = f"{over:.3g} GB too much; {largest} take {terms[largest] / 1e9:.4g} GB"
+            over = self.memory.total - self.limit
+            text = f"{readable_bytes(over)} too much; {largest} take {readable_bytes(terms[largest])}"
         return f"{text}; time: {self.time.bound}"
 
     def as_dict(self) -> dict[str, Any]:
