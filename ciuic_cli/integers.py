@@ -1,4 +1,4 @@
-"""Integers: division that rounds up, and sizes in bytes as people write them."""
+"""Integers: division that rounds up, and sizes in bytes and times in seconds as people write them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ _UNITS = {
     for unit, base in ((letter, 1000), (f"{letter}B", 1000), (f"{letter}IB", 1024))
 }
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([A-Za-z]*)")
+
+_DURATION = re.compile(r"(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?(?:([0-9]{1,9})s)?")
 
 
 def ceil_div(dividend: int, divisor: int) -> int:
@@ -40,3 +42,12 @@ def parse_size(text: str) -> int:
             f"{text!r} is not a whole number of bytes", remedy="write it like 8GiB, 500MB or 1.5GB"
         )
     return int(size)
+
+
+def parse_duration(text: str) -> int:
+    """The seconds of "1h", "90m", "1h30m" or "45s"; raises UsageError for anything else."""
+    match = _DURATION.fullmatch(text.strip().lower())
+    if match is None or not any(match.groups()):
+        raise UsageError(f"{text!r:.60} is not a time", remedy="write it like 1h, 90m, 1h30m or 45s")
+    hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return 3600 * hours + 60 * minutes + seconds

@@ -40,17 +40,15 @@ EMBEDDING_PROBE_SHARE = 0.3
 correction of the other roles (measured: docs/experiments/allocation/embedding-share.md)."""
 ALL_ROLES = "together"
 """Key of the probe of all roles at once, in the corrections and in the report."""
-PROBED_LAYERS = 16
-"""Most layers that a probe perturbs (measured: docs/experiments/allocation/probed-layers.md)."""
 
 
-def probe_matrices(plan: Plan, layers: Sequence[str]) -> list[list[WeightMatrix]]:
+def probe_matrices(plan: Plan, layers: Sequence[str], most: int) -> list[list[WeightMatrix]]:
     """The matrices that each probe perturbs: one role after the other, and finally all roles together.
 
-    A role's probe perturbs at most PROBED_LAYERS of its layers, evenly spaced, and the last probe perturbs the same
-    matrices. layers: name prefixes of all layers.
+    A role's probe perturbs at most `most` of its layers, evenly spaced, and the last probe perturbs the same matrices.
+    layers: name prefixes of all layers.
     """
-    by_role = [_in_some_layers(matrices, layers) for matrices in _by_role(plan).values()]
+    by_role = [_in_some_layers(matrices, layers, most) for matrices in _by_role(plan).values()]
     return [*by_role, [matrix for matrices in by_role for matrix in matrices]]
 
 
@@ -63,8 +61,8 @@ def _by_role(plan: Plan) -> dict[str, list[WeightMatrix]]:
     return roles
 
 
-def _in_some_layers(matrices: Sequence[WeightMatrix], layers: Sequence[str]) -> list[WeightMatrix]:
-    """The matrices in at most PROBED_LAYERS layers, and all matrices that are in no layer."""
+def _in_some_layers(matrices: Sequence[WeightMatrix], layers: Sequence[str], most: int) -> list[WeightMatrix]:
+    """The matrices in at most `most` layers, and all matrices that are in no layer."""
     layer_of = {
         matrix.key: matrix.name[: len(prefix)]
         for prefix in layers
@@ -72,7 +70,7 @@ def _in_some_layers(matrices: Sequence[WeightMatrix], layers: Sequence[str]) -> 
         if matrix.name.startswith(prefix)
     }
     present = list(dict.fromkeys(layer_of.values()))
-    count = min(PROBED_LAYERS, len(present))
+    count = min(most, len(present))
     chosen = {present[(2 * number + 1) * len(present) // (2 * count)] for number in range(count)}
     return [matrix for matrix in matrices if matrix.key not in layer_of or layer_of[matrix.key] in chosen]
 

@@ -38,7 +38,7 @@ from ciuic_cli.compression.options import (
 )
 from ciuic_cli.compression.recipe import read_recipe
 from ciuic_cli.hub.download import with_revision
-from ciuic_cli.integers import parse_size
+from ciuic_cli.integers import parse_duration, parse_size
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 if TYPE_CHECKING:
@@ -138,8 +138,8 @@ def compress(
         EffortLevel,
         typer.Option(
             rich_help_panel=RUN,
-            help="Time spent on quality. fast: 4096 trellis states per weight, 24 calibration sequences; default: "
-            "32768, 64; best: 65536, 128, then recovery: row scales and norms are tuned on more text.",
+            help="Time spent on quality. fast: 4096 trellis states per weight, 16 calibration sequences; default: "
+            "32768, 36; best: 65536, 128, then recovery: row scales and norms are tuned on more text.",
         ),
     ] = EffortLevel.default,
     states: Annotated[
@@ -149,6 +149,15 @@ def compress(
             rich_help_panel=RUN,
             show_default="by effort",
             help="Mean trellis states per weight, 4096 to 65536; the search takes time in proportion.",
+        ),
+    ] = None,
+    time_budget: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TIME",
+            rich_help_panel=RUN,
+            help="Instead of --effort: the text, search and probes with the least predicted loss that are forecast to "
+            "end within this time, such as 1h or 90m.",
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", rich_help_panel=RUN, help=DEVICE_HELP)] = "auto",
@@ -227,6 +236,7 @@ def compress(
             "seed": seed,
             "effort": effort.value,
             "states": states,
+            "time_budget": None if time_budget is None else parse_duration(time_budget),
             "prune": parse_prune(prune),
             "rank": parse_rank(rank),
             "bits": parse_bits(bits),
@@ -260,7 +270,11 @@ def _from_recipe(file: Path, context: typer.Context) -> dict[str, Any]:
     """The options of a recipe, except those that the command line gives."""
     given = given_options(context)
     found = read_recipe(file)
-    for name, parse in (("target_size", parse_size), ("bits", parse_bits)):
+    for name, parse in (
+        ("target_size", parse_size),
+        ("bits", parse_bits),
+        ("time_budget", parse_duration),
+    ):
         if isinstance(found.get(name), str):
             found[name] = parse(found[name])
     left_out = given | BUDGETS if given & BUDGETS else given

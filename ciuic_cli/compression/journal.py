@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -16,12 +17,14 @@ from typing import Any
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.errors import EnvironmentFault, InputError
 from ciuic_cli.process import work_folders
-from ciuic_cli.process.atomic_files import remove_path, write_atomically
+from ciuic_cli.process.atomic_files import remove_path, sync_folder, write_atomically
 from ciuic_cli.process.digests import file_digest
 from ciuic_cli.process.file_faults import environment_fault
 
 _LOCK = "lock"
 """File that a process locks; it contains the PID."""
+_FILES, _FINISHED = "files", "finished"
+"""Folders of finished files, and of their steps."""
 _FINGERPRINT = "fingerprint.json"
 """File with the inputs and options of the run."""
 _KEPT = (work_folders.MARK, _LOCK)
@@ -137,8 +140,7 @@ class Journal:
             InputError: the journal belongs to a run with other inputs or options, and not `restart`; lists the
             differences.
         """
-        path = self.folder / _FINGERPRINT
-        previous = self._json(path)
+        path, previous = self.folder / _FINGERPRINT, self.unfinished()
         if previous is not None and previous != fingerprint:
             if not restart:
                 raise InputError(
@@ -155,6 +157,10 @@ class Journal:
             self._tidy()
         write_atomically(path, json.dumps(fingerprint, indent=2, sort_keys=True).encode())
         return previous is not None
+
+    def unfinished(self) -> dict[str, Any] | None:
+        """The fingerprint of the run that left this journal; None if there is none."""
+        return self._json(self.folder / _FINGERPRINT)
 
     def clear(self) -> None:
         """Remove everything but the mark and the lock."""
@@ -250,6 +256,55 @@ class Journal:
         except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
+
+
+class FinishedFiles:
+    """The safetensors files of a run that are finished, in its journal; the artifact's folder gets links to them.
+
+    A finished file has the codes of its matrices, so their steps can be emptied (`Run.release_codes`): a run takes the
+    disk space of its codes once. A run that continues takes finished files as they are. Each has a step, whose result
+    is the file's SHA-256.
+
+    Attributes:
+        folder: where the files are written.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self.folder = journal.folder / _FILES
+        self.folder.mkdir(exist_ok=True)
+        self._journal = journal
+
+    def has(self, file: str) -> bool:
+        """Whether the file is finished; without reading it."""
+        return self._journal.has(_step_of(file)) and (self.folder / file).is_file()
+
+    def add(self, file: str) -> None:
+        """Record that the file is finished and synced."""
+        sync_folder(self.folder)
+        self._journal.save(_step_of(file), file_digest(self.folder / file).encode())
+
+    def link(self, file: str, folder: Path) -> None:
+        """Give the file a second name in another folder; a file system without hard links gets a copy."""
+        try:
+            os.link(self.folder / file, folder / file)
+        except OSError:
+            shutil.copyfile(self.folder / file, folder / file)
+
+    @staticmethod
+    def are_intact(journal: Journal) -> bool:
+        """Whether all finished files have the bytes that were recorded. Reads them."""
+        for step in sorted((journal.folder / _FINISHED).glob("*")):
+            digest = journal.load(_step_of(step.name))
+            found = None
+            with suppress(FileNotFoundError):
+                found = file_digest(journal.folder / _FILES / step.name)
+            if digest is None or found != digest.decode():
+                return False
+        return True
+
+
+def _step_of(file: str) -> str:
+    return f"{_FINISHED}/{file}"
 
 
 def _digest(name: str, data: bytes) -> bytes:

@@ -22,25 +22,25 @@ class Effort:
     """The work of one effort level.
 
     states: mean trellis states per weight, over which the search goes; the plan gives each matrix 2^12 to 2^16
-    (`compression/windows.py`). nsamples: calibration sequences. recovery_steps: optimizer steps that tune row scales
-    and norms after rounding.
+    (`compression/windows.py`). nsamples: calibration sequences. probed_layers: most layers that a probe perturbs.
+    recovery_steps: optimizer steps that tune row scales and norms after rounding.
     """
 
     states: int
     nsamples: int
+    probed_layers: int
     recovery_steps: int
 
 
 EFFORTS = {
-    "fast": Effort(1 << 12, 24, 0),
-    "default": Effort(1 << 15, 64, 0),
-    "best": Effort(1 << 16, 128, 90),
+    "fast": Effort(1 << 12, 16, 8, 0),
+    "default": Effort(1 << 15, 36, 16, 0),
+    "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost 2 %
-(docs/experiments/codes/windows.md). More calibration text gains little
-(docs/experiments/statistics/calibration-text.md). 90 recovery steps pass the package's own
-calibration text once (docs/experiments/recovery/factors-and-norms.md). The numbers of "fast" were chosen, not
-tuned."""
+(docs/experiments/codes/windows.md). Sequences and probes: docs/experiments/scale/account.md. 90 recovery steps pass the
+package's own calibration text once (docs/experiments/recovery/factors-and-norms.md)."""
+DEFAULT_EFFORT = "default"
 MTP = ("keep", "drop")
 """Choices for multi-token-prediction layers."""
 BITS = tuple(MSE_BY_L[16])
@@ -84,6 +84,8 @@ class CompressOptions:
         seed: seed of all random numbers. Another seed gives other bytes.
         effort: "fast", "default" or "best", see `EFFORTS`.
         states: mean trellis states per weight, 4,096 to 65,536; None: those of the effort level.
+        time_budget: seconds. Instead of `effort`: the effort level, sequences and states with the least predicted KL
+            whose forecast time fits; `nsamples` and `states` stay if they are given.
         prune: "off", "auto", or the share of the prunable weights to prune, in [0, 1).
         rank: "off", "auto", or the rank of every low-rank part, a multiple of 16.
         bits: the bits per weight that the budget may choose from, a subset of `BITS`.
@@ -105,8 +107,9 @@ class CompressOptions:
     nsamples: int | None = None
     seqlen: int | None = None
     seed: int = 0
-    effort: str = "default"
+    effort: str = DEFAULT_EFFORT
     states: int | None = None
+    time_budget: float | None = None
     prune: str | float = "auto"
     rank: str | int = "auto"
     bits: tuple[float, ...] = field(default=DEFAULT_BITS)
@@ -134,6 +137,7 @@ class CompressOptions:
                 remedy="give the text with --calibration, or leave it out",
             )
         _check_name("--effort", self.effort, EFFORTS)
+        _check_time_budget(self.time_budget, self.effort)
         _check_name("--mtp", self.mtp, MTP)
         check_device(self.device)
         _check_prompt(self.prompt)
@@ -195,6 +199,7 @@ class CompressOptions:
         """
         left_out = (
             "target_bpw", "target_size", "calibration", "calibration_only", "prompt", "dry_run", "force",
+            "time_budget",
         )  # fmt: skip
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in left_out}
         return {
@@ -212,6 +217,18 @@ class CompressOptions:
 def _check_prompt(prompt: object) -> None:
     if prompt is not None and not (isinstance(prompt, str) and prompt.strip()):
         raise UsageError(f"--prompt: {_shown(prompt)} is no text", remedy="give a text to continue")
+
+
+def _check_time_budget(seconds: object, effort: str) -> None:
+    if seconds is None:
+        return
+    if not (_is_number(seconds) and math.isfinite(seconds) and seconds > 0):
+        raise UsageError(
+            f"--time-budget: {_shown(seconds)} is not a time above 0",
+            remedy="write it like 1h, 90m or 1h30m (in Python: seconds)",
+        )
+    if effort != DEFAULT_EFFORT:
+        raise UsageError("--effort and --time-budget both set the time", remedy="give only one of them")
 
 
 def check_path(name: str, path: object) -> Path:

@@ -20,7 +20,7 @@ from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.reader import Checkpoint, open_checkpoint
 from ciuic_cli.codecs import native
-from ciuic_cli.compression.journal import Journal
+from ciuic_cli.compression.journal import FinishedFiles, Journal
 from ciuic_cli.compression.options import CompressOptions, check_path
 from ciuic_cli.compression.output_checks import check_apart, check_no_other_run, check_output
 from ciuic_cli.compression.run import STATISTICS, Run
@@ -70,8 +70,8 @@ def compress(
             folder); they are fetched again when they are needed again. Default: the whole model is downloaded once.
         account: receives what this process computes in the run, and how long that takes.
         **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
-            effort, prune, rank, bits, mtp, device, prompt, dry_run, force. A dry run's report has a "forecast" of the
-            run.
+            effort, states, time_budget, prune, rank, bits, mtp, device, prompt, dry_run, force. A dry run's report has
+            a "forecast" of the run.
 
     Raises:
         TypeError: an option that does not exist.
@@ -168,9 +168,9 @@ def _checked_task(request: _Request) -> Task:
         Journal(out).sweep()
         check_no_other_run(out)
         check_output(out, force=options.force)
-    task = make_task(checkpoint, options, request.hint)
+    task = make_task(checkpoint, options, request.hint, Journal(out).unfinished())
     if not options.dry_run:
-        atomic_files.require_space(out, 2 * task.budget)  # the codes are in the journal and in the artifact
+        atomic_files.require_space(out, task.codes_bytes)
     require_readable(task.map)
     return task
 
@@ -197,7 +197,12 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         resumed = journal.begin(task.fingerprint(), restart=force)
         if resumed:
             request.hint(f"continuing the unfinished run in {journal.folder}")
+        else:
+            request.hint(task.forecast().sentence())
         report = _published_report(journal, out, replace=force) if resumed else None
+        if resumed and report is None and not FinishedFiles.are_intact(journal):
+            journal.clear()  # the codes in a damaged file are nowhere else
+            journal.begin(task.fingerprint(), restart=force)
         with _disk_faults_of(journal), _keep_or_remove(journal, request.hint):
             if report is not None:
                 request.hint("the earlier run had written the output already")
@@ -231,7 +236,8 @@ def _follow(request: _Request, workers: Workers) -> MemoryReport:
         journal = Journal(out)  # the leader holds its lock
         with _disk_faults_of(journal):
             choose_device(request.options.device)
-            task = make_task(_opened(request.model), request.options, lambda message: None)
+            checkpoint = _opened(request.model)
+            task = make_task(checkpoint, request.options, lambda message: None, journal.unfinished())
             run = Run(task, journal, workers, no_progress)
             run.collect()
             plan = run.plan()

@@ -24,7 +24,10 @@ def read_recipe(file: Path) -> dict[str, Any]:
 
 
 def write_recipe(options: CompressOptions, folder: Path) -> None:
-    """Write the options that shape the artifact into its folder: all that are given, except the device."""
+    """Write the options that shape the artifact into its folder: all that are given, except the device.
+
+    A time budget is not among them: `options` has what it chose.
+    """
     values = {name: getattr(options, name) for name in KEYS if name != "device"}
     if options.ratio is options.target_bpw is options.target_size is None:
         values["ratio"] = DEFAULT_RATIO

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -171,7 +171,7 @@ class Run:
 
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
         """Measure every probe on the held-out sequences, see allocation/probes.py."""
-        probes = probe_matrices(plan, self.map.layer_prefixes)
+        probes = probe_matrices(plan, self.map.layer_prefixes, self.options.level.probed_layers)
         pools = PoolFactors(self.statistics, self.machine.device)
 
         def measure(number: int) -> bytes:
@@ -234,6 +234,16 @@ class Run:
         """A coded matrix, from the journal."""
         self.coded_on[key], blob = _coded(self._steps.result("encode", self._numbers[key]))
         return PackedMatrix.from_buffer(blob, where=key[0])
+
+    def release_codes(self, names: Iterable[str]) -> None:
+        """Delete the codes of these parameters from the journal, where only the name of their machine stays."""
+        for name in names:
+            for number in self._numbers_of.get(name, []):
+                matrix = self.matrices[number]
+                machine, blob = _coded(self._steps.result("encode", number))
+                self.coded_on[matrix.name, matrix.expert] = machine
+                if blob:
+                    self._steps.replace("encode", number, _coded_by(machine, b""))
 
     def _encoded_or_none(self, name: str, expert: int | None) -> PackedMatrix | None:
         return self.encoded((name, expert)) if (name, expert) in self._numbers else None

@@ -64,6 +64,10 @@ class Steps:
             raise OSError(0, "the journal lost a finished step", str(self._journal.folder))
         return data
 
+    def replace(self, phase: str, number: int, result: bytes) -> None:
+        """Save another result of a finished step."""
+        self._journal.save(_name(phase, number), result)
+
 
 def _name(phase: str, number: int) -> str:
     return f"{phase}/{number:07d}"

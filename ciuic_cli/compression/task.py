@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from ciuic_cli._version import __version__
 from ciuic_cli.allocation.arms import PassOptions
+from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.allocation.reachable import check_reachable, largest_bytes
 from ciuic_cli.artifact.writer import companions
 from ciuic_cli.checkpoint.config.numbers import max_positions
@@ -23,7 +24,9 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.mtp_parameters import keep_mtp
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.compression.options import CompressOptions
-from ciuic_cli.cost.forecast import Forecast, TextSize, forecast
+from ciuic_cli.compression.time_budget import within_time
+from ciuic_cli.cost.forecast import Forecast, forecast, stored_codes_bytes
+from ciuic_cli.cost.run_time import Rates, TextSize, measure_rates, phase_seconds
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
 from ciuic_cli.hub.mirror import commit_of
@@ -35,8 +38,13 @@ from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences
 from ciuic_cli.text.tokenizer import open_tokenizer
 
+CHOICE = "chosen by time"
+"""Key of the fingerprint: the time budget in seconds, and what it chose."""
 HELD_OUT_EVERY = 16
-"""Every 16th calibration sequence is held out for measuring KL (chosen, not tuned)."""
+"""Of many calibration sequences every 16th is held out for measuring KL (chosen, not tuned)."""
+LEAST_HELD_OUT = 4
+"""Sequences that are held out of few ones, if every third gives as many. With two, the probes followed the kind of text
+that these happened to be (measured: docs/experiments/scale/account.md)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class Task:
         text: the tokenized calibration text. `options.sequences` of its sequences, evenly spaced, are for the
             statistics and for measuring KL (held out). The others are for recovery.
         budget: bytes that the artifact's safetensors files may take.
+        time_budget: seconds by which effort, sequences and states of `options` were chosen; None: the user gave them.
+        rates: of this model on this machine, if they were measured for that.
     """
 
     checkpoint: Checkpoint
@@ -57,6 +67,8 @@ class Task:
     passes: PassOptions
     text: CalibrationSequences
     budget: int
+    time_budget: float | None = None
+    rates: Rates | None = None
 
     @property
     def held_out(self) -> torch.Tensor:
@@ -102,23 +114,30 @@ class Task:
         seqlen = self.options.sequence_length(max_positions(self.map.config))
         return self.options.as_dict(ratio=2 * self.map.stored_numel / self.budget, seqlen=seqlen)
 
+    @property
+    def codes_bytes(self) -> int:
+        """The most bytes that codes take on the disk at a time: while a file is written, twice its own."""
+        return stored_codes_bytes(self.budget, recovers=self.options.level.recovery_steps > 0)
+
     def forecast(self) -> Forecast:
         """Expected time, memory and disk space of the run."""
-        recovery = STEP_SEQUENCES * self.options.level.recovery_steps
-        text = TextSize(len(self.calibration), len(self.held_out), self.text.tokens.shape[1], recovery)
+        text = _text_size(self.options, len(self.calibration), len(self.held_out), self.text.tokens.shape[1])
         return forecast(
             self.map, text, states=self.options.mean_states, ranks=self.options.rank != "off", budget=self.budget,
-            device=choose_device(self.options.device),
+            device=choose_device(self.options.device), rates=self.rates,
         )  # fmt: skip
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that must be equal for an interrupted run to continue: version, options, text, source files.
 
-        Not the device: a run may continue on another one.
+        Not the device: a run may continue on another one. `CHOICE` has what `--time-budget` chose, which a run that
+        continues takes (`make_task`).
         """
         folder = self.checkpoint.folder.resolve()
         config = json.dumps(self.checkpoint.config, sort_keys=True, default=str).encode()
+        chosen = {} if self.time_budget is None else {CHOICE: self._choice()}
         return {
+            **chosen,
             "version": __version__,
             "options": {name: value for name, value in self.settled_options().items() if name != "device"},
             "budget": self.budget,
@@ -128,6 +147,10 @@ class Task:
                 os.path.relpath(path, folder): self._file_states[path] for path in self.checkpoint.files()
             },
         }
+
+    def _choice(self) -> dict[str, Any]:
+        names = ("effort", "nsamples", "states")
+        return {"time_budget": self.time_budget, **{name: getattr(self.options, name) for name in names}}
 
     @cached_property
     def _file_states(self) -> dict[Path, list[Any] | None]:
@@ -146,15 +169,21 @@ class Task:
                 )
 
 
-def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[str], None]) -> Task:
+def make_task(
+    checkpoint: Checkpoint,
+    options: CompressOptions,
+    hint: Callable[[str], None],
+    unfinished: Mapping[str, Any] | None = None,
+) -> Task:
     """Map the model, compute the budget and tokenize the calibration text; reads no weights.
 
-    hint: called with warnings about the checkpoint.
+    hint: called with warnings about the checkpoint. unfinished: the fingerprint of a run to continue, whose choice of
+    effort, sequences and states is taken if it had the same time budget.
 
     Raises:
         UsageError: more tokens per sequence than the model has positions; a rank that no matrix has room for.
         InputError: a checkpoint, tokenizer or text that cannot be used.
-        TargetError: a budget below the smallest possible artifact.
+        TargetError: a budget below the smallest possible artifact; a time budget below the shortest run.
     """
     model_map = map_model(checkpoint)
     for warning in model_map.warnings:
@@ -164,6 +193,7 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
         if not model_map.mtp.kept:
             hint("the checkpoint has no multi-token-prediction layers to keep")
     seqlen = options.sequence_length(max_positions(model_map.config))
+    options, time_budget, rates = _settled(options, model_map, seqlen, unfinished or {})
     passes = PassOptions(options.bits, options.L, options.prune, options.rank)
     budget = options.budget(2 * model_map.stored_numel)
     check_reachable(model_map, budget, passes)
@@ -177,7 +207,35 @@ def make_task(checkpoint: Checkpoint, options: CompressOptions, hint: Callable[[
         seqlen=seqlen,
         vocab_size=model_map.config.get_text_config().vocab_size,
     )
-    return Task(checkpoint, model_map, options, passes, text, budget)
+    return Task(checkpoint, model_map, options, passes, text, budget, time_budget, rates)
+
+
+def _settled(
+    options: CompressOptions, model_map: ModelMap, seqlen: int, unfinished: Mapping[str, Any]
+) -> tuple[CompressOptions, float | None, Rates | None]:
+    """The options with what the time budget chooses, or chose for the unfinished run; that budget; measured rates."""
+    seconds = options.time_budget
+    if seconds is None:
+        return options, None, None
+    earlier = unfinished.get(CHOICE)
+    if earlier is not None and earlier["time_budget"] == seconds:
+        return replace(options, **{**earlier, "time_budget": None}), seconds, None
+    matrices = weight_matrices(model_map.parameters.values())
+    device = choose_device(options.device)
+    rates = measure_rates(model_map, matrices, ranks=options.rank != "off", device=device)
+
+    def seconds_of(choice: CompressOptions) -> float:
+        held_out = int(_held_out(choice.sequences).sum())
+        text = _text_size(choice, choice.sequences - held_out, held_out, seqlen)
+        return sum(phase_seconds(model_map, rates, text, choice.mean_states).values())
+
+    return within_time(options, seconds_of), seconds, rates
+
+
+def _text_size(options: CompressOptions, sequences: int, held_out: int, length: int) -> TextSize:
+    level = options.level
+    recovery = STEP_SEQUENCES * level.recovery_steps
+    return TextSize(sequences, held_out, length, recovery, level.probed_layers)
 
 
 def _file_state(path: Path) -> list[Any] | None:
@@ -194,6 +252,6 @@ def _file_state(path: Path) -> list[Any] | None:
 
 
 def _held_out(count: int) -> torch.Tensor:
-    """Mask (count,) of the held-out sequences: every HELD_OUT_EVERYth, at least one."""
-    every = min(HELD_OUT_EVERY, count)
+    """Mask (count,) of the held-out sequences, evenly spaced: at least one."""
+    every = count if count < 2 * LEAST_HELD_OUT else min(HELD_OUT_EVERY, max(3, count // LEAST_HELD_OUT))
     return torch.arange(count) % every == every - 1

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from ciuic_cli.allocation.artifact_size import shards_of
@@ -13,12 +15,13 @@ from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.stack import ExpertStack
+from ciuic_cli.compression.journal import FinishedFiles
 from ciuic_cli.compression.loaded_model import loaded_kls
 from ciuic_cli.compression.output_checks import check_no_run_inside
 from ciuic_cli.compression.recipe import write_recipe
 from ciuic_cli.compression.run import Run
 from ciuic_cli.errors import CiuicError, InputError, TargetError
-from ciuic_cli.evaluation.estimates import Mean, mean_of
+from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import NONFINITE_REMEDY
 from ciuic_cli.evaluation.perplexity import generate_text
 from ciuic_cli.process.memory import return_freed_memory
@@ -29,6 +32,9 @@ from ciuic_cli.report.html import render_html
 from ciuic_cli.report.inspection import describe
 from ciuic_cli.report.model_card import render_card, source_of
 from ciuic_cli.report.schema import MemoryReport, SampleReport
+
+ROUNDED = "rounded.kl"
+"""Journal step: KL of every held-out token of the rounded weights."""
 
 
 def write_artifact(
@@ -59,12 +65,12 @@ def write_artifact(
 def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryReport:
     """Write all files of the artifact; returns the report."""
     factors = {} if run.recovered is None else run.recovered.factors
+    with measured("measure", ""):
+        rounded = _rounded_kls(run, plan, factors)
+    _require_better_than_guessing(run, mean_of(rounded))
     with measured("write", ""):
         _write_weights(run, plan, folder, factors)
     writer.copy_companions(run.map.checkpoint.folder, folder)
-    with measured("measure", ""):
-        rounded = run.rounded_kls(plan, factors)
-    _require_better_than_guessing(run, mean_of(rounded))
     report = run.report(plan, started)  # without the loaded artifact's KL: loading needs the config
     quantization = quantization_config(
         bits_per_weight=report.bits_per_weight, ratio=report.ratio, mtp=run.map.mtp
@@ -103,8 +109,22 @@ def _with_sample(
     return replace(report, samples=(sample,), warnings=tuple(warnings))
 
 
+def _rounded_kls(run: Run, plan: Plan, factors: Factors) -> list[Floats]:
+    """`Run.rounded_kls`, once: a run that continues after this step may lack the codes (`FinishedFiles`)."""
+    stored = run.journal.load(ROUNDED)
+    if stored is None:
+        kls = [part.tolist() for part in run.rounded_kls(plan, factors)]
+        stored = json.dumps(kls).encode()
+        run.journal.save(ROUNDED, stored)
+    return [np.array(part) for part in json.loads(stored)]
+
+
 def _write_weights(run: Run, plan: Plan, folder: Path, factors: Factors) -> None:
-    """Write the safetensors files and their index, one tensor in memory at a time."""
+    """Write the safetensors files and their index, one tensor in memory at a time.
+
+    Files are written into the journal and linked into the folder. The codes in a finished file are deleted from the
+    journal, so that codes are on the disk once, and one file's twice; with recovery all of them stay.
+    """
 
     def payload(name: str) -> bytes:
         return_freed_memory()
@@ -125,8 +145,16 @@ def _write_weights(run: Run, plan: Plan, folder: Path, factors: Factors) -> None
         written += nbytes
         run.progress("write", written, plan.file_bytes)
 
-    shards = shards_of(run.map, plan.blob_bytes)
-    writer.write_shards(shards, folder, payload, count)
+    shards, finished = shards_of(run.map, plan.blob_bytes), FinishedFiles(run.journal)
+    for shard in shards:
+        if finished.has(shard.file):
+            count(shard.nbytes)
+        else:
+            writer.write_shards([shard], finished.folder, payload, count)
+            finished.add(shard.file)
+        if run.recovered is None:
+            run.release_codes(tensor.name for tensor in shard.tensors)
+        finished.link(shard.file, folder)
     return_freed_memory()
     writer.write_index(shards, folder)
 

@@ -43,6 +43,8 @@ TIMED_SIZE = 1024
 TIMED_CODED_ROWS = 64
 """Most rows of the matrices whose coding is timed on a CPU: coding takes far longer than the rest. On a GPU so few rows
 would fill nothing. No measurement is on record."""
+TIMED_WINDOWS = (12, 15)
+"""Trellis state bits with which coding is timed: the shortest, and those of `--effort default`."""
 TIMING_REPEATS = 3
 """Repetitions of each timing. The shortest counts: other work on the machine delayed the others. Chosen, not tuned."""
 _TIMED_TOKENS = 512
@@ -51,10 +53,10 @@ _TIMED_READ_WEIGHTS = 1 << 22
 """Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
 
 
-def time_matrix(
-    matrix: WeightMatrix, L: int, machine: Machine, *, ranks: bool, pooled: bool
-) -> dict[str, float]:
-    """Seconds for pricing the arms of one matrix, one probe of it, encoding and decoding it.
+def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: bool) -> dict[str, float]:
+    """Seconds for pricing the "arms" of one matrix, one "probe" of it, to "encode" and to "decode" it.
+
+    The search takes "state" seconds more for each mean state per weight: it is timed with two windows.
 
     Matrices are timed side by side as in the run, and the time is divided by their number.
 
@@ -121,19 +123,29 @@ def time_matrix(
         )
     solve_growth = area_growth * (matrix.rows + matrix.cols) / (rows + cols)
     perturbing = solve_growth * clock(
-        lambda: with_rounding_noise(prepared, bits, L, torch.Generator().manual_seed(0))
+        lambda: with_rounding_noise(prepared, bits, TIMED_WINDOWS[0], torch.Generator().manual_seed(0))
     )
     packed: list[PackedMatrix] = []
     coded_bits = bits[: len(part.weight) // 16]
-    coding = clock(lambda: packed.append(round_prepared(part, coded_bits, L=L, rounder=machine.rounder)))
-    coding *= matrix.rows / coded_rows * matrix.cols / cols
-    coding *= _filled(coded_rows, cols, full, parallel, machine)
-    coding /= _filled(matrix.rows, matrix.cols, full, parallel, machine)
+
+    def coding(L: int) -> float:
+        seconds = clock(lambda: packed.append(round_prepared(part, coded_bits, L=L, rounder=machine.rounder)))
+        seconds *= matrix.rows / coded_rows * matrix.cols / cols
+        return seconds * (
+            _filled(coded_rows, cols, full, parallel, machine)
+            / _filled(matrix.rows, matrix.cols, full, parallel, machine)
+        )
+
+    short, long = TIMED_WINDOWS
+    seconds = {L: coding(L) for L in TIMED_WINDOWS}
+    per_state = max(0.0, seconds[long] - seconds[short]) / ((1 << long) - (1 << short))
+    without_states = max(0.0, seconds[short] - per_state * (1 << short))
     decoding = clock(lambda: decode_dense(packed[0])) * matrix.weights / (packed[0].rows * packed[0].cols)
     return {
         "arms": predicted_inputs + outputs + rest + pricing,
         "probe": predicted_inputs + planned_outputs + rest + perturbing,
-        "encode": own_inputs + planned_outputs + rest + coding,
+        "encode": own_inputs + planned_outputs + rest + without_states,
+        "state": per_state,
         "decode": decoding,
     }
 

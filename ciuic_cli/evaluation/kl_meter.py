@@ -23,8 +23,6 @@ from ciuic_cli.layerwise.overrides import Override
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 
-CHUNK_SEQUENCES = 2
-"""Sequences that run through a layer at a time. No measurement is on record."""
 _BLOCK = 64
 """Tokens whose predictions are compared at a time; bounds the temporaries. Chosen, not tuned."""
 NONFINITE_REMEDY = "see with `ciuic eval` whether the original predicts this text, or ask for a lower --ratio"
@@ -51,9 +49,8 @@ class KLMeter:
         progress: Progress,
     ) -> None:
         self._source = model_map.checkpoint.folder
-        self._stream = LayerStream(
-            model_map, batches.split(CHUNK_SEQUENCES), folder, device=device, dtype=torch.float32
-        )
+        # A sequence is a chunk: few are held out, and each thread runs a chunk of its own.
+        self._stream = LayerStream(model_map, batches.split(1), folder, device=device, dtype=torch.float32)
         self._original = ActivationStore(folder / "original")
         self._progress = progress
         self._run(None)

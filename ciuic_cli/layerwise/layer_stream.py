@@ -32,6 +32,7 @@ from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
+from ciuic_cli.layerwise.chunk_threads import chunks_side_by_side
 from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
@@ -44,20 +45,14 @@ from ciuic_cli.layerwise.stand_ins import (
     require_layer_by_layer,
 )
 from ciuic_cli.process.memory import return_freed_memory
-from ciuic_cli.process.processor import multiplies_bfloat16
 from ciuic_cli.process.progress import Progress
+from ciuic_cli.process.threads import in_order
+from ciuic_cli.profiling.account import counted_here
 
 Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
 """Called with a decoder layer's prefix and the layer with its weights; the context is active while the layer runs."""
 RunChunks = Callable[[Sequence[int]], None]
 """Runs the chunks with these numbers, one after the other."""
-
-
-def compute_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the device multiplies it faster than float32 (twice as fast on recent CPUs), else float32."""
-    if device.type == "cuda":
-        return torch.bfloat16
-    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
 
 class LayerStream:
@@ -114,9 +109,7 @@ class LayerStream:
         self._chunk_arguments: dict[tuple[str, int], dict[str, Any]] = {}
         # Layer -> argument -> the earlier layer, and the part of its output, that the argument is.
         self._links: dict[int, dict[str, tuple[int, int]]] = {}
-        self._extras: dict[
-            tuple[int, int], tuple[Any, ...]
-        ] = {}  # by layer and chunk, where a link needs them
+        self._extras: dict[tuple[int, int], tuple[Any, ...]] = {}
         self._streams_first = False
         self._projects_rows = False  # whether embedding and first layer have different widths
 
@@ -174,19 +167,21 @@ class LayerStream:
         Raises InputError if an output of the original model is NaN or infinite.
         """
         prefix = self.prefixes[number]
-        with self._layer_with_weights(prefix) as layer, torch.no_grad(), self._autocast():
-            for index in self._chunks_or_all(chunks):
+        with self._layer_with_weights(prefix) as layer:
+
+            def run(index: int) -> None:
                 hidden = self.hidden.get(f"{number}.{index}", self.device)
-                with self._blaming_config(prefix):
+                with torch.no_grad(), self._autocast(), self._blaming_config(prefix):
                     output = layer(self._as_the_model(hidden), **self._arguments(number, index))
                 if isinstance(output, tuple | list):
-                    if any(
-                        source == number for links in self._links.values() for source, _ in links.values()
-                    ):
+                    sources = {source for links in self._links.values() for source, _ in links.values()}
+                    if number in sources:
                         self._extras[number, index] = tuple(output[1:])
                     output = output[0]
                 self._require_finite(output, prefix)
                 self.hidden.put(f"{number + 1}.{index}", self._streams_last(output))
+
+            list(in_order(self._chunks_or_all(chunks), counted_here(run), self.side_by_side(number)))
 
     @contextmanager
     def tail(self, visit: VisitLogits) -> Iterator[RunChunks]:
@@ -239,7 +234,7 @@ class LayerStream:
     def backward_layer(self, number: int) -> Iterator[tuple[nn.Module, RunChunks]]:
         """Context that yields a layer, and a function that runs it backward on chunks.
 
-        It reads "<number + 1>.<chunk>" in `gradient` and writes "<number>.<chunk>".
+        It reads "<number + 1>.<chunk>" in `gradient` and writes "<number>.<chunk>". Several threads may call it.
         """
         prefix = self.prefixes[number]
         with self._layer_with_weights(prefix) as layer:
@@ -304,6 +299,13 @@ class LayerStream:
         """
         values = (value for arguments in self._shared_arguments.values() for value in arguments.values())
         return any(self._links.values()) or any(isinstance(value, MutableMapping) for value in values)
+
+    def side_by_side(self, number: int, besides: int = 0) -> int:
+        """How many chunks run through a layer at once (`chunks_side_by_side`); 1 if layers share more than states."""
+        if self.carries_state:
+            return 1
+        tokens = max(chunk.numel() for chunk in self.chunks)
+        return chunks_side_by_side(self.map, self.prefixes[number], tokens, self.device, besides=besides)
 
     # --- weights in memory
 

@@ -1,13 +1,15 @@
-"""Matrix products in bfloat16 beside a residual stream in float32."""
+"""Matrix products of a layer: in bfloat16 beside a residual stream in float32, or in float32 through oneDNN."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from ciuic_cli.process.processor import multiplies_bfloat16
 
 _WRITES = {
     torch.Tensor.__setitem__: 2,
@@ -21,6 +23,13 @@ _WRITES = {
 """Methods of a tensor that write another one into it, and the position of that one, with the tensor itself at 0."""
 _NAMES = ("value", "values", "source", "src")
 """Keywords of that argument."""
+
+
+def compute_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it faster than float32 (twice as fast on recent CPUs), else float32."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    return torch.bfloat16 if multiplies_bfloat16() else torch.float32
 
 
 class _WritesInOwnDtype(TorchFunctionMode):
@@ -51,6 +60,39 @@ class _WritesInOwnDtype(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _OneDnnProducts(TorchFunctionMode):
+    """While active, `F.linear` of float32 tensors on a CPU is computed by oneDNN, if no gradient is needed.
+
+    torch itself calls MKL, which is slower on AMD processors (measured: docs/experiments/statistics/faster-moments.md).
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.nn.functional.linear and not torch.is_grad_enabled():
+            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
+            tensors = [tensor for tensor in given.values() if tensor is not None]
+            if given["weight"].dim() == 2 and all(
+                type(tensor) in (torch.Tensor, torch.nn.Parameter)
+                and tensor.dtype == torch.float32
+                and tensor.device.type == "cpu"
+                for tensor in tensors
+            ):
+                return torch.ops.mkldnn._linear_pointwise(
+                    given["input"].contiguous(),
+                    given["weight"].contiguous(),
+                    given.get("bias"),
+                    "none",
+                    [],
+                    "",
+                )
+        return func(*args, **(kwargs or {}))
+
+
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     is_other = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype != dtype
     return value.to(dtype) if is_other and dtype.is_floating_point else value
@@ -60,7 +102,8 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """In the block, matrix products of float32 tensors are computed in `dtype`, float32 or bfloat16."""
     if dtype != torch.bfloat16:
-        yield
+        with _OneDnnProducts() if torch.backends.mkldnn.is_available() else nullcontext():
+            yield
         return
     with torch.autocast(device.type, torch.bfloat16), _WritesInOwnDtype():
         yield

@@ -110,8 +110,11 @@ _MMAP_BYTES = 16 << 20
 
 Smaller blocks, such as activations, are reused. At 1 MB, mapping and clearing took twice the system time.
 """
-_SLACK = 64 << 20
-"""Default growth in bytes after which `limit_freed_memory` returns free pages. Chosen, not tuned."""
+_M_TRIM_THRESHOLD = -1  # option of mallopt
+_SLACK = 256 << 20
+"""Default growth in bytes after which `limit_freed_memory` returns free pages, and most free bytes that glibc keeps at
+the end of its heap. With 64 MB, and the 128 kB that glibc keeps by default, a fifth of the statistics' time went into
+mapping and clearing pages that had just been returned (measured: docs/experiments/scale/account.md)."""
 _settled = 0
 """Resident bytes after the last return of freed memory, or the least since then."""
 _PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
@@ -175,6 +178,7 @@ def configure_allocators() -> None:
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _SLACK)
 
 
 def _c_library() -> ctypes.CDLL:

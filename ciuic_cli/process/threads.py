@@ -1,4 +1,5 @@
-"""Threads of torch: `one_thread` and `threads` fix their number for results that depend on it; `parallel_map`."""
+"""Threads of torch: `one_thread` and `threads` fix their number for results that depend on it; `parallel_map` and
+`in_order` work on several items at once."""
 
 from __future__ import annotations
 
@@ -53,6 +54,22 @@ def parallel_map(
                 yield item, make(item)
         else:
             yield from _map_in_pool(group, make, count)
+
+
+def in_order(items: Iterable[Item], make: Callable[[Item], Result], side_by_side: int) -> Iterator[Result]:
+    """Yield make(item) for every item, in the order of the items; `side_by_side` items run at once (`parallel_map`).
+
+    Results that are finished before an earlier one wait in memory.
+    """
+    waiting: dict[int, Result] = {}
+    due = 0
+    for (number, _), result in parallel_map(
+        enumerate(items), lambda item: make(item[1]), lambda _: side_by_side
+    ):
+        waiting[number] = result
+        while due in waiting:
+            yield waiting.pop(due)
+            due += 1
 
 
 def _map_in_pool(

@@ -1,8 +1,8 @@
 """The account of a run: what its phases and steps compute, and how long that takes the processor.
 
 While an `Account` is active (`keeping`), `measured` opens a phase for one kind of matrix, and `step` a part of the
-phase that is open. Everything is counted in the innermost part: nothing twice. Without an active account both do
-nothing.
+phase that is open. Everything is counted in the innermost part: nothing twice. `counted_here` counts what other threads
+do in the part that is open. Without an active account they do nothing.
 
 - Operations: multiplications and additions of matrix products, attention, factorisations and triangular solves that
   torch runs, by the dtype in which they are computed. Native kernels and element-wise work are not counted.
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,12 +80,15 @@ class Account:
     def __init__(self) -> None:
         self.entries: dict[tuple[str, str, str], Entry] = {}
         self._owner = threading.get_ident()
+        self._seconds_of_others = 0.0
         self._lock = threading.Lock()
 
     def add(self, part: tuple[str, str, str], seconds: float) -> None:
         """Add the processor's seconds to a part."""
         with self._lock:
             self.entries.setdefault(part, Entry()).seconds += seconds
+            if threading.get_ident() != self._owner:
+                self._seconds_of_others += seconds
 
     def add_operations(
         self, part: tuple[str, str, str], dtype: torch.dtype | None, count: int, nbytes: int
@@ -98,12 +101,15 @@ class Account:
                 entry.operations[dtype] += count
 
     def clock(self) -> float:
-        """Seconds of the processor: of the whole process in the thread that made the account, else of the thread.
+        """Seconds of the processor: of the thread, and in the thread that made the account also of torch's threads.
 
-        The other threads of the program work one by one, each with a single thread of torch; the first one only waits
-        for them meanwhile, and then has no part open.
+        The other threads of the program have a single thread of torch each. The first one waits for them, and has them
+        close their parts before it reads the clock: what they have added is not its own.
         """
-        return time.process_time() if threading.get_ident() == self._owner else time.thread_time()
+        if threading.get_ident() != self._owner:
+            return time.thread_time()
+        with self._lock:
+            return time.process_time() - self._seconds_of_others
 
 
 class _Parts(threading.local):
@@ -114,6 +120,8 @@ class _Parts(threading.local):
         self.since = 0.0
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _active: list[Account] = []
 """The active account, or empty."""
 _parts = _Parts()
@@ -151,6 +159,21 @@ def step(name: str) -> Iterator[None]:
     phase, _, kind = _parts.open[-1]
     with _opened(_active[0], (phase, name, kind)):
         yield
+
+
+def counted_here(run: Callable[[Item], Result]) -> Callable[[Item], Result]:
+    """`run`, whose calls by other threads count in the part that is open in this thread now."""
+    if not _active or not _parts.open:
+        return run
+    account, part = _active[0], _parts.open[-1]
+
+    def counted(item: Item) -> Result:
+        if _parts.open:  # this thread
+            return run(item)
+        with _opened(account, part):
+            return run(item)
+
+    return counted
 
 
 @contextmanager

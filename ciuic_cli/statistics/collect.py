@@ -11,7 +11,7 @@ The steps, in the order in which `_Collection.run` takes them:
 4. embedding: the gradients below layer 0 give the Fisher information of the embedding's rows (`embedding_fisher.py`).
 
 In memory at a time: one layer, one chunk of sequences, and the layer's statistics twice: of the current segment of the
-text, and the sum over the earlier ones.
+text, and the sum over the earlier ones. Of small layers, every thread runs a segment of its own (`chunk_threads.py`).
 
 Workers share the text by segments. The sums of segments are added in their order, so that the files have the same bytes
 for any number of workers (`sums.py`). Each finished step is marked in the journal, from which a killed run continues
@@ -32,12 +32,14 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.layerwise.activation_store import ActivationStore
-from ciuic_cli.layerwise.layer_stream import LayerStream, compute_dtype
-from ciuic_cli.layerwise.linear_hooks import linears_of
+from ciuic_cli.layerwise.layer_stream import LayerStream
+from ciuic_cli.layerwise.linear_hooks import Key, linears_of
 from ciuic_cli.layerwise.logits import TokenSpan
+from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.process.progress import Progress
+from ciuic_cli.process.threads import in_order
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.profiling.account import measured
+from ciuic_cli.profiling.account import counted_here, measured
 from ciuic_cli.statistics.embedding_fisher import (
     add_occurrences,
     embedding_moment,
@@ -61,7 +63,7 @@ from ciuic_cli.statistics.head_fisher import (
     token_frequency,
 )
 from ciuic_cli.statistics.marks import Journal, Marks
-from ciuic_cli.statistics.moments import MomentRecorder
+from ciuic_cli.statistics.moments import MomentRecorder, Moments, recorded_bytes
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
 
 CHUNK_SEQUENCES = 4
@@ -230,11 +232,16 @@ class _Collection:
         with self.stream.backward_layer(number) as (layer, run_chunks):
             watched = linears_of(layer, prefix, self.map.parameters)
             sums = self._ordered_sums([item.name for item in watched])
-            for segment in self.segments:
+
+            def record(segment: range) -> dict[Key, Moments]:
                 recorder = MomentRecorder(watched, self.stream.dtype, self.length)
                 with recorder:
                     run_chunks(segment)
-                sums.add(recorder.moments)
+                return recorder.moments
+
+            count = self.stream.side_by_side(number, besides=recorded_bytes(watched))
+            for moments in in_order(self.segments, counted_here(record), count):
+                sums.add(moments)
         self.writer.write(sums.totals)
 
     def _record_embedding(self) -> None:

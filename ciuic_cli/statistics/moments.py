@@ -61,9 +61,9 @@ record."""
 PAIR_WEIGHT = 0.25
 """Weight w_st of a pair of different tokens of a sequence. 1 would be unbiased, but is noisy with few sequences.
 Measured: docs/experiments/statistics/token-pairs.md."""
-PAIR_TOKENS = 1024
+PAIR_TOKENS = 128
 """Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
-square of the length. No measurement is on record."""
+square of the length (measured: docs/experiments/scale/account.md)."""
 
 
 class MomentRecorder(LinearHook):
@@ -254,6 +254,14 @@ class Moments:
             moment += (left * right).sum(0)
         else:
             moment += symmetric_product(left, right, self.dtype, rounded=rounded)
+
+
+def recorded_bytes(watched: Sequence[WatchedLinear]) -> int:
+    """Bytes of the full moments of these matrices; stacks are left out."""
+    shapes = [item.tensor.shape for item in watched if item.tensor.dim() == 2]
+    return sum(
+        4 * sum(size * size if size <= FULL_FISHER_LIMIT else size for size in shape) for shape in shapes
+    )
 
 
 def pair_sum_work(length: int, rows: int, cols: int) -> tuple[int, int]:

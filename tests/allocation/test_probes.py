@@ -16,7 +16,6 @@ from ciuic_cli.allocation.probes import (
     ALL_ROLES,
     CORRECTION_LIMITS,
     EMBEDDING_PROBE_SHARE,
-    PROBED_LAYERS,
     probe_corrections,
     probe_matrices,
     role_correction,
@@ -25,6 +24,8 @@ from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prune import Structure
 
 BITS = np.full(2, 4, np.uint8)
+MOST = 16
+"""Most layers that a probe perturbs."""
 
 
 def _plan(predicted: dict[str, float]) -> Plan:
@@ -37,7 +38,7 @@ def _plan(predicted: dict[str, float]) -> Plan:
 
 def _corrections(predicted: dict[str, float], measured: list[float]) -> dict[str, dict[str, float]]:
     plan = _plan(predicted)
-    return probe_corrections(plan, probe_matrices(plan, ()), measured)
+    return probe_corrections(plan, probe_matrices(plan, (), MOST), measured)
 
 
 def _deep(layers: int) -> tuple[Plan, list[str]]:
@@ -52,14 +53,14 @@ def _deep(layers: int) -> tuple[Plan, list[str]]:
     return Plan(plans, {}, 0, 0, 0.0), [f"model.layers.{layer}." for layer in range(layers)]
 
 
-@pytest.mark.parametrize("layers", [1, 3, PROBED_LAYERS, PROBED_LAYERS + 1, 80])
+@pytest.mark.parametrize("layers", [1, 3, MOST, MOST + 1, 80])
 def test_a_role_is_perturbed_in_some_layers_and_all_roles_in_the_same(layers: int) -> None:
     plan, prefixes = _deep(layers)
-    experts, head, everything = probe_matrices(plan, prefixes)
+    experts, head, everything = probe_matrices(plan, prefixes, MOST)
     assert [matrix.name for matrix in head] == ["lm_head.weight"]
     assert everything == [*experts, *head]
     perturbed = sorted({int(matrix.name.split(".")[2]) for matrix in experts})
-    assert len(perturbed) == min(layers, PROBED_LAYERS)
+    assert len(perturbed) == min(layers, MOST)
     assert len(experts) == 2 * len(perturbed)
     steps = np.diff([-1, *perturbed, layers])
     assert steps.max() <= 2 * -(-layers // len(perturbed))
@@ -67,9 +68,9 @@ def test_a_role_is_perturbed_in_some_layers_and_all_roles_in_the_same(layers: in
 
 def test_the_correction_from_some_layers_applies_to_all() -> None:
     plan, prefixes = _deep(80)
-    probes = probe_matrices(plan, prefixes)
+    probes = probe_matrices(plan, prefixes, MOST)
     corrections = probe_corrections(plan, probes, [0.002 * len(probes[0]), 0.001, 0.065])
-    assert corrections["expert_down"]["predicted_kl"] == pytest.approx(0.001 * 2 * PROBED_LAYERS)
+    assert corrections["expert_down"]["predicted_kl"] == pytest.approx(0.001 * 2 * MOST)
     assert corrections["expert_down"]["correction"] == pytest.approx(2.0)
     assert corrections[ALL_ROLES]["predicted_kl"] == pytest.approx(0.065)
 
@@ -107,7 +108,7 @@ def test_the_loss_of_pruned_structures_does_not_count_as_rounding_loss() -> None
     plan = _plan({"gate": 0.004, "down": 0.02})
     pruned = Structure("down.weight", 1, (("gate.weight", 1),), 0.015)
     plan = Plan(plan.matrices, {}, 0, 0, 0.0, (pruned,))
-    corrections = probe_corrections(plan, probe_matrices(plan, ()), [0.004, 0.005, 0.009])
+    corrections = probe_corrections(plan, probe_matrices(plan, (), MOST), [0.004, 0.005, 0.009])
     assert corrections["gate"]["correction"] == pytest.approx(1.0)
     assert corrections["down"]["predicted_kl"] == pytest.approx(0.005)
     assert corrections[ALL_ROLES]["correction"] == pytest.approx(1.0)
@@ -154,7 +155,7 @@ def test_a_probe_perturbs_the_residual_of_the_low_rank_part(monkeypatch: pytest.
 def test_an_indexer_is_neither_probed_nor_pruned() -> None:
     """In text shorter than its reach it chooses every token, so a probe would measure no error."""
     plan = _plan({"q": 0.01, "indexer": 0.02})
-    probes = probe_matrices(plan, ())
+    probes = probe_matrices(plan, (), MOST)
     assert {matrix.role for probe in probes for matrix in probe} == {"q"}
     assert role_correction("indexer", probe_corrections(plan, probes, [0.02, 0.02])) == pytest.approx(2.0)
     (indexer,) = (p.matrix for p in plan.matrices.values() if p.matrix.role == "indexer")

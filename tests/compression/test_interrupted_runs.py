@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tiny_runs import compress_tiny, weights_of
 
+from ciuic_cli.compression import writing
 from ciuic_cli.errors import EnvironmentFault, InputError
 
 
@@ -127,3 +128,69 @@ def test_a_changed_option_is_refused_with_the_difference(
         compress_tiny(source, out, text, seed=1)
     compress_tiny(source, out, text, seed=1, force=True)
     assert out.exists()
+
+
+def _stopped_after_writing(source: Path, out: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is interrupted when its files are written, but not published."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "loaded_kls", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            compress_tiny(source, out, text)
+
+
+def test_codes_are_on_the_disk_once_and_a_run_continues_from_its_files(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, out = tiny_checkpoint("deepseek_v3"), tmp_path / "out"
+    whole = compress_tiny(source, tmp_path / "whole", text)
+    _stopped_after_writing(source, out, text, monkeypatch)
+    journal = tmp_path / ".out.ciuic"
+    assert max(path.stat().st_size for path in (journal / "encode").iterdir()) < 100  # they had kilobytes
+    (file,) = (journal / "files").iterdir()
+    assert file.stat().st_size == whole.artifact_bytes
+    phases: list[str] = []
+    report = compress_tiny(source, out, text, progress=lambda what, done, total: phases.append(what))
+    assert "forward" not in phases
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+    assert report.measured_kl == whole.measured_kl
+    assert (out / file.name).stat().st_nlink == 1  # the journal is gone
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_damaged_file_is_made_again_from_the_start(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: bool,
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    compress_tiny(source, tmp_path / "whole", text)
+    _stopped_after_writing(source, out, text, monkeypatch)
+    (file,) = (tmp_path / ".out.ciuic" / "files").iterdir()
+    if lost:
+        file.unlink()
+    else:
+        data = file.read_bytes()
+        file.write_bytes(data[:-1] + bytes([data[-1] ^ 0xFF]))
+    phases: list[str] = []
+    compress_tiny(source, out, text, progress=lambda what, done, total: phases.append(what))
+    assert "forward" in phases
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+
+
+def test_without_hard_links_files_are_copied(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    source = tiny_checkpoint("llama_tied")
+    compress_tiny(source, tmp_path / "whole", text)
+    monkeypatch.setattr(os, "link", refuse)
+    compress_tiny(source, tmp_path / "out", text)
+    assert weights_of(tmp_path / "out") == weights_of(tmp_path / "whole")

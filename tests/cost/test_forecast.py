@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,15 +18,15 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.cost import forecast as module
-from ciuic_cli.cost import timing
+from ciuic_cli.cost import run_time, timing
 from ciuic_cli.cost.forecast import (
-    TextSize,
     disk_bytes,
     forecast,
     peak_bytes,
     stored_moment_bytes,
     stored_vocabulary_bytes,
 )
+from ciuic_cli.cost.run_time import TextSize
 from ciuic_cli.kernels import fronts
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
@@ -69,7 +70,7 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(
     for name, model_map in (("few", few), ("many", many)):
         matrices = weight_matrices(model_map.parameters.values())
         disk[name] = disk_bytes(model_map, matrices, text, model_map.stored_numel // 2)
-        peak[name] = peak_bytes(model_map, matrices, text, 0, bfloat16=True)
+        peak[name] = peak_bytes(model_map, matrices, text, 0, device=torch.device("cpu"), bfloat16=True)
     assert disk["many"] > 2.4 * disk["few"]
     assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])  # other work must not decide
@@ -129,7 +130,7 @@ def test_a_device_is_timed_where_it_is_and_by_how_much_of_it_is_filled(
         rounder = partial(fronts.round_matrix, search=_native_search)
         machine = Machine("a stand-in", DEVICE, rounder, lambda matrix: 1, occupancy)
         with SecondDevice():
-            times = timing.time_matrix(matrix, 12, machine, ranks=True, pooled=role != "q")
+            times = timing.time_matrix(matrix, machine, ranks=True, pooled=role != "q")
         seconds.append(times["encode"])
     assert len(ran) > 30
     assert seconds[0] - seconds[1] == pytest.approx(0.75 * 64 * 96 / 48**2)
@@ -140,23 +141,44 @@ def test_pooled_experts_share_what_the_forecast_says(
 ) -> None:
     model_map = _map(tiny_checkpoint("deepseek_v3"))
     matrices = weight_matrices(model_map.parameters.values())
-    assert not any(module.pools_statistics(model_map, matrix) for matrix in matrices)
+    assert not any(run_time.pools_statistics(model_map, matrix) for matrix in matrices)
     monkeypatch.setattr(experts, "FULL_MOMENTS_BYTES", 1000)
-    pooled = {matrix.role for matrix in matrices if module.pools_statistics(model_map, matrix)}
+    pooled = {matrix.role for matrix in matrices if run_time.pools_statistics(model_map, matrix)}
     assert pooled == {"expert_gate_up", "expert_down"}
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])
     monkeypatch.setattr(timing, "TIMED_SIZE", 16)
     wide = WeightMatrix("", None, "expert_gate_up", 32, 64)
     alone = replace(processor(), side_by_side=lambda matrix: 1)  # for any number of threads
-    own, shared = (
-        timing.time_matrix(wide, 12, alone, ranks=False, pooled=pooled) for pooled in (False, True)
-    )
+    own, shared = (timing.time_matrix(wide, alone, ranks=False, pooled=pooled) for pooled in (False, True))
     factor_inputs, shared_inputs = (64 / 16) ** 3, (64 / 16) ** 2
     factor_outputs, shared_outputs = (32 / 16) ** 3, (32 / 16) ** 2
     saved = factor_inputs - shared_inputs
     assert own["arms"] - shared["arms"] == pytest.approx(saved + factor_outputs - shared_outputs)
     assert own["probe"] - shared["probe"] == pytest.approx(saved)  # sorted rows: an order of its own
     assert own["encode"] == pytest.approx(shared["encode"])
+
+
+def test_the_search_takes_time_in_proportion_to_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "TIMED_SIZE", 32)
+    monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])
+    windows: list[int] = []
+    rounded = timing.round_prepared
+
+    def noted(*args: Any, L: int, **options: Any) -> Any:
+        windows.append(L)
+        return rounded(*args, L=L, **options)
+
+    def clock(run: Callable[[], object]) -> float:
+        windows.clear()
+        run()
+        return 2.0 + (1 << windows[0]) / 1000 if windows else 1.0
+
+    monkeypatch.setattr(timing, "round_prepared", noted)
+    monkeypatch.setattr(timing, "_clock", clock)
+    alone = replace(processor(), side_by_side=lambda matrix: 1)
+    times = timing.time_matrix(WeightMatrix("", None, "q", 32, 32), alone, ranks=False, pooled=False)
+    assert times["state"] == pytest.approx(1 / 1000)
+    assert times["encode"] == pytest.approx(3 + 2.0)  # factors of H and G and preparation, one second each
 
 
 def test_long_times_are_printed_in_hours() -> None:

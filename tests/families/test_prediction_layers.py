@@ -34,7 +34,9 @@ from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.cli.app import app
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.cost import forecast as forecasting
-from ciuic_cli.cost.forecast import TextSize, disk_bytes
+from ciuic_cli.cost import run_time
+from ciuic_cli.cost.forecast import disk_bytes
+from ciuic_cli.cost.run_time import TextSize
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.report.inspection import describe
 from ciuic_cli.report.schema import MemoryReport
@@ -287,7 +289,9 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     predicting: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        forecasting, "time_matrix", lambda *_, **__: dict.fromkeys(("arms", "probe", "encode", "decode"), 1.0)
+        run_time,
+        "time_matrix",
+        lambda *_, **__: {**dict.fromkeys(("arms", "probe", "encode", "decode"), 1.0), "state": 0.0},
     )
     dropped = map_model(open_checkpoint(predicting("deepseek_v3_fp8")))
     maps = (dropped, keep_mtp(dropped))
@@ -298,8 +302,8 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
         for m, budget in zip(maps, budgets, strict=True)
     ]
     assert disk[1] - disk[0] == 2 * 10**6 + sum(40 * matrix.groups + 1500 for matrix in mtp)
-    monkeypatch.setattr(forecasting, "time_products", lambda device: 1e-9)
-    monkeypatch.setattr(forecasting, "time_reading", lambda model_map, matrices: 1e-9)
+    monkeypatch.setattr(run_time, "time_products", lambda device: 1e-9)
+    monkeypatch.setattr(run_time, "time_reading", lambda model_map, matrices: 1e-9)
     before, after = (
         forecasting.forecast(
             m, text, states=1 << 12, ranks=False, budget=1, device=torch.device("cpu")

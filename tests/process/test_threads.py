@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import cholesky, inverse_lower, solve_lower, solve_transposed
 from ciuic_cli.passes.prepare import prepare
-from ciuic_cli.process.threads import one_thread, parallel_map
+from ciuic_cli.process.threads import in_order, one_thread, parallel_map
 from ciuic_cli.statistics.symmetric_product import symmetric_product
 
 SIZE = 700
@@ -223,3 +224,24 @@ def test_an_interruption_anywhere_never_leaves_the_workers_waiting() -> None:
     assert done.returncode == 0, done.stderr
     places, threads = map(int, done.stdout.split())
     assert places > 40 and threads == 1
+
+
+def test_results_come_in_the_order_of_the_items() -> None:
+    running, most = 0, 0
+    lock = threading.Lock()
+
+    def make(number: int) -> int:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.05 if number == 0 else 0.01)
+        with lock:
+            running -= 1
+        return 10 * number
+
+    assert list(in_order(range(6), make, 3)) == [0, 10, 20, 30, 40, 50]
+    assert most == 3
+    most = 0
+    assert list(in_order(range(3), make, 1)) == [0, 10, 20]
+    assert most == 1

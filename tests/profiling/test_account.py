@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from ciuic_cli.process.threads import one_thread
-from ciuic_cli.profiling.account import REST, Account, Entry, keeping, measured, step
+from ciuic_cli.process.threads import in_order, one_thread
+from ciuic_cli.profiling.account import REST, Account, Entry, counted_here, keeping, measured, step
 from ciuic_cli.profiling.peaks import TIMED_DTYPES, account_rows, measure_peaks
 
 
@@ -110,3 +110,18 @@ def test_peaks_are_rates_of_one_thread() -> None:
     assert set(peaks) == set(TIMED_DTYPES)
     assert all(1e8 < rate < 1e14 for rate in peaks.values())
     assert peaks[torch.float32] > peaks[torch.float64]
+
+
+def test_what_other_threads_do_counts_in_the_part_that_is_open() -> None:
+    account = Account()
+
+    def work(_: int) -> None:
+        _busy(0.2)
+        torch.ones(8, 32) @ torch.ones(32, 4)
+
+    with keeping(account), measured("forward", ""):
+        list(in_order(range(4), counted_here(work), 2))
+        work(0)
+    entry = account.entries["forward", REST, ""]
+    assert entry.operations == {torch.float32: 5 * 2 * 8 * 32 * 4}
+    assert entry.seconds == pytest.approx(1.0, abs=0.2)  # and not twice that of the other threads

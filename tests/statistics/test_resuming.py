@@ -11,6 +11,8 @@ import torch
 
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.layerwise.layer_stream import LayerStream
+from ciuic_cli.process.threads import threads
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.marks import Marks
@@ -43,13 +45,15 @@ class MemoryJournal:
             raise Killed
 
 
-def collect(checkpoint: Path, folder: Path, journal: MemoryJournal) -> tuple[dict[str, bytes], list[str]]:
+def collect(
+    checkpoint: Path, folder: Path, journal: MemoryJournal, chunk: int = 4
+) -> tuple[dict[str, bytes], list[str]]:
     """Bytes of the statistics' files, and the steps of which progress was reported."""
     folder.mkdir(exist_ok=True)
     reported: list[str] = []
     collect_statistics(
         map_model(open_checkpoint(checkpoint)), BATCHES, folder, device=torch.device("cpu"), seed=0, journal=journal,
-        progress=lambda what, done, total: reported.append(f"{what} {done}"),
+        chunk=chunk, progress=lambda what, done, total: reported.append(f"{what} {done}"),
     )  # fmt: skip
     assert all(path.is_file() for path in folder.iterdir())
     return {path.name: path.read_bytes() for path in folder.iterdir()}, reported
@@ -133,3 +137,23 @@ def test_marks_of_an_earlier_run_do_not_hide_those_of_the_last_run(checkpoint: P
     found, reported = collect(checkpoint, folder, journal)
     assert found == expected
     assert reported == [f"backward {n}" for n in (1, 2, 3)]
+
+
+def test_threads_that_run_a_segment_each_give_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tiny_checkpoint("llama", num_hidden_layers=2)
+    counts: list[int] = []
+    side_by_side = LayerStream.side_by_side
+
+    def recorded(self: LayerStream, number: int, besides: int = 0) -> int:
+        counts.append(side_by_side(self, number, besides))
+        return counts[-1]
+
+    monkeypatch.setattr(LayerStream, "side_by_side", recorded)
+    found = []
+    for number in (1, 3):
+        with threads(number):
+            found.append(collect(checkpoint, tmp_path / str(number), MemoryJournal(), chunk=1)[0])
+    assert found[0] == found[1]
+    assert counts == 4 * [1] + 4 * [3]

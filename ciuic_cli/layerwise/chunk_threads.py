@@ -1,0 +1,55 @@
+"""How many chunks of a text run through a layer at once, one thread each.
+
+Products of a few thousand tokens and the element-wise work between them leave torch's threads waiting for each other:
+with two threads, a sweep over SmolLM2 kept 1.3 cores busy (measured: docs/experiments/scale/account.md). Chunks do not
+depend on each other, so where memory allows, every thread runs a chunk of its own.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
+
+_LAYER_COPIES, _WIDEST_COPIES = 12, 8
+"""Float32 copies of a chunk's hidden states, and of the widest matrix's inputs and outputs, while a layer runs forward
+and backward. Estimated; docs/SCALE.md compares forecasts with runs."""
+
+
+def hidden_width(model_map: ModelMap) -> int:
+    """Numbers per token between layers."""
+    config = model_map.config.get_text_config()
+    streams = int(getattr(config, "hc_mult", 1) or 1)  # DeepSeek-V4 carries several residual streams
+    return streams * int(config.hidden_size)
+
+
+def activation_bytes(model_map: ModelMap, prefix: str, tokens: int) -> int:
+    """Estimated bytes of activations while a layer runs forward and backward on a chunk of so many tokens.
+
+    prefix: of the layer's parameter names.
+    """
+    sizes = (
+        sum(parameter.shape[-2:])
+        for parameter in model_map.parameters.values()
+        if parameter.compress and parameter.name.startswith(prefix)
+    )
+    per_token = _LAYER_COPIES * hidden_width(model_map) + _WIDEST_COPIES * max(sizes, default=0)
+    return 4 * tokens * per_token
+
+
+def chunks_side_by_side(
+    model_map: ModelMap, prefix: str, tokens: int, device: torch.device, *, besides: int = 0
+) -> int:
+    """How many chunks of so many tokens run through a layer at once: one for each thread of torch, or 1.
+
+    Chunks run one after the other, each with all threads, on a GPU, in layers with expert stacks (their weights are
+    brought where they are used by a mode of torch, which belongs to one thread), and where a chunk takes more than
+    PARALLEL_WORK_BYTES. besides: bytes that each chunk takes besides activations.
+    """
+    has_experts = any(
+        len(parameter.shape) == 3 and parameter.name.startswith(prefix)
+        for parameter in model_map.parameters.values()
+    )
+    fits = activation_bytes(model_map, prefix, tokens) + besides <= PARALLEL_WORK_BYTES
+    return torch.get_num_threads() if device.type == "cpu" and not has_experts and fits else 1
