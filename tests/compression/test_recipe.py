@@ -73,7 +73,17 @@ def test_a_written_recipe_gives_the_same_options(tmp_path: Path) -> None:
     write_recipe(CompressOptions(), tmp_path)
     assert read_recipe(tmp_path / RECIPE)["ratio"] == 4
     assert set(KEYS) - set(read_recipe(tmp_path / RECIPE)) == {
-        *("target_bpw", "target_size", "calibration", "nsamples", "seqlen", "states", "device", "prompt"),
+        *(
+            "target_bpw",
+            "target_size",
+            "calibration",
+            "nsamples",
+            "seqlen",
+            "states",
+            "time_budget",
+            "device",
+        ),
+        "prompt",
     }
 
 

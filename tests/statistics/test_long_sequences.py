@@ -1,4 +1,4 @@
-"""Long sequences: tokens are paired within stretches of 1024, and whole batches give the sums of their sequences."""
+"""Long sequences: tokens are paired within stretches of 128, and whole batches give the sums of their sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ciuic_cli.layerwise.linear_hooks import Product
 from ciuic_cli.statistics.moments import MomentRecorder, Moments
 
 ROWS, COLS = 6, 9
-STRETCH = 1024
+STRETCH = 128
 KEY = ("model.layers.0.mlp.up_proj.weight", None)
 
 
