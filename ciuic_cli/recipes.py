@@ -54,6 +54,7 @@ def read_recipe(file: Path, keys: Sequence[str]) -> dict[str, Any]:
         raise UsageError(
             "the recipe has no options", file=file, remedy="write a line `key: value` for each option"
         )
+    _require_plain_numbers(node, file)
     found: dict[str, Any] = {}
     for key, value in values.items():
         name = str(key).replace("-", "_")
@@ -70,6 +71,20 @@ def read_recipe(file: Path, keys: Sequence[str]) -> dict[str, Any]:
             )
         found[name] = value
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _require_plain_numbers(node: yaml.Node, file: Path) -> None:
+    """Raise UsageError for a number with colons, which YAML 1.1 reads in base 60: 1:30 as 90."""
+    if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")) and ":" in node.value:
+        raise UsageError(
+            f"the recipe has the number {node.value:.60}, which YAML reads in base 60",
+            file=file,
+            remedy="write a number without a colon, or text in quotes",
+        )
+    if isinstance(node, yaml.CollectionNode):
+        for item in node.value:
+            for part in item if isinstance(item, tuple) else (item,):
+                _require_plain_numbers(part, file)
 
 
 def write_recipe(folder: Path, command: str, values: Mapping[str, Any]) -> None:

@@ -151,6 +151,13 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def _bounded(option: str, value: int) -> int:
+    """The value. Raises UsageError if the libraries' 64-bit integers cannot hold it."""
+    if not -(1 << 63) <= value < 1 << 63:
+        raise UsageError(f"{option} {value} is too large", remedy="give a number below 2^63")
+    return value
+
+
 def _typed(option: str, value: Any, kind: Any) -> Any:
     """The value as its field's type: of numbers given as text, of whole floats, and of paths given as text."""
     if isinstance(kind, UnionType):
@@ -166,7 +173,7 @@ def _typed(option: str, value: Any, kind: Any) -> Any:
         if kind is float and (is_number or isinstance(value, str)):
             return float(value)
         if kind is int and (isinstance(value, str) or (is_number and value == int(value))):
-            return int(value)
+            return _bounded(option, int(value))
         if kind is Path and isinstance(value, (str, Path)) and str(value) and "\0" not in str(value):
             return Path(value)
         if kind in (bool, str) and isinstance(value, kind):

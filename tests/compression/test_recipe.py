@@ -48,6 +48,8 @@ def test_keys_are_options_with_either_dash(recipe: Callable[[str], Path]) -> Non
         ("target-bpw: 4\ntarget_bpw: 5", UsageError, "twice"),
         ("ratio: {a: 1}", UsageError, "nested"),
         ("bits: [[2]]", UsageError, "nested"),
+        ("seed: 1:30", UsageError, "1:30, which YAML reads in base 60"),
+        ("bits: [2, 1:30.5]", UsageError, "1:30.5, which YAML reads in base 60"),
         ("- ratio", UsageError, "no options"),
         ("", UsageError, "no options"),
         ("ratio: [", InputError, "not YAML"),

@@ -202,6 +202,7 @@ def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
         ({"lora_dropout": 1.0}, "--lora-dropout"),
         ({"sequence_len": 1}, "--sequence-len"),
         ({"max_steps": 0}, "--max-steps"),
+        ({"max_steps": 10**20}, "--max-steps 1000.* is too large"),
         ({"num_train_epochs": -1.0}, "--num-train-epochs"),
     ],
 )

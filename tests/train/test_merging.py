@@ -20,10 +20,12 @@ from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.train.examples import Example
+from ciuic_cli.train.merging import merge as merging
 from ciuic_cli.train.merging.changes import changes_of
 from ciuic_cli.train.merging.low_rank_parts import write_low_rank
-from ciuic_cli.train.merging.merge import merge
+from ciuic_cli.train.merging.merge import MergeReport, merge
 from ciuic_cli.train.merging.merged_checkpoint import merged_checkpoint
+from ciuic_cli.train.merging.unmeasured import Unmeasured
 from ciuic_cli.train.options import TrainOptions
 
 peft = pytest.importorskip("peft")
@@ -135,6 +137,43 @@ def test_coded_again_in_the_same_bytes(adapter: tuple[Path, Path], tmp_path: Pat
     assert report.bytes_after <= report.bytes_before
     assert report.kl_merged < report.kl_base
     assert verify(tmp_path / "out").problems == ()
+
+
+@pytest.mark.parametrize("method", ["low-rank", "bf16", "requantize"])
+def test_a_merge_that_ends_before_its_measurement_only_measures_then(
+    adapter: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    def run() -> MergeReport:
+        return merge(folder, saved, out, method, examples(), nsamples=2, device="cpu", hint=hints.append)
+
+    def killed(*arguments: Any) -> MergeReport:
+        raise KeyboardInterrupt
+
+    (folder, saved), out, hints = adapter, tmp_path / "out", []
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "_measured", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    before = {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    hints.clear()
+    report = run()
+    assert report.kl_merged < report.kl_base and "only its KL is missing" in hints[0]
+    assert before == {file: file.stat().st_mtime_ns for file in out.iterdir()}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(InputError, match="exists already"):  # it is finished now
+        run()
+
+
+def test_a_killed_merge_of_another_method_is_not_continued(
+    adapter: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, saved = adapter
+    Unmeasured(tmp_path / "out", "low-rank", folder, saved).begin()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes").write_text("mine")
+    with pytest.raises(InputError, match="exists already"):
+        merge(folder, saved, tmp_path / "out", "bf16", examples(), device="cpu")
+    assert (tmp_path / "out" / "notes").read_text() == "mine"
 
 
 def test_pruned_experts_are_not_coded_again(artifact: Callable[..., Any]) -> None:

@@ -30,6 +30,7 @@ from ciuic_cli.train.merging.adapter import ADAPTER_FILE, adapted_model, require
 from ciuic_cli.train.merging.changes import Changes, changes_of
 from ciuic_cli.train.merging.low_rank_parts import write_low_rank
 from ciuic_cli.train.merging.merged_checkpoint import merged_checkpoint, merged_rows, require_fitting
+from ciuic_cli.train.merging.unmeasured import Unmeasured
 
 METHODS = ("requantize", "low-rank", "bf16")
 """How an adapter is merged: weights coded again in the artifact's bytes; the codes kept and the adapter added as
@@ -76,7 +77,8 @@ def merge(
 ) -> MergeReport:
     """Merge the adapter in the folder `adapter` into the artifact `model`, and write the result to `out`.
 
-    "requantize" continues after a crash, as `compress` does.
+    "requantize" continues after a crash, as `compress` does. After all methods, a command that was killed while it
+    measured KL measures it when it is repeated.
 
     Args:
         examples: training text. The statistics of "requantize" come from it, and from the package's calibration text if
@@ -94,25 +96,45 @@ def merge(
     folder = locate(model)
     artifact = open_artifact(folder)
     require_adapter(adapter)
-    publishing.require_new(out, folder, adapter)
-    changes = changes_of(adapted_model(folder, adapter, device))
+    unmeasured = Unmeasured(out, method, folder, adapter)
+    if unmeasured.is_left():
+        hint(f"{out} is merged already; only its KL is missing")
+    else:
+        publishing.require_new(out, folder, adapter)
+        unmeasured.begin()
+        _write(artifact, adapter, out, method, examples, nsamples, device, progress, hint)
+    adapted = adapted_model(folder, adapter, device)  # again, so that it takes no memory in between
     held_out = list(examples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]) or list(examples[-1:])
+    report = _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)
+    unmeasured.end()
+    return report
+
+
+def _write(
+    artifact: Artifact,
+    adapter: Path,
+    out: Path,
+    method: str,
+    examples: Sequence[Example],
+    nsamples: int | None,
+    device: str,
+    progress: Progress,
+    hint: Callable[[str], None],
+) -> None:
+    """Write and publish the merged model."""
+    changes = changes_of(adapted_model(artifact.folder, adapter, device))
     if method == "requantize":
-        seen = [example for number, example in enumerate(examples, 1) if number % HELD_OUT_EVERY] or list(
-            examples
-        )
-        _requantize(artifact, adapter, changes, out, seen, nsamples, device, progress, hint)
+        seen = [example for number, example in enumerate(examples, 1) if number % HELD_OUT_EVERY]
+        _requantize(artifact, adapter, changes, out, seen or list(examples), nsamples, device, progress, hint)
     elif method == "low-rank":
         _write_low_rank(artifact, changes, out, progress)
     else:
         require_fitting(artifact, changes)
         written = export_dense(
-            folder, out, rows=lambda opened: partial(merged_rows, opened, changes), progress=progress
+            artifact.folder, out, rows=lambda opened: partial(merged_rows, opened, changes), progress=progress
         )
         for warning in written.warnings:
             hint(warning)
-    adapted = adapted_model(folder, adapter, device)  # again, so that it takes no memory in between
-    return _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)
 
 
 def _requantize(
