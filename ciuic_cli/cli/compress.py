@@ -138,8 +138,8 @@ def compress(
         EffortLevel,
         typer.Option(
             rich_help_panel=RUN,
-            help="Time spent on quality. fast: 4096 trellis states per weight, 16 calibration sequences; default: "
-            "32768, 36; best: 65536, 128, then recovery: row scales and norms are tuned on more text.",
+            help="Time spent on quality. fast: 4096 trellis states per weight, 24 calibration sequences; default: "
+            "32768, 64; best: 65536, 128, then recovery: row scales and norms are tuned on more text.",
         ),
     ] = EffortLevel.default,
     states: Annotated[

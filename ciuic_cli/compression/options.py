@@ -33,8 +33,8 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort(1 << 12, 16, 8, 0),
-    "default": Effort(1 << 15, 36, 16, 0),
+    "fast": Effort(1 << 12, 24, 8, 0),
+    "default": Effort(1 << 15, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost 2 %

@@ -178,8 +178,9 @@ void put_in_order(const int32_t* position, long columns, const uint8_t* stored, 
 
 long groups_per_item(long groups, int threads, long batch) {
   const long evenly = std::min<long>(1 + groups / (kItemsPerThread * threads), kMaxGroupsPerItem);
-  const long together = kernels().groups_together;
+  const long together = kernels().groups_together, items = (groups + together - 1) / together;
   if (together == 1 || batch <= 2) return evenly;
+  if (batch > kFewRows && items % threads == 0) return together;
   if (evenly > together) return evenly - evenly % together;
   return batch <= kFewRows ? evenly + evenly % 2 : evenly <= together / 2 ? together / 2 : together;
 }

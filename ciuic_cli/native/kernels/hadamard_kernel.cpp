@@ -38,56 +38,107 @@ static inline __attribute__((always_inline)) Floats butterfly_lanes(Floats v) {
   return v;
 }
 
-// The Hadamard transform of `size` values in place, without the normalisation.
-static void butterflies(float* block, long size) {
-  if (size < kWidth) {
+static inline __attribute__((always_inline)) Floats butterflies_in(Floats v) {
+  return butterfly_lanes<8>(butterfly_lanes<4>(butterfly_lanes<2>(butterfly_lanes<1>(v))));
+}
+
+struct Four {
+  Floats part[4];
+};
+
+// Two stages of butterflies between four vectors: first of neighbours, then of the others.
+static inline __attribute__((always_inline)) Four butterflies_of(Floats a, Floats b, Floats c, Floats d) {
+  const Floats a_plus_b = a + b, c_plus_d = c + d, a_minus_b = a - b, c_minus_d = c - d;
+  return {{a_plus_b + c_plus_d, a_minus_b + c_minus_d, a_plus_b - c_plus_d, a_minus_b - c_minus_d}};
+}
+
+// One block in place: signs and transform, or transform and signs, with the norm. Signs and norm are applied while the first and
+// the last stage have the values in registers.
+template <bool Inverse>
+struct Block {
+  float* value;
+  const float* sign;
+  float norm;
+
+  Floats signed_at(long i) const {
+    const Floats v = vector_at(value + i);
+    return Inverse ? v : v * vector_at(const_cast<float*>(sign) + i);
+  }
+
+  template <bool Last>
+  void store(long i, Floats v) const {
+    vector_at(value + i) = !Last ? v : Inverse ? v * (norm * vector_at(const_cast<float*>(sign) + i)) : v * norm;
+  }
+
+  template <bool Last>
+  void store_four(long i, long stride, const Four& four) const {
+    for (int k = 0; k < 4; ++k) store<Last>(i + k * stride, four.part[k]);
+  }
+
+  // The stages within vectors and between four neighbours.
+  template <bool Last>
+  void first_stages(long size) const {
+    for (long i = 0; i < size; i += 4 * kWidth)
+      store_four<Last>(i, kWidth, butterflies_of(butterflies_in(signed_at(i)), butterflies_in(signed_at(i + kWidth)),
+                                                 butterflies_in(signed_at(i + 2 * kWidth)),
+                                                 butterflies_in(signed_at(i + 3 * kWidth))));
+  }
+
+  // The stages of `stride` and twice that.
+  template <bool Last>
+  void two_stages(long size, long stride) const {
+    for (long start = 0; start < size; start += 4 * stride)
+      for (long i = start; i < start + stride; i += kWidth)
+        store_four<Last>(i, stride, butterflies_of(vector_at(value + i), vector_at(value + i + stride),
+                                                   vector_at(value + i + 2 * stride), vector_at(value + i + 3 * stride)));
+  }
+
+  void transform(long size) const {
+    long stride = 4 * kWidth;
+    if (stride == size) return first_stages<true>(size);
+    first_stages<false>(size);
+    for (; 4 * stride < size; stride *= 4) two_stages<false>(size, stride);
+    if (4 * stride == size) return two_stages<true>(size, stride);
+    for (long i = 0; i < stride; i += kWidth) {
+      const Floats a = vector_at(value + i), b = vector_at(value + i + stride);
+      store<true>(i, a + b);
+      store<true>(i + stride, a - b);
+    }
+  }
+
+  // The same for fewer than four vectors.
+  void transform_few(long size) const {
+    for (long i = 0; !Inverse && i < size; ++i) value[i] *= sign[i];
     for (long stride = 1; stride < size; stride *= 2)
       for (long start = 0; start < size; start += 2 * stride)
         for (long i = start; i < start + stride; ++i) {
-          const float a = block[i], b = block[i + stride];
-          block[i] = a + b;
-          block[i + stride] = a - b;
+          const float a = value[i], b = value[i + stride];
+          value[i] = a + b;
+          value[i + stride] = a - b;
         }
-    return;
+    for (long i = 0; i < size; ++i) value[i] *= Inverse ? norm * sign[i] : norm;
   }
-  for (long i = 0; i < size; i += kWidth)
-    vector_at(block + i) =
-        butterfly_lanes<8>(butterfly_lanes<4>(butterfly_lanes<2>(butterfly_lanes<1>(vector_at(block + i)))));
-  long stride = kWidth;
-  for (; 4 * stride <= size; stride *= 4)  // two stages per sweep over memory
-    for (long start = 0; start < size; start += 4 * stride)
-      for (long i = start; i < start + stride; i += kWidth) {
-        const Floats a = vector_at(block + i), b = vector_at(block + i + stride);
-        const Floats c = vector_at(block + i + 2 * stride), d = vector_at(block + i + 3 * stride);
-        const Floats a_plus_b = a + b, c_plus_d = c + d, a_minus_b = a - b, c_minus_d = c - d;
-        vector_at(block + i) = a_plus_b + c_plus_d;
-        vector_at(block + i + stride) = a_minus_b + c_minus_d;
-        vector_at(block + i + 2 * stride) = a_plus_b - c_plus_d;
-        vector_at(block + i + 3 * stride) = a_minus_b - c_minus_d;
-      }
-  if (stride < size)
-    for (long i = 0; i < stride; i += kWidth) {
-      const Floats a = vector_at(block + i), b = vector_at(block + i + stride);
-      vector_at(block + i) = a + b;
-      vector_at(block + i + stride) = a - b;
-    }
+};
+
+template <bool Inverse>
+static inline void transform_in(float* value, long size, const float* sign) {
+  const Block<Inverse> block = {value, sign, static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)))};
+  if (size < 4 * kWidth)
+    block.transform_few(size);
+  else
+    block.transform(size);
+}
+
+static inline void transform_block(float* value, long size, const float* sign, int inverse) {
+  if (inverse)
+    transform_in<true>(value, size, sign);
+  else
+    transform_in<false>(value, size, sign);
 }
 
 void fill_signs(float* signs, long cols, uint32_t seed) {
   for (long j = 0; j < cols; ++j)
     signs[j] = 1.0f - 2.0f * static_cast<float>(static_cast<int>(ciuic_sign_is_negative(seed, static_cast<unsigned>(j))));
-}
-
-// One block in place: signs and transform, or transform and signs.
-static inline void transform_block(float* block, long size, const float* sign, int inverse) {
-  const float norm = static_cast<float>(1.0 / std::sqrt(static_cast<double>(size)));
-  if (!inverse)
-    for (long i = 0; i < size; ++i) block[i] *= sign[i];
-  butterflies(block, size);
-  if (inverse)
-    for (long i = 0; i < size; ++i) block[i] *= norm * sign[i];
-  else
-    for (long i = 0; i < size; ++i) block[i] *= norm;
 }
 
 void hadamard_row(float* row, long cols, int log2_block, const float* signs, int inverse) {
