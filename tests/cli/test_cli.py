@@ -225,8 +225,8 @@ def test_profile_prints_the_account(tiny_checkpoint: Callable[..., Path], text: 
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)["profile"]
     phases = list(dict.fromkeys(row["phase"] for row in rows))
-    assert phases == ["forward", "head", "backward", "moments", "embedding", "arms", "plan", "probe", "encode", "write",
-                      "measure"]  # fmt: skip
+    assert phases == ["forward", "head", "backward", "moments", "embedding", "arms", "plan", "probe", "encode",
+                      "measure", "write"]  # fmt: skip
     moments = {row["kind"]: row for row in rows if row["phase"] == "moments"}
     assert set(moments) == {"q", "k", "v", "o", "gate", "up", "down"}
     assert all(row["operations"] > 0 and row["bytes"] > 0 for row in moments.values())

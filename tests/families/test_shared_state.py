@@ -47,10 +47,13 @@ def test_shared_state_survives_an_interruption(
             if (what, done) == stop:
                 raise KeyboardInterrupt
 
+        carries.clear()
         with pytest.raises(KeyboardInterrupt):
             run(out, progress=interrupt)
+        assert carries and all(carries), "every collection must have found shared state"
+    carries.clear()
     assert run(out) == whole
-    assert carries == [True] * 3, "every continued collection must have found shared state"
+    assert carries and all(carries), "every collection must have found shared state"
 
 
 @pytest.mark.parametrize("family", ["gemma3n_text", "gemma4_text", "glm_moe_dsa"])

@@ -320,7 +320,7 @@ TEXT = "The quick brown fox jumps over the lazy dog; pack my box with five dozen
 @pytest.fixture
 def best(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., MemoryReport]:
     """compress() with effort best, short sequences, and a few recovery steps."""
-    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(1 << 12, 6, EVALUATIONS))
+    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(1 << 12, 6, 16, EVALUATIONS))
     words = TEXT.split()
     random = np.random.default_rng(0)
     text = tmp_path / "text.txt"
@@ -376,7 +376,7 @@ def test_best_reports_its_gain_and_a_killed_run_ends_in_the_same_bytes(
 
 def _task(monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps: int) -> Task:
     """A task with numbered sequences and an effort level with this many calibration sequences and recovery steps."""
-    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(1 << 12, nsamples, steps))
+    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(1 << 12, nsamples, 16, steps))
     settings = options.CompressOptions(effort="best")
     batches = torch.arange(sequences)[:, None].expand(-1, 3)
     return Task(None, None, settings, None, CalibrationSequences(batches, 0), 0)  # type: ignore[arg-type]
