@@ -66,7 +66,7 @@ class Environment:
         self.variables = kept | {"HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(work / "datasets")}
 
     def run(self, program: str, *arguments: object) -> str:
-        """What a program prints; exits with its messages if it fails."""
+        """Return what a program prints. If it fails, exit with its messages."""
         done = subprocess.run(
             [self.programs / program, *map(str, arguments)],
             cwd=self.work, env=self.variables, capture_output=True, text=True, check=False,

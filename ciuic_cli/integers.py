@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from decimal import Decimal
 
@@ -51,3 +52,10 @@ def parse_duration(text: str) -> int:
         raise UsageError(f"{text!r:.60} is not a time", remedy="write it like 1h, 90m, 1h30m or 45s")
     hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return 3600 * hours + 60 * minutes + seconds
+
+
+def duration_text(seconds: float) -> str:
+    """A time as `parse_duration` reads it, rounded up: "1h5m", "90s"."""
+    whole = math.ceil(seconds)
+    hours, minutes = divmod(ceil_div(whole, 60), 60)
+    return f"{whole}s" if whole < 180 else f"{hours}h{minutes}m" if hours else f"{minutes}m"

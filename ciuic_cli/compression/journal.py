@@ -275,7 +275,7 @@ class FinishedFiles:
         self._journal = journal
 
     def has(self, file: str) -> bool:
-        """Whether the file is finished; without reading it."""
+        """Whether the file is finished. It is not read."""
         return self._journal.has(_step_of(file)) and (self.folder / file).is_file()
 
     def add(self, file: str) -> None:
@@ -292,7 +292,7 @@ class FinishedFiles:
 
     @staticmethod
     def are_intact(journal: Journal) -> bool:
-        """Whether all finished files have the bytes that were recorded. Reads them."""
+        """Whether all finished files have the bytes that were recorded: all of them are read."""
         for step in sorted((journal.folder / _FINISHED).glob("*")):
             digest = journal.load(_step_of(step.name))
             found = None

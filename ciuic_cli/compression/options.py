@@ -38,9 +38,11 @@ EFFORTS = {
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost 2 %
-(docs/experiments/codes/windows.md). Sequences and probes: docs/experiments/scale/account.md. 90 recovery steps pass the
+(docs/experiments/codes/windows.md). Sequences: docs/experiments/scale/account.md. The 8 probed layers of
+"fast" were chosen, not tuned. 90 recovery steps pass the
 package's own calibration text once (docs/experiments/recovery/factors-and-norms.md)."""
 DEFAULT_EFFORT = "default"
+"""The effort level that is taken if none is given."""
 MTP = ("keep", "drop")
 """Choices for multi-token-prediction layers."""
 BITS = tuple(MSE_BY_L[16])

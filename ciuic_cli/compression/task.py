@@ -41,10 +41,10 @@ from ciuic_cli.text.tokenizer import open_tokenizer
 CHOICE = "chosen by time"
 """Key of the fingerprint: the time budget in seconds, and what it chose."""
 HELD_OUT_EVERY = 16
-"""Of many calibration sequences every 16th is held out for measuring KL (chosen, not tuned)."""
+"""With 64 calibration sequences and more, every 16th is held out for measuring KL (chosen, not tuned)."""
 LEAST_HELD_OUT = 4
-"""Sequences that are held out of few ones, if every third gives as many. With two, the probes followed the kind of text
-that these happened to be (measured: docs/experiments/scale/account.md)."""
+"""Held-out sequences of a smaller text, of which at most every third is held out. With two, the probes followed the
+kind of text that these happened to be (measured: docs/experiments/scale/account.md)."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,8 @@ class Task:
         """Expected time, memory and disk space of the run."""
         text = _text_size(self.options, len(self.calibration), len(self.held_out), self.text.tokens.shape[1])
         return forecast(
-            self.map, text, states=self.options.mean_states, ranks=self.options.rank != "off", budget=self.budget,
+            self.map, text, states=self.options.mean_states,
+            probed_layers=self.options.level.probed_layers, ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device), rates=self.rates,
         )  # fmt: skip
 
@@ -227,15 +228,14 @@ def _settled(
     def seconds_of(choice: CompressOptions) -> float:
         held_out = int(_held_out(choice.sequences).sum())
         text = _text_size(choice, choice.sequences - held_out, held_out, seqlen)
-        return sum(phase_seconds(model_map, rates, text, choice.mean_states).values())
+        work = {"states": choice.mean_states, "probed_layers": choice.level.probed_layers}
+        return sum(phase_seconds(model_map, rates, text, **work).values())
 
     return within_time(options, seconds_of), seconds, rates
 
 
 def _text_size(options: CompressOptions, sequences: int, held_out: int, length: int) -> TextSize:
-    level = options.level
-    recovery = STEP_SEQUENCES * level.recovery_steps
-    return TextSize(sequences, held_out, length, recovery, level.probed_layers)
+    return TextSize(sequences, held_out, length, STEP_SEQUENCES * options.level.recovery_steps)
 
 
 def _file_state(path: Path) -> list[Any] | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L, nominal_window
 from ciuic_cli.compression.options import EFFORTS, STATES, CompressOptions
 from ciuic_cli.errors import TargetError
+from ciuic_cli.integers import duration_text
 
 SEQUENCES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Calibration sequences to choose from (chosen; more than 128 gain nothing:
@@ -20,8 +21,8 @@ TEXT_LOSS = 7.0
 """Share of KL that n sequences lose, times n. A rough fit to two runs with fewer sequences (SmolLM2, four texts), which
 lost 15 to 16 % (docs/experiments/scale/account.md)."""
 FACTORS = {"fast": 1.02, "default": 1.0, "best": 0.96}
-"""KL by effort level apart from states and text, over that of default: probes of few layers are taken for none, which
-cost 2 % (docs/experiments/versions/ablation.md); recovery gains 4 % (docs/QUALITY.md)."""
+"""KL by effort level apart from states and text, over that of default. Fewer probed layers count like no probes, which
+cost 2 % (docs/experiments/versions/ablation.md), an assumption; recovery gains 4 % (docs/QUALITY.md)."""
 _TYPICAL_BITS = 4
 """Bits per weight at which windows are compared."""
 
@@ -50,13 +51,6 @@ def within_time(options: CompressOptions, seconds_of: Callable[[CompressOptions]
             remedy=f"allow at least {duration_text(least)}, the forecast of the shortest run",
         )
     return min(fitting, key=lambda item: item[:2])[2]
-
-
-def duration_text(seconds: float) -> str:
-    """A time as the command line takes it, rounded up: "1h5m", "90s"."""
-    whole = int(-(-seconds // 1))
-    hours, minutes = divmod(-(-whole // 60), 60)
-    return f"{whole}s" if whole < 180 else f"{hours}h{minutes}m" if hours else f"{minutes}m"
 
 
 def _choices(options: CompressOptions) -> Iterator[CompressOptions]:

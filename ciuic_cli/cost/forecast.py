@@ -85,6 +85,7 @@ def forecast(
     text: TextSize,
     *,
     states: int,
+    probed_layers: int,
     ranks: bool,
     budget: int,
     device: torch.device,
@@ -92,14 +93,14 @@ def forecast(
 ) -> Forecast:
     """Predict a run of `compress`; takes seconds, because it times matrices.
 
-    states: mean trellis states per weight. ranks: whether arms with a low-rank part are priced. budget: bytes of the
-    artifact. rates: of this model, if they have been measured.
+    states: mean trellis states per weight. probed_layers: most layers of a probe. ranks: whether arms with a low-rank
+    part are priced. budget: bytes of the artifact. rates: of this model, if they have been measured.
     """
     matrices = weight_matrices(model_map.parameters.values())
     base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     rates = rates or measure_rates(model_map, matrices, ranks=ranks, device=device)
     return Forecast(
-        phase_seconds(model_map, rates, text, states),
+        phase_seconds(model_map, rates, text, states=states, probed_layers=probed_layers),
         disk_bytes(model_map, matrices, text, budget),
         peak_bytes(
             model_map,

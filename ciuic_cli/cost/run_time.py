@@ -33,13 +33,12 @@ from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
 
 @dataclass(frozen=True)
 class TextSize:
-    """Numbers of sequences (statistics, held out, all recovery steps), the tokens of each; most layers of a probe."""
+    """Numbers of sequences (statistics, held out, all recovery steps), and the tokens of each."""
 
     sequences: int
     held_out: int
     length: int
     recovery: int = 0
-    probed_layers: int = 16
 
     @property
     def tokens(self) -> int:
@@ -71,7 +70,7 @@ def hidden_and_vocabulary(model_map: ModelMap) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What this machine takes for the work of one model.
+    """How long this machine takes for the work of one model.
 
     Attributes:
         matrices: matrices of equal shape and treatment, how many there are, and the seconds of each
@@ -103,11 +102,13 @@ def measure_rates(
     )
 
 
-def phase_seconds(model_map: ModelMap, rates: Rates, text: TextSize, states: int) -> dict[str, float]:
-    """Seconds of each phase. states: mean trellis states per weight."""
+def phase_seconds(
+    model_map: ModelMap, rates: Rates, text: TextSize, *, states: int, probed_layers: int
+) -> dict[str, float]:
+    """Seconds of each phase. states: mean trellis states per weight. probed_layers: most layers of a probe."""
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
-    probed_share = min(1.0, text.probed_layers / max(1, len(model_map.layer_prefixes)))
+    probed_share = min(1.0, probed_layers / max(1, len(model_map.layer_prefixes)))
     roles = set()
     for matrix, count, time_of in rates.matrices:
         total["arms"] += count * time_of["arms"]
@@ -153,6 +154,7 @@ def _moment_work(parameter: Parameter, length: int) -> float:
 
 
 def experts_of(parameter: Parameter) -> int:
+    """Experts in a stack; 1 for other parameters."""
     return parameter.shape[0] if len(parameter.shape) == 3 else 1
 
 

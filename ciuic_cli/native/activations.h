@@ -52,7 +52,8 @@ struct QuantizedRow {
 // Rows of activations of a band, the content of a tile register of the AMX kernel.
 constexpr long kBandRows = 16;
 
-// Where the arrays of `batch` rows lie: first scale, offset, own and value of each row, then what matrix units read.
+// Where the arrays of `batch` rows lie: first the scales, the offsets and the factored offsets of all rows, then the values of each
+// row, then what matrix units read.
 //
 // That is, per byte plane and column, the byte four times, to be multiplied by the four bytes of a hash; or a bfloat16 value
 // per column. The order is by block of 16 registers, band of 16 rows, byte plane, register, row and column. So the 16 rows

@@ -115,7 +115,7 @@ def _checked_id(name: object) -> str | None:
 
 
 def original_of(artifact: Path) -> str | None:
-    """What an artifact was made of: a hub id by its card, or a folder's name by its report; None if neither says."""
+    """The original of an artifact: a hub id from its card, or a folder from its report; None if neither names it."""
     if known := _checked_id(_metadata(artifact).get("base_model")):
         return known
     try:

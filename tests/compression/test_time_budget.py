@@ -12,10 +12,10 @@ from tiny_runs import compress_tiny, weights_of
 from ciuic_cli.compression import task
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.compression.recipe import read_recipe
-from ciuic_cli.compression.time_budget import duration_text, predicted_loss, within_time
+from ciuic_cli.compression.time_budget import predicted_loss, within_time
 from ciuic_cli.cost.run_time import TextSize
 from ciuic_cli.errors import InputError, TargetError, UsageError
-from ciuic_cli.integers import parse_duration
+from ciuic_cli.integers import duration_text, parse_duration
 
 
 def _seconds(options: CompressOptions) -> float:
@@ -75,7 +75,7 @@ def test_a_run_that_continues_keeps_its_choice(
     source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
     limits = [1.0]
 
-    def seconds(model_map: Any, rates: Any, size: TextSize, states: int) -> dict[str, float]:
+    def seconds(model_map: Any, rates: Any, size: TextSize, *, states: int, **_: int) -> dict[str, float]:
         """A machine on which only few sequences fit at first, and many later."""
         return {"statistics": size.sequences * limits[0], "encode": states / 1e6 + 1e3 * bool(size.recovery)}
 

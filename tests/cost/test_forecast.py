@@ -76,7 +76,7 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])  # other work must not decide
     monkeypatch.setattr(timing, "TIMING_REPEATS", 1)
     forecasts = [
-        forecast(m, text, states=1 << 12, ranks=True, budget=1, device=torch.device("cpu"))
+        forecast(m, text, states=1 << 12, probed_layers=16, ranks=True, budget=1, device=torch.device("cpu"))
         for m in (few, many)
     ]
     assert forecasts[1].seconds["encode"] > 1.5 * forecasts[0].seconds["encode"]

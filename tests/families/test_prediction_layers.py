@@ -306,7 +306,7 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     monkeypatch.setattr(run_time, "time_reading", lambda model_map, matrices: 1e-9)
     before, after = (
         forecasting.forecast(
-            m, text, states=1 << 12, ranks=False, budget=1, device=torch.device("cpu")
+            m, text, states=1 << 12, probed_layers=16, ranks=False, budget=1, device=torch.device("cpu")
         ).seconds
         for m in maps
     )

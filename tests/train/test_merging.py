@@ -164,6 +164,18 @@ def test_a_merge_that_ends_before_its_measurement_only_measures_then(
         run()
 
 
+def test_a_merge_that_fails_leaves_nothing(
+    adapter: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: Any) -> None:
+        raise UsageError("it does not fit")
+
+    monkeypatch.setattr(merging, "write_low_rank", fails)
+    with pytest.raises(UsageError, match="does not fit"):
+        merge(*adapter, tmp_path / "out", "low-rank", examples(), device="cpu")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_merge_of_another_method_is_not_continued(
     adapter: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

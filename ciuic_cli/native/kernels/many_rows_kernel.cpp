@@ -53,7 +53,7 @@ static void decode_block(const RowGroup& group, long first_tile, long tiles, int
 struct Direct {
   static constexpr int kRows = kManyRows, kRowStep = kManyRows, kGroups = kManyGroups, kPairs = 1;
 
-  // What depends on the levels of a row group alone.
+  // The part of a sum that depends on the levels of a row group alone: nothing, where levels and values are multiplied directly.
   struct Own {};
   static Own own_of(const Pair*, long) { return {}; }
 

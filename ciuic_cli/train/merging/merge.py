@@ -102,7 +102,12 @@ def merge(
     else:
         publishing.require_new(out, folder, adapter)
         unmeasured.begin()
-        _write(artifact, adapter, out, method, examples, nsamples, device, progress, hint)
+        try:
+            _write(artifact, adapter, out, method, examples, nsamples, device, progress, hint)
+        except BaseException:
+            if not unmeasured.is_left():
+                unmeasured.end()
+            raise
     adapted = adapted_model(folder, adapter, device)  # again, so that it takes no memory in between
     held_out = list(examples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]) or list(examples[-1:])
     report = _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)

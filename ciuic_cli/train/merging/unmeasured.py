@@ -1,4 +1,4 @@
-"""A merge that was published, and whose KL is not measured yet: a killed command continues from there."""
+"""Lets a merge that was killed after it was published continue: only its KL is still to be measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Unmeasured:
         self._content = json.dumps({"method": method, "inputs": states}, indent=2).encode()
 
     def is_left(self) -> bool:
-        """Whether the output is that of a killed merge of the same inputs, complete but for the measurement."""
+        """Whether a killed merge of the same inputs published the output and did not measure it."""
         with suppress(FileNotFoundError):
             written = self.file.stat().st_mtime_ns
             return self.file.read_bytes() == self._content and self.out.stat().st_ctime_ns >= written
@@ -36,8 +36,9 @@ class Unmeasured:
 
     def begin(self) -> None:
         """Record what will be published. Raises EnvironmentFault if the file cannot be written."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(self.file, self._content)
 
     def end(self) -> None:
-        """The output is measured."""
+        """Remove the record: the output is measured, or nothing was published."""
         self.file.unlink(missing_ok=True)
