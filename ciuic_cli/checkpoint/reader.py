@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -42,6 +42,7 @@ class Checkpoint:
         source_bytes: size of all shards together.
         warnings: messages for the user.
         scales: weight -> its scale tensor, for weights in one of `formats.FORMATS`.
+        is_stored: whether the weights are those of the folder, so that a recipe can repeat what was done with them.
     """
 
     folder: Path
@@ -50,6 +51,7 @@ class Checkpoint:
     source_bytes: int
     warnings: tuple[str, ...] = ()
     scales: dict[str, str] = field(default_factory=dict)
+    is_stored: ClassVar[bool] = True
 
     def entry(self, name: str) -> TensorEntry:
         """The header entry of a tensor. Raises InputError if the checkpoint has no tensor of this name."""

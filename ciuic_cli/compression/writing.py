@@ -88,7 +88,8 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     (folder / writer.REPORT_PAGE).write_text(render_html(report), encoding="utf-8")
     card = render_card(report, source_of(run.map))
     (folder / "README.md").write_text(card, encoding="utf-8")
-    write_recipe(run.options, folder)
+    if run.map.checkpoint.is_stored:
+        write_recipe(run.options, folder)
     writer.write_checksums(folder)
     return report
 

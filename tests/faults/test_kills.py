@@ -19,12 +19,12 @@ from ciuic_cli.artifact.verification import verify
 from ciuic_cli.process import atomic_files
 
 Make = Callable[..., Victim]
-HARNESS = Path(__file__).parent / "campaigns" / "killing.py"
+CAMPAIGNS = Path(__file__).parent / "campaigns"
 
 
-def kills(count: int, seed: int, *options: str) -> str:
+def kills(count: int, seed: int, *options: str, harness: str = "killing.py") -> str:
     done = subprocess.run(
-        [sys.executable, str(HARNESS), "--kills", str(count), "--seed", str(seed), *options],
+        [sys.executable, str(CAMPAIGNS / harness), "--kills", str(count), "--seed", str(seed), *options],
         capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,6 +47,13 @@ def test_fault_43_two_hundred_interrupted_runs_lose_nothing() -> None:
     said = kills(200, 7 + BASE_SEED)
     resumed = re.search(r"resumed: (\d+)", said)
     assert resumed is not None and int(resumed[1]) > 20, said
+
+
+@pytest.mark.campaign
+def test_fault_43_interrupted_merges_lose_nothing() -> None:
+    pytest.importorskip("peft")
+    said = kills(20, 11 + BASE_SEED, harness="killing_merging.py")
+    assert re.search(r"2\d kills of \d+ merges", said), said
 
 
 @pytest.mark.campaign

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -116,45 +115,64 @@ def test_checkpointed_activations_change_nothing(
     assert run(folder, tmp_path / "checkpointed", chosen)["losses"] == plain["losses"]
 
 
+KILLED = """
+import os, signal, sys
+from transformers import TrainerCallback
+from ciuic_cli.cli import app as cli
+from ciuic_cli.train import callbacks
+from ciuic_cli.train.run_folder import RunFolder
+
+moment, wanted = sys.argv[1], int(sys.argv[2])
+mark_complete, meter_ends_step = RunFolder.mark_complete, callbacks.Meter.on_step_end
+
+def marked(run, step):
+    if (moment, step) == ("unmarked", wanted):
+        os.kill(os.getpid(), signal.SIGKILL)
+    mark_complete(run, step)
+    if (moment, step) == ("saved", wanted):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def ended(meter, args, state, control, **kwargs):
+    if (moment, state.global_step) == ("between", wanted):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return meter_ends_step(meter, args, state, control, **kwargs)
+
+RunFolder.mark_complete, callbacks.Meter.on_step_end = marked, ended
+sys.argv[1:3] = []
+cli.main()
+"""
+"""The command, which kills itself when a checkpoint is saved, or written but not marked, or between two checkpoints."""
+
+
 def test_a_killed_run_ends_with_the_same_bytes(folder: Path, data: Path, tmp_path: Path) -> None:
-    """Kills the process at growing ages, until it ends by itself. It continues where torch has one thread by default.
+    """Kills at three moments of a run. It continues where torch has one thread by default.
 
     A whole run with one thread has other bytes: rows of 78 tokens, where the gradient of softmax depends on it.
     """
 
-    def started(out: Path, threads: int) -> subprocess.Popen[str]:
-        command = [
-            *(sys.executable, "-m", "ciuic_cli", "train", str(folder), str(out), "--train-file", str(data)),
-            *("--sequence-len", "96", "--max-steps", "12", "--learning-rate", "5e-3", "--save-steps", "2"),
-            *("--device", "cpu"),
+    def ended(out: Path, threads: int, moment: str = "never", step: int = 0) -> tuple[int, str]:
+        """Exit code of a run that kills itself, and what it said."""
+        arguments = [
+            *("train", str(folder), str(out), "--train-file", str(data), "--sequence-len", "96"),
+            *("--max-steps", "12", "--learning-rate", "5e-3", "--save-steps", "2", "--device", "cpu"),
         ]
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        return subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
-        )
+        done = subprocess.run(
+            [sys.executable, "-c", KILLED, moment, str(step), *arguments],
+            capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )  # fmt: skip
+        return done.returncode, done.stderr
 
-    whole = started(tmp_path / "whole", 2)
-    _, errors = whole.communicate(timeout=100)
-    assert whole.returncode == 0, errors
+    code, said = ended(tmp_path / "whole", 2)
+    assert code == 0, said
     out = tmp_path / "killed"
-    checkpoints, kills = RunFolder(out).path, 0
-    while True:
-        process = started(out, 1 if kills else 2)
-        wanted = 2 * (kills + 1)
-        deadline = time.monotonic() + 100
-        while process.poll() is None and kills < 3 and time.monotonic() < deadline:
-            saved = [int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*")]
-            if max(saved, default=0) >= wanted:
-                os.kill(process.pid, signal.SIGKILL)
-                process.wait()
-            time.sleep(0.005)
-        _, errors = process.communicate(timeout=100)
-        if process.returncode == 0:
-            break
-        assert process.returncode == -signal.SIGKILL, errors
+    checkpoints = RunFolder(out).path
+    for threads, moment, step, found in ((2, "saved", 2, 0), (1, "unmarked", 6, 2), (1, "between", 9, 4)):
+        code, said = ended(out, threads, moment, step)
+        assert code == -signal.SIGKILL, said
+        assert (f"continuing from step {found}" in said) == bool(found), said
         assert not out.exists(), "a killed run left an output"
-        kills += 1
-    assert kills == 3 and "continuing from step" in errors
+    code, said = ended(out, 1)
+    assert code == 0 and "continuing from step 8" in said, said
     name = "adapter_model.safetensors"
     assert (out / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     assert not checkpoints.exists()

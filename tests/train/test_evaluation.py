@@ -11,8 +11,10 @@ import pytest
 import yaml
 from transformers import TrainerCallback
 from transformers.integrations import integration_utils
+from typer.testing import CliRunner
 
 from ciuic_cli.artifact import publishing
+from ciuic_cli.cli.app import app
 from ciuic_cli.errors import EnvironmentFault, InputError, UsageError
 from ciuic_cli.process import work_folders
 from ciuic_cli.recipes import RECIPE
@@ -111,6 +113,44 @@ def test_evaluations_do_not_change_the_training(
     assert {"memory_bytes", "tokens_per_second", "learning_rate"} <= logged[0].keys()
 
 
+def test_tensorboard_gets_every_figure_and_its_files_move_to_the_output(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the command; killed once, so that there are two files of events."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    chosen, out = options(tmp_path), tmp_path / "adapter"
+    arguments = [
+        *("train", model, out, "--train-file", chosen.train_file, "--eval-file", chosen.eval_file),
+        *("--sequence-len", 64, "--max-steps", 6, "--eval-steps", 2, "--save-steps", 2, "--device", "cpu"),
+        *("--lora-target-modules", "o_proj", "--report-to", "tensorboard"),
+    ]
+
+    def run_command() -> int:
+        return CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "begin", _dies)
+        assert run_command() == 5 and not out.exists()
+    assert list((RunFolder(out).path / "runs").rglob("events.*"))
+    assert run_command() == 0
+    report = json.loads((out / "train_report.json").read_text())
+    logged: dict[str, dict[int, float]] = {}
+    for file in (out / "runs").rglob("events.*"):
+        events = EventAccumulator(str(file)).Reload()
+        for tag in events.Tags()["scalars"]:
+            logged.setdefault(tag, {}).update({one.step: one.value for one in events.Scalars(tag)})
+    assert logged["train/loss"] == pytest.approx(dict(enumerate(report["losses"], 1)), rel=1e-6)
+    evaluated = {one["step"]: one["loss"] for one in report["evaluations"]}
+    assert logged["eval/loss"] == pytest.approx(evaluated, rel=1e-6) and list(evaluated) == [2, 4, 6]
+    assert {"train/memory_bytes", "train/tokens_per_second", "train/learning_rate"} <= logged.keys()
+
+
+def _dies(_: object) -> Path:
+    raise OSError("the machine went down")
+
+
 def test_the_evaluation_loss_is_that_of_plain_peft(
     stopped: tuple[dict[str, Any], Path, list[str]], model: Path, tmp_path: Path
 ) -> None:
@@ -146,16 +186,13 @@ def test_a_run_killed_after_its_last_evaluation_ends_with_the_same_bytes(
 ) -> None:
     """The second time it is killed when the output has its name, before the run's folder is removed."""
 
-    def dies(_: object) -> Path:
-        raise OSError("the machine went down")
-
     with monkeypatch.context() as patch:
-        patch.setattr(publishing, "begin", dies)
+        patch.setattr(publishing, "begin", _dies)
         with pytest.raises(OSError, match="went down"):
             run(model, tmp_path / "adapter", options(tmp_path))
     assert RunFolder(tmp_path / "adapter").last_checkpoint() is not None
     with monkeypatch.context() as patch:
-        patch.setattr(RunFolder, "remove", dies)
+        patch.setattr(RunFolder, "remove", _dies)
         with pytest.raises(OSError, match="went down"):
             run(model, tmp_path / "adapter", options(tmp_path))
     with pytest.raises(InputError, match="the output exists"):

@@ -18,7 +18,9 @@ from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.artifact.tensors import read_tensor
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.checkpoint.model_map import map_model
+from ciuic_cli.compression.journal import Journal
 from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.recipes import RECIPE
 from ciuic_cli.train.examples import Example
 from ciuic_cli.train.merging import merge as merging
 from ciuic_cli.train.merging.changes import changes_of
@@ -137,6 +139,8 @@ def test_coded_again_in_the_same_bytes(adapter: tuple[Path, Path], tmp_path: Pat
     assert report.bytes_after <= report.bytes_before
     assert report.kl_merged < report.kl_base
     assert verify(tmp_path / "out").problems == ()
+    # No recipe: `ciuic compress` cannot make this model from a folder, and the files of its text are gone.
+    assert not (tmp_path / "out" / RECIPE).exists()
 
 
 @pytest.mark.parametrize("method", ["low-rank", "bf16", "requantize"])
@@ -152,8 +156,10 @@ def test_a_merge_that_ends_before_its_measurement_only_measures_then(
     (folder, saved), out, hints = adapter, tmp_path / "out", []
     with monkeypatch.context() as patched:
         patched.setattr(merging, "_measured", killed)
+        patched.setattr(Journal, "remove", lambda journal: None)  # and before its steps were removed
         with pytest.raises(KeyboardInterrupt):
             run()
+    assert Journal(out).folder.exists() == (method == "requantize")
     before = {file: file.stat().st_mtime_ns for file in out.iterdir()}
     hints.clear()
     report = run()

@@ -15,6 +15,7 @@ import torch
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.reader import Artifact, open_artifact
 from ciuic_cli.checkpoint.folder import locate
+from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import UsageError
 from ciuic_cli.evaluation.divergence import kl_divergence
@@ -99,6 +100,7 @@ def merge(
     unmeasured = Unmeasured(out, method, folder, adapter)
     if unmeasured.is_left():
         hint(f"{out} is merged already; only its KL is missing")
+        _tidy_up_after(out)
     else:
         publishing.require_new(out, folder, adapter)
         unmeasured.begin()
@@ -113,6 +115,16 @@ def merge(
     report = _measured(adapted, artifact, out, method, held_out[:MOST_EXAMPLES], device)
     unmeasured.end()
     return report
+
+
+def _tidy_up_after(out: Path) -> None:
+    """Remove the working folders of a merge that was killed after its output had got its name."""
+    publishing.discard(out)
+    journal = Journal(out)
+    journal.sweep()
+    if journal.folder.is_dir():
+        with journal:
+            journal.remove()
 
 
 def _write(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -36,6 +37,7 @@ class MergedCheckpoint(Checkpoint):
     changes: Changes = field(default_factory=dict)
     transposed: frozenset[str] = frozenset()
     adapter_files: tuple[Path, ...] = ()
+    is_stored: ClassVar[bool] = False
 
     def read(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         """As `Checkpoint.read`; compressed tensors in float32. Of a stack, `rows` are experts."""

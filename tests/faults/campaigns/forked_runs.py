@@ -101,7 +101,8 @@ class ForkedRuns:
         assert "Traceback" not in self.said(), self.said()
         pieces = [p.name for p in self.place.rglob("*") if p.name.endswith((".part", ".partial"))]
         assert not pieces, f"not tidied up after {number}: {pieces}"
-        assert not list(self.temporary.iterdir()), "temporary files"
+        temporary = [path.name for path in self.temporary.iterdir()]
+        assert not temporary, f"temporary files after {number}, exit {code}: {temporary}; {self.said()}"
 
 
 def _path(event: str, arguments: tuple[Any, ...]) -> str:
