@@ -5,19 +5,22 @@
 
 --compare BITS=PRESET[:EMBEDDING]: llama-quantize writes the preset, with another type for the embedding if one is
 named, and an importance matrix that llama-imatrix makes from the same text as ciuic's statistics. ciuic's file gets no
-more bytes than the preset's and no more than BITS per weight, whichever is less.
+more bytes than the preset's, and its tensors no more than BITS per weight, whichever is less. As in llama-quantize's
+messages, BITS does not count the tokenizer and the other metadata, which both files have.
 
 --without TYPE: the plan does not use or price this type; may be repeated. The weights of a model of packaged_model.py
 lie on the grids of the GGUF file that it comes from, so types with these grids would round them without an error.
 
-llama-perplexity compares with the bfloat16 file on each text. WORK keeps all files and results; the same command
-continues after a stop.
+llama-perplexity compares with the bfloat16 file on each text and gives the standard error of each mean. That of the
+saving takes the errors of both files as independent, and so is too large: both are measured on the same tokens. WORK
+keeps all files and results; the same command continues after a stop.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
 import subprocess
 from pathlib import Path
@@ -108,8 +111,8 @@ class Comparison:
             run(self.programs.quantizer, "--imatrix", self.importance(), *other, self.original(), path, name)
         return path
 
-    def kls(self, file: Path) -> dict[str, float]:
-        """KL in nats per token on every text."""
+    def kls(self, file: Path) -> dict[str, list[float]]:
+        """Of every text the KL in nats per token and its standard error."""
         found = self.results.setdefault(file.name, {})
         for name, text in self.texts.items():
             if name in found:
@@ -119,13 +122,20 @@ class Comparison:
             if not logits.exists():
                 run(*command, "-m", self.original(), "--kl-divergence-base", logits)
             printed = run(*command, "-m", file, "--kl-divergence-base", logits, "--kl-divergence")
-            match = re.search(r"Mean\s+KLD:\s+(-?[\d.]+)", printed)
+            match = re.search(r"Mean\s+KLD:\s+(-?[\d.]+) ±\s+([\d.]+)", printed)
             if match is None:
                 raise SystemExit(printed[-3000:])
-            found[name] = float(match[1])
+            found[name] = [float(match[1]), float(match[2])]
             self._results_file.write_text(json.dumps(self.results, indent=1))
-            print(file.name, name, found[name], flush=True)
+            print(file.name, name, *found[name], flush=True)
         return found
+
+
+def saving(theirs: list[float], ours: list[float]) -> str:
+    """By how much the second KL is below the first, with its standard error, in percent."""
+    ratio = ours[0] / theirs[0]
+    error = ratio * math.hypot(ours[1] / ours[0], theirs[1] / theirs[0])
+    return f"{100 * (1 - ratio):.0f} ± {100 * error:.0f} %"
 
 
 def main() -> None:
@@ -150,17 +160,18 @@ def main() -> None:
         ours = comparison.work / f"ours-{target}-{wanted.replace(':', '-')}.gguf"
         if not ours.exists():
             planner = planner or comparison.planner()
-            bits = min(float(target), 8 * theirs.stat().st_size / planner.source.weights)
-            written = planner.write(ours, bits)
+            source = planner.source
+            most = min(float(target) * source.weights / 8 + source.metadata_bytes, theirs.stat().st_size)
+            written = planner.write(ours, 8 * most / source.weights)
             print(ours.name, written.bits, written.predicted_kl, written.shares, flush=True)
         rows.append((target, theirs, ours))
     print("| target | file | bytes | " + " | ".join(comparison.texts) + " |")
     for target, theirs, ours in rows:
         kls = {file: comparison.kls(file) for file in (theirs, ours)}
         for file, found in kls.items():
-            shown = " | ".join(f"{found[name]:.4f}" for name in comparison.texts)
+            shown = " | ".join("{:.4f} ± {:.4f}".format(*found[name]) for name in comparison.texts)
             print(f"| {target} | {file.stem} | {file.stat().st_size} | {shown} |", flush=True)
-        saved = " | ".join(f"{1 - kls[ours][name] / kls[theirs][name]:.0%}" for name in comparison.texts)
+        saved = " | ".join(saving(kls[theirs][name], kls[ours][name]) for name in comparison.texts)
         print(f"| {target} | saved | {1 - ours.stat().st_size / theirs.stat().st_size:.2%} | {saved} |")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 from pathlib import Path
 
@@ -264,20 +263,3 @@ def test_a_model_that_the_converter_refuses(checkpoint: Path, tmp_path: Path) ->
     converter.write_text("raise SystemExit('ERROR: Model X is not supported')")
     with pytest.raises(InputError, match="Model X is not supported"):
         LlamaCpp(converter, tmp_path / "quantizer").convert(checkpoint, tmp_path / "out.gguf")
-
-
-@pytest.mark.skipif(
-    "CIUIC_LLAMA_CPP" not in os.environ, reason="CIUIC_LLAMA_CPP names no folder of llama.cpp"
-)
-def test_llama_cpp_writes_what_was_planned(
-    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The real quantizer; its converter does not know this tokenizer."""
-    programs = find_llama_cpp(Path(os.environ["CIUIC_LLAMA_CPP"]))
-    monkeypatch.setattr(LlamaCpp, "convert", lambda self, folder, out: StandIn().convert(folder, out))
-    monkeypatch.setattr(writing, "find_llama_cpp", lambda folder: programs)
-    options = GgufOptions(calibration=(text,), calibration_only=True, nsamples=4, seqlen=64, target_bits=6.3)
-    written = export_gguf(checkpoint, tmp_path / "out.gguf", options)
-    stored = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(tmp_path / "out.gguf").tensors}
-    assert {name: stored[name].name for name in written.types} == written.types
-    assert written.bits <= 6.3

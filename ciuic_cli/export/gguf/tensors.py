@@ -75,6 +75,11 @@ class GgufFile:
         """All numbers of all tensors."""
         return sum(int(tensor.n_elements) for tensor in self._tensors.values())
 
+    @property
+    def metadata_bytes(self) -> int:
+        """Bytes of the file that are not of tensors: mostly the tokenizer."""
+        return self.nbytes - sum(self.stored_bytes(name) for name in self._tensors)
+
     def stored_bytes(self, name: str) -> int:
         """Bytes of a tensor with its padding."""
         return padded(int(self._tensors[name].n_bytes))
