@@ -102,3 +102,7 @@ class EnvironmentFault(CiuicError):
     """The machine cannot do it: a fault of disk, device, memory, lock, or native library."""
 
     exit_code = 5
+
+
+class WorkerFault(EnvironmentFault):
+    """Another process of the run has ended. The signal by which torchrun then ends this one is not the reason."""

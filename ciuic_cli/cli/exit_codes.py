@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from ciuic_cli.cli.console import Console
-from ciuic_cli.errors import CiuicError
+from ciuic_cli.errors import CiuicError, WorkerFault
 from ciuic_cli.process.libraries import import_fault
 from ciuic_cli.process.memory import machine_fault
 from ciuic_cli.process.signals import INTERRUPTED, Interruption, interruptible
@@ -36,12 +36,17 @@ def run(console: Console, action: Callable[[], object]) -> int:
         except SystemExit:
             raise
         except BaseException as error:  # a panic in a Rust library is not an Exception
+            interruption.deferred += 1  # a signal must not cut the message short
             code = _report(console, error, interruption)
             _flush_or_silence_stdout()
             return code
 
 
 def _report(console: Console, error: BaseException, interruption: Interruption) -> int:
+    worker = _worker_fault(error)
+    if worker is not None:
+        console.error(worker)
+        return worker.exit_code
     # A signal that interrupts C code of a library can appear as any other error.
     if isinstance(error, KeyboardInterrupt) or interruption.signal is not None:
         console.hint("interrupted")
@@ -56,6 +61,13 @@ def _report(console: Console, error: BaseException, interruption: Interruption) 
         return _BUG
     console.error(fault)
     return fault.exit_code
+
+
+def _worker_fault(error: BaseException | None) -> WorkerFault | None:
+    """The WorkerFault that `error` is, or that it interrupted."""
+    while error is not None and not isinstance(error, WorkerFault):
+        error = error.__context__
+    return error
 
 
 def _flush_or_silence_stdout() -> None:

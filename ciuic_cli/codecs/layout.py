@@ -86,12 +86,26 @@ def refusal(where: str, message: str) -> InputError:
     )
 
 
+class _Memory:
+    """The memory of a 1-D uint8 tensor, for numpy. `Tensor.numpy` would forbid that the memory is freed and allocated
+    again, as FSDP2 does with shards that it has gathered."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor  # keeps the memory alive
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": tuple(tensor.shape),
+            "data": (tensor.data_ptr(), False),
+        }
+
+
 def as_bytes(buf: Buffer, where: str) -> Bytes:
     """The buffer as uint8 [nbytes] in host memory; copied only from another device."""
     if isinstance(buf, torch.Tensor):
         if buf.dtype != torch.uint8 or buf.dim() != 1:
             raise refusal(where, f"a compressed tensor is 1-D uint8, not {buf.dim()}-D {buf.dtype}")
-        return buf.detach().cpu().contiguous().numpy()
+        return np.asarray(_Memory(buf.detach().cpu().contiguous())) if buf.numel() else np.empty(0, np.uint8)
     if isinstance(buf, np.ndarray):
         if buf.dtype != np.uint8 or buf.ndim != 1:
             raise refusal(where, f"a compressed tensor is 1-D uint8, not {buf.ndim}-D {buf.dtype}")

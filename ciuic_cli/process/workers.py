@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,17 +19,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ciuic_cli.errors import EnvironmentFault
+from ciuic_cli.errors import EnvironmentFault, WorkerFault
 
 TIMEOUT = timedelta(days=14)
 """How long a worker waits for the others. Longer than any run: workers meet only at the ends of phases."""
+ENDING = 1.0
+"""Seconds between the moment when a process closes its connections and the one when the system knows that it has ended
+(chosen; measured: some milliseconds)."""
 _run_numbers = itertools.count()
 _NOT_STARTED_RIGHT = "start the processes with torchrun; without it, unset TORCHELASTIC_RUN_ID"
 
 
 def is_distributed() -> bool:
     """Whether torchrun started more than one process."""
-    return dist.is_torchelastic_launched() and _environment_number("WORLD_SIZE") > 1
+    return is_launched() and _environment_number("WORLD_SIZE") > 1
+
+
+def is_launched() -> bool:
+    """Whether torchrun started this process, alone or with others."""
+    return dist.is_torchelastic_launched()
 
 
 def is_leader() -> bool:
@@ -55,6 +65,29 @@ class Workers:
     def __init__(self, number: int = 0, size: int = 1, store: dist.Store | None = None) -> None:
         self.number, self.size, self._store = number, size, store
         self._counters: dict[str, int] = {}
+        self._processes: list[tuple[str, int]] = []
+        """The machine and the PID of every worker, after `introduce`."""
+
+    def introduce(self) -> None:
+        """Tell all workers this one's process, so that `fault` can name those that have ended."""
+        self._processes = self.gather((socket.gethostname(), os.getpid()))
+
+    def fault(self, seconds: float = ENDING) -> WorkerFault | None:
+        """The error that names the other workers on this machine whose processes have ended; None if all of them live.
+
+        seconds: how long to wait for a process that is ending.
+        """
+        until = time.monotonic() + seconds
+        while True:
+            ended = [
+                f"rank {number} (process {pid})"
+                for number, (machine, pid) in enumerate(self._processes)
+                if number != self.number and machine == socket.gethostname() and not _lives(pid)
+            ]
+            if ended or time.monotonic() >= until:
+                break
+            time.sleep(0.01)
+        return _stopped(f": {', '.join(ended)}") if ended else None
 
     @property
     def is_leader(self) -> bool:
@@ -104,24 +137,39 @@ class Workers:
             self._communicate(dist.recv, tensor, worker)
         return tensor
 
-    @staticmethod
-    def _communicate(action: Callable[..., Any], *arguments: Any) -> Any:
+    def _communicate(self, action: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return action(*arguments)
         except RuntimeError as error:  # includes torch's DistError
-            raise EnvironmentFault(
-                "another worker of this run has stopped",
-                remedy="see that worker's error message; the same command continues after the last finished steps",
-            ) from error
+            raise (self.fault() or _stopped()) from error
+
+
+def _stopped(which: str = "") -> WorkerFault:
+    return WorkerFault(
+        f"another worker of this run has stopped{which}",
+        remedy="see that worker's error message; the same command continues after the last finished steps",
+    )
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process of this machine runs. One that torchrun has not collected yet does not."""
+    import psutil  # imported late: every command imports this module
+
+    try:
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
+        return False
 
 
 @contextmanager
-def join_workers() -> Iterator[Workers]:
+def join_workers(*, even_alone: bool = False) -> Iterator[Workers]:
     """The group of workers that torchrun started, connected for the time of the block. Without torchrun, one worker.
+
+    even_alone: make a process group of torch also for a single process that torchrun started.
 
     Raises EnvironmentFault if the workers cannot connect.
     """
-    if not is_distributed():
+    if not (is_distributed() or (even_alone and is_launched())):
         yield Workers()
         return
     try:
@@ -140,6 +188,8 @@ def join_workers() -> Iterator[Workers]:
         backend, store=dist.PrefixStore("group", run), rank=rank, world_size=size, timeout=TIMEOUT
     )
     try:
-        yield Workers(rank, size, dist.PrefixStore("work", run))
+        workers = Workers(rank, size, dist.PrefixStore("work", run))
+        workers.introduce()
+        yield workers
     finally:
         dist.destroy_process_group()

@@ -82,7 +82,7 @@ def train(
     out = Path(os.path.abspath(out))
     folder = locate(model)
     if out.exists() and not publishing.may_replace(out, force=False):
-        _tidy_up_after(out)
+        tidy_up_after(out)
     publishing.require_new(out, folder)
     examples, rows = read_rows(folder, options)
     held_out = read_held_out(folder, options)
@@ -126,7 +126,7 @@ def _write_reports(folder: Path, report: dict[str, Any], options: TrainOptions) 
             file.chmod(stat.S_IMODE((folder / REPORT).stat().st_mode))
 
 
-def _tidy_up_after(out: Path) -> None:
+def tidy_up_after(out: Path) -> None:
     """Remove the working folders of a run that was killed after its output had got its name."""
     run = RunFolder(out)
     with suppress(CiuicError, OSError, ValueError, KeyError):

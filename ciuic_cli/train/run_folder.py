@@ -81,20 +81,33 @@ class RunFolder:
         file = self.path / _RUN
         return json.loads(file.read_bytes())["description"] if file.is_file() else None
 
+    def checkpoint_folder(self, step: int) -> Path:
+        """Where the checkpoint of `step` is, or will be."""
+        return self.path / f"checkpoint-{step}"
+
+    def _complete_steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in order."""
+        found = (_CHECKPOINT.fullmatch(folder.name) for folder in self.path.iterdir())
+        steps = (int(match[1]) for match in found if match)
+        return sorted(step for step in steps if (self.checkpoint_folder(step) / COMPLETE).is_file())
+
+    def newest_step(self) -> int | None:
+        """The step of the newest complete checkpoint."""
+        steps = self._complete_steps()
+        return steps[-1] if steps else None
+
     def last_checkpoint(self) -> Path | None:
         """The newest complete checkpoint. Removes incomplete ones."""
-        complete: dict[int, Path] = {}
-        for folder in self.path.iterdir():
-            match = _CHECKPOINT.fullmatch(folder.name)
-            if match and (folder / COMPLETE).is_file():
-                complete[int(match[1])] = folder
-            elif match:
+        complete = {self.checkpoint_folder(step) for step in self._complete_steps()}
+        for folder in list(self.path.iterdir()):
+            if _CHECKPOINT.fullmatch(folder.name) and folder not in complete:
                 remove_path(folder)
-        return complete[max(complete)] if complete else None
+        newest = self.newest_step()
+        return None if newest is None else self.checkpoint_folder(newest)
 
     def checkpoint(self, step: int) -> Path:
         """The complete checkpoint of `step`. Raises InputError if it is gone."""
-        folder = self.path / f"checkpoint-{step}"
+        folder = self.checkpoint_folder(step)
         if not (folder / COMPLETE).is_file():
             raise InputError(
                 "the best checkpoint of the run is gone",
@@ -105,13 +118,18 @@ class RunFolder:
 
     def mark_complete(self, step: int) -> None:
         """Sync the checkpoint of `step`, then mark it."""
-        folder = self.path / f"checkpoint-{step}"
+        folder = self.checkpoint_folder(step)
         for file in folder.rglob("*"):
             if file.is_file():
                 sync_file(file)
         sync_folder(folder)
         write_atomically(folder / COMPLETE, b"")
         sync_folder(self.path)
+
+    def keep_newest(self, count: int) -> None:
+        """Remove all complete checkpoints but the `count` newest."""
+        for step in self._complete_steps()[:-count]:
+            remove_path(self.checkpoint_folder(step))
 
     def remove(self) -> None:
         """Remove the folder with everything in it."""

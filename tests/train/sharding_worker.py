@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ciuic_cli.codecs.blockcode.code import BlockCode
@@ -18,10 +18,10 @@ from ciuic_cli.train.sharding.shards import check_sharded, local_bytes, shard
 from ciuic_cli.train.sharding.wire import CompressedAllGather, Traffic
 
 
-def model_of() -> Any:
+def model_of(layers: int = 2) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=263, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=263, hidden_size=48, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=4,
     )  # fmt: skip
     return LlamaForCausalLM(config).train()
@@ -43,9 +43,57 @@ def losses(model: Any, optimizer: torch.optim.Optimizer, rank: int, size: int, s
     return found
 
 
-def main() -> None:
+class Whole:
+    """The most bytes of parameters that this process held whole at once, and those of the largest group of them."""
+
+    def __init__(self, model: Any) -> None:
+        self.most = self.largest = 0
+        self._groups = [
+            [
+                parameter
+                for group in module._get_fsdp_state()._fsdp_param_groups
+                for parameter in group.fsdp_params
+            ]
+            for module in model.modules()
+            if isinstance(module, FSDPModule)
+        ]
+        for module in model.modules():
+            if not list(module.children()):
+                module.register_forward_hook(self._after)
+
+    def _after(self, module: Any, arguments: Any, output: Any) -> None:
+        self._count()
+        if torch.is_tensor(output) and output.requires_grad:
+            output.register_hook(lambda gradient: self._count())
+
+    def _count(self) -> None:
+        found = [
+            sum(out.untyped_storage().nbytes() for parameter in group for out in parameter.all_gather_outputs)
+            for group in self._groups
+        ]
+        self.most, self.largest = max(self.most, sum(found)), max(self.largest, *found)
+
+
+def shares(mesh: Any, rank: int, size: int) -> dict[str, Any]:
+    """Bytes of a model with 8 layers, after a step: all of it, and what this process held."""
+    model = model_of(8)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    shard(model, mesh)
+    whole = Whole(model)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses(model, optimizer, rank, size, 2)
+    return {"total": total, "whole": whole.most, "largest": whole.largest, **local_bytes(model, optimizer)}
+
+
+def main(only_shares: bool) -> None:
     torch.set_num_threads(1)
     with join_workers() as workers:
+        if only_shares:
+            mesh = init_device_mesh("cpu", (workers.size,))
+            found = workers.gather(shares(mesh, workers.number, workers.size))
+            if workers.is_leader:
+                print(json.dumps({"shares": found}))
+            return
         rank, size = workers.number, workers.size
         mesh = init_device_mesh("cpu", (size,))
         result: dict[str, Any] = {}
@@ -60,6 +108,7 @@ def main() -> None:
             ("exact", "fp32", False), ("feedback", "int8", True), ("no feedback", "int8", False),
         ):  # fmt: skip
             result[name] = distance_after_training(mesh, comm, feedback)
+        result["shares"] = workers.gather(shares(mesh, rank, size))
         result["frozen bytes"] = frozen_bytes_arrive(mesh)
         model = model_of()
         fully_shard(model.model.layers[0], mesh=mesh)
@@ -120,4 +169,4 @@ def frozen_bytes_arrive(mesh: Any) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:] == ["shares"]))

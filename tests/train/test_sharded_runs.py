@@ -54,27 +54,39 @@ def test_a_killed_run_ends_with_the_same_bytes(runs: Any, tiny_checkpoint: Calla
     assert (folder / "killed" / "model.safetensors").read_bytes() == whole
     report = json.loads((folder / "whole" / "train_report.json").read_text())
     assert report["processes"] == 2 and report["losses"][-1] < 0.9 * report["losses"][0]
-    assert json.loads((folder / "killed" / "train_report.json").read_text())["losses"] == report["losses"][2:]
+    assert json.loads((folder / "killed" / "train_report.json").read_text())["losses"] == report["losses"]
     model = AutoModelForCausalLM.from_pretrained(folder / "whole")
     assert model.config.architectures == ["DeepseekV3ForCausalLM"] and model.dtype == torch.bfloat16
     assert sorted(path.name for path in folder.glob(".*")) != [], (
         "the other killed run is still to be continued"
     )
+    check_shares(model, report)
+
+
+def check_shares(model: Any, report: dict[str, Any]) -> None:
+    """Weights, gradients and two states of every process: at most 1.02 times their share, and one whole layer."""
     total = 4 * sum(p.numel() for p in model.parameters())
     layer = 4 * max(sum(p.numel() for p in layer.parameters()) for layer in model.model.layers)
     for found in report["bytes_per_process"]:
-        assert found["parameters"] + found["states"] <= 1.02 * 3 * total / 2 + layer
+        assert found["gradients"] == found["parameters"]
+        held = found["parameters"] + found["gradients"] + found["states"]
+        assert held <= 1.02 * 4 * total / report["processes"] + layer
 
 
 @pytest.mark.campaign
-def test_a_run_continues_in_another_number_of_processes(runs: Any) -> None:
+def test_a_run_continues_in_one_process_and_then_in_four(runs: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
     arguments, folder = runs
-    torchrun(4, "continue in four", *arguments)
+    torchrun(1, "one", *arguments)
+    torchrun(4, "four", *arguments)
     whole, resharded = (
-        json.loads((folder / name / "train_report.json").read_text())["losses"]
-        for name in ("whole", "resharded")
+        json.loads((folder / name / "train_report.json").read_text()) for name in ("whole", "resharded")
     )
-    assert resharded == pytest.approx(whole[2:], rel=1e-3)
+    assert resharded["processes"] == 4
+    assert resharded["losses"][:2] == whole["losses"][:2], "the steps before the first change are the same"
+    assert resharded["losses"] == pytest.approx(whole["losses"], rel=1e-3)
+    check_shares(AutoModelForCausalLM.from_pretrained(folder / "resharded"), resharded)
 
 
 def test_without_torchrun_the_message_names_it(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import pytest
 WORKER = Path(__file__).parent / "sharding_worker.py"
 
 
-def run(size: int) -> dict[str, Any]:
+def run(size: int, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
     found = subprocess.run(
-        [*command, str(WORKER)],
+        [*command, str(WORKER), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -73,6 +73,25 @@ def test_each_process_has_its_share(two: dict[str, Any]) -> None:
         assert found["residuals"] == 0
     assert all(0 < found["residuals"] < 0.27 * total for found in two["int8 bytes"])
     assert "is not sharded" in two["refused"]
+
+
+def check_shares(found: list[dict[str, int]]) -> None:
+    """Every process: its share of weights and states, and at most one layer whole, with the norm that is in none."""
+    for one in found:
+        assert one["parameters"] <= 1.02 * one["total"] / len(found)
+        assert one["states"] <= 1.02 * 2 * one["total"] / len(found)
+        norm = 4 * 48
+        assert 0 < one["largest"] <= one["whole"] <= 1.02 * (one["largest"] + norm)
+        assert one["largest"] < 0.2 * one["total"]
+
+
+def test_two_processes_hold_halves_and_one_layer(two: dict[str, Any]) -> None:
+    check_shares(two["shares"])
+
+
+@pytest.mark.campaign
+def test_four_processes_hold_quarters_and_one_layer() -> None:
+    check_shares(run(4, "shares")["shares"])
 
 
 def test_error_feedback_recovers_what_4_bits_lose(two: dict[str, Any]) -> None:

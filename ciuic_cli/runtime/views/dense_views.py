@@ -124,6 +124,10 @@ class DenseView(torch.Tensor):
         return func(*map(_dense, args), **{key: _dense(value) for key, value in (kwargs or {}).items()})
 
 
+PARAMETER_READERS = ("accelerate.", "torch.distributed.")
+"""Modules that move, divide and replace parameters by attribute; they get the blob, not the view."""
+
+
 def view_of(blob: nn.Parameter, presented: Presentation) -> DenseView:
     """The view of a blob. Its device is the blob's."""
     codes = Codes(blob, len(presented.shape) == 3, presented.transposed)
@@ -131,8 +135,9 @@ def view_of(blob: nn.Parameter, presented: Presentation) -> DenseView:
 
 
 def reads_parameter_itself(depth: int) -> bool:
-    """Whether the code `depth` frames up is accelerate's, which moves and replaces parameters by attribute."""
-    return str(sys._getframe(depth).f_globals.get("__name__", "")).partition(".")[0] == "accelerate"
+    """Whether the code `depth` frames up belongs to PARAMETER_READERS."""
+    name = str(sys._getframe(depth).f_globals.get("__name__", ""))
+    return name.startswith(PARAMETER_READERS)
 
 
 def _dense(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -12,7 +13,14 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ciuic_cli.codecs.blockcode.code import BlockCode
-from ciuic_cli.train.sharding.wire import WIRE_CODE, CompressedAllGather, CompressedReduceScatter, Traffic
+from ciuic_cli.train.sharding.wire import (
+    WIRE_CODE,
+    CompressedAllGather,
+    CompressedReduceScatter,
+    CountedAllGather,
+    CountedReduceScatter,
+    Traffic,
+)
 
 COMM = ("fp32", "bf16", "int8")
 """What crosses the wire: parameters and gradients in float32; parameters (and computation) in bfloat16; both in 8
@@ -27,14 +35,17 @@ def shard(
     code: BlockCode = WIRE_CODE,
     feedback: bool = True,
 ) -> Traffic:
-    """Divide every layer's parameters, and the rest as one more group, among the processes of a one-dimensional mesh.
+    """Divide every layer's parameters among the processes of a one-dimensional mesh.
+
+    A layer is whole only while it computes. So are the embedding and the head, unless they share a weight: then they
+    are whole from the forward pass to the end of the backward pass, as is what is in no layer.
 
     Args:
         comm: one of COMM.
         code, feedback: of "int8".
 
     Returns:
-        Counters of the bytes on the wire; they count only with "int8".
+        Counters of the bytes on the wire.
 
     Raises:
         RuntimeError: a parameter is not sharded.
@@ -44,18 +55,34 @@ def shard(
         if comm == "bf16"
         else MixedPrecisionPolicy()
     )
-    for module in list(model.modules()):
-        if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in (*_layers(model), *_ends(model)):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     traffic = Traffic()
-    if comm == "int8":
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_all_gather(CompressedAllGather(traffic, code))
-                module.set_custom_reduce_scatter(CompressedReduceScatter(traffic, code, feedback))
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and comm == "int8":
+            module.set_custom_all_gather(CompressedAllGather(traffic, code))
+            module.set_custom_reduce_scatter(CompressedReduceScatter(traffic, code, feedback))
+        elif isinstance(module, FSDPModule):
+            module.set_custom_all_gather(CountedAllGather(traffic))
+            module.set_custom_reduce_scatter(CountedReduceScatter(traffic))
     check_sharded(model)
     return traffic
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _ends(model: Any) -> list[nn.Module]:
+    """The embedding and the head, if no other module has their parameters."""
+    if not hasattr(model, "get_input_embeddings"):
+        return []
+    found = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    owners = Counter(
+        id(parameter) for module in model.modules() for parameter in set(module.parameters(recurse=False))
+    )
+    return [end for end in found if all(owners[id(parameter)] == 1 for parameter in end.parameters())]
 
 
 def check_sharded(model: nn.Module) -> None:
@@ -87,6 +114,11 @@ def local_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str,
         ),
         "residuals": residuals,
     }
+
+
+def gradient_bytes(model: nn.Module) -> int:
+    """Bytes of the gradients on this process."""
+    return sum(local_part(one.grad).nbytes for one in model.parameters() if one.grad is not None)
 
 
 def local_part(tensor: Any) -> torch.Tensor:

@@ -42,14 +42,11 @@ class _Allocating:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class CompressedAllGather(_Allocating, AllGather):
-    """Gathers shards as codes; every process, the shard's owner included, computes with the decoded numbers.
+class CountedAllGather(_Allocating, AllGather):
+    """Gathers shards as they are, and counts their bytes. FSDP2 gathers shards of several dtypes as bytes."""
 
-    Bytes, which FSDP2 also uses for shards of several dtypes, are gathered as they are.
-    """
-
-    def __init__(self, traffic: Traffic, code: BlockCode = WIRE_CODE) -> None:
-        self._traffic, self._code = traffic, code
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
 
     def __call__(
         self,
@@ -59,10 +56,32 @@ class CompressedAllGather(_Allocating, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor` with the shards of all processes, in order of rank."""
+        self._traffic.gathered += input_tensor.nbytes
         self._traffic.gathered_uncompressed += input_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class CompressedAllGather(CountedAllGather):
+    """Gathers shards as codes; every process, the shard's owner included, computes with the decoded numbers.
+
+    Bytes are gathered as they are.
+    """
+
+    def __init__(self, traffic: Traffic, code: BlockCode = WIRE_CODE) -> None:
+        super().__init__(traffic)
+        self._code = code
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor` with the shards of all processes, in order of rank."""
         if not input_tensor.is_floating_point():
-            self._traffic.gathered += input_tensor.nbytes
-            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        self._traffic.gathered_uncompressed += input_tensor.nbytes
         count = input_tensor.numel()
         sent = _packed(encode(input_tensor, self._code))
         self._traffic.gathered += sent.nbytes
@@ -73,7 +92,27 @@ class CompressedAllGather(_Allocating, AllGather):
         return None
 
 
-class CompressedReduceScatter(_Allocating, ReduceScatter):
+class CountedReduceScatter(_Allocating, ReduceScatter):
+    """Sums gradients as they are, and counts the bytes that this process gives."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self._traffic = traffic
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor` with this process's part of the sum, or of the mean."""
+        self._traffic.reduced += input_tensor.nbytes
+        self._traffic.reduced_uncompressed += input_tensor.nbytes
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+class CompressedReduceScatter(CountedReduceScatter):
     """Sends each process its part of the gradient as codes, and sums what arrives in float32. One object per layer.
 
     Args:
@@ -81,7 +120,8 @@ class CompressedReduceScatter(_Allocating, ReduceScatter):
     """
 
     def __init__(self, traffic: Traffic, code: BlockCode = WIRE_CODE, feedback: bool = True) -> None:
-        self._traffic, self._code, self._feedback = traffic, code, feedback
+        super().__init__(traffic)
+        self._code, self._feedback = code, feedback
         self.residuals: list[Encoded] | None = None
 
     def __call__(

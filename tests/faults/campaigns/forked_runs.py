@@ -40,7 +40,13 @@ class ForkedRuns:
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
 
-    def start(self, *options: str, kill_at: int = 0, count_in: Path | None = None) -> int:
+    def start(
+        self,
+        *options: str,
+        kill_at: int = 0,
+        count_in: Path | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> int:
         """Fork a run and return its PID.
 
         kill_at: the run kills itself at this write access to the output's folder; 0: never.
@@ -51,6 +57,7 @@ class ForkedRuns:
             return pid
         code = 99
         try:
+            os.environ.update(environment or {})
             self._prepare(kill_at, count_in)
             sys.argv = ["ciuic", *self.command, *options]
             cli.main()
