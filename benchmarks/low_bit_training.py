@@ -19,7 +19,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ciuic_cli.train.loss import chunked_loss
-from ciuic_cli.train.memory import weights
+from ciuic_cli.train.memory import weight_codes
+from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer
 from ciuic_cli.train.memory.weights import LayerwiseOptimizer
 
 ROWS, TOKENS, LEARNING_RATE, WARMUP = 4, 64, 3e-3, 50
@@ -62,6 +63,9 @@ def layerwise(make: Callable[[list[Any]], torch.optim.Optimizer], **options: Any
 RUNS: dict[str, Callable[[Any], Any]] = {
     "float32 AdamW": lambda model: adamw(list(model.parameters())),
     "8-bit weights, float32 states": layerwise(adamw),
+    "8- and 4-bit weights, 8-bit states": lambda model: LayerwiseOptimizer(
+        model, adamw8, LEARNING_RATE, quantizer=AdaptiveQuantizer()
+    ),
     "8-bit weights, 8-bit states": layerwise(adamw8),
     "8-bit weights, 4-bit states": layerwise(adamw4),
     "8-bit weights, nearest rounding, no residual": layerwise(adamw, sync_steps=10**9),
@@ -70,9 +74,9 @@ RUNS: dict[str, Callable[[Any], Any]] = {
 
 def train(name: str, seed: int, data: torch.Tensor, heldout: torch.Tensor, steps: int) -> tuple[float, float]:
     """The held-out loss, and bytes per parameter of weights and states."""
-    code = weights.WEIGHT_CODE
+    code = weight_codes.WEIGHT_CODE
     if "nearest" in name:
-        weights.WEIGHT_CODE = type(code)(bits=code.bits, block=code.block)
+        weight_codes.WEIGHT_CODE = type(code)(bits=code.bits, block=code.block)
     model = model_of(seed)
     optimizer = RUNS[name](model)
     generator = torch.Generator().manual_seed(seed)
@@ -90,7 +94,7 @@ def train(name: str, seed: int, data: torch.Tensor, heldout: torch.Tensor, steps
     with torch.no_grad():
         loss = float(chunked_loss(model, {"input_ids": windows}, windows))
     used = bytes_per_parameter(model, optimizer)
-    weights.WEIGHT_CODE = code
+    weight_codes.WEIGHT_CODE = code
     return loss, used
 
 

@@ -118,11 +118,14 @@ def train(
     weights: Annotated[
         str | None,
         typer.Option(
-            metavar="CODE", show_default="float32", help="With --method full: store weights in 8 bits: int8."
+            metavar="CODE",
+            show_default="float32",
+            help="With --method full: store weights in 8 bits: int8; or in 8 and 4: adaptive.",
         ),
     ] = TrainOptions.weights,
     sync_steps: Annotated[
-        int, typer.Option(help="Steps between two corrections of 8-bit weights by their rounding errors.")
+        int,
+        typer.Option(help="Steps between two corrections of weights in few bits by their rounding errors."),
     ] = TrainOptions.sync_steps,
     fsdp: Annotated[
         bool, typer.Option("--fsdp", help="With torchrun: divide the model among the processes.")

@@ -1,4 +1,4 @@
-"""Training of all weights: with transformers' optimizers, or with weights in 8 bits between their uses."""
+"""Training of all weights: with transformers' optimizers, or with weights in 8 bits, or 8 and 4, between their uses."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.text.tokenizer import open_tokenizer
+from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer
 from ciuic_cli.train.memory.weights import LayerwiseOptimizer
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.trainer import ChunkedLossTrainer
@@ -105,6 +106,7 @@ class LowBitTrainer(ChunkedLossTrainer):
                 self.args.learning_rate,
                 sync_steps=self._options.sync_steps,
                 seed=self._options.seed,
+                quantizer=AdaptiveQuantizer() if self._options.weights == "adaptive" else None,
             )
         return self.optimizer
 

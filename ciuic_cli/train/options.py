@@ -13,8 +13,8 @@ from ciuic_cli.errors import UsageError
 METHODS = ("lora", "full")
 """What may be trained: an adapter, while the weights stay as they are; or all weights of a dense checkpoint."""
 
-WEIGHTS = ("int8",)
-"""How weights may be stored while they are trained."""
+WEIGHTS = ("int8", "adaptive")
+"""How weights may be stored while they are trained: in 8 bits, or with 4 bits in the rows with smaller gradients."""
 
 
 ACTIVATIONS = ("int8", "int8-offload")

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from ciuic_cli.codecs.blockcode.code import decode
+from ciuic_cli.errors import UsageError
 from ciuic_cli.train.loss import chunked_loss
-from ciuic_cli.train.memory import weights
+from ciuic_cli.train.memory import weight_codes
+from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer
 from ciuic_cli.train.memory.weights import LayerwiseOptimizer
 
 
@@ -60,8 +61,8 @@ def test_with_an_exact_code_every_step_is_that_of_the_optimizer(
     def give(kept: Any, out: torch.Tensor | None = None) -> torch.Tensor:
         return kept.values if out is None else out.copy_(kept.values)
 
-    monkeypatch.setattr(weights, "encode", keep)
-    monkeypatch.setattr(weights, "decode", give)
+    monkeypatch.setattr(weight_codes, "encode", keep)
+    monkeypatch.setattr(weight_codes, "decode", give)
     dense, stored = make(family), make(family)
     if checkpointing:
         stored.gradient_checkpointing_enable({"use_reentrant": False})
@@ -120,7 +121,7 @@ def test_rounding_errors_are_added_back(make: Callable[[str], Any]) -> None:
     for steps in (range(1), range(1, 2), range(2, 3)):
         train(model, optimizer, steps)
         for name, weight in optimizer._weights.items():
-            values = decode(weight.encoded).view(original[name].shape)
+            values = weight.codes.load(torch.empty_like(original[name]))
             assert not torch.equal(values, original[name])
             assert torch.allclose(values + weight.residual, original[name], atol=1e-6)
 
@@ -139,3 +140,52 @@ def test_a_continued_run_has_the_same_bytes(make: Callable[[str], Any], tmp_path
     continued.finish()
     for (name, one), two in zip(model.named_parameters(), other.parameters(), strict=True):
         assert torch.equal(one, two), name
+
+
+def test_rows_with_large_gradients_get_8_bits_within_the_budget() -> None:
+    errors = {"a": torch.ones(6, dtype=torch.float64), "b": torch.ones(4, dtype=torch.float64)}
+    sizes = {"a": [64] * 6, "b": [64] * 4}
+    none: dict[str, torch.Tensor | None] = {"a": None, "b": None}
+    quantizer = AdaptiveQuantizer(bits=6, hysteresis=2)
+    gradient = torch.full((96, 4), 0.1)
+    gradient[32:64] = 1.0  # groups 2 and 3
+    quantizer.observe("a", gradient)
+    quantizer.observe("b", torch.full((64, 4), 0.5))
+    chosen = quantizer.choose(errors, none, sizes)
+    assert chosen["a"].tolist() == [False, False, True, True, False, False]
+    assert int(chosen["b"].sum()) == 3, "6 bits on average: half of the 10 groups"
+    # A little larger elsewhere: nothing changes. Much larger: the groups change.
+    held: dict[str, torch.Tensor | None] = dict(chosen)
+    for factor, changes in ((1.3, False), (3.0, True)):
+        other = AdaptiveQuantizer(bits=6, hysteresis=2)
+        moved = torch.full((96, 4), factor * 0.5)
+        other.observe("a", moved)
+        other.observe("b", torch.full((64, 4), 0.5))
+        other.importance["a"][2:4] = 0.25
+        again = other.choose(errors, held, sizes)
+        assert (not torch.equal(again["a"], chosen["a"])) == changes, factor
+        assert int(again["a"].sum() + again["b"].sum()) == 5
+    with pytest.raises(UsageError, match="4 to 8"):
+        AdaptiveQuantizer(bits=3)
+
+
+def test_adaptive_weights_follow_dense_ones_in_fewer_bytes(
+    make: Callable[[str], Any], tmp_path: Path
+) -> None:
+    dense, low = make("llama"), make("llama")
+    exact = train(dense, torch.optim.AdamW(dense.parameters(), 1e-3), range(12))
+    optimizer = LayerwiseOptimizer(low, adam, 1e-3, sync_steps=3, quantizer=AdaptiveQuantizer())
+    found = train(low, optimizer, range(12))
+    assert found != exact and found[-1] == pytest.approx(exact[-1], rel=0.03)
+    count = sum(p.numel() for p in low.parameters())
+    small = sum(p.numel() for p in low.parameters() if p.numel() < 4096)
+    expected = (6 / 8 + 2 / 64) * (count - small)
+    assert 0.95 * expected <= optimizer.bytes()["weights"] - 4 * small <= 1.01 * expected
+    wide = [weight.codes.wide for weight in optimizer._weights.values()]
+    assert any(one.any() and not one.all() for one in wide if one is not None)
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    wanted = train(low, optimizer, range(12, 17))
+    other = make("llama")
+    continued = LayerwiseOptimizer(other, adam, 1e-3, sync_steps=3, quantizer=AdaptiveQuantizer())
+    continued.load_state_dict(torch.load(tmp_path / "state.pt"))
+    assert train(other, continued, range(12, 17)) == wanted

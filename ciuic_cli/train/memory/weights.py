@@ -1,4 +1,4 @@
-"""Weights that live in 8 bits while they are trained, and gradients that live for one layer.
+"""Weights that live in 8 bits, or in 8 and 4, while they are trained, and gradients that live for one layer.
 
 Between uses, a weight is stored as codes of the block code. A layer's weights are decoded before its forward pass and
 again before its backward pass. As soon as a weight's gradient is complete, its optimizer updates the decoded weight,
@@ -21,13 +21,11 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ciuic_cli.codecs.blockcode.code import BlockCode, Encoded, decode, encode
+from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer, group_sizes, narrow_errors
+from ciuic_cli.train.memory.weight_codes import WeightCodes
 
 SMALLEST = 4096
 """Elements below which a parameter stays as it is; optimizers in 8 and 4 bits keep such states in float32, too."""
-
-WEIGHT_CODE = BlockCode(bits=8, block=64, stochastic=True)
-"""The code of a weight: 1.03 bytes per parameter."""
 
 MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -41,14 +39,16 @@ class _Weight:
         """Modules that need the decoded values now."""
         parameter.data = parameter.data.clone()  # in memory of its own, which can be freed
         self.residual = torch.zeros(parameter.shape, device="cpu")
-        self.encoded = self._encode(parameter.data, 0)
+        self.codes = WeightCodes(parameter.shape)
+        self._encode(parameter.data, 0)
         self._release()
 
-    def _encode(self, values: torch.Tensor, step: int) -> Encoded:
+    def _encode(self, values: torch.Tensor, step: int) -> None:
         """Encode, and add the rounding errors to the residual."""
-        encoded = encode(values, WEIGHT_CODE, seed=self.seed + 0x85EBCA6B * step)
-        self.residual += (values.float() - decode(encoded).view(values.shape)).cpu()
-        return encoded
+        self.codes.store(values, self.seed + 0x85EBCA6B * step)
+        self.residual += (
+            values.float() - self.codes.load(torch.empty_like(values, dtype=torch.float32))
+        ).cpu()
 
     def need(self) -> None:
         """Decode the weight into its parameter, unless another module has."""
@@ -56,7 +56,7 @@ class _Weight:
         if self.users == 1:
             data = self.parameter.data
             data.untyped_storage().resize_(data.nbytes)
-            decode(self.encoded, out=data)
+            self.codes.load(data)
 
     def drop(self) -> None:
         """Free the decoded values, unless another module needs them."""
@@ -73,7 +73,16 @@ class _Weight:
         if sync:
             values += self.residual.to(values.device)
             self.residual.zero_()
-        self.encoded = self._encode(values, step)
+        self._encode(values, step)
+
+    def recode(self, wide: torch.Tensor, step: int) -> None:
+        """Encode again, together with the rounding errors until now, with 8 bits in the groups of rows `wide`."""
+        if self.codes.wide is not None and torch.equal(self.codes.wide, wide):
+            return
+        self.need()
+        self.codes.wide = wide
+        self.store(step, sync=True)
+        self.drop()
 
 
 class _Unit:
@@ -118,6 +127,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         lr: learning rate.
         sync_steps: steps between two additions of the summed rounding errors.
         seed: of stochastic rounding.
+        quantizer: which chooses 8 or 4 bits for groups of rows, again every `sync_steps`; None: all have 8.
     """
 
     def __init__(
@@ -127,6 +137,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         lr: float,
         sync_steps: int = 100,
         seed: int = 0,
+        quantizer: AdaptiveQuantizer | None = None,
     ) -> None:
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         super().__init__(list(named.values()), {"lr": lr})
@@ -138,9 +149,27 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             for number, (name, p) in enumerate(named.items())
             if p.numel() >= SMALLEST
         }
+        self._quantizer = quantizer
+        self._adapt()
         self._units = self._make_units(model)
         for name, parameter in named.items():
             parameter.register_post_accumulate_grad_hook(self._updater(name))
+
+    @torch.no_grad()
+    def _adapt(self) -> None:
+        """Let the quantizer choose every weight's bits."""
+        if self._quantizer is None:
+            return
+        errors = {}
+        for name, weight in self._weights.items():
+            weight.need()
+            errors[name] = narrow_errors(weight.parameter.data)
+            weight.drop()
+        now = {name: weight.codes.wide for name, weight in self._weights.items()}
+        sizes = {name: group_sizes(weight.parameter.shape) for name, weight in self._weights.items()}
+        for name, wide in self._quantizer.choose(errors, now, sizes).items():
+            # A seed that no update has: those of updates are step numbers.
+            self._weights[name].recode(wide, -1 - self.steps_done)
 
     def _make_units(self, model: nn.Module) -> list[_Unit]:
         """One unit per decoder layer, and one per other module that owns weights."""
@@ -170,6 +199,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             weight = self._weights.get(name)
             if weight is not None:
                 weight.need()
+                if self._quantizer is not None and parameter.grad is not None:
+                    self._quantizer.observe(name, parameter.grad)
             step_eagerly(optimizer, parameter.device)
             parameter.grad = None
             if weight is not None:
@@ -187,6 +218,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             unit.forward(False)
             unit.backward(False)
         self.steps_done += 1
+        if self.steps_done % self._sync_steps == 0:
+            self._adapt()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients are freed as they are used."""
@@ -203,7 +236,7 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         """Bytes by class: codes with scales, dense parameters, optimizer states; and residuals in main memory."""
         dense = sum(p.nbytes for name, p in self._named.items() if name not in self._weights)
         return {
-            "weights": sum(weight.encoded.nbytes for weight in self._weights.values()) + dense,
+            "weights": sum(weight.codes.nbytes for weight in self._weights.values()) + dense,
             "states": sum(held_bytes(optimizer.state) for optimizer in self._optimizers.values()),
             "residuals": sum(weight.residual.nbytes for weight in self._weights.values()),
         }
@@ -217,13 +250,10 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
             ],
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self._optimizers.items()},
             "weights": {
-                name: {
-                    "codes": weight.encoded.codes,
-                    "scales": weight.encoded.scales,
-                    "residual": weight.residual,
-                }
+                name: {**weight.codes.state(), "residual": weight.residual}
                 for name, weight in self._weights.items()
             },
+            "importance": {} if self._quantizer is None else self._quantizer.importance,
             "dense": {name: p.detach() for name, p in self._named.items() if name not in self._weights},
         }
 
@@ -236,11 +266,11 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         for name, optimizer in self._optimizers.items():
             optimizer.load_state_dict(state["optimizers"][name])
         for name, weight in self._weights.items():
-            stored, device = state["weights"][name], weight.parameter.device
-            weight.encoded = Encoded(
-                WEIGHT_CODE, stored["codes"].to(device), stored["scales"].to(device), weight.parameter.numel()
-            )
+            stored = state["weights"][name]
+            weight.codes.restore(stored, weight.parameter.device)
             weight.residual = stored["residual"].to("cpu", copy=True)
+        if self._quantizer is not None:
+            self._quantizer.importance = dict(state["importance"])
         for name, value in state["dense"].items():
             self._named[name].copy_(value)
 
