@@ -159,6 +159,15 @@ CIUIC_EXPORT int ciuic_has_latent_attention();
 // sums and weights rounded to bfloat16. The softmax is over the tokens and the sink.
 CIUIC_EXPORT int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int threads);
 
+// Whether this machine has ciuic_symmetric_sums, with rounded factors or without.
+CIUIC_EXPORT int ciuic_has_symmetric_sums(int rounded);
+
+// moment (columns x columns, float32) += left^T right, which the caller knows to be symmetric; left and right are tokens x
+// columns, bfloat16 or float32, and the same address for a Gram matrix. With `rounded`, both are rounded to bfloat16. `moment`
+// must be symmetric, and is afterwards. The bytes do not depend on `threads`.
+CIUIC_EXPORT int ciuic_symmetric_sums(float* moment, long columns, const void* left, int left_bf16, const void* right,
+                                      int right_bf16, long tokens, int rounded, int threads);
+
 // Transforms each row of x (n_rows x cols) in place: signs, then the orthonormal block Hadamard transform of size
 // 2^log2_block, which must divide cols and be at most 1024. `inverse` applies the inverse. x is float32, or bfloat16 if
 // `bf16` is not 0: the same float32 arithmetic, rounded at the end.

@@ -53,7 +53,7 @@ from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.symmetric_product import row_products, symmetric_product
+from ciuic_cli.statistics.symmetric_product import add_symmetric_product, row_products, symmetric_product
 
 FULL_FISHER_LIMIT = 16384
 """Most outputs with which G is kept in full; above it (in practice: the head) only its diagonal. No measurement is on
@@ -102,7 +102,7 @@ class MomentRecorder(LinearHook):
         limit_freed_memory()
         rows, cols = shape
         name, expert = key
-        x, gradient = x.reshape(-1, cols).float(), gradient.reshape(-1, rows).float()
+        x, gradient = x.reshape(-1, cols), gradient.reshape(-1, rows)
         with torch.autocast(x.device.type, enabled=False), measured("moments", self._roles.get(name, "")):
             if expert is not None and name in self._pooled:
                 self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
@@ -111,9 +111,9 @@ class MomentRecorder(LinearHook):
                 self._moments_of(key, shape, x.device).add_tokens(x, gradient)
             else:
                 moments = self._moments_of(key, shape, x.device)
-                inputs, gradients = (each.unflatten(0, (-1, self.length)) for each in (x, gradient))
-                for parts in zip(inputs.split(PAIR_TOKENS, 1), gradients.split(PAIR_TOKENS, 1), strict=True):
-                    moments.add_sequences(*parts)
+                parts = (_parts(each.unflatten(0, (-1, self.length))) for each in (x, gradient))
+                for inputs, gradients in zip(*parts, strict=True):
+                    moments.add_sequences(inputs, gradients)
 
     def _moments_of(
         self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False
@@ -171,12 +171,12 @@ class Moments:
         return self.gradient_energy / self.weighted_energy if self.weighted_energy else 1.0
 
     def add_tokens(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add tokens without pairs: inputs x (t, n) and gradients g (t, m), float32."""
+        """Add tokens without pairs: inputs x (t, n) and gradients g (t, m), float32 or bfloat16."""
         self._add_single_tokens(x, self._weighted_gradients(x, g))
         self.tokens += x.shape[0]
 
     def add_sequences(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add sequences with their pairs of tokens: inputs x (s, t, n) and gradients g (s, t, m), float32."""
+        """Add sequences with their pairs of tokens: inputs x (s, t, n) and gradients g (s, t, m), of either dtype."""
         g = self._weighted_gradients(x, g)
         by_tokens, by_gradients = pair_sum_work(x.shape[1], g.shape[2], x.shape[2])
         if by_tokens < by_gradients:
@@ -196,8 +196,8 @@ class Moments:
         self.weighted_energy += other.weighted_energy
 
     def _weighted_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """g / (|x| |g|)^½ (.., m), with which a token's |x|² |g|² becomes its root; adds both to the sums."""
-        root = x.norm(dim=-1, keepdim=True) * g.norm(dim=-1, keepdim=True)
+        """g / (|x| |g|)^½ (.., m), float32: a token's |x|² |g|² becomes its root. Adds both to the sums."""
+        root = _norms(x) * _norms(g)
         with one_thread():
             self.gradient_energy += float(root.square().sum())
             self.weighted_energy += float(root.sum())
@@ -205,12 +205,14 @@ class Moments:
 
     def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other."""
-        x_products, g_products = _weight_pairs(self._token_products(x)), self._token_products(g)
+        rounded_g = g.to(self.dtype)
+        x_products = _weight_pairs(self._token_products(x.to(self.dtype)))
+        g_products = self._token_products(rounded_g)
         with one_thread():
             self.trace += float((x_products * g_products).sum())
-        weighted = x_products.to(self.dtype) @ g.to(self.dtype)
-        self._sum_outputs(g.flatten(0, 1), weighted.flatten(0, 1).float())
-        weighted = row_products(_weight_pairs(g_products), x.mT)
+        weighted = x_products.to(self.dtype) @ rounded_g
+        self._sum_outputs(rounded_g.flatten(0, 1), weighted.flatten(0, 1))
+        weighted = _weight_pairs(g_products) @ x.float()
         self._sum_inputs(x.flatten(0, 1), weighted.flatten(0, 1))
 
     def _token_products(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -220,7 +222,7 @@ class Moments:
 
     def _add_weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """All pairs, those with s = t included, by `PAIR_WEIGHT`, from the gradients (s, m, n) of the weight."""
-        gradient = row_products(g.mT, PAIR_WEIGHT**0.5 * x.mT)
+        gradient = row_products(g.mT, PAIR_WEIGHT**0.5 * x.float().mT)
         with one_thread():
             self.trace += float(gradient.square().sum())
         self._sum_inputs(gradient.flatten(0, 1))
@@ -228,7 +230,7 @@ class Moments:
 
     def _add_single_tokens(self, x: torch.Tensor, g: torch.Tensor, share: float = 1.0) -> None:
         """The pairs with s = t, times `share`: x (t, n) and g (t, m)."""
-        x_norm, g_norm = x.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
+        x_norm, g_norm = _norms(x), _norms(g)
         self._sum_inputs(x * (share**0.5 * g_norm))
         self._sum_outputs(g * (share**0.5 * x_norm))
         with one_thread():
@@ -253,7 +255,19 @@ class Moments:
         if moment.dim() == 1:
             moment += (left * right).sum(0)
         else:
-            moment += symmetric_product(left, right, self.dtype, rounded=rounded)
+            add_symmetric_product(moment, left, right, self.dtype, rounded=rounded)
+
+
+def _norms(vectors: torch.Tensor) -> torch.Tensor:
+    """Norms of the rows (.., 1), float32."""
+    return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float32)
+
+
+def _parts(sequences: torch.Tensor) -> list[torch.Tensor]:
+    """Sequences (s, length, n) cut into parts of PAIR_TOKENS tokens (parts, PAIR_TOKENS, n), and a shorter rest."""
+    whole = sequences.shape[1] // PAIR_TOKENS * PAIR_TOKENS
+    parts = sequences[:, :whole].unflatten(1, (-1, min(PAIR_TOKENS, max(1, whole)))).flatten(0, 1)
+    return [part for part in (parts, sequences[:, whole:]) if part.numel()]
 
 
 def recorded_bytes(watched: Sequence[WatchedLinear]) -> int:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from ciuic_cli.codecs import native
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.linear_algebra import outer_product
 
@@ -53,6 +56,41 @@ def symmetric_product(
         block.copy_(row_products(columns[..., begin:end, :], other_columns[..., :end, :]))
         moment[..., :begin, begin:end] = block[..., :begin].mT
     return moment
+
+
+def add_symmetric_product(
+    moment: torch.Tensor,
+    left: torch.Tensor,
+    right: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    rounded: bool = False,
+) -> None:
+    """Add leftᵀ right, where the caller knows that it is symmetric, to `moment` (n, n) float32, which is symmetric too.
+
+    The arguments are those of `symmetric_product`, but left and right are (t, n), float32 or bfloat16. CPUs with the
+    instructions for it use a kernel of our own, which reads the factors as they lie in memory; torch's products need
+    transposed copies (measured: docs/experiments/statistics/native-sums.md).
+    """
+    rounds = rounded and dtype != torch.float32
+    if moment.device.type != "cpu" or not _has_kernel(rounds):
+        factor = left.float()
+        other = factor if left is right else right.float()
+        moment += symmetric_product(factor, other, dtype, rounded=rounded)
+        return
+    factor = left.contiguous()
+    other = factor if left is right else right.contiguous()
+    tokens, cols = factor.shape
+    status = native.interface().ciuic_symmetric_sums(
+        moment.data_ptr(), cols, factor.data_ptr(), factor.dtype == torch.bfloat16,
+        other.data_ptr(), other.dtype == torch.bfloat16, tokens, rounds, torch.get_num_threads(),
+    )  # fmt: skip
+    native.check(status, "adding moments")
+
+
+@functools.cache
+def _has_kernel(rounded: bool) -> bool:
+    return bool(native.interface().ciuic_has_symmetric_sums(rounded))
 
 
 def row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

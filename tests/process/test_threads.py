@@ -17,7 +17,7 @@ from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import cholesky, inverse_lower, solve_lower, solve_transposed
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.process.threads import in_order, one_thread, parallel_map
-from ciuic_cli.statistics.symmetric_product import symmetric_product
+from ciuic_cli.statistics.symmetric_product import add_symmetric_product, symmetric_product
 
 SIZE = 700
 
@@ -48,6 +48,8 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "rounded moment": lambda g: symmetric_product(
         *2 * (torch.randn(4096, 200, generator=g),), torch.bfloat16, rounded=True
     ),
+    "added moment": lambda g: _added_moment(torch.randn(1000, 500, generator=g), rounded=False),
+    "added rounded moment": lambda g: _added_moment(torch.randn(1000, 500, generator=g), rounded=True),
     "inverse": lambda g: inverse_lower(_lower(g)),
     "moments of sequences": lambda g: symmetric_product(
         *2 * (torch.randn(3, 300, 400, generator=g),)
@@ -62,6 +64,12 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     ),
     "prepared matrix": _prepared,
 }
+
+
+def _added_moment(factor: torch.Tensor, *, rounded: bool) -> torch.Tensor:
+    moment = torch.zeros(factor.shape[1], factor.shape[1])
+    add_symmetric_product(moment, factor, factor, torch.bfloat16, rounded=rounded)
+    return moment
 
 
 def _lower(generator: torch.Generator) -> torch.Tensor:
