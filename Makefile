@@ -69,14 +69,18 @@ test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not campaign and not slow"
 
 # Tests the plug-in of vLLM in an environment of its own: minutes. PYTHONSAFEPATH keeps Python, and the servers that the
-# tests start, from importing the source tree instead of the installed wheel. Wheels of torchvision, torchaudio and torchcodec that do
-# not fit this torch would keep vLLM from starting, and vLLM does not need them for text.
-vllm-check: wheel
+# tests start, from importing the source tree instead of the installed wheel.
+vllm-check: wheel $(VLLM_VENV)/.installed
+	$(VLLM_VENV)/bin/python -m pip install --quiet --force-reinstall --no-deps dist/ciuic_cli-*.whl
+	PYTHONSAFEPATH=1 $(VLLM_VENV)/bin/python -m pytest -m "" tests/serving/in_vllm
+
+# Wheels of torchvision, torchaudio and torchcodec that do not fit this torch would keep vLLM from starting, and vLLM does
+# not need them for text.
+$(VLLM_VENV)/.installed:
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet $(TORCH) $(VLLM) "pytest>=8"
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --force-reinstall --no-deps dist/ciuic_cli-*.whl
-	PYTHONSAFEPATH=1 $(VLLM_VENV)/bin/python -m pytest -m "" tests/serving/in_vllm
+	touch $@
 
 # Writes dist/*.whl and shows its manylinux policy (auditwheel). tests/test_wheel.py installs and uses it.
 wheel: $(VENV)/.installed

@@ -11,36 +11,75 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 
-def in_vllm(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Log-probability of every token but the first of each sequence, float (sequences, length - 1).
+@contextmanager
+def engine(folder: Path, length: int, **options: Any) -> Iterator[Any]:
+    """`vllm.LLM` for sequences of `length` tokens; the next one can follow it in this process.
 
-    tokens: LongTensor (sequences, length). options: of `vllm.LLM`; the default computes in float32 without compilation.
+    options: of `vllm.LLM`; the default computes in float32 without compilation.
     """
-    # The engine runs in this process, so that the next one can follow it. GiB of the cache: enough for small models.
+    # GiB of the cache: enough for small models.
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from vllm import LLM, SamplingParams
+    from vllm import LLM
     from vllm.distributed import cleanup_dist_env_and_memory
 
     settings = {"dtype": "float32", "enforce_eager": True, "distributed_executor_backend": "uni"} | options
-    engine = LLM(str(folder), max_model_len=tokens.shape[1] + 1, max_num_seqs=4, **settings)
+    made = LLM(str(folder), max_model_len=length, max_num_seqs=4, **settings)
+    try:
+        yield made
+    finally:
+        del made
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+def in_vllm(folder: Path, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Log-probability of every token but the first of each sequence, float (sequences, length - 1).
+
+    tokens: LongTensor (sequences, length). options: as `engine`.
+    """
+    from vllm import SamplingParams
+
     prompts = [{"prompt_token_ids": row} for row in tokens.tolist()]
     sampling = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-    results = engine.generate(prompts, sampling, use_tqdm=False)
+    with engine(folder, tokens.shape[1] + 1, **options) as model:
+        results = model.generate(prompts, sampling, use_tqdm=False)
+        del model
     found = [
         [position[token].logprob for position, token in zip(result.prompt_logprobs[1:], row[1:], strict=True)]
         for result, row in zip(results, tokens.tolist(), strict=True)
     ]
-    del engine, results
-    gc.collect()
-    cleanup_dist_env_and_memory()
     return torch.tensor(found)
+
+
+def generated_in_vllm(
+    folder: Path, tokens: torch.Tensor, count: int, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy continuation of each sequence: token ids and their log-probabilities, (sequences, count).
+
+    tokens, options: as `in_vllm`.
+    """
+    from vllm import SamplingParams
+
+    prompts = [{"prompt_token_ids": row} for row in tokens.tolist()]
+    sampling = SamplingParams(max_tokens=count, temperature=0, logprobs=0, ignore_eos=True)
+    with engine(folder, tokens.shape[1] + count, **options) as model:
+        results = [result.outputs[0] for result in model.generate(prompts, sampling, use_tqdm=False)]
+        del model
+    ids = torch.tensor([result.token_ids for result in results])
+    found = [
+        [position[token].logprob for position, token in zip(result.logprobs, result.token_ids, strict=True)]
+        for result in results
+    ]
+    return ids, torch.tensor(found)
 
 
 @torch.no_grad()

@@ -64,8 +64,8 @@ def test_layers_and_renamed_modules() -> None:
         f"{LAYER}.block_sparse_moe.experts.down_proj"
     )
     assert names.renamed(f"{LAYER}.mlp.experts.down_proj", "deepseek_v3") == f"{LAYER}.mlp.experts.down_proj"
-    assert names.is_absorbed(f"{LAYER}.self_attn.kv_b_proj")
-    assert not names.is_absorbed(f"{LAYER}.self_attn.q_b_proj")
+    assert names.expands_latents(f"{LAYER}.self_attn.kv_b_proj")
+    assert not names.expands_latents(f"{LAYER}.self_attn.q_b_proj")
 
 
 @pytest.mark.parametrize("expert_map", [[-1, 1, -1, 0, 2], [0, -1, -1, -1, -1]])

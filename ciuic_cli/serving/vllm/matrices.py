@@ -10,7 +10,8 @@ from vllm.model_executor.layers.linear import LinearMethodBase
 
 from ciuic_cli.codecs.layout import read_header
 from ciuic_cli.errors import InputError
-from ciuic_cli.runtime import ops
+from ciuic_cli.runtime import ops, products
+from ciuic_cli.runtime.attention.mla_products import HeadShape
 from ciuic_cli.serving.vllm.weights import PendingWeight
 
 
@@ -94,6 +95,22 @@ class CompressedMatrixMethod(LinearMethodBase):
         # Not a submodule: the embedding's parameters belong to the embedding alone.
         object.__setattr__(layer, "tied_to", embed_tokens)
         return layer
+
+
+class LatentProjectionMethod(CompressedMatrixMethod):
+    """`kv_b_proj` where vLLM runs MLA: keys and values of prompts from the cached latents.
+
+    They are computed as transformers' models do with ciuic, from decoded rows in the transformed basis. Another product
+    would round other numbers, and after a few layers of bfloat16 the two programs would differ by twice as much
+    (docs/experiments/runtime/vllm-agreement.md). For single tokens vLLM makes two dense factors of the product with the
+    identity: in the basis its numbers are powers of 2, or of the square root of 2, which bfloat16 rounds by 1e-4.
+    """
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        shape = HeadShape(heads=1, nope=0, dtype=products.multiply_dtype(x))
+        up = ops.up_projection(layer.weight, None, shape)
+        y = nn.functional.linear(up.into_basis(x), up.weight[0]).to(x.dtype)
+        return y if bias is None else y + bias
 
 
 def _is_blob(part: torch.Tensor) -> bool:

@@ -60,11 +60,8 @@ def embedding_tensor(prefix: str, stored: Collection[str]) -> str | None:
     return found[0] if len(found) == 1 else None
 
 
-def is_absorbed(prefix: str) -> bool:
-    """Whether vLLM's MLA splits the linear `prefix` into two dense factors, which are views of its weight.
-
-    Codes would only be kept beside them.
-    """
+def expands_latents(prefix: str) -> bool:
+    """Whether the linear `prefix` computes keys and values from the cached latents of MLA."""
     return prefix.endswith(".kv_b_proj")
 
 

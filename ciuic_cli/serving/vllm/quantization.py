@@ -21,7 +21,7 @@ from ciuic_cli.artifact.schema import QUANT_METHOD
 from ciuic_cli.errors import UsageError
 from ciuic_cli.serving.vllm import names
 from ciuic_cli.serving.vllm.experts import CompressedExpertsMethod
-from ciuic_cli.serving.vllm.matrices import CompressedMatrixMethod
+from ciuic_cli.serving.vllm.matrices import CompressedMatrixMethod, LatentProjectionMethod
 from ciuic_cli.serving.vllm.weights import DecodingMapper, decoded
 
 
@@ -129,10 +129,11 @@ class CiuicVllmConfig(QuantizationConfig):
             # A head without a tensor of its own will be tied to the embedding.
             return CompressedMatrixMethod(()) if isinstance(layer, ParallelLMHead) and self._stored else None
         if isinstance(layer, LinearBase):
-            if names.is_absorbed(prefix) and get_current_vllm_config().model_config.use_mla:
-                return UnquantizedLinearMethod()
             tensors = names.linear_tensors(prefix, self._stored, self.packed_modules_mapping)
-            return CompressedMatrixMethod(self._files(tensors)) if tensors else UnquantizedLinearMethod()
+            if not tensors:
+                return UnquantizedLinearMethod()
+            latent = names.expands_latents(prefix) and get_current_vllm_config().model_config.use_mla
+            return (LatentProjectionMethod if latent else CompressedMatrixMethod)(self._files(tensors))
         return None
 
     def _files(self, tensors: tuple[str, ...]) -> tuple[str, ...]:

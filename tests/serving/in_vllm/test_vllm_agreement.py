@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("vllm")
 
 from tiny_checkpoints import VOCABULARY, make_checkpoint
-from vllm_agreement import difference, in_transformers, in_vllm
+from vllm_agreement import difference, generated_in_vllm, in_transformers, in_vllm
 
 from ciuic_cli import compress, read_tensor
 from ciuic_cli.artifact.reader import open_artifact
@@ -117,6 +117,14 @@ def test_deepseek_v3_agrees_with_transformers(case: Callable[[str], Case]) -> No
     assert difference(of_artifact, in_transformers(folders.artifact, tokens())) < AGREEMENT
     # The router of the decoded model chooses the expert of zeros: the artifact's must not.
     assert difference(of_artifact, in_vllm(folders.decoded, tokens())) > 10 * AGREEMENT
+
+
+def test_single_tokens_agree_with_transformers(case: Callable[[str], Case]) -> None:
+    """vLLM computes the tokens after a prompt with two dense factors that it makes of `kv_b_proj`."""
+    artifact, prompts = case("deepseek_v3").artifact, tokens()[:, :32]
+    ids, found = generated_in_vllm(artifact, prompts, 12)
+    expected = in_transformers(artifact, torch.cat([prompts, ids], dim=1))[:, prompts.shape[1] - 1 :]
+    assert difference(found, expected) < AGREEMENT
 
 
 def test_a_softmax_router_avoids_a_pruned_expert(case: Callable[[str], Case]) -> None:
