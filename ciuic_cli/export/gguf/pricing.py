@@ -33,8 +33,8 @@ def price_types(
 ) -> tuple[NDArray[np.float64], NDArray[np.int64], int]:
     """Predicted KL per token and bytes of every tensor at every type, and the bytes of all the rest of the file.
 
-    In pass k every tensor is rounded by llama-quantize to its k-th type, gets its codes with error feedback, and is
-    decoded again by llama-quantize.
+    In pass k every tensor with so many types is rounded by llama-quantize to its k-th type, gets its codes with error
+    feedback, and is decoded again by llama-quantize.
 
     Returns:
         loss (tensors, types) with np.inf where a tensor has fewer types; bytes (tensors, types); bytes of metadata and
@@ -46,7 +46,8 @@ def price_types(
     rest = 0
     rounded, decoded = work / "rounded.gguf", work / "decoded.gguf"
     for number in range(most):
-        types = [tensor.types[min(number, len(tensor.types) - 1)] for tensor in tensors]
+        # LARGEST, for tensors whose types are all priced, is rounded fastest.
+        types = [tensor.types[number] if number < len(tensor.types) else LARGEST for tensor in tensors]
         chosen = {tensor.name: kind for tensor, kind in zip(tensors, types, strict=True)}
         llama_cpp.quantize(source.path, rounded, chosen, importance, work, LARGEST.file_type)
         sizes = {tensor.name: padded(chosen[tensor.name].nbytes(tensor.weights)) for tensor in tensors}
