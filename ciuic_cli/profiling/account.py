@@ -5,7 +5,8 @@ phase that is open. Everything is counted in the innermost part: nothing twice. 
 do in the part that is open. Without an active account they do nothing.
 
 - Operations: multiplications and additions of matrix products, attention, factorisations and triangular solves that
-  torch runs, by the dtype in which they are computed. Native kernels and element-wise work are not counted.
+  torch runs, by the dtype in which they are computed. Element-wise work is not counted, and of native kernels only
+  those whose callers report them (`count_native`).
 - Bytes: read and written by torch's operations, arguments and results; views are free.
 - Seconds: of the processor, summed over threads. Waiting for a disk or for other processes does not count, so an
   account of a busy machine is right. On a GPU it says what the processor does.
@@ -159,6 +160,12 @@ def step(name: str) -> Iterator[None]:
     phase, _, kind = _parts.open[-1]
     with _opened(_active[0], (phase, name, kind)):
         yield
+
+
+def count_native(dtype: torch.dtype, operations: int, nbytes: int) -> None:
+    """Add what a native kernel computed, and the bytes that it read and wrote, to the part that is open here."""
+    if _active and _parts.open:
+        _active[0].add_operations(_parts.open[-1], dtype, operations, nbytes)
 
 
 def counted_here(run: Callable[[Item], Result]) -> Callable[[Item], Result]:

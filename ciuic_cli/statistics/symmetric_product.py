@@ -9,6 +9,7 @@ import torch
 from ciuic_cli.codecs import native
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.linear_algebra import outer_product
+from ciuic_cli.profiling.account import count_native
 
 MIN_BLOCK_COLUMNS = 128
 """Least columns per block: with fewer, the half that is saved does not pay for several small products. No measurement
@@ -86,6 +87,10 @@ def add_symmetric_product(
         other.data_ptr(), other.dtype == torch.bfloat16, tokens, rounds, torch.get_num_threads(),
     )  # fmt: skip
     native.check(status, "adding moments")
+    read = factor.nbytes + (0 if left is right else other.nbytes)
+    count_native(
+        torch.bfloat16 if rounds else torch.float32, tokens * cols * (cols + 1), read + 2 * moment.nbytes
+    )
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import torch
 from ciuic_cli.process.threads import in_order, one_thread
 from ciuic_cli.profiling.account import REST, Account, Entry, counted_here, keeping, measured, step
 from ciuic_cli.profiling.peaks import TIMED_DTYPES, account_rows, measure_peaks
+from ciuic_cli.statistics.symmetric_product import add_symmetric_product
 
 
 def _busy(seconds: float) -> None:
@@ -125,3 +126,14 @@ def test_what_other_threads_do_counts_in_the_part_that_is_open() -> None:
     entry = account.entries["forward", REST, ""]
     assert entry.operations == {torch.float32: 5 * 2 * 8 * 32 * 4}
     assert entry.seconds == pytest.approx(1.0, abs=0.2)  # and not twice that of the other threads
+
+
+def test_sums_of_moments_count_half_of_their_products() -> None:
+    moment, factor = torch.zeros(50, 50), torch.randn(64, 50)
+    account = Account()
+    with keeping(account), measured("moments", "q"):
+        add_symmetric_product(moment, factor, factor)
+    entry = account.entries["moments", REST, "q"]
+    half, whole = 64 * 50 * 51, 2 * 64 * 50 * 50  # by the native kernel, or by torch where it lacks one
+    assert half <= entry.operations[torch.float32] <= whole
+    assert entry.nbytes >= factor.nbytes + moment.nbytes
