@@ -150,12 +150,24 @@ def test_pooled_experts_share_what_the_forecast_says(
     wide = WeightMatrix("", None, "expert_gate_up", 32, 64)
     alone = replace(processor(), side_by_side=lambda matrix: 1)  # for any number of threads
     own, shared = (timing.time_matrix(wide, alone, ranks=False, pooled=pooled) for pooled in (False, True))
-    factor_inputs, shared_inputs = (64 / 16) ** 3, (64 / 16) ** 2
-    factor_outputs, shared_outputs = (32 / 16) ** 3, (32 / 16) ** 2
+    factor_inputs, factor_outputs = (timing.factor_growth(1.0, 16, n, lambda _: 1.0) for n in (64, 32))
+    shared_inputs, shared_outputs = (64 / 16) ** 2, (32 / 16) ** 2
     saved = factor_inputs - shared_inputs
     assert own["arms"] - shared["arms"] == pytest.approx(saved + factor_outputs - shared_outputs)
     assert own["probe"] - shared["probe"] == pytest.approx(saved)  # sorted rows: an order of its own
     assert own["encode"] == pytest.approx(shared["encode"])
+
+
+def test_factorisations_grow_by_what_two_sizes_take() -> None:
+    def seconds(size: int) -> float:
+        return 3e-6 * size**2 + 2e-9 * size**3
+
+    for size in (100, 150, 200, 1000, 10000):
+        expected = max(1.0, seconds(size) / seconds(100))
+        assert timing.factor_growth(seconds(100), 100, size, seconds) == pytest.approx(expected)
+    # A time that grows by less than the square, as those of small matrices do, counts as its square.
+    assert timing.factor_growth(1.0, 100, 1000, lambda _: 2.0) == pytest.approx(50.0)
+    assert timing.factor_growth(1.0, 100, 80, seconds) == 1.0
 
 
 def test_the_search_takes_time_in_proportion_to_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
