@@ -6,11 +6,13 @@ The model has random codes at 4 bits per weight: every string of bits is valid, 
 cache is filled with random latents; that of deepseek_v4, whose attention has a window and compressed tokens instead of
 latents, by a random prompt. With --compare the same steps run once more with the whole context expanded in each
 step, as transformers does it, and the predictions are compared; deepseek_v4's keys are copied once per head then.
+With --exact both are compared with the same model in float32 (expanded), too: what differs there is due to the dtype.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import time
 from collections.abc import Iterator
@@ -107,6 +109,13 @@ def always_expanded() -> Iterator[None]:
         yield
 
 
+def differences(found: torch.Tensor, expected: torch.Tensor) -> str:
+    """KL and equal predictions of two sequences of log-probabilities [steps, vocabulary]."""
+    kl = float((expected.exp() * (expected - found)).sum(-1).mean())
+    same = float((expected.argmax(-1) == found.argmax(-1)).float().mean())
+    return f"KL {kl:.1e}, same token {same:.1%}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", choices=FAMILIES, default="deepseek_v3")
@@ -116,10 +125,12 @@ def main() -> None:
     parser.add_argument("--contexts", type=int, nargs="+", default=[64, 2048, 4096, 8000])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--compare", type=int, default=0, help="steps to compare with the expanded context")
+    parser.add_argument("--exact", action="store_true", help="compare both with the model in float32, too")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     config = config_of(arguments.family, arguments.hidden_size, arguments.layers)
     model = random_model(config, getattr(torch, arguments.dtype))
+    exact_model = copy.deepcopy(model).to(torch.float32) if arguments.exact else None
     first = None
     for context in arguments.contexts:
         times, absorbed = decode(model, context, arguments.steps)
@@ -130,9 +141,13 @@ def main() -> None:
             with always_expanded():
                 times, expanded = decode(model, context, arguments.compare)
             ours = absorbed[: arguments.compare]
-            kl = float((expanded.exp() * (expanded - ours)).sum(-1).mean())
-            same = float((expanded.argmax(-1) == ours.argmax(-1)).float().mean())
-            line += f"; expanded {statistics.median(times):.2f} ms, KL {kl:.1e}, same token {same:.1%}"
+            line += f"; expanded {statistics.median(times):.2f} ms, {differences(ours, expanded)}"
+            if exact_model is not None:
+                with always_expanded():
+                    _, exact = decode(exact_model, context, arguments.compare)
+                line += (
+                    f"; to float32: ours {differences(ours, exact)}, expanded {differences(expanded, exact)}"
+                )
         print(line, flush=True)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -83,6 +83,24 @@ class CiuicLatentAttention(ctypes.Structure):
     )
 
 
+class CiuicPromptAttention(ctypes.Structure):
+    """CiuicPromptAttention of `ciuic_native.h`: one call of a prompt's attention."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("query", "keys", "values", "mask")),
+        *(
+            (f"{of}_{step}", ctypes.c_int64)
+            for of in ("query", "key", "value")
+            for step in ("sequence", "head", "token")
+        ),
+        *((name, ctypes.c_int64) for name in ("mask_sequence", "mask_query")),
+        *((name, ctypes.c_int64) for name in ("sequences", "heads", "kv_heads", "queries", "context")),
+        *((name, ctypes.c_int64) for name in ("size", "value_size")),
+        ("scaling", ctypes.c_float),
+        *((name, ctypes.c_int32) for name in ("bf16", "causal", "unused")),
+    )
+
+
 class CiuicIndexScores(ctypes.Structure):
     """CiuicIndexScores of `ciuic_native.h`: one call of an indexer's scores."""
 
@@ -105,6 +123,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_program_run": (_int, (_pointer, _pointer, _int, _pointer, _long, _int, _int, _int)),
     "ciuic_has_latent_attention": (_int, ()),
     "ciuic_latent_attention": (_int, (_pointer, _pointer, _int)),
+    "ciuic_prompt_attention": (_int, (_pointer, _pointer, _int)),
     "ciuic_index_scores": (_int, (_pointer, _pointer, _int)),
     "ciuic_largest": (_int, (_pointer, _long, _long, _long, _pointer, _int)),
     "ciuic_has_symmetric_sums": (_int, (_int,)),

@@ -168,6 +168,24 @@ CIUIC_EXPORT int ciuic_has_symmetric_sums(int rounded);
 CIUIC_EXPORT int ciuic_symmetric_sums(float* moment, long columns, const void* left, int left_bf16, const void* right,
                                       int right_bf16, long tokens, int rounded, int threads);
 
+// Attention of a prompt's queries over keys and values. All arrays but `mask` are bfloat16 if `bf16` is not 0 and float32
+// otherwise, with neighbouring numbers per token and head. Strides are in elements.
+struct CiuicPromptAttention {
+  const void *query, *keys, *values;
+  const uint8_t* mask;  // null, or a byte per query and token: 0 hides the token
+  int64_t query_sequence, query_head, query_token, key_sequence, key_head, key_token, value_sequence, value_head, value_token;
+  int64_t mask_sequence, mask_query;  // neighbouring bytes per token of the context
+  int64_t sequences, heads, kv_heads, queries, context;  // kv_heads divides heads
+  int64_t size, value_size;  // numbers of a key and of a value, at most 1024
+  float scaling;
+  int32_t bf16, causal;  // causal: query i sees the first i + 1 tokens
+  int32_t unused;
+};
+
+// out (sequences x queries x heads x value_size, of the dtype of the query) = softmax(scaling * query . keys) . values. Sums are
+// float32, and all kernels give the same bytes. A query that sees no token gets zeros.
+CIUIC_EXPORT int ciuic_prompt_attention(const CiuicPromptAttention* call, void* out, int threads);
+
 // Transforms each row of x (n_rows x cols) in place: signs, then the orthonormal block Hadamard transform of size
 // 2^log2_block, which must divide cols and be at most 1024. `inverse` applies the inverse. x is float32, or bfloat16 if
 // `bf16` is not 0: the same float32 arithmetic, rounded at the end.

@@ -49,6 +49,6 @@ AttendToLatents attend_to_latents() {
 
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 16; }
+int ciuic_abi_version() { return 17; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

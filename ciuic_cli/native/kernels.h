@@ -63,6 +63,42 @@ struct HeadSums {
   float maximum[kMaxHeadsTogether], total[kMaxHeadsTogether];
 };
 
+// Tokens of a prompt that one key-value head attends to at a time; a row's scores of them are four vectors of AVX-512.
+constexpr int kPromptTokens = 64;
+// Most query rows that share what is unpacked of those tokens. Chosen: unpacking takes about a tenth of the time, and the
+// rows' scores fit a second-level cache.
+constexpr int kPromptRows = 192, kPromptRowsAtOnce = 6;
+
+// Rows of queries of one key-value head: `heads` query heads of each of `count / heads` neighbouring tokens, head by head
+// within a token. `query` (count x size) is scaled already. Row r sees the tokens 0 .. limit[r] - 1, and of them, if `mask`
+// is not null, those whose byte mask[r][token] is not 0. The limits ascend.
+struct PromptRows {
+  const float* query;
+  const long* limit;
+  const uint8_t* const* mask;
+  long count;
+  float* out;  // count x value_columns: the mean of the values; zeros where a row sees no token, and beyond the values
+};
+
+// Keys (size numbers) and values (value_size numbers) of a prompt's tokens, bfloat16 if `bf16` and
+// float32 otherwise. Strides are in elements.
+struct PromptTokens {
+  const void *keys, *values;
+  long key_stride, value_stride, count;
+  int size, value_size;
+  bool bf16;
+};
+
+// The width of values, filled with zeros to a multiple of kHeadColumns.
+inline int value_columns(const PromptTokens& tokens) {
+  return (tokens.value_size + kHeadColumns - 1) / kHeadColumns * kHeadColumns;
+}
+
+// Floats of scratch memory for attend_rows: unpacked keys and values, scores, maxima and totals.
+inline size_t prompt_scratch(const PromptTokens& tokens) {
+  return static_cast<size_t>(kPromptTokens) * (tokens.size + value_columns(tokens) + kPromptRowsAtOnce) + 2 * kPromptRows;
+}
+
 // The block code: `bits` is 8 or 4, blocks have 2^log2_block numbers (log2_block is 1 to kMaxLog2Block). `signs` is null, or
 // holds a sign per number of a block: then blocks are transformed as by hadamard_row.
 struct BlockCode {
@@ -127,6 +163,9 @@ struct Kernels {
 
   // Scores are query_h . key_t + bias_t; `query` (heads x tokens.size) is scaled already.
   void (*attend)(const float* query, int heads, const CachedTokens& tokens, HeadSums& found);
+
+  // Attention of at most kPromptRows rows over a prompt. `scratch` has prompt_scratch(tokens) floats on a 64-byte boundary.
+  void (*attend_rows)(const PromptRows& rows, const PromptTokens& tokens, float* scratch);
 
   // scores[row * score_stride + token] = sum over heads of weight * relu(query . key). `queries` is rows x heads x columns, `weights`
   // rows x heads, both float32; keys have `columns` neighbouring bfloat16 numbers, an even count of at most kMaxIndexColumns.

@@ -216,11 +216,13 @@ def finish_modules(
     adapt_model(model)
     from ciuic_cli.runtime.attention.indexer import adapt_indexers  # transformers is whole only now
     from ciuic_cli.runtime.attention.mla import adapt_latent_attention
+    from ciuic_cli.runtime.attention.prompts import adapt_prompt_attention
     from ciuic_cli.runtime.attention.shared_keys import adapt_shared_keys
 
     adapt_latent_attention(model)
     adapt_indexers(model)
     adapt_shared_keys(model)
+    adapt_prompt_attention(model)
     from ciuic_cli.runtime.decoding.layer import adapt_decoder_layers
     from ciuic_cli.runtime.decoding.step import adapt_layer_stacks
 

@@ -17,7 +17,7 @@ from ciuic_cli.codecs.bits import BITS, stored_bits
 from ciuic_cli.codecs.blockcode.code import BlockCode, decode, encode
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.codecs import native, transform, trellis
-from ciuic_cli.runtime.attention import indexer
+from ciuic_cli.runtime.attention import indexer, prompt_kernel
 
 def gaussian(rows, cols, seed):
     return torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed))
@@ -48,12 +48,19 @@ for rows, heads, columns, tokens in ((1, 64, 128, 100), (3, 5, 34, 17)):
     queries = gaussian(rows * heads, columns, 7).bfloat16().view(1, rows, heads, columns)
     keys, weights = gaussian(tokens, columns, 8).bfloat16()[None], gaussian(rows, heads, 9)[None]
     digest.update(indexer.scores(queries, keys, weights).numpy().tobytes())
+for heads, kv, s, size, columns in ((9, 3, 130, 64, 64), (2, 2, 70, 24, 44)):
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key, value = (
+            gaussian(n * s, w, 10 + w).to(dtype).view(1, n, s, w) for n, w in ((heads, size), (kv, size), (kv, columns))
+        )
+        found = prompt_kernel.attention(query, key, value, None, scaling=0.3, is_causal=True)
+        digest.update(found.float().numpy().tobytes())
 print(native.cpu_kernels(), digest.hexdigest())
 """
 
 
 def test_all_instruction_sets_give_the_same_bytes() -> None:
-    """Codes, decoded weights, products, transforms, the block code and scores of indexers."""
+    """Codes, decoded weights, products, transforms, the block code, scores of indexers and attention of prompts."""
     assert len(set(digests(DIGEST).values())) == 1
 
 
@@ -87,6 +94,7 @@ def test_the_native_functions_refuse_null_and_nonsense() -> None:
     assert lib.ciuic_block_encode(None, 0, 16, 8, 6, 0, 0, 0, None, None, 1) == -1
     assert lib.ciuic_block_decode(None, None, 16, 8, 6, 0, None, 0, 1) == -1
     assert lib.ciuic_index_scores(None, None, 1) == -1
+    assert lib.ciuic_prompt_attention(None, None, 1) == -1
     assert lib.ciuic_largest(None, 1, 4, 2, None, 1) == -1
     with pytest.raises(UsageError):
         native.check(-1, "x")

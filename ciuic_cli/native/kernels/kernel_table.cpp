@@ -29,6 +29,7 @@ const Kernels table = {
     rms_norm,
     gate,
     attend,
+    attend_rows,
     index_scores,
     encode_blocks,
     decode_blocks,

@@ -26,6 +26,7 @@ void store_groups(const float* sums, const GroupColumns* groups, int count, long
 void rms_norm(const float* x, long count, float epsilon, const float* weight, float* out);
 void gate(CiuicActivation activation, const float* x, const float* other, long count, float* out);
 void attend(const float* query, int heads, const CachedTokens& tokens, HeadSums& found);
+void attend_rows(const PromptRows& rows, const PromptTokens& tokens, float* scratch);
 void index_scores(const float* queries, const float* weights, long rows, long heads, long columns, const uint16_t* keys,
                   long key_stride, long tokens, float* scores, long score_stride);
 void encode_blocks(const BlockCode& code, const void* x, bool bf16, long count, long begin, long end, uint8_t* codes,

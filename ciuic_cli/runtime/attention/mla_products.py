@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from ciuic_cli.codecs.transform import inverse_transform, transform
-from ciuic_cli.runtime.attention import latent_kernel
+from ciuic_cli.runtime.attention import latent_kernel, prompt_kernel
 from ciuic_cli.runtime.attention.inputs import AttentionInputs
 from ciuic_cli.runtime.matrices import Matrix
 
@@ -202,12 +202,19 @@ def expanded_attention(up: UpProjection, inputs: AttentionInputs, *, is_causal: 
     for begin in range(0, heads, step):
         end = min(heads, begin + step)
         k_nope, v = up.expand(in_basis, begin, end)
-        key = torch.cat([k_nope, inputs.rotary_keys.expand(-1, end - begin, -1, -1)], dim=-1)
+        key = torch.cat([k_nope, inputs.rotary_keys.expand(-1, end - begin, -1, -1)], dim=-1).to(query.dtype)
+        of_heads, v = query[:, begin:end], v.to(query.dtype)
+        if prompt_kernel.fits(of_heads, key, v, mask):
+            found = prompt_kernel.attention(
+                of_heads, key, v, mask, scaling=inputs.scaling, is_causal=is_causal
+            )
+            out[:, begin:end] = found.transpose(1, 2)
+            continue
         # torch's flash kernel for CPUs wants one width for keys and values; without it all scores are in memory.
         found = F.scaled_dot_product_attention(
-            _widened(query[:, begin:end], width),
-            _widened(key.to(query.dtype), width),
-            _widened(v.to(query.dtype), width),
+            _widened(of_heads, width),
+            _widened(key, width),
+            _widened(v, width),
             attn_mask=mask if mask is None or mask.shape[1] == 1 else mask[:, begin:end],
             is_causal=is_causal,
             scale=inputs.scaling,

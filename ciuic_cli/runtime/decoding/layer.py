@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from ciuic_cli.runtime.attention.prompts import implementation_of_model
 from ciuic_cli.runtime.decoding.layer_steps import (
     ATTENTION_PARTS,
     HEAD_NORMS,
@@ -162,7 +163,7 @@ def suits(layer: Any, x: torch.Tensor, kwargs: dict[str, Any]) -> bool:
     if any(part.shape not in angles for part in kwargs["position_embeddings"]):
         return False  # angles for a part of a head's numbers, or of another form
     return (
-        attention.config._attn_implementation in _UNDERSTOOD
+        implementation_of_model(attention) in _UNDERSTOOD
         and not is_watched(attention)
         and not is_watched(mlp)
         and not nn.modules.module._has_any_global_hook()
