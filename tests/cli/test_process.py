@@ -15,7 +15,10 @@ from pathlib import Path
 import pytest
 
 from ciuic_cli import __version__
+from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.exit_codes import run
 from ciuic_cli.compression.pipeline import compress
+from ciuic_cli.errors import WorkerFault
 from ciuic_cli.process.signals import INTERRUPTED
 
 
@@ -159,3 +162,23 @@ def test_interrupted_during_an_import(number: signal.Signals, module: str) -> No
     done = subprocess.run([sys.executable, "-c", script, "inspect", "."], capture_output=True, text=True)
     assert done.returncode == INTERRUPTED
     assert done.stderr == "interrupted\n" and done.stdout == ""
+
+
+def test_the_signal_of_torchrun_does_not_hide_the_worker_that_ended(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """After a worker has ended, torchrun signals the others: the first cause is what they report."""
+
+    def action() -> None:
+        try:
+            raise WorkerFault("another worker of this run has stopped: rank 1")
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # arrives while the error propagates
+
+    assert run(Console(), action) == 5
+    assert "rank 1" in capfd.readouterr().err
+
+    def stop() -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert run(Console(), stop) == INTERRUPTED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -147,6 +148,20 @@ def test_incomplete_settings_of_torchrun(
         with join_workers():
             pass
     assert "torchrun" in str(caught.value.remedy)
+
+
+def test_an_ended_worker_is_named() -> None:
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    workers, here = Workers(0, 2), socket.gethostname()
+    workers._processes = [(here, os.getpid()), (here, other.pid)]
+    assert workers.fault(0.0) is None
+    other.kill()  # not waited for: it stays as a zombie, as torchrun's workers do for a moment
+    fault = workers.fault(5.0)
+    assert fault is not None and fault.message.endswith(f": rank 1 (process {other.pid})")
+    other.communicate()
+    assert workers.fault(0.0) is not None, "it is gone"
+    workers._processes[1] = ("another machine", other.pid)
+    assert workers.fault(0.0) is None, "only this machine's processes are known"
 
 
 def _weights(out: Path) -> bytes:

@@ -79,9 +79,12 @@ def train_sharded(
     if options.weights or options.optim != "adamw_torch":
         raise UsageError("--fsdp works with --optim adamw_torch, without --weights")
     out, folder = Path(os.path.abspath(out)), locate(model)
-    if out.exists() and is_leader() and not publishing.may_replace(out, force=False):
-        tidy_up_after(out)
-    publishing.require_new(out, folder)
+    if (
+        is_leader()
+    ):  # alone: torchrun would end it while it tidies up, if another process refused the output first
+        if out.exists() and not publishing.may_replace(out, force=False):
+            tidy_up_after(out)
+        publishing.require_new(out, folder)
     _, rows = read_rows(folder, options)
     with join_workers(even_alone=True) as workers:
         run = RunFolder(out)

@@ -13,12 +13,12 @@ import os
 import random
 import shutil
 import signal
-import socket
 import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
+import torch.distributed as dist
 from forked_runs import ForkedRuns
 
 from ciuic_cli.train.sharding import run as sharded_run
@@ -68,10 +68,15 @@ class Harness:
         shutil.rmtree(self.place)
 
     def _start(self, kill_at: list[int] | None = None, count_in: list[Path] | None = None) -> list[int]:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
-        shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(SIZE)}
+        # As in torchrun, the store in which the ranks meet outlives them.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.store.port),
+            "WORLD_SIZE": str(SIZE),
+            "TORCHELASTIC_RUN_ID": "run",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
         return [
             forked.start(
                 kill_at=0 if kill_at is None else kill_at[rank],
