@@ -3,8 +3,8 @@
     python benchmarks/gguf_quality.py MODEL WORK --llama-cpp DIR --text NAME=FILE ... \\
         --compare 4.5=IQ3_M:iq4_nl --compare 3.5=Q2_0 [--nsamples 8] [--chunks 2] [--without TYPE]
 
---compare BITS=PRESET[:EMBEDDING]: llama-quantize writes the preset, with another type for the embedding if one is
-named, and an importance matrix that llama-imatrix makes from the same text as ciuic's statistics. ciuic's file gets no
+--compare BITS=PRESET[:EMBEDDING[:HEAD]]: llama-quantize writes the preset, with other types for the embedding and the
+head if they are named, and an importance matrix that llama-imatrix makes from the same text as ciuic's statistics. ciuic's file gets no
 more bytes than the preset's, and its tensors no more than BITS per weight, whichever is less. As in llama-quantize's
 messages, BITS does not count the tokenizer and the other metadata, which both files have.
 
@@ -103,11 +103,12 @@ class Comparison:
         return path
 
     def preset(self, wanted: str) -> Path:
-        """llama-quantize's file of PRESET[:EMBEDDING]."""
+        """llama-quantize's file of PRESET[:EMBEDDING[:HEAD]]."""
         path = self.work / f"{wanted.replace(':', '-')}.gguf"
         if not path.exists():
-            name, _, embedding = wanted.partition(":")
-            other = ("--token-embedding-type", embedding) if embedding else ()
+            name, *kinds = wanted.split(":")
+            options = zip(("--token-embedding-type", "--output-tensor-type"), kinds, strict=False)
+            other = [part for option, kind in options if kind for part in (option, kind)]
             run(self.programs.quantizer, "--imatrix", self.importance(), *other, self.original(), path, name)
         return path
 
@@ -146,7 +147,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--llama-cpp", type=Path)
     parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE")
-    parser.add_argument("--compare", action="append", required=True, metavar="BITS=PRESET[:EMBEDDING]")
+    parser.add_argument("--compare", action="append", required=True, metavar="BITS=PRESET[:EMBEDDING[:HEAD]]")
     parser.add_argument("--nsamples", type=int, default=64)
     parser.add_argument("--chunks", type=int, default=8)
     parser.add_argument("--without", action="append", default=[], metavar="TYPE")
