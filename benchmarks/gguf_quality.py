@@ -4,9 +4,9 @@
         --compare 4.5=IQ3_M:iq4_nl --compare 3.5=Q2_0 [--nsamples 8] [--chunks 2] [--without TYPE]
 
 --compare BITS=PRESET[:EMBEDDING[:HEAD]]: llama-quantize writes the preset, with other types for the embedding and the
-head if they are named, and an importance matrix that llama-imatrix makes from the same text as ciuic's statistics. ciuic's file gets no
-more bytes than the preset's, and its tensors no more than BITS per weight, whichever is less. As in llama-quantize's
-messages, BITS does not count the tokenizer and the other metadata, which both files have.
+head if they are named, and an importance matrix that llama-imatrix makes from the same text as ciuic's statistics.
+ciuic's file gets no more bytes than the preset's, and its tensors no more than BITS per weight, whichever is less.
+As in llama-quantize's messages, BITS does not count the tokenizer and the other metadata, which both files have.
 
 --without TYPE: the plan does not use or price this type; may be repeated. The weights of a model of packaged_model.py
 lie on the grids of the GGUF file that it comes from, so types with these grids would round them without an error.
