@@ -182,6 +182,7 @@ def train(
         require_training()
         from transformers.utils.logging import disable_progress_bar
 
+        from ciuic_cli.artifact.reader import open_artifact
         from ciuic_cli.train.engine import finished_report
         from ciuic_cli.train.engine import train as run_training
 
@@ -197,6 +198,8 @@ def train(
             _train_sharded(console, model, out, options, comm, device)
             return
         announce_device(console, device)
+        if merge is not None:
+            open_artifact(model)  # raises before the training if there is no artifact to merge into
         report = None if merge is None else finished_report(out, options)
         if report is None:
             with console.progress() as progress:

@@ -10,9 +10,10 @@ import json
 import os
 import shutil
 import stat
+import tempfile
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from ciuic_cli.train import full
 from ciuic_cli.train.examples import Example
 from ciuic_cli.train.history import best_step, evaluations, has_stopped, steps_of
 from ciuic_cli.train.memory.choice import activation_store, checkpointing_options
-from ciuic_cli.train.options import TrainOptions
+from ciuic_cli.train.options import TrainOptions, option_name
 from ciuic_cli.train.packing import Row, batch_of
 from ciuic_cli.train.planning.limits import planned_batch, process_bytes, require_fits
 from ciuic_cli.train.planning.memory_plan import PlannedModel
@@ -73,12 +74,13 @@ def train(
 
     Raises:
         InputError: model, data or output cannot be used, or an unfinished run had other options.
-        UsageError: an option does not fit the model.
+        UsageError: an option does not fit the model, or the training diverged.
         TargetError: the run does not fit --max-memory; nothing was allocated.
-        EnvironmentFault: the machine cannot do it, or a package of --report-to is missing.
+        EnvironmentFault: the machine cannot do it, or a package of --report-to or --optim is missing.
     """
     configure_allocators()
     _check_trackers(options.report_to)
+    check_names(options)
     out = Path(os.path.abspath(out))
     folder = locate(model)
     if out.exists() and not publishing.may_replace(out, force=False):
@@ -95,8 +97,10 @@ def train(
         plan = require_fits(PlannedModel.of_folder(folder), options, batch, options.max_memory, process)
         hint(f"planned memory: {plan.total / 1e9:.2f} GB ({plan.sentence()})")
     with run.locked(), threads(run.begin(description, torch.get_num_threads())):
-        trainer = _trainer(folder, run, rows, held_out, options, device, progress, hint)
-        _continue(trainer, run, options, hint)
+        with _kept_if_begun(run):
+            trainer = _trainer(folder, run, rows, held_out, options, device, progress, hint)
+            _continue(trainer, run, options, hint)
+            _require_finite(trainer, run)
         report = _report(trainer, examples, rows)
         unfinished = publishing.begin(out)
         if options.method == "full":
@@ -137,6 +141,57 @@ def tidy_up_after(out: Path) -> None:
                     return
                 publishing.discard(out)
                 run.remove()
+
+
+@contextmanager
+def _kept_if_begun(run: RunFolder) -> Iterator[None]:
+    """After an error before the first checkpoint, remove the run's folder: the corrected command begins anew."""
+    try:
+        yield
+    except BaseException:
+        if run.last_checkpoint() is None:
+            run.remove()
+        raise
+
+
+def check_names(options: TrainOptions) -> None:
+    """Raise UsageError for an optimizer or a schedule that transformers does not know or that needs options that the
+    command does not have, EnvironmentFault for one whose package is missing."""
+    from transformers import Trainer, TrainingArguments, get_scheduler
+    from transformers.trainer_utils import SchedulerType
+    from transformers.training_args import OptimizerNames
+
+    for name, kind in (("optim", OptimizerNames), ("lr_scheduler_type", SchedulerType)):
+        known = sorted(one.value for one in kind)
+        value = getattr(options, name)
+        if value not in known:
+            raise UsageError(
+                f"{option_name(name)} {value:.60} is unknown to transformers",
+                remedy=f"use one of {', '.join(known)}",
+            )
+    model = torch.nn.Linear(1, 1)
+    with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
+        arguments = TrainingArguments(output_dir=scratch, optim=options.optim, use_cpu=True, report_to="none")
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
+        except ImportError as error:
+            raise EnvironmentFault(
+                f"--optim {options.optim} needs a package that is missing: {error}",
+                remedy='pip install "ciuic-cli[lowbit]" (bitsandbytes, torchao), or use adamw_torch',
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"--optim {options.optim} cannot be used: {error}", remedy="use adamw_torch or adamw_bnb_8bit"
+            ) from error
+    schedule = options.lr_scheduler_type
+    try:
+        if schedule == SchedulerType.REDUCE_ON_PLATEAU:
+            raise ValueError("it needs the evaluation's loss while the run goes on")
+        get_scheduler(schedule, torch.optim.SGD(model.parameters()), 1, 2)
+    except (ValueError, TypeError) as error:
+        raise UsageError(
+            f"--lr-scheduler-type {schedule} cannot be used: {error}", remedy="use linear, cosine or constant"
+        ) from error
 
 
 def _check_trackers(names: tuple[str, ...]) -> None:
@@ -190,6 +245,19 @@ def _load_adapter(model: Any, folder: Path) -> None:
     from safetensors.torch import load_file
 
     set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+
+
+def _require_finite(trainer: Any, run: RunFolder) -> None:
+    """Raise UsageError if the trained parameters have values that are NaN or infinite."""
+    from ciuic_cli.checkpoint.formats import count_nonfinite
+
+    for name, parameter in trainer.model.named_parameters():
+        if parameter.requires_grad and count_nonfinite(parameter.detach().float().cpu()):
+            raise UsageError(
+                "the training diverged: its result has values that are NaN or infinite",
+                tensor=name,
+                remedy=f"lower --learning-rate, and remove {run.path} to begin again",
+            )
 
 
 def finished_report(out: Path, options: TrainOptions) -> dict[str, Any] | None:
@@ -264,7 +332,7 @@ def _trainer(
     callbacks: list[Any] = [meter, Checkpoints(run, with_evaluations=options.keeps_best)]
     if options.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(options.early_stopping_patience))
-    make = partial(full.LowBitTrainer, options=options) if options.weights else ChunkedLossTrainer
+    make: Any = partial(full.LowBitTrainer, options=options) if options.weights else ChunkedLossTrainer
     trainer = make(
         meter=meter,
         store=activation_store(adapted, options, target, run.path),

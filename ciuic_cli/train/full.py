@@ -11,7 +11,7 @@ from ciuic_cli.artifact.schema import is_artifact
 from ciuic_cli.checkpoint.folder import read_config
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.errors import EnvironmentFault, UsageError
+from ciuic_cli.errors import UsageError
 from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer
 from ciuic_cli.train.memory.weights import LayerwiseOptimizer
@@ -92,13 +92,7 @@ class LowBitTrainer(ChunkedLossTrainer):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The optimizer that `--optim` names, for one parameter at a time."""
         if self.optimizer is None:
-            try:
-                kind, chosen = self.get_optimizer_cls_and_kwargs(self.args, self._causal)
-            except ImportError as error:
-                raise EnvironmentFault(
-                    f"--optim {self._options.optim} needs a package that is missing: {error}",
-                    remedy='pip install "ciuic-cli[lowbit]"',
-                ) from error
+            kind, chosen = self.get_optimizer_cls_and_kwargs(self.args, self._causal)
             chosen.pop("fused", None)
             self.optimizer = LayerwiseOptimizer(
                 self._causal,

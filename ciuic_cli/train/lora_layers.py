@@ -252,6 +252,7 @@ REFUSED = {
     "use_bdlora": "block-diagonal LoRA is for tensor-parallel dense layers",
     "arrow_config": "Arrow routes between merged adapters",
     "alora_invocation_tokens": "activated LoRA is not implemented on codes",
+    "use_qalora": "QALoRA adds up inputs for weights with zero points",
     "kasa_config": "KaSA changes the base weight",
     "velora_config": "VeLoRA is not implemented on codes",
     "monteclora_config": "MonteCLoRA is not implemented on codes",

@@ -20,6 +20,9 @@ WEIGHTS = ("int8", "adaptive")
 ACTIVATIONS = ("int8", "int8-offload")
 """How activations may be kept for the backward pass: in 8 bits, on the device or in main memory (CPU: on disk)."""
 
+MOST_EPOCHS = 1_000_000
+"""Most epochs (chosen, far above any run): their number times the rows must be a number of steps."""
+
 EVALUATION = (
     *("eval_steps", "per_device_eval_batch_size"),
     *("early_stopping_patience", "load_best_model_at_end"),
@@ -103,8 +106,12 @@ class TrainOptions:
             raise UsageError("--sequence-len must be at least 2: the first token cannot be learned")
         if not (0 < self.learning_rate < math.inf):
             raise UsageError(f"--learning-rate must be positive, not {self.learning_rate}")
-        if not (0 < self.num_train_epochs < math.inf):
-            raise UsageError(f"--num-train-epochs must be positive, not {self.num_train_epochs}")
+        if not (0 < self.num_train_epochs <= MOST_EPOCHS):
+            raise UsageError(
+                f"--num-train-epochs must be positive and at most {MOST_EPOCHS:,}, not {self.num_train_epochs}"
+            )
+        if not 0 <= self.seed < 1 << 32:
+            raise UsageError(f"--seed must be at least 0 and below 2^32, not {self.seed}")
         if not 0 <= self.lora_dropout < 1:
             raise UsageError(f"--lora-dropout must be at least 0 and below 1, not {self.lora_dropout}")
         if self.warmup_steps < 0 or self.max_steps == 0 or self.max_steps < -1:

@@ -44,7 +44,8 @@ def lora_config(model: Any, options: TrainOptions) -> Any:
     """PEFT's LoraConfig for a loaded model: all linear layers and expert stacks, or those that the options name.
 
     Raises:
-        UsageError: a name matches neither a linear layer nor a stack, or dropout is asked for on expert stacks.
+        UsageError: a name matches neither a linear layer nor a stack, dropout is asked for on expert stacks, or the
+            rank is larger than that of every weight.
     """
     from peft import LoraConfig
 
@@ -66,6 +67,7 @@ def lora_config(model: Any, options: TrainOptions) -> Any:
             "--lora-dropout does not work on expert stacks",
             remedy="leave it out, or name linear layers only with --lora-target-modules",
         )
+    _require_useful_rank(model, options.lora_r, linears, has_stacks=bool(stacks))
     return LoraConfig(
         task_type="CAUSAL_LM",
         r=options.lora_r,
@@ -74,3 +76,16 @@ def lora_config(model: Any, options: TrainOptions) -> Any:
         target_modules=linears or None,
         target_parameters=sorted({".".join(stack.split(".")[-2:]) for stack in stacks}) or None,
     )
+
+
+def _require_useful_rank(model: Any, rank: int, linears: list[str], *, has_stacks: bool) -> None:
+    sides = [model.get_input_embeddings().embedding_dim] if has_stacks else []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in linears and isinstance(module, nn.Linear | CompressedLinear):
+            sides.append(min(module.in_features, module.out_features))
+    most = max(sides, default=rank)
+    if rank > most:
+        raise UsageError(
+            f"--lora-r {rank} is more than the rank of any adapted weight, {most}",
+            remedy="16 is common; an adapter of a higher rank than the weight's learns nothing more",
+        )

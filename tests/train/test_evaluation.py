@@ -122,13 +122,13 @@ def test_tensorboard_gets_every_figure_and_its_files_move_to_the_output(
 
     chosen, out = options(tmp_path), tmp_path / "adapter"
     arguments = [
-        *("train", model, out, "--train-file", chosen.train_file, "--eval-file", chosen.eval_file),
+        *("--train-file", chosen.train_file, "--eval-file", chosen.eval_file),
         *("--sequence-len", 64, "--max-steps", 6, "--eval-steps", 2, "--save-steps", 2, "--device", "cpu"),
         *("--lora-target-modules", "o_proj", "--report-to", "tensorboard"),
     ]
 
     def run_command() -> int:
-        return CliRunner().invoke(app, [str(argument) for argument in arguments]).exit_code
+        return int(invoke(model, out, *arguments).exit_code)
 
     with monkeypatch.context() as patch:
         patch.setattr(publishing, "begin", _dies)
@@ -294,8 +294,4 @@ def test_the_command_takes_a_recipe_and_comes_before_it(model: Path, tmp_path: P
 
 
 def invoke(model: Path, out: Path, *options: object) -> Any:
-    from typer.testing import CliRunner
-
-    from ciuic_cli.cli.app import app
-
     return CliRunner().invoke(app, [str(argument) for argument in ("train", model, out, *options)])

@@ -115,6 +115,7 @@ def test_two_active_adapters_add_up(artifact: Callable[..., Any], prompt: torch.
         ({"use_dora": True, "target_parameters": None}, "use_dora"),
         ({"init_lora_weights": "pissa"}, "pissa"),
         ({"fan_in_fan_out": True, "target_parameters": None}, "fan_in_fan_out"),
+        ({"use_qalora": True, "target_parameters": None}, "use_qalora"),
         ({"target_modules": ["embed_tokens"], "target_parameters": None}, "CompressedEmbedding"),
         ({"target_modules": ["experts"], "target_parameters": None}, "by stack"),
     ],

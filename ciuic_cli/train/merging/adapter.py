@@ -14,11 +14,14 @@ from ciuic_cli.checkpoint.header import read_header
 from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.memory import machine_fault
 from ciuic_cli.runtime.loading import load
+from ciuic_cli.train.merging.changes import Changes
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """PEFT's name of the file with the factors."""
 CONFIG_FILE = "adapter_config.json"
 """PEFT's name of the file with the adapter's options."""
+MOST_ADDED = 1e6
+"""Largest norm of what an adapter may add to a matrix (chosen, far above any weight)."""
 _REMEDY = "give the output of `ciuic train`, or another adapter that PEFT saved, unchanged"
 
 
@@ -78,6 +81,20 @@ def adapted_model(folder: Path, adapter: Path, device: str) -> Any:
                 remedy="give the artifact on which the adapter was trained, and the adapter as it was saved",
             )
     return adapted
+
+
+def require_moderate(changes: Changes, adapter: Path) -> None:
+    """Raise InputError for an adapter that adds numbers that are NaN, infinite, or larger than any weight."""
+    for name, parts in changes.items():
+        for change in parts.values():
+            norm = float(change.left.double().norm() * change.right.double().norm())
+            if not norm <= MOST_ADDED:
+                raise InputError(
+                    f"it adds numbers with a norm of {norm:.3g} to a matrix: lora_alpha or the factors are damaged",
+                    file=adapter / CONFIG_FILE,
+                    tensor=name,
+                    remedy=_REMEDY,
+                )
 
 
 def _checked_names(file: Path) -> set[str]:

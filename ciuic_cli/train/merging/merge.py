@@ -27,7 +27,7 @@ from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.documents import DOCUMENT_SEPARATOR, builtin_calibration_text
 from ciuic_cli.text.tokenizer import open_tokenizer
 from ciuic_cli.train.examples import Example
-from ciuic_cli.train.merging.adapter import ADAPTER_FILE, adapted_model, require_adapter
+from ciuic_cli.train.merging.adapter import ADAPTER_FILE, adapted_model, require_adapter, require_moderate
 from ciuic_cli.train.merging.changes import Changes, changes_of
 from ciuic_cli.train.merging.low_rank_parts import write_low_rank
 from ciuic_cli.train.merging.merged_checkpoint import merged_checkpoint, merged_rows, require_fitting
@@ -102,7 +102,10 @@ def merge(
         hint(f"{out} is merged already; only its KL is missing")
         _tidy_up_after(out)
     else:
-        publishing.require_new(out, folder, adapter)
+        is_inside = (
+            adapter.resolve() in Path(os.path.realpath(out)).parents
+        )  # as OUT/merged of `ciuic train --merge`
+        publishing.require_new(out, folder, *(() if is_inside else (adapter,)))
         unmeasured.begin()
         try:
             _write(artifact, adapter, out, method, examples, nsamples, device, progress, hint)
@@ -140,6 +143,7 @@ def _write(
 ) -> None:
     """Write and publish the merged model."""
     changes = changes_of(adapted_model(artifact.folder, adapter, device))
+    require_moderate(changes, adapter)
     if method == "requantize":
         seen = [example for number, example in enumerate(examples, 1) if number % HELD_OUT_EVERY]
         _requantize(artifact, adapter, changes, out, seen or list(examples), nsamples, device, progress, hint)

@@ -23,7 +23,7 @@ class Unmeasured:
             str(file.resolve()): [file.stat().st_size, file.stat().st_mtime_ns]
             for folder in inputs
             for file in sorted(folder.iterdir())
-            if file.is_file()
+            if file.is_file() and file.name != self.file.name  # the output may lie in the adapter's folder
         }
         self._content = json.dumps({"method": method, "inputs": states}, indent=2).encode()
 

@@ -25,7 +25,14 @@ from ciuic_cli.errors import UsageError
 from ciuic_cli.process.workers import Workers, is_launched, is_leader, join_workers
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.train import full
-from ciuic_cli.train.engine import REPORT, load_for_adapter, tidy_up_after, with_adapter, write_report
+from ciuic_cli.train.engine import (
+    REPORT,
+    check_names,
+    load_for_adapter,
+    tidy_up_after,
+    with_adapter,
+    write_report,
+)
 from ciuic_cli.train.examples import IGNORED
 from ciuic_cli.train.memory.choice import activation_store, checkpointing_options
 from ciuic_cli.train.options import TrainOptions
@@ -78,6 +85,7 @@ def train_sharded(
         raise UsageError(f"--comm {comm} is unknown", remedy=f"use one of {', '.join(COMM)}")
     if options.weights or options.optim != "adamw_torch":
         raise UsageError("--fsdp works with --optim adamw_torch, without --weights")
+    check_names(options)
     out, folder = Path(os.path.abspath(out)), locate(model)
     if (
         is_leader()
