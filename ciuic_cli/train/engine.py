@@ -248,11 +248,12 @@ def _load_adapter(model: Any, folder: Path) -> None:
 
 
 def _require_finite(trainer: Any, run: RunFolder) -> None:
-    """Raise UsageError if the trained parameters have values that are NaN or infinite."""
+    """Raise UsageError if a trained parameter has values that are NaN or infinite. 8-bit codes are always finite."""
     from ciuic_cli.checkpoint.formats import count_nonfinite
 
     for name, parameter in trainer.model.named_parameters():
-        if parameter.requires_grad and count_nonfinite(parameter.detach().float().cpu()):
+        is_dense = parameter.requires_grad and parameter.untyped_storage().nbytes() > 0
+        if is_dense and count_nonfinite(parameter.detach().float().cpu()):
             raise UsageError(
                 "the training diverged: its result has values that are NaN or infinite",
                 tensor=name,
