@@ -7,6 +7,7 @@ cache is filled with random latents; that of deepseek_v4, whose attention has a 
 latents, by a random prompt. With --compare the same steps run once more with the whole context expanded in each
 step, as transformers does it, and the predictions are compared; deepseek_v4's keys are copied once per head then.
 With --exact both are compared with the same model in float32 (expanded), too: what differs there is due to the dtype.
+--save FOLDER measures nothing; it writes the model to FOLDER/artifact, decoded to FOLDER/dense, for `ciuic bench`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -126,10 +128,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--compare", type=int, default=0, help="steps to compare with the expanded context")
     parser.add_argument("--exact", action="store_true", help="compare both with the model in float32, too")
+    parser.add_argument("--save", type=Path, help="write the model and its decoded original, and stop")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     config = config_of(arguments.family, arguments.hidden_size, arguments.layers)
     model = random_model(config, getattr(torch, arguments.dtype))
+    if arguments.save:
+        model.save_pretrained(arguments.save / "artifact")
+        model.dequantize().save_pretrained(arguments.save / "dense")
+        return
     exact_model = copy.deepcopy(model).to(torch.float32) if arguments.exact else None
     first = None
     for context in arguments.contexts:

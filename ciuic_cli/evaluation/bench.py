@@ -93,8 +93,19 @@ def bench(
     ):
         hint(f"the model has positions for -p {options['prompt_tokens']} -n {options['new_tokens']}")
     if base is not None:
+        _share_bandwidth(results["model"], results["base"])
         results["ratios"] = _ratios(results["model"], results["base"])
     return results
+
+
+def _share_bandwidth(*models: dict[str, Any]) -> None:
+    """Relate the steps of all models to the fastest reading that one of their processes measured: it is one machine."""
+    measured = [figures for figures in models if "bandwidth" in figures]
+    fastest = max((figures["bandwidth"] for figures in measured), default=0.0)
+    for figures in measured:
+        figures["bandwidth"] = fastest
+        for step in figures["decode_at"]:
+            step["of_bandwidth"] = step["bytes_per_second"] / fastest
 
 
 def _ratios(model: dict[str, Any], base: dict[str, Any]) -> dict[str, float]:

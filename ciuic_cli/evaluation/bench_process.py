@@ -141,6 +141,9 @@ def measure(
             speeds = [batch_size * new_tokens / seconds for seconds in steps_of.pop("seconds")]
             figures |= {"decode_compiled": _mean_and_stdev(speeds), **steps_of}
             progress(total, total)
+    # Before the bandwidth is measured, which takes more memory than a small model.
+    figures["peak_rss_bytes"] = peak_resident_bytes()
+    figures["peak_growth_bytes"] = max(0, figures["peak_rss_bytes"] - before)
     figures["active_bytes"] = active_bytes(model)
     figures["bandwidth"] = memory_bandwidth(target)
     for step in steps:
@@ -148,8 +151,6 @@ def measure(
         step["of_bandwidth"] = step["bytes_per_second"] / figures["bandwidth"]
     figures["decode_at"] = steps
     figures |= {"prefill": _mean_and_stdev(prefill), "decode": _mean_and_stdev(decode)}
-    figures["peak_rss_bytes"] = peak_resident_bytes()
-    figures["peak_growth_bytes"] = max(0, figures["peak_rss_bytes"] - before)
     if target.type == "cuda":
         figures["gpu_peak_bytes"] = torch.cuda.max_memory_allocated(target)
     return figures

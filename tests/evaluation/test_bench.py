@@ -76,6 +76,29 @@ def test_bytes_are_those_of_the_files_and_of_the_tensors(
         assert figures["weight_bytes"] == stored_bytes(folder) + frequencies
 
 
+def test_both_models_are_related_to_one_bandwidth(found: tuple[dict[str, Any], list[Any]]) -> None:
+    model, base = found[0]["model"], found[0]["base"]
+    assert model["bandwidth"] == base["bandwidth"]
+    for figures in (model, base):
+        for step in figures["decode_at"]:
+            assert step["of_bandwidth"] * figures["bandwidth"] == pytest.approx(step["bytes_per_second"])
+
+
+def test_the_peak_does_not_contain_the_memory_that_the_bandwidth_takes(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    for name in ("peak_resident_bytes", "memory_bandwidth"):
+
+        def noted(*_: Any, name: str = name) -> int:
+            calls.append(name)
+            return 1 << 40
+
+        monkeypatch.setattr(bench_process, name, noted)
+    measure(tiny_checkpoint("llama"), **QUICK)
+    assert calls[-2:] == ["peak_resident_bytes", "memory_bandwidth"]
+
+
 def test_ratios_are_above_one_where_the_model_is_better(found: tuple[dict[str, Any], list[Any]]) -> None:
     result, _ = found
     model, base, ratios = result["model"], result["base"], result["ratios"]
