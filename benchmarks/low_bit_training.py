@@ -62,11 +62,15 @@ def layerwise(make: Callable[[list[Any]], torch.optim.Optimizer], **options: Any
 
 RUNS: dict[str, Callable[[Any], Any]] = {
     "float32 AdamW": lambda model: adamw(list(model.parameters())),
+    "float32 AdamW, first weights changed by 1e-6": lambda model: adamw(list(model.parameters())),
+    "float32 weights, 8-bit states": lambda model: adamw8(list(model.parameters())),
     "8-bit weights, float32 states": layerwise(adamw),
+    "8-bit weights, float32 states, errors added every step": layerwise(adamw, sync_steps=1),
     "8- and 4-bit weights, 8-bit states": lambda model: LayerwiseOptimizer(
         model, adamw8, LEARNING_RATE, quantizer=AdaptiveQuantizer()
     ),
     "8-bit weights, 8-bit states": layerwise(adamw8),
+    "8-bit weights, 8-bit states, errors added every step": layerwise(adamw8, sync_steps=1),
     "8-bit weights, 4-bit states": layerwise(adamw4),
     "8-bit weights, nearest rounding, no residual": layerwise(adamw, sync_steps=10**9),
 }
@@ -78,6 +82,10 @@ def train(name: str, seed: int, data: torch.Tensor, heldout: torch.Tensor, steps
     if "nearest" in name:
         weight_codes.WEIGHT_CODE = type(code)(bits=code.bits, block=code.block)
     model = model_of(seed)
+    if "changed" in name:
+        changes = torch.Generator().manual_seed(99)
+        for parameter in model.parameters():
+            parameter.data *= 1 + 1e-6 * torch.randn(parameter.shape, generator=changes)
     optimizer = RUNS[name](model)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
