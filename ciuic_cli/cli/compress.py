@@ -109,7 +109,7 @@ def compress(
         typer.Option(
             metavar="off|auto|SHARE",
             rich_help_panel=PASSES,
-            help="Prune nothing, what the budget decides, or this share of the prunable weights.",
+            help="off: prune nothing; auto: the budget decides; SHARE: this share of the prunable weights.",
         ),
     ] = "auto",
     rank: Annotated[
@@ -117,7 +117,7 @@ def compress(
         typer.Option(
             metavar="off|auto|RANK",
             rich_help_panel=PASSES,
-            help="Low-rank parts: none, what the budget decides, or this rank everywhere.",
+            help="Low-rank parts. off: none; auto: the budget decides; RANK: this rank everywhere.",
         ),
     ] = "auto",
     bits: Annotated[
@@ -156,8 +156,8 @@ def compress(
         typer.Option(
             metavar="TIME",
             rich_help_panel=RUN,
-            help="Instead of --effort: the text, search and probes with the least predicted loss that are forecast to "
-            "end within this time, such as 1h or 90m.",
+            help="Instead of --effort: most time of the forecast run, such as 1h or 90m. Text, search and probes are "
+            "chosen for the least predicted loss.",
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", rich_help_panel=RUN, help=DEVICE_HELP)] = "auto",

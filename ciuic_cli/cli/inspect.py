@@ -23,7 +23,7 @@ def inspect(
     revision: Revision = None,
     json: Json = False,
 ) -> None:
-    """Describe a checkpoint or an artifact from its headers; of a model on the hub, nothing else is downloaded."""
+    """Describe a checkpoint or an artifact from its headers, the only part of a hub model that is downloaded."""
     console = Console(json_mode=json)
 
     def action() -> None:

@@ -43,7 +43,9 @@ def train(
     eval_file: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", readable=False, help="The same kind of file; its loss is measured in between."
+            metavar="FILE",
+            readable=False,
+            help="The same kind of file; the loss on it is measured every --eval-steps steps.",
         ),
     ] = TrainOptions.eval_file,
     method: Annotated[

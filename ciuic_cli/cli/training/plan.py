@@ -31,7 +31,11 @@ def plan(
     ],
     gpu_memory: Annotated[str, typer.Option(metavar="SIZE", help="Memory of each process, such as 24GB.")],
     gpus: Annotated[
-        str, typer.Option(metavar="N,N", help="Numbers of processes that share the model.")
+        str,
+        typer.Option(
+            metavar="N,N",
+            help="Numbers of GPUs (processes) that share the model; the table has a part for each.",
+        ),
     ] = "1",
     sequence_len: Annotated[
         int,
@@ -54,7 +58,7 @@ def plan(
     quiet: Quiet = False,
     json: Json = False,
 ) -> None:
-    """Show what each way to train MODEL takes, from its config and headers alone: memory by class, wire, time."""
+    """Show what each way to train MODEL takes, from its config and headers alone: memory, bytes sent and time."""
     console = Console(json_mode=json, quiet=quiet)
 
     def action() -> None:
