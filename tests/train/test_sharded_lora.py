@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torchrun import torchrun
 
 WORKER = Path(__file__).parent / "sharded_lora_worker.py"
 FAMILY = "deepseek_v3"
@@ -21,17 +19,9 @@ STEPS, PASSES = 4, 2
 
 
 def run(size: int, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    found = subprocess.run(
-        [*command, str(WORKER), *arguments, str(size)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    result: dict[str, Any] = json.loads(
+        torchrun(WORKER, size, *arguments, str(size)).strip().splitlines()[-1]
     )
-    assert found.returncode == 0, found.stderr[-4000:]
-    result: dict[str, Any] = json.loads(found.stdout.strip().splitlines()[-1])
     return result
 
 

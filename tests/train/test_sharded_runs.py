@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torchrun import torchrun
 
 from ciuic_cli.errors import UsageError
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.sharding.run import train_sharded
 
 WORKER = Path(__file__).parent / "sharded_run_worker.py"
-
-
-def torchrun(size: int, *arguments: str) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    found = subprocess.run(
-        [*command, str(WORKER), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=500,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert found.returncode == 0, found.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +27,7 @@ def runs(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
         "".join(json.dumps({"text": f"The number after {n} is {n + 1}."}) + "\n" for n in range(24))
     )
     arguments = [str(tiny_checkpoint("deepseek_v3")), str(data), str(folder)]
-    torchrun(2, "two", *arguments)
+    torchrun(WORKER, 2, "two", *arguments)
     return arguments, folder
 
 
@@ -78,8 +63,8 @@ def test_a_run_continues_in_one_process_and_then_in_four(runs: Any) -> None:
     from transformers import AutoModelForCausalLM
 
     arguments, folder = runs
-    torchrun(1, "one", *arguments)
-    torchrun(4, "four", *arguments)
+    torchrun(WORKER, 1, "one", *arguments)
+    torchrun(WORKER, 4, "four", *arguments)
     whole, resharded = (
         json.loads((folder / name / "train_report.json").read_text()) for name in ("whole", "resharded")
     )

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchrun import torchrun
 
 WORKER = Path(__file__).parent / "sharding_worker.py"
 
 
 def run(size: int, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size)]
-    found = subprocess.run(
-        [*command, str(WORKER), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert found.returncode == 0, found.stderr[-3000:]
-    result: dict[str, Any] = json.loads(found.stdout.strip().splitlines()[-1])
+    result: dict[str, Any] = json.loads(torchrun(WORKER, size, *arguments).strip().splitlines()[-1])
     return result
 
 
