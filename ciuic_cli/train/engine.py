@@ -157,7 +157,7 @@ def _kept_if_begun(run: RunFolder) -> Iterator[None]:
 def check_names(options: TrainOptions) -> None:
     """Raise UsageError for an optimizer or a schedule that transformers does not know or that needs options that the
     command does not have, EnvironmentFault for one whose package is missing."""
-    from transformers import Trainer, TrainingArguments, get_scheduler
+    from transformers import get_scheduler
     from transformers.trainer_utils import SchedulerType
     from transformers.training_args import OptimizerNames
 
@@ -169,20 +169,10 @@ def check_names(options: TrainOptions) -> None:
                 f"{option_name(name)} {value:.60} is unknown to transformers",
                 remedy=f"use one of {', '.join(known)}",
             )
+    # torch's own needs no trial, which would join the processes of torchrun.
+    if options.optim != OptimizerNames.ADAMW_TORCH:
+        _try_optimizer(options)
     model = torch.nn.Linear(1, 1)
-    with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
-        arguments = TrainingArguments(output_dir=scratch, optim=options.optim, use_cpu=True, report_to="none")
-        try:
-            Trainer.get_optimizer_cls_and_kwargs(arguments, model)  # type: ignore[arg-type]
-        except ImportError as error:
-            raise EnvironmentFault(
-                f"--optim {options.optim} needs a package that is missing: {error}",
-                remedy='pip install "ciuic-cli[lowbit]" (bitsandbytes, torchao), or use adamw_torch',
-            ) from error
-        except (ValueError, TypeError) as error:
-            raise UsageError(
-                f"--optim {options.optim} cannot be used: {error}", remedy="use adamw_torch or adamw_bnb_8bit"
-            ) from error
     schedule = options.lr_scheduler_type
     try:
         if schedule == SchedulerType.REDUCE_ON_PLATEAU:
@@ -192,6 +182,25 @@ def check_names(options: TrainOptions) -> None:
         raise UsageError(
             f"--lr-scheduler-type {schedule} cannot be used: {error}", remedy="use linear, cosine or constant"
         ) from error
+
+
+def _try_optimizer(options: TrainOptions) -> None:
+    """Make the optimizer as transformers does, for errors like those of `check_names`."""
+    from transformers import Trainer, TrainingArguments
+
+    with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
+        arguments = TrainingArguments(output_dir=scratch, optim=options.optim, use_cpu=True, report_to="none")
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(arguments, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+        except ImportError as error:
+            raise EnvironmentFault(
+                f"--optim {options.optim} needs a package that is missing: {error}",
+                remedy='pip install "ciuic-cli[lowbit]" (bitsandbytes, torchao), or use adamw_torch',
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise UsageError(
+                f"--optim {options.optim} cannot be used: {error}", remedy="use adamw_torch or adamw_bnb_8bit"
+            ) from error
 
 
 def _check_trackers(names: tuple[str, ...]) -> None:

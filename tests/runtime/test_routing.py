@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from packed_weights import as_tensor, random_codes
+from packed_weights import as_tensor, random_codes, relative_error
 from tiny_checkpoints import TINY_CONFIGS
 from transformers import AutoModelForCausalLM
 
@@ -164,4 +164,5 @@ def test_models_with_pruned_experts_compile_without_a_graph_break(
     model = load(artifact(family).folder, device="cpu", dtype=torch.float32)
     compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="aot_eager")
     ids = torch.randint(0, 260, (1, 7), generator=torch.Generator().manual_seed(3))
-    torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
+    # Compiled code attends by torch, whose sums differ; products round what they read.
+    assert relative_error(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits) < 1e-3

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from ciuic_cli.train.memory.activations import ActivationStore
@@ -38,6 +39,7 @@ def test_a_cached_model_has_the_gradients_of_the_store(tiny_checkpoint: Callable
 
 
 def test_the_optimizer_trains_weights_in_few_bits(tiny_checkpoint: Callable[..., Path]) -> None:
+    pytest.importorskip("bitsandbytes")
     ids = torch.randint(0, 250, (2, 64), generator=torch.Generator().manual_seed(0))
     used = []
     for quantizer in (None, AdaptiveQuantizer()):
