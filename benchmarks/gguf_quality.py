@@ -6,7 +6,7 @@
 --compare BITS=PRESET[:EMBEDDING[:HEAD]]: llama-quantize writes the preset, with other types for the embedding and the
 head if they are named, and an importance matrix that llama-imatrix makes from the same text as ciuic's statistics.
 ciuic's file gets no more bytes than the preset's, and its tensors no more than BITS per weight, whichever is less.
-As in llama-quantize's messages, BITS does not count the tokenizer and the other metadata, which both files have.
+BITS does not count the tokenizer and other metadata, which both files have; llama-quantize's messages count alike.
 
 --without TYPE: the plan does not use or price this type; may be repeated. The weights of a model of packaged_model.py
 lie on the grids of the GGUF file that it comes from, so types with these grids would round them without an error.
@@ -113,7 +113,7 @@ class Comparison:
         return path
 
     def kls(self, file: Path) -> dict[str, list[float]]:
-        """Of every text the KL in nats per token and its standard error."""
+        """By name of the text: KL in nats per token, and its standard error."""
         found = self.results.setdefault(file.name, {})
         for name, text in self.texts.items():
             if name in found:

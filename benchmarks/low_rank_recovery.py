@@ -1,4 +1,4 @@
-"""What low-rank parts add to an artifact's recovery, if they are trained by distillation from the original.
+"""Trains low-rank parts by distillation from the original, and measures what they add to an artifact's recovery.
 
     python benchmarks/low_rank_recovery.py ARTIFACT ORIGINAL TEXT HELDOUT [--rank 4] [--steps 60]
 

@@ -15,7 +15,7 @@ from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.statistics.moments import MomentRecorder
 
 SEQUENCES, LENGTH = 4, 512
-"""Of a chunk at default effort."""
+"""A chunk of the statistics has 4 sequences, of 512 tokens by default."""
 SHAPES = {"gate, up": (1536, 576), "down": (576, 1536), "q, o": (576, 576), "k, v": (192, 576)}
 """Rows and columns of SmolLM2-135M's matrices."""
 

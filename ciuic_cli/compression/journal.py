@@ -275,7 +275,7 @@ class FinishedFiles:
         self._journal = journal
 
     def has(self, file: str) -> bool:
-        """Whether the file is finished. It is not read."""
+        """True if the file is finished, by its name alone: its bytes are not read."""
         return self._journal.has(_step_of(file)) and (self.folder / file).is_file()
 
     def add(self, file: str) -> None:
@@ -292,7 +292,7 @@ class FinishedFiles:
 
     @staticmethod
     def are_intact(journal: Journal) -> bool:
-        """Whether all finished files have the bytes that were recorded: all of them are read."""
+        """True if all finished files still have the bytes that were recorded. Reads all of them."""
         for step in sorted((journal.folder / _FINISHED).glob("*")):
             digest = journal.load(_step_of(step.name))
             found = None

@@ -159,7 +159,7 @@ CIUIC_EXPORT int ciuic_has_latent_attention();
 // sums and weights rounded to bfloat16. The softmax is over the tokens and the sink.
 CIUIC_EXPORT int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int threads);
 
-// Whether this machine has ciuic_symmetric_sums, with rounded factors or without.
+// 1 if this machine has a kernel for ciuic_symmetric_sums (with this value of `rounded`), 0 if not.
 CIUIC_EXPORT int ciuic_has_symmetric_sums(int rounded);
 
 // moment (columns x columns, float32) += left^T right, which the caller knows to be symmetric; left and right are tokens x

@@ -36,7 +36,7 @@ def is_distributed() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether torchrun started this process, alone or with others."""
+    """True if torchrun started this process, even if it started no other."""
     return dist.is_torchelastic_launched()
 
 
@@ -152,7 +152,7 @@ def _stopped(which: str = "") -> WorkerFault:
 
 
 def _lives(pid: int) -> bool:
-    """Whether a process of this machine runs. One that torchrun has not collected yet does not."""
+    """True if a process of this machine still runs. A zombie, which torchrun has not waited for yet, does not."""
     import psutil  # imported late: every command imports this module
 
     try:

@@ -128,3 +128,17 @@ def make_artifact() -> Callable[..., BuiltArtifact]:
 def prompt() -> torch.Tensor:
     """Token ids (2, 21): with 42 rows, more than one batch of the CPU kernels."""
     return torch.randint(0, 260, (2, 21), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture
+def load(artifact: Callable[..., Any]) -> Callable[..., Any]:
+    """`load(family, **options of from_pretrained)`: the artifact's model, float32 unless `dtype` says otherwise."""
+
+    def load(family: str, **options: Any) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        built = artifact(family, prune=False)
+        options = {"dtype": torch.float32, **options}
+        return AutoModelForCausalLM.from_pretrained(built.folder, **options).eval()
+
+    return load

@@ -135,7 +135,7 @@ def view_of(blob: nn.Parameter, presented: Presentation) -> DenseView:
 
 
 def reads_parameter_itself(depth: int) -> bool:
-    """Whether the code `depth` frames up belongs to PARAMETER_READERS."""
+    """True if the function `depth` frames up the call stack is one of PARAMETER_READERS."""
     name = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return name.startswith(PARAMETER_READERS)
 

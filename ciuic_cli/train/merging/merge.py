@@ -102,9 +102,8 @@ def merge(
         hint(f"{out} is merged already; only its KL is missing")
         _tidy_up_after(out)
     else:
-        is_inside = (
-            adapter.resolve() in Path(os.path.realpath(out)).parents
-        )  # as OUT/merged of `ciuic train --merge`
+        # The output of `ciuic train --merge` is OUT/merged, inside the adapter's folder.
+        is_inside = adapter.resolve() in Path(os.path.realpath(out)).parents
         publishing.require_new(out, folder, *(() if is_inside else (adapter,)))
         unmeasured.begin()
         try:

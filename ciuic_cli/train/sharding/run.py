@@ -87,9 +87,8 @@ def train_sharded(
         raise UsageError("--fsdp works with --optim adamw_torch, without --weights")
     check_names(options)
     out, folder = Path(os.path.abspath(out)), locate(model)
-    if (
-        is_leader()
-    ):  # alone: torchrun would end it while it tidies up, if another process refused the output first
+    # Only the first process: if another one refused the output, torchrun would end this one while it tidies up.
+    if is_leader():
         if out.exists() and not publishing.may_replace(out, force=False):
             tidy_up_after(out)
         publishing.require_new(out, folder)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from packed_weights import relative_error
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import StaticCache
 
 from ciuic_cli.codecs import native
 from ciuic_cli.evaluation.bench_process import cache_keyword
@@ -33,16 +33,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(prompt_kernel, "attention", counted)
     return shapes
-
-
-@pytest.fixture
-def load(artifact: Callable[..., Any]) -> Callable[..., Any]:
-    def load(family: str, **options: Any) -> Any:
-        built = artifact(family, prune=False)
-        options = {"dtype": torch.float32, **options}
-        return AutoModelForCausalLM.from_pretrained(built.folder, **options).eval()
-
-    return load
 
 
 @torch.no_grad()

@@ -34,18 +34,6 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
-@pytest.fixture
-def load(artifact: Callable[..., Any]) -> Callable[..., Any]:
-    """`load(family, **options of from_pretrained)`: the artifact's model, float32 unless `dtype` says otherwise."""
-
-    def load(family: str, **options: Any) -> Any:
-        built = artifact(family, prune=False)
-        options = {"dtype": torch.float32, **options}
-        return AutoModelForCausalLM.from_pretrained(built.folder, **options).eval()
-
-    return load
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_as_the_dense_model(
