@@ -30,6 +30,9 @@ import torch
 
 CONTEXT = 512
 """Tokens per chunk of llama-perplexity, which measures the second half of each."""
+TRIES = 20
+"""Runs of llama-perplexity for one result (chosen). A thread of its own writes its log, and sometimes the program
+ends before the last lines, with exit code 0."""
 
 
 def run(*command: object) -> str:
@@ -122,9 +125,12 @@ class Comparison:
             command = [self.program("llama-perplexity"), "-f", text, "-c", CONTEXT, "--chunks", self.chunks]
             if not logits.exists():
                 run(*command, "-m", self.original(), "--kl-divergence-base", logits)
-            printed = run(*command, "-m", file, "--kl-divergence-base", logits, "--kl-divergence")
-            match = re.search(r"Mean\s+KLD:\s+(-?[\d.]+) ±\s+([\d.]+)", printed)
-            if match is None:
+            for _ in range(TRIES):
+                printed = run(*command, "-m", file, "--kl-divergence-base", logits, "--kl-divergence")
+                match = re.search(r"Mean\s+KLD:\s+(-?[\d.]+) ±\s+([\d.]+)", printed)
+                if match:
+                    break
+            else:
                 raise SystemExit(printed[-3000:])
             found[name] = [float(match[1]), float(match[2])]
             self._results_file.write_text(json.dumps(self.results, indent=1))
