@@ -20,6 +20,9 @@ SHAPES ?= 40
 # Numbers of layers of the models that `scale` makes; a layer has 0.1 GB.
 LAYERS ?= 20 80
 SANITIZED = build/sanitized
+# What `sanitize` runs. Each is a process of its own, so that one that ends early does not hide the others.
+SANITIZED_TESTS = tests/codecs tests/fuzz tests/runtime/decoding tests/runtime/attention \
+	tests/statistics/test_symmetric_sums.py tests/faults/test_native_shapes.py
 FUZZED = build/fuzzed
 # Python is built without the sanitizers, so they are preloaded, and leaks are not reported.
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
@@ -109,9 +112,10 @@ kills: $(VENV)/.installed
 	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS)
 	$(BIN)/python tests/faults/campaigns/killing.py --kills $(KILLS) --family gemma3n_text
 
-# Random small checkpoints of odd shapes: compressed, loaded, and compared with dense models. About 4 s for each.
+# Random small checkpoints of odd shapes: compressed 4:1, loaded, and compared with dense models. About 4 s for each.
 shapes: $(VENV)/.installed
 	$(BIN)/python tests/families/random_shapes.py --count $(SHAPES)
+	$(BIN)/python tests/families/random_shapes.py --count $(SHAPES) --others
 
 # The same for training runs on the compressed sample.
 kills-train: $(OUT)/config.json
@@ -134,11 +138,12 @@ fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(FUZZED)/libciuic_native.so \
 		$(BIN)/python tests/fuzz/run.py native $(FUZZ_SECONDS)
 
-# Runs the codec tests and many shapes with the native library under the address and undefined-behaviour sanitizers.
+# Runs the tests of the native library, and many shapes, under the address and undefined-behaviour sanitizers.
 sanitize: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
-	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
-		$(BIN)/python -m pytest -p no:cacheprovider -m "" tests/codecs tests/fuzz \
-		tests/runtime/decoding tests/runtime/attention tests/faults/test_native_shapes.py
+	failed=; for tests in $(SANITIZED_TESTS); do \
+		$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
+		$(BIN)/python -m pytest -p no:cacheprovider -m "" $$tests || failed="$$failed $$tests"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 $(SANITIZED)/libciuic_native.so: CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	$(BIN)/cmake -S . -B $(SANITIZED) -DCIUIC_SANITIZE=ON -DCMAKE_BUILD_TYPE=RelWithDebInfo

@@ -11,6 +11,7 @@ import torch
 
 from ciuic_cli.artifact.model import meta_model
 from ciuic_cli.artifact.reader import Artifact, Blob, open_artifact, require_compressed
+from ciuic_cli.checkpoint.compressible import file_shape
 from ciuic_cli.checkpoint.naming import Place, place_of
 from ciuic_cli.checkpoint.reader import read_entry
 from ciuic_cli.checkpoint.roles import classify
@@ -43,16 +44,20 @@ def read_tensor(path: str | Path, name: str) -> torch.Tensor:
     require_compressed(artifact, {name: tensor for name, (_, tensor) in classified.items()})
     place = _place(artifact, model, name)
     stored = place.parameter
+
+    def in_model(value: torch.Tensor) -> torch.Tensor:
+        return value.reshape(file_shape(model, stored, tuple(value.shape)))
+
     if stored not in artifact.blobs:
         value = read_entry(artifact.tensors[stored])
-        return value if place.expert is None else _rows(value[place.expert], place.part)
+        return in_model(value) if place.expert is None else _rows(value[place.expert], place.part)
     blob = artifact.blobs[stored]
     with blob.matrices() as matrices:
         chosen = matrices if place.expert is None else matrices[place.expert : place.expert + 1]
         decoded = [decode_dense(matrix) for matrix in chosen]
     value = torch.stack(decoded) if len(blob.shape) == 3 and place.expert is None else decoded[0]
     is_transposed = stored in classified and classified[stored][0].transposed
-    return _rows(value.mT.contiguous() if is_transposed else value, place.part)
+    return in_model(_rows(value.mT.contiguous() if is_transposed else value, place.part))
 
 
 def _rows(value: torch.Tensor, part: tuple[int, int]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.core_model_loading import build_glob_alternation
 
+from ciuic_cli.checkpoint.compressible import stack_flat_experts
 from ciuic_cli.checkpoint.config.classes import auto_class, class_name, language_model_prefix
 from ciuic_cli.checkpoint.config.numbers import (
     EXPERT_KEYS,
@@ -120,6 +121,7 @@ def build_meta_model(
 ) -> nn.Module:
     """The language model of `config` on the meta device, in eval mode, with floating weights in `dtype`.
 
+    Flat matrices of experts are stacks in it (`compressible.stack_flat_experts`).
     `options` go to `from_config` of its auto class (attn_implementation, experts_implementation).
     Raises InputError if transformers cannot build the model; EnvironmentFault as `build_config` does.
     """
@@ -132,6 +134,7 @@ def build_meta_model(
         raise _converted(
             f"transformers cannot build {class_name(config)}", error, folder, _CHECK_MODEL
         ) from error
+    stack_flat_experts(model)
     return model.eval()
 
 

@@ -27,6 +27,7 @@ from ciuic_cli.checkpoint.architecture import (
     stored_tensors,
     transient_buffers,
 )
+from ciuic_cli.checkpoint.compressible import file_shape
 from ciuic_cli.checkpoint.expert_ids import expert_tables, require_expert_table
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES, can_hold
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers, sort_unexpected
@@ -71,6 +72,11 @@ class Parameter:
     def in_memory(self, value: torch.Tensor) -> torch.Tensor:
         """A stored value, or one expert of it, in the orientation of the model's parameter, or the other way round."""
         return value.mT if self.transposed else value
+
+    @property
+    def memory_shape(self) -> tuple[int, ...]:
+        """The shape of the model's parameter."""
+        return tuple(self.in_memory(torch.empty(self.shape, device="meta")).shape)
 
     @property
     def numel(self) -> int:
@@ -181,7 +187,8 @@ class ModelMap:
         if assembly.stacks_experts:
             return torch.stack([self.read_expert(name, expert) for expert in range(parameter.shape[0])])
         if assembly.converter is None:
-            return parameter.in_memory(self._reader(name)(assembly.source_names[0]))
+            value = self._reader(name)(assembly.source_names[0])
+            return parameter.in_memory(value.reshape(parameter.memory_shape))
         return parameter.in_memory(assembly.build(self._reader(name), self._conversion_model)[name])
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
@@ -194,7 +201,10 @@ class ModelMap:
             parts = [self._reader(name)(source) for source in assembly.expert_sources(expert)]
             return parameter.in_memory(torch.cat(parts))
         if assembly.converter is None:
-            return parameter.in_memory(self._reader(name)(assembly.source_names[0], (expert, expert + 1))[0])
+            shape = parameter.memory_shape[1:]
+            rows = 1 if len(assembly.shapes[assembly.target]) == 3 else shape[0]  # of a flat matrix
+            value = self._reader(name)(assembly.source_names[0], (expert * rows, (expert + 1) * rows))
+            return parameter.in_memory(value.reshape(shape))
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
@@ -264,7 +274,7 @@ class ModelMap:
         parameter = self.parameters[name]
         if not self._assembly(name).stacks_experts:
             return parameter.in_memory(self.read(name)).to(device=device, dtype=dtype).contiguous()
-        shape = parameter.in_memory(torch.empty(parameter.shape, device="meta")).shape
+        shape = parameter.memory_shape
         stack = torch.empty(shape, dtype=dtype, device=device)
         for expert in range(shape[0]):
             stack[expert] = parameter.in_memory(self.read_expert(name, expert)).to(dtype)
@@ -298,24 +308,14 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
     for name, (classification, tensor) in classified.items():
         tied_to = ties.tied.get(name)
         sources = assemblies[tied_to or name].source_names if (tied_to or name) in assemblies else ()
-        parameters[name] = Parameter(
-            name,
-            tuple(tensor.shape),
-            classification.role,
-            classification.compress,
-            classification.reason,
-            sources,
-            tied_to,
-            classification.buffer,
-            classification.transposed,
-            classification.used_by,
-        )
+        shape = tuple(tensor.shape)
+        parameters[name] = Parameter(name, shape, sources=sources, tied_to=tied_to, **vars(classification))
         if tied_to is not None:
             parameters[name] = replace(
                 parameters[name], compress=False, reason=f"tied to {tied_to}: stored there"
             )
     _require_complete(parameters, checkpoint)
-    _require_shapes(parameters, assemblies, checkpoint)
+    _require_shapes(model, parameters, assemblies, checkpoint)
     dtype_rules = {requested: fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES}
     for parameter in parameters.values():
         _require_kind(parameter, dtype_rules[dtype].get(parameter.name, dtype), checkpoint)
@@ -364,17 +364,18 @@ def _require_complete(parameters: dict[str, Parameter], checkpoint: Checkpoint) 
 
 
 def _require_shapes(
-    parameters: dict[str, Parameter], assemblies: dict[str, Assembly], checkpoint: Checkpoint
+    model: Any, parameters: dict[str, Parameter], assemblies: dict[str, Assembly], checkpoint: Checkpoint
 ) -> None:
     for name, parameter in parameters.items():
         key = parameter.tied_to or name
         assembly = assemblies[key]
         stored = assembly.shapes.get(key, assembly.shapes[assembly.target])
         entry = checkpoint.tensors[parameter.sources[0]]
-        expected = tuple(parameter.in_memory(torch.empty(parameter.shape, device="meta")).shape)
-        if stored != expected:
+        expected = parameter.memory_shape
+        in_files = file_shape(model, name, expected)
+        if stored not in (expected, in_files):
             raise InputError(
-                f"stored with shape {stored}, but config.json makes it {expected}",
+                f"stored with shape {stored}, but config.json makes it {in_files}",
                 file=entry.file,
                 tensor=entry.name,
                 remedy="the weights and config.json do not belong together; download the checkpoint again",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ciuic_cli.checkpoint.compressible import Use, experts_fault, matrix_fault, weight_use
+from ciuic_cli.checkpoint.compressible import Use, experts_fault, flat_experts, matrix_fault, parameter_use
 from ciuic_cli.checkpoint.config.classes import language_model_prefix
 from ciuic_cli.integers import round_up
 
@@ -180,8 +180,9 @@ def _classify_parameter(
     if tensor.dim() < 2:
         return Classification("other", False, "a vector: too small to matter, kept exactly")
     is_layer = tensor.dim() == 2 and short == "weight"
-    if (is_layer or tensor.dim() == 3) and weight_use(type(owner), short) in (Use.ROWS, Use.COLUMNS):
-        role = _linear_role(owner_name, leaf) if is_layer else f"expert_{leaf.removesuffix('_linear')}"
+    if (is_layer or tensor.dim() == 3) and parameter_use(owner, short) in (Use.ROWS, Use.COLUMNS):
+        part = short if short in flat_experts(owner) else leaf.removesuffix("_linear")
+        role = _linear_role(owner_name, leaf) if is_layer else f"expert_{part}"
         return _classify_product(role, tensor, _NO_PLAIN_MODULE, owner, short)
     return Classification(
         "other",
@@ -192,7 +193,7 @@ def _classify_parameter(
 
 
 def _is_router(leaf: str, owner: nn.Module, parent: nn.Module | None) -> bool:
-    if "Router" in type(owner).__name__:
+    if any("Router" in type(module).__name__ for module in (owner, parent)):
         return True
     has_experts = parent is not None and hasattr(parent, "experts")
     return has_experts and leaf in ("gate", "router")
@@ -224,7 +225,7 @@ def _classify_product(
     fault: why no compressed module can replace the owner, or None. The owner then keeps its class and gets a view of
     the weight, if the source of the class shows how it uses the weight.
     """
-    use = Use.ROWS if fault is None else weight_use(type(owner), short)
+    use = Use.ROWS if fault is None else parameter_use(owner, short)
     if use is None:
         kind = type(owner).__name__
         return Classification(role, False, f"used by {kind}, {fault}: kept exactly", used_by=kind)

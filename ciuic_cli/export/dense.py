@@ -22,6 +22,7 @@ from ciuic_cli.artifact.model import meta_model
 from ciuic_cli.artifact.reader import Artifact, open_artifact, require_compressed, require_dense
 from ciuic_cli.artifact.tensors import decoded_pieces, dense_tensor
 from ciuic_cli.checkpoint.architecture import fixed_dtypes
+from ciuic_cli.checkpoint.compressible import file_shape
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.export.file_names import FileGroup, file_groups, to_files
@@ -147,7 +148,7 @@ class _DenseWeights:
         for group in self.groups:
             dtype = self._dtype_of(group.names[0])
             for name in _ordered(group):
-                shape = group.targets[name]
+                shape = self._file_shape(group, name)
                 nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
                 stored.append(StoredTensor(name, _SAFETENSORS_NAMES[dtype], shape, nbytes))
         return stored
@@ -168,6 +169,11 @@ class _DenseWeights:
                 made = to_files(self.model, {name: self._value(name) for name in group.names})
                 for target in _ordered(group):
                     yield target, (made.pop(target),)
+
+    def _file_shape(self, group: FileGroup, name: str) -> tuple[int, ...]:
+        """The shape of a tensor in the checkpoint, in which stacks of experts may be flat."""
+        shape = group.targets[name]
+        return file_shape(self.model, group.names[0], shape) if group.renamed else shape
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """The dtype of a stored tensor in the checkpoint."""

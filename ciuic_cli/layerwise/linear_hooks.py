@@ -125,9 +125,11 @@ class LinearHook(TorchFunctionMode, ABC):
     def _watch_columns(
         self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor, *, has_bias: bool
     ) -> None:
-        """A product x W with a transposed weight W (n, m)."""
+        """A product x W with a transposed weight W (n, m), or with the transpose of a weight (m, n)."""
         key = self._key_by_address.get(weight.data_ptr()) if isinstance(weight, torch.Tensor) else None
-        if key is not None and key[0] in self._transposed and weight.dim() == 2:
+        if key is None or weight.dim() != 2:
+            return
+        if key[0] in self._transposed or weight.mT.is_contiguous():
             rows = weight.detach().mT
             product = Product(
                 key, rows.shape, slice(0, len(rows)), rows, x.detach(), output.detach(), has_bias

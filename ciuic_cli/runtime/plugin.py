@@ -28,6 +28,7 @@ from ciuic_cli.artifact.reader import (
     require_expert_ids,
 )
 from ciuic_cli.artifact.schema import FORMAT_VERSION, QUANT_METHOD
+from ciuic_cli.checkpoint.compressible import stack_flat_experts
 from ciuic_cli.checkpoint.expert_ids import expert_tables
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.checkpoint.roles import classify
@@ -104,6 +105,7 @@ class CiuicQuantizer(HfQuantizer):
                 remedy="call from_pretrained with the folder and without state_dict",
             )
         artifact = read_blobs([Path(file) for file in checkpoint_files])
+        stack_flat_experts(model)
         expected = model.state_dict()
         prefix = getattr(model, "base_model_prefix", "")
         in_model = {name: _name_in_model(name, expected, prefix) for name in artifact.tensors}

@@ -17,7 +17,7 @@ from ciuic_cli.checkpoint.compressible import (
     experts_fault,
     is_grouped_linear,
     matrix_fault,
-    weight_use,
+    parameter_use,
 )
 from ciuic_cli.errors import InputError
 from ciuic_cli.runtime.experts import CompressedExperts
@@ -100,7 +100,7 @@ def swap_modules(model: nn.Module, slots: Mapping[str, BlobSlot], dtype: torch.d
 def _is_transposed(dense: nn.Module, parameter_name: str) -> bool:
     """Whether the module has the parameter as (inputs, outputs), and the blob as (outputs, inputs)."""
     fault = matrix_fault(dense) if parameter_name == "weight" else experts_fault(dense)
-    return fault is not None and weight_use(type(dense), parameter_name) is Use.COLUMNS
+    return fault is not None and parameter_use(dense, parameter_name) is Use.COLUMNS
 
 
 def _check_shape(dense: nn.Module, name: str, parameter_name: str, slot: BlobSlot) -> None:
@@ -124,7 +124,7 @@ def _compressed(dense: nn.Module, name: str, slots: dict[str, BlobSlot], dtype: 
             raise _cannot_hold(dense, name, f"{missing[0]} is not compressed")
         return CompressedExperts(dense, *(slots[stack].parameter() for stack in EXPERT_STACKS))
     if set(slots) != {"weight"} or matrix_fault(dense) is not None:
-        unknown = [short for short in slots if weight_use(type(dense), short) is None]
+        unknown = [short for short in slots if parameter_use(dense, short) is None]
         if unknown:
             fault = matrix_fault(dense) or "its weight can be compressed"
             raise _cannot_hold(dense, name, f"{fault}, and its code shows no product with {unknown[0]}")

@@ -106,6 +106,15 @@ class _Gain(nn.Module):
         return x * self.weight
 
 
+def test_a_linear_inside_a_router_is_a_router() -> None:
+    """LongCat-Flash's router has a linear of its own."""
+    found = roles(
+        "longcat_flash", num_hidden_layers=2, n_routed_experts=32, zero_expert_num=4, ffn_hidden_size=96
+    )
+    classifier = found["model.layers.0.mlp.router.classifier.weight"]
+    assert classifier.role == "router" and not classifier.compress
+
+
 def test_modules_with_code_of_their_own_are_compressed_where_it_shows_the_product() -> None:
 
     class Model(nn.Module):

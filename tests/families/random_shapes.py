@@ -16,7 +16,10 @@ import sys
 import tempfile
 import traceback
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,14 @@ FAMILIES = (
     "granite", "granitemoe", "cohere", "glm4", "deepseek_v2", "deepseek_v3", "mamba2", "gpt_oss", "smollm3", "ernie4_5",
 )  # fmt: skip
 """Families whose configurations take odd sizes without other changes."""
+OTHERS = (
+    "apertus", "arcee", "biogpt", "bitnet", "codegen", "cohere2", "deepseek_v32", "doge", "dots1", "ernie4_5_moe",
+    "exaone4", "falcon_h1", "falcon_mamba", "flex_olmo", "glm", "glm4_moe", "glm_moe_dsa", "gpt_bigcode",
+    "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "jamba", "jetmoe", "lfm2", "llama4_text", "longcat_flash",
+    "mamba", "minimax", "minimax_m2", "ministral", "mpt", "nemotron", "nemotron_h", "olmo", "olmo3", "persimmon",
+    "phimoe", "qwen3_next", "seed_oss", "vaultgemma", "xglm",
+)  # fmt: skip
+"""More of them; `--others` tries these."""
 
 
 _EXPERT_SIZES = (
@@ -67,32 +78,43 @@ class Shape:
     stored: str
 
 
-def random_shape(generator: random.Random) -> Shape:
-    """A shape with odd sizes that fit together."""
+def random_shape(generator: random.Random, families: Sequence[str] = FAMILIES) -> Shape:
+    """A shape of one of the families, with odd sizes in the proportions of released models.
+
+    Of these sizes, 4:1 must be within reach, so that a refusal is a finding. What a model keeps dense (norms, biases,
+    routers) is a share of its weights that falls with the width, so the width is 72 to 160. In proportion to it are the
+    heads together (0.5 to 2; Qwen3 0.6B has 2), the feed-forward part (1.5 to 5.3; Llama 2.7, Gemma 8), an expert
+    (0.3 to 1; DeepSeek-V3 0.29, OLMoE 0.5, Mixtral 3.5), and the latents of DeepSeek's attention (0.2 to 0.4; V3's
+    queries have 0.21, its keys and values 0.07).
+    """
     pick = generator.choice
     heads = pick([1, 2, 3, 5, 6])
     kv_heads = pick([n for n in (1, 2, 3, 5, 6) if heads % n == 0])
-    head_dim = 2 * pick([4, 5, 7, 8, 9, 10, 12, 15, 20])
-    hidden = pick([heads * head_dim, heads * head_dim, 2 * heads * pick([8, 11, 13, 17])])
+    hidden = pick([72, 84, 100, 110, 126, 140, 160])
+    head_dim = 2 * max(4, round(hidden * pick([0.5, 1, 1, 2]) / heads / 2))
     experts = pick([2, 3, 5, 7, 9])
     layers = pick([1, 1, 2, 3])
+    intermediate = int(hidden * generator.uniform(1.5, 5.3))
+    expert, shared = (int(hidden * generator.uniform(0.3, 1)) for _ in range(2))
+    # V2's rotated keys lie behind the latent, and torch reads them in pairs.
+    latent, query_latent = (2 * int(hidden * generator.uniform(0.1, 0.2)) for _ in range(2))
     values = {
         "hidden_size": hidden, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim,
-        "intermediate_size": pick([17, 31, 50, 72, 96, 131, 200]), "num_hidden_layers": layers,
+        "intermediate_size": intermediate, "num_hidden_layers": layers,
         "vocab_size": pick([263, 271, 300, 401, 512, 1009]), "max_position_embeddings": pick([64, 100, 256, 2048]),
         "num_experts": experts, "num_local_experts": experts, "n_routed_experts": experts,
-        "num_experts_per_tok": pick([1, 2]), "moe_intermediate_size": pick([17, 24, 33, 48]),
-        "shared_expert_intermediate_size": pick([17, 40]), "n_shared_experts": pick([1, 2]),
+        "num_experts_per_tok": pick([1, 2]), "moe_intermediate_size": expert,
+        "shared_expert_intermediate_size": shared, "n_shared_experts": pick([1, 2]),
         "tie_word_embeddings": pick([True, False]), "attention_bias": pick([True, False]),
         "mlp_bias": pick([True, False]), "use_bias": pick([True, False]), "sliding_window": pick([8, 16, 33]),
-        "kv_lora_rank": pick([16, 24, 30]), "q_lora_rank": pick([None, 20, 28]),
+        "kv_lora_rank": latent, "q_lora_rank": pick([None, query_latent]),
         "qk_nope_head_dim": pick([10, 16, 18]), "qk_rope_head_dim": pick([4, 8, 10]), "v_head_dim": pick([9, 12, 20]),
         "first_k_dense_replace": pick([0, min(1, layers - 1)]), "n_group": 1, "topk_group": 1, "topk_method": "greedy",
-        "n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": 128, "n_inner": pick([None, 50, 131]),
-        "ffn_dim": pick([50, 96, 131]), "word_embed_proj_dim": hidden,
+        "n_embd": hidden, "n_head": heads, "n_layer": layers, "n_positions": 128, "n_inner": pick([None, intermediate]),
+        "ffn_dim": intermediate, "word_embed_proj_dim": hidden,
     }  # fmt: skip
     return Shape(
-        pick(FAMILIES),
+        pick(families),
         values,
         pick([torch.bfloat16, torch.float16, torch.float32]),
         pick(["5GB", "30KB", "100KB"]),
@@ -106,13 +128,36 @@ def config_of(shape: Shape) -> Any:
 
     kind = CONFIG_MAPPING[shape.family]
     plain = kind()
-    sizes = {**SIZES, **shape.values}
+    sizes = _fitted(plain, {**SIZES, **shape.values})
+    known = {key: value for key, value in sizes.items() if _has(plain, key)}
+    changes = {key: value for key, value in CHANGES.get(shape.family, {}).items() if key not in sizes}
+    return kind(**{**known, **changes})
+
+
+def _fitted(plain: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes, changed where the modules of a configuration like `plain` need sizes that depend on each other."""
+    fitted = dict(sizes)
+    heads = sizes["num_attention_heads"]
+    rotary_share = (getattr(plain, "rope_parameters", None) or {}).get("partial_rotary_factor", 1)
+    unit = 2 * Fraction(rotary_share).limit_denominator(64).denominator  # the rotated part of a head is even
+    fitted["head_dim"] = round_up(sizes["head_dim"], unit)
+    step = unit * heads
     if _has(plain, "num_experts_per_tok"):
         # transformers multiplies by experts only if the rows of all factors are whole 16 bytes.
-        sizes |= {key: round_up(sizes[key], 8) for key in _EXPERT_SIZES}
-    known = {key: value for key, value in sizes.items() if _has(plain, key)}
-    changes = {key: value for key, value in CHANGES.get(shape.family, {}).items() if key not in shape.values}
-    return kind(**{**known, **changes})
+        fitted |= {key: round_up(sizes[key], 8) for key in _EXPERT_SIZES}
+        step = lcm(step, 8)
+    fitted["hidden_size"] = round_up(sizes["hidden_size"], step)
+    if _has(plain, "kv_lora_rank"):  # DeepSeek's attention: keys of all heads share one rotated part
+        fitted |= {"num_key_value_heads": heads, "head_dim": sizes["qk_rope_head_dim"]}
+    if _has(plain, "expand"):  # state-space layers have `expand` times the width
+        fitted["hidden_size"] = round_up(sizes["hidden_size"], fitted["head_dim"])
+        fitted["num_heads"] = plain.expand * fitted["hidden_size"] // fitted["head_dim"]
+    if "None" not in str(
+        type(plain).__annotations__.get("q_lora_rank")
+    ):  # such a family always has this latent
+        fitted["q_lora_rank"] = sizes["q_lora_rank"] or sizes["kv_lora_rank"]
+    fitted["n_embd"] = fitted["word_embed_proj_dim"] = fitted["hidden_size"]
+    return fitted
 
 
 def _has(config: Any, key: str) -> bool:
@@ -210,9 +255,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--start", type=int, default=0, help="skip this many shapes")
-    parser.add_argument(
-        "--ratio", type=float, default=2.0, help="many of these models have no 4:1: they are tiny"
-    )
+    parser.add_argument("--ratio", type=float, default=4.0)
+    parser.add_argument("--others", action="store_true", help="families that are tried less often")
     parser.add_argument("-v", action="store_true")
     arguments = parser.parse_args()
     from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -220,9 +264,9 @@ def main() -> int:
     disable_progress_bar()
     set_verbosity_error()
     codes: Counter[int] = Counter()
-    number = 0
+    number, families = 0, OTHERS if arguments.others else FAMILIES
     while codes.total() - codes[-1] < arguments.count:
-        shape = random_shape(random.Random(1_000_003 * arguments.seed + number))
+        shape = random_shape(random.Random(1_000_003 * arguments.seed + number), families)
         number += 1
         if number <= arguments.start:
             continue

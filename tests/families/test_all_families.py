@@ -25,6 +25,7 @@ MECHANISMS = {
     "roformer": "a table that is not trained",
     "rwkv": "a tuple that grows before it is returned, and weights that the model rescales",
     "openai-gpt": "a layer that returns a list",
+    "dbrx": "experts one after another in a flat matrix",
 }
 
 STATE_SPACES = (

@@ -256,6 +256,14 @@ def _itself(view: Any, *_: Any, **__: Any) -> Any:
     return view
 
 
+def _viewed(view: Any, *sizes: Any, **others: Any) -> Any:
+    """`view` with the shape that it has: DBRX takes experts out of such a view."""
+    if not isinstance(view, DenseView) or others or isinstance(sizes[0], torch.dtype):
+        return NotImplemented
+    wanted = torch.empty(view.shape, device="meta").view(*sizes).shape
+    return view if wanted == view.shape else NotImplemented
+
+
 _METADATA = {
     torch.Tensor.size,
     torch.Tensor.dim,
@@ -297,6 +305,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.t: _transposed_matrix,
     torch.Tensor.transpose: _transposed,
     torch.transpose: _transposed,
+    torch.Tensor.view: _viewed,
     torch.Tensor.to: _converted,
     torch.Tensor.type_as: _converted,
     torch.Tensor.float: lambda view: _converted(view, torch.float32),

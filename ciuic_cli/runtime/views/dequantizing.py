@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.checkpoint.architecture import fixed_dtypes, initialise_buffers, stored_tensors
+from ciuic_cli.checkpoint.compressible import file_shape, stack_flat_experts
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.errors import UsageError
 from ciuic_cli.runtime import products
@@ -47,6 +48,7 @@ def dequantize(model: Any, dtype: torch.dtype, pruned: Mapping[str, torch.Tensor
         del config.quantization_config
     with torch.device("meta"):
         dense = cls._from_config(config, dtype=dtype)
+    stack_flat_experts(dense)
     initialise_buffers(dense, model.device)
     fixed = fixed_dtypes(dense, dtype, dtype)
     transposed = {name for name, (found, _) in classify(dense).items() if found.transposed}
@@ -64,6 +66,8 @@ def dequantize(model: Any, dtype: torch.dtype, pruned: Mapping[str, torch.Tensor
                 value if is_buffer else nn.Parameter(value, requires_grad=value.is_floating_point())
             )
         setattr(owner, short, loaded[stored])
+    for name, parameter in dense.named_parameters():
+        parameter.data = parameter.data.view(file_shape(dense, name, tuple(parameter.shape)))
     dense.train(model.training)
     model.__class__ = cls
     model._modules = dense._modules

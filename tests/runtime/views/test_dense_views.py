@@ -63,6 +63,7 @@ PRODUCTS: dict[str, tuple[Callable[[], Any], torch.Tensor]] = {
     "addmm": (lambda: torch.addmm(BIAS, X, view(transposed=True)), X @ W.T + BIAS),
     "one expert": (lambda: F.linear(X, stack()[torch.tensor(1)]), X @ WE[1].T),
     "one expert, stored transposed": (lambda: X @ stack(transposed=True)[2], X @ WE[2].T),
+    "one expert of a view": (lambda: X @ stack().view(-1, 48, 40)[0].T, X @ WE[0].T),
     "all experts": (lambda: torch.bmm(XE, stack(transposed=True)), torch.bmm(XE, WE.mT)),
     "all experts with bias": (
         lambda: torch.baddbmm(BIAS, XE, stack(transposed=True)),
@@ -93,6 +94,8 @@ def test_products_use_the_codes(form: str, monkeypatch: pytest.MonkeyPatch) -> N
         (lambda: torch.ones(48) @ view(), torch.ones(48) @ W),
         (lambda: torch.einsum("ti,oi->to", X, view()), X @ W.T),
         (lambda: stack(transposed=True).sum(0), WE.mT.sum(0)),
+        (lambda: stack().view(-1, 40), WE.view(-1, 40)),
+        (lambda: view().view(torch.int32).view(torch.float32), W),
     ],
 )
 def test_anything_else_decodes(compute: Callable[[], Any], expected: torch.Tensor) -> None:
