@@ -64,18 +64,26 @@ class TextModel:
         path: artifact or checkpoint, a folder or a hub id.
         device: "auto", "cpu", "cuda" or "cuda:N".
         chat: the model is to answer messages.
+        opened: opens the model in a folder on a device; default: `open_model`.
 
     Raises:
-        InputError: as `open_model`; or `chat`, and the model has no chat template.
-        EnvironmentFault: as `open_model`.
+        InputError: as `opened`; or `chat`, and the model has no chat template.
+        EnvironmentFault: as `opened`.
     """
 
-    def __init__(self, path: str | Path, device: str = "auto", *, chat: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        device: str = "auto",
+        *,
+        chat: bool = False,
+        opened: Callable[[Path, str], Any] | None = None,
+    ) -> None:
         self.folder = locate(path)
         self.tokenizer = open_tokenizer(self.folder)
         if chat and (fault := no_chat_template(self.tokenizer, self.folder)) is not None:
             raise fault
-        self.model = open_model(self.folder, device)
+        self.model = (opened or open_model)(self.folder, device)
 
     def complete(self, prompt: str, sampling: Sampling, write: Callable[[str], None]) -> Answer:
         """Continue a text. write: called with each new part of the continuation.

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 import ciuic_cli
 from ciuic_cli.errors import InputError
 from ciuic_cli.train.examples import Example
+from ciuic_cli.train.merging import patterns
 from ciuic_cli.train.merging.adapter import ADAPTER_FILE, CONFIG_FILE, adapted_model
 from ciuic_cli.train.merging.merge import merge
 
@@ -87,6 +88,34 @@ def test_damaged_options(change: dict[str, Any], message: str, copied: tuple[Pat
     file = adapter / CONFIG_FILE
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
     refused(folder, adapter, message)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_modules": r"(\w+\.?)+!"},
+        {"rank_pattern": {r"(\w+\.?)+!": 2}},
+        {"exclude_modules": r"(\w+\.?)+!"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_regular_expression_without_end(
+    change: dict[str, Any], copied: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(patterns, "MOST_SECONDS", 2.0)
+    folder, adapter = copied
+    file = adapter / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    assert refused(folder, adapter, "do not end within 2 s").file == str(file)
+
+
+def test_an_ordinary_regular_expression(copied: tuple[Path, Path]) -> None:
+    folder, adapter = copied
+    file = adapter / CONFIG_FILE
+    file.write_text(json.dumps({**json.loads(file.read_text()), "target_modules": r".*\.(q|o)_proj"}))
+    found = adapted_model(folder, adapter, "cpu")
+    adapted = {name.split(".")[-4] for name, _ in found.named_parameters() if "lora_A" in name}
+    assert adapted == {"q_proj", "o_proj"}
 
 
 @pytest.mark.parametrize(

@@ -170,6 +170,24 @@ def test_a_merge_that_ends_before_its_measurement_only_measures_then(
         run()
 
 
+def test_the_texts_of_a_killed_merge_end_with_the_next_one(
+    adapter: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*arguments: Any, calibration: list[Path], **options: Any) -> None:
+        assert [file.parent.parent for file in calibration] == [tmp_path] * 2
+        assert min(len(file.read_text()) for file in calibration) > 500
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(merging, "compress", killed)
+        patched.setattr(merging, "remove_path", lambda path: None)  # as after SIGKILL
+        with pytest.raises(KeyboardInterrupt):
+            merge(*adapter, tmp_path / "out", "requantize", examples(), nsamples=2, device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == [".out.merge-texts"]
+    merge(*adapter, tmp_path / "out", "low-rank", examples(), device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
 def test_a_merge_that_fails_leaves_nothing(
     adapter: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

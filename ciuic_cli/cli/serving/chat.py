@@ -11,7 +11,7 @@ import typer
 from ciuic_cli.checkpoint.folder import locate
 from ciuic_cli.cli.arguments import Device, PathArgument, announce_device, execute
 from ciuic_cli.cli.console import Console
-from ciuic_cli.cli.serving.generate import MaxNewTokens, Seed, Temperature, TopP
+from ciuic_cli.cli.serving.generate import Adapter, MaxNewTokens, Seed, Temperature, TopP, opener
 from ciuic_cli.compression.options import check_device
 from ciuic_cli.errors import UsageError
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
@@ -25,6 +25,7 @@ def chat(
     system_prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="What the model is told before the chat.")
     ] = None,
+    adapter: Adapter = None,
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -44,7 +45,7 @@ def chat(
 
         disable_progress_bar()  # of loading, in transformers
         announce_device(console, device)
-        opened = TextModel(folder, device, chat=True)
+        opened = TextModel(folder, device, chat=True, opened=opener(adapter))
         start: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         messages = list(start)
         sampling = Sampling(max_new_tokens, temperature, top_p, seed)

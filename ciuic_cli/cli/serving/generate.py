@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +14,7 @@ from ciuic_cli.cli.arguments import Device, Json, PathArgument, announce_device,
 from ciuic_cli.cli.console import Console
 from ciuic_cli.compression.options import check_device
 from ciuic_cli.errors import UsageError
+from ciuic_cli.process.libraries import require_training
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 MaxNewTokens = Annotated[
@@ -45,10 +48,38 @@ Seed = Annotated[
     typer.Option(metavar="N", min=0, max=2**32 - 1, show_default="another each time", help="Random seed."),
 ]
 
+Adapter = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FOLDER",
+        readable=False,
+        show_default="none",
+        help="LoRA adapter for the model: an output of `ciuic train`, or what PEFT saved.",
+    ),
+]
+
+
+def opener(adapter: Path | None) -> Callable[[Path, str], Any] | None:
+    """What opens a model with this adapter, for `TextModel`; None without an adapter.
+
+    Raises:
+        EnvironmentFault: the packages for adapters are missing.
+        InputError: the folder has no adapter.
+    """
+    if adapter is None:
+        return None
+    require_training()
+    from ciuic_cli.evaluation.opening import open_model
+    from ciuic_cli.train.merging.adapter import adapted_model, require_adapter
+
+    require_adapter(adapter)
+    return lambda folder, device: adapted_model(folder, adapter, device, open_model)
+
 
 def generate(
     model: PathArgument,
     prompt: Annotated[str, typer.Option(metavar="TEXT", help="The text to continue.")],
+    adapter: Adapter = None,
     max_new_tokens: MaxNewTokens = None,
     temperature: Temperature = None,
     top_p: TopP = None,
@@ -71,7 +102,7 @@ def generate(
 
         disable_progress_bar()  # of loading, in transformers
         announce_device(console, device)
-        opened = TextModel(folder, device)
+        opened = TextModel(folder, device, opened=opener(adapter))
         console.part(prompt)
         answer = opened.complete(prompt, Sampling(max_new_tokens, temperature, top_p, seed), console.part)
         console.part("\n")

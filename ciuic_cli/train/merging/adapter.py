@@ -1,7 +1,8 @@
-"""Loads an adapter in PEFT's format onto an artifact, and checks what PEFT passes over."""
+"""Loads an adapter in PEFT's format onto a model, and checks what PEFT passes over."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ciuic_cli.errors import CiuicError, InputError
 from ciuic_cli.process.memory import machine_fault
 from ciuic_cli.runtime.loading import load
 from ciuic_cli.train.merging.changes import Changes
+from ciuic_cli.train.merging.patterns import require_prompt_patterns
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """PEFT's name of the file with the factors."""
@@ -35,23 +37,30 @@ def require_adapter(folder: Path) -> None:
         )
 
 
-def adapted_model(folder: Path, adapter: Path, device: str) -> Any:
-    """The artifact in `folder` with the LoRA adapter in the folder `adapter`, as a PeftModel in eval mode.
+def adapted_model(
+    folder: Path, adapter: Path, device: str, open_base: Callable[[Path, str], Any] = load
+) -> Any:
+    """The model in `folder` with the LoRA adapter in the folder `adapter`, as a PeftModel in eval mode.
+
+    Args:
+        open_base: opens the model in `folder` on a device; default: an artifact.
 
     Raises InputError for files that are absent or damaged, an adapter of another kind, factors that are NaN or
-    infinite, options that PEFT refuses, and factors that the model lacks or that the adapter lacks: PEFT would leave
-    these out with a warning.
+    infinite, regular expressions that take too long, options that PEFT refuses, and factors that the model lacks or
+    that the adapter lacks: PEFT would leave these out with a warning.
     """
     require_adapter(adapter)
-    kind = read_json(adapter, CONFIG_FILE, remedy=_REMEDY).get("peft_type")
+    options = read_json(adapter, CONFIG_FILE, remedy=_REMEDY)
+    kind = options.get("peft_type")
     if kind != "LORA":
         raise InputError(
-            f"peft_type is {kind!r:.60}: only LoRA adapters can be merged",
+            f"peft_type is {kind!r:.60}: only LoRA adapters are supported",
             file=adapter / CONFIG_FILE,
             remedy=_REMEDY,
         )
     stored = _checked_names(adapter / ADAPTER_FILE)
-    model = load(folder, device)
+    model = open_base(folder, device)
+    require_prompt_patterns(options, (name for name, _ in model.named_modules()), adapter / CONFIG_FILE)
     try:
         from peft import PeftModel, get_peft_model_state_dict
 

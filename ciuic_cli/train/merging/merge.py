@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,6 +21,7 @@ from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.logits import logits_in_parts
 from ciuic_cli.export.dense import export_dense
 from ciuic_cli.layerwise.logits import logit_tokens
+from ciuic_cli.process.atomic_files import remove_path, write_atomically
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.runtime.loading import choose_device, load
 from ciuic_cli.text.documents import DOCUMENT_SEPARATOR, builtin_calibration_text
@@ -122,6 +122,7 @@ def merge(
 def _tidy_up_after(out: Path) -> None:
     """Remove the working folders of a merge that was killed after its output had got its name."""
     publishing.discard(out)
+    remove_path(_texts_of(out))
     journal = Journal(out)
     journal.sweep()
     if journal.folder.is_dir():
@@ -141,6 +142,7 @@ def _write(
     hint: Callable[[str], None],
 ) -> None:
     """Write and publish the merged model."""
+    remove_path(_texts_of(out))  # of a killed merge by another method
     changes = changes_of(adapted_model(artifact.folder, adapter, device))
     require_moderate(changes, adapter)
     if method == "requantize":
@@ -171,16 +173,24 @@ def _requantize(
     """Compress the merged weights into the artifact's bytes, with its trellis."""
     source = merged_checkpoint(artifact.folder, changes, (adapter / ADAPTER_FILE,))
     tokenizer = open_tokenizer(artifact.folder)
-    with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:
-        own = f"\n{DOCUMENT_SEPARATOR}\n".join(tokenizer.decode(example.ids) for example in seen)
-        texts = (own, builtin_calibration_text())
-        files = [Path(scratch, f"text-{number}.txt") for number in range(len(texts))]
-        for file, text in zip(files, texts, strict=True):
-            file.write_text(text, encoding="utf-8")
+    own = f"\n{DOCUMENT_SEPARATOR}\n".join(tokenizer.decode(example.ids) for example in seen)
+    texts = _texts_of(out)
+    texts.mkdir(exist_ok=True)
+    try:
+        files = [texts / f"text-{number}.txt" for number in range(2)]
+        for file, text in zip(files, (own, builtin_calibration_text()), strict=True):
+            write_atomically(file, text.encode())
         compress(
             source, out, target_size=artifact.file_bytes, calibration=files, effort=_effort(artifact),
             nsamples=nsamples, mtp="keep" if artifact.mtp.kept else "drop", device=device, progress=progress, hint=hint,
         )  # fmt: skip
+    finally:
+        remove_path(texts)
+
+
+def _texts_of(out: Path) -> Path:
+    """The folder beside the output for the texts of "requantize". A killed merge leaves it; the next one ends it."""
+    return out.with_name(f".{out.name}.merge-texts")
 
 
 def _effort(artifact: Artifact) -> str:

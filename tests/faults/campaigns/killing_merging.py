@@ -25,7 +25,6 @@ from forked_runs import SIGNALS, ForkedRuns
 
 from ciuic_cli.compression.options import EFFORTS
 from ciuic_cli.compression.pipeline import compress
-from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.train import engine, trainer
 from ciuic_cli.train.merging.merge import METHODS, merge
 
@@ -146,10 +145,7 @@ class Harness:
         self.killed += code not in (0, 3)  # those had ended before the kill
         if code != 3:  # an earlier kill came after the end
             runs.check_end(number, code)
-        for (
-            path
-        ) in runs.temporary.iterdir():  # SIGKILL leaves the texts of "requantize" in the temporary folder
-            remove_path(path)
+        assert not list(runs.temporary.iterdir()), f"{method} left temporary files"
         if not self.out.exists():
             return False
         self.require_expected(method)
