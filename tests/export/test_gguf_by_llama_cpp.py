@@ -18,6 +18,7 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.export.gguf import writing
 from ciuic_cli.export.gguf.blocks import layout_of
+from ciuic_cli.export.gguf.grids import grid_of
 from ciuic_cli.export.gguf.header import tensor_places
 from ciuic_cli.export.gguf.llama_cpp import LlamaCpp, find_llama_cpp
 from ciuic_cli.export.gguf.pricing import quadratic_loss
@@ -128,16 +129,22 @@ def test_the_plan_costs_what_it_predicts_and_less_than_llama_quantize(
     assert kls[0] < 0.75 * kls[1]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in TYPES if layout_of(kind.name)], ids=lambda kind: kind.name)
+CODED = [kind for kind in TYPES if layout_of(kind.name) or grid_of(kind.name)]
+
+
+@pytest.mark.parametrize("kind", CODED, ids=lambda kind: kind.name)
 def test_llama_cpp_decodes_our_codes(planner: GgufPlanner, kind: GgufType, tmp_path: Path) -> None:
     if kind.newer and kind.name not in planner.programs.help:
         pytest.skip("this llama.cpp does not have the type")
     types = {tensor.name: kind.name for tensor in planner.tensors}
     file = _by_llama_quantize(planner, tmp_path / "one.gguf", types)
+    before = _loss(planner, file)
     writing.round_again(
         file, planner.tensors, [kind] * len(planner.tensors), planner.source, planner.statistics
     )
-    layout, places, values = layout_of(kind.name), tensor_places(file), _decoded(planner, file)
+    assert _loss(planner, file) < 0.9 * before
+    layout = layout_of(kind.name) or grid_of(kind.name)
+    places, values = tensor_places(file), _decoded(planner, file)
     assert layout is not None
     for tensor in planner.tensors:
         stored = np.memmap(file, np.uint8, "r", places[tensor.name], (kind.nbytes(tensor.weights),))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from ciuic_cli.export.gguf.blocks import layout_of
-from ciuic_cli.export.gguf.feedback import feedback_of, rounded
+from ciuic_cli.export.gguf.feedback import feedback_of, rounded, rounded_to_grid
+from ciuic_cli.export.gguf.grids import grid_of
 from ciuic_cli.export.gguf.header import tensor_places
 from ciuic_cli.export.gguf.types import TYPES
 from ciuic_cli.passes.fisher import KroneckerFisher
@@ -17,12 +18,74 @@ from ciuic_cli.passes.fisher import KroneckerFisher
 gguf = pytest.importorskip("gguf")
 
 CODED = [kind.name for kind in TYPES if layout_of(kind.name)]
+GRIDS = [kind.name for kind in TYPES if grid_of(kind.name)]
 
 
 def test_types_of_single_weights_have_layouts() -> None:
     assert set(CODED) == {
         "IQ4_XS", "Q4_K", "Q5_K", "Q6_K", "Q2_0", "MXFP4", "Q4_0", "IQ4_NL", "Q4_1", "Q5_0", "Q5_1",
     }  # fmt: skip
+
+
+def test_all_other_types_but_the_largest_have_grids() -> None:
+    assert set(GRIDS) == {kind.name for kind in TYPES} - {*CODED, "Q8_0"}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_written_points_are_decoded(name: str) -> None:
+    """The package gguf decodes ± step * coordinate for random points and signs, with the scales that were there."""
+    layout = grid_of(name)
+    assert layout is not None
+    generator = np.random.default_rng(0)
+    blocks = generator.integers(0, 256, (20, layout.kind.block_bytes), np.uint8)
+    blocks[:, :2] = generator.uniform(0.01, 1, (20, 1)).astype(np.float16).view(np.uint8)
+    step = layout.steps(blocks)
+    assert len(np.unique(step)) > 100
+    points = generator.integers(0, len(layout.grid), (20, 256 // layout.width)).astype(np.uint16)
+    negative = generator.integers(0, 2, (20, 256)).astype(bool)
+    if layout.even:
+        negative[:, 7::8] = negative.reshape(20, 32, 8)[..., :7].sum(2) % 2
+    layout.set_codes(blocks, points, negative)
+    expected = step * layout.grid[points].reshape(20, 256) * np.where(negative, -1, 1)
+    np.testing.assert_allclose(layout.decoded(blocks), expected, rtol=1e-6)
+    np.testing.assert_array_equal(layout.steps(blocks), step)
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_feedback_lowers_the_quadratic_loss_of_grids(name: str) -> None:
+    """Codes with feedback beside codes without it; signs keep to the type's condition."""
+    layout = grid_of(name)
+    assert layout is not None
+    torch.manual_seed(0)
+    m, n = 24, 256
+    weight, step = torch.randn(m, n), torch.full((m, n), 2.4 / float(layout.grid.max()))
+    root = torch.randn(n, 16) @ torch.randn(16, n) / 4 + torch.randn(n, n)
+    h = root.T @ root / n
+
+    def loss(moment: torch.Tensor) -> float:
+        fisher = KroneckerFisher(moment, torch.ones(m))
+        points, negative = rounded_to_grid(weight, step, layout, feedback_of(fisher, 8))
+        if layout.even:
+            assert (negative.reshape(m, -1, 8).sum(2) % 2 == 0).all()
+        signs = torch.where(negative, -1.0, 1.0)
+        error = weight - step * torch.from_numpy(layout.grid)[points].reshape(m, n) * signs
+        return float(((error @ h) * error).sum())
+
+    assert loss(h) < 0.5 * loss(torch.eye(n))
+
+
+def test_points_are_the_best_of_all() -> None:
+    """Without correlations: no other point of the grid is nearer to any group of weights with the same signs."""
+    layout = grid_of("IQ3_S")
+    assert layout is not None
+    torch.manual_seed(0)
+    weight, step = torch.randn(6, 256), torch.full((6, 256), 0.15)
+    fisher = KroneckerFisher(torch.eye(256), torch.ones(6))
+    points, negative = rounded_to_grid(weight, step, layout, feedback_of(fisher, 8))
+    assert torch.equal(negative, weight < 0)
+    groups = weight.abs().reshape(-1, 4)
+    costs = torch.cdist(groups, 0.15 * torch.from_numpy(layout.grid))
+    torch.testing.assert_close(costs.gather(1, points.reshape(-1, 1))[:, 0], costs.amin(1))
 
 
 @pytest.mark.parametrize("name", CODED)

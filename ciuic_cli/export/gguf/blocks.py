@@ -135,6 +135,6 @@ def _layouts() -> dict[str, CodeLayout]:
 
 @functools.cache
 def layout_of(name: str) -> CodeLayout | None:
-    """Where a type has its codes; None for types whose codes stand for several weights together, and for Q8_0, whose
-    error is too small to matter."""
+    """Where a type has its codes; None for types whose codes stand for several weights together (`grid_of`), and for
+    Q8_0, whose error is too small to matter."""
     return _layouts().get(name)
