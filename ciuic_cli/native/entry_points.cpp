@@ -10,6 +10,7 @@
 #include "kernels.h"
 #include "parallel.h"
 #include "product.h"
+#include "scratch.h"
 #include "trellis_decode.h"
 
 namespace ciuic {
@@ -125,23 +126,25 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   const long together = std::min({batch, most, kMaxBatchTogether});
   const int preparers = static_cast<int>(std::min<long>(threads_used, together));
   const PreparedLayout layout(precisions, cols, together);
-  const std::unique_ptr<float[]> floats(new (std::nothrow) float[(1 + preparers) * cols]);  // the signs, rows of x
-  const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[layout.bytes + 64]);
-  const std::unique_ptr<uint8_t[]> unordered(new (std::nothrow) uint8_t[row_bytes * together]);
-  const std::unique_ptr<int32_t[]> position(new (std::nothrow) int32_t[reordered]);
-  const std::unique_ptr<float[]> biases(new (std::nothrow) float[reordered]);
-  if (!floats || !memory || !unordered || !position || !biases) return CIUIC_NO_MEMORY;
+  const long floats = (1 + preparers) * cols;  // the signs, rows of x
+  Scratch scratch(Scratch::bytes_of<float>(floats) + Scratch::bytes_of<uint8_t>(layout.bytes) +
+                  Scratch::bytes_of<uint8_t>(row_bytes * together) + Scratch::bytes_of<int32_t>(reordered) +
+                  Scratch::bytes_of<float>(reordered));
+  if (!scratch) return CIUIC_NO_MEMORY;
+  float* const signs = scratch.take<float>(floats);
+  uint8_t* const prepared = scratch.take<uint8_t>(layout.bytes);
+  uint8_t* const unordered = scratch.take<uint8_t>(row_bytes * together);
+  int32_t* const position = scratch.take<int32_t>(reordered);
+  float* const biases = scratch.take<float>(reordered);
   CiuicMatrix stored = *matrix;
   if (reorder) {
     stored.order = nullptr;
     for (long i = 0; i < matrix->rows_out; ++i) position[matrix->order[i]] = static_cast<int32_t>(i);
     if (matrix->bias != nullptr) {
       for (long i = 0; i < matrix->rows_out; ++i) biases[i] = matrix->bias[matrix->order[i]];
-      stored.bias = biases.get();
+      stored.bias = biases;
     }
   }
-  float* signs = floats.get();
-  uint8_t* prepared = aligned(memory.get());
   kernels().fill_signs(signs, cols, matrix->seed);
   const long per_item = groups_per_item(groups, threads_used, batch);
   for (long begin = 0; begin < batch; begin += together) {
@@ -154,7 +157,7 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
       }
     });
     const Output ordered = {y, y_bf16 != 0, begin};
-    const Output output = reorder ? Output{unordered.get(), y_bf16 != 0, 0} : ordered;
+    const Output output = reorder ? Output{unordered, y_bf16 != 0, 0} : ordered;
     parallel_for((groups + per_item - 1) / per_item, threads_used, [&](long item) {
       multiply_groups(stored, mode, layout, prepared, count, per_item * item,
                       std::min(groups, per_item * (item + 1)), output);
@@ -162,7 +165,7 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
     if (reorder)
       parallel_for(preparers, preparers, [&](long item) {
         for (long b = count * item / preparers; b < count * (item + 1) / preparers; ++b)
-          put_in_order(position.get(), matrix->rows_out, unordered.get(), b, ordered);
+          put_in_order(position, matrix->rows_out, unordered, b, ordered);
       });
   }
   return CIUIC_OK;

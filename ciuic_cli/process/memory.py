@@ -2,7 +2,7 @@
 
 `exhaustion` and `machine_fault` recognise errors that mean memory, threads or the machine, and return the
 EnvironmentFault for them. `configure_allocators`, `return_freed_memory` and `limit_freed_memory` keep the resident
-size near the memory in use.
+size near the memory in use; `reuse_activations` saves the time of returning memory and taking it again.
 """
 
 from __future__ import annotations
@@ -115,6 +115,12 @@ _SLACK = 256 << 20
 """Default growth in bytes after which `limit_freed_memory` returns free pages, and most free bytes that glibc keeps at
 the end of its heap. With 64 MB, and the 128 kB that glibc keeps by default, a fifth of the statistics' time went into
 mapping and clearing pages that had just been returned (measured: docs/experiments/scale/account.md)."""
+_LARGEST_REUSED = 32 << 20
+"""Bytes from which a block is mapped separately while a model generates. It is the largest value that glibc takes; it
+chooses this value, and twice as many bytes kept at the heap's end, by itself after it has freed such a block (measured:
+docs/experiments/runtime/kept-memory.md)."""
+_GLIBC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+"""Environment variables by which users set glibc's allocator."""
 _settled = 0
 """Resident bytes after the last return of freed memory, or the least since then."""
 _PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
@@ -175,10 +181,24 @@ def configure_allocators() -> None:
     """
     for name, capacity in _PRIMITIVES.items():
         os.environ.setdefault(name, capacity)
+    _set_thresholds(_MMAP_BYTES, _SLACK)
+
+
+def reuse_activations() -> None:
+    """Let glibc reuse the memory of activations instead of returning it to the system after every layer.
+
+    For models that generate. Settings of glibc's allocator in the environment stay.
+    """
+    if not any(name in os.environ for name in _GLIBC_SETTINGS):
+        _set_thresholds(_LARGEST_REUSED, 2 * _LARGEST_REUSED)
+
+
+def _set_thresholds(mapped: int, kept: int) -> None:
+    """glibc maps blocks from `mapped` bytes on separately, and keeps up to `kept` free bytes at the end of its heap."""
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _SLACK)
+        mallopt(_M_MMAP_THRESHOLD, mapped)
+        mallopt(_M_TRIM_THRESHOLD, kept)
 
 
 def _c_library() -> ctypes.CDLL:

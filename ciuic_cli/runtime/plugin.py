@@ -34,6 +34,7 @@ from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers
 from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
+from ciuic_cli.process.memory import reuse_activations
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.mixed_classes import adapt_model
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
@@ -139,6 +140,7 @@ class CiuicQuantizer(HfQuantizer):
         in_memory = keep_weights_in_place(model)
         finish_modules(model, self.pruned, self.dtype)
         compute_in_place(model, in_memory)
+        reuse_activations()
         return model
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

@@ -1,14 +1,13 @@
 // Shares a prompt's attention among threads: blocks of queries of each sequence and key-value head.
 #include <algorithm>
 #include <atomic>
-#include <memory>
-#include <new>
 
 #include "bfloat16.h"
 #include "ciuic_native.h"
 #include "kernels.h"
 #include "parallel.h"
 #include "product.h"
+#include "scratch.h"
 
 namespace ciuic {
 namespace {
@@ -111,9 +110,9 @@ int ciuic_prompt_attention(const CiuicPromptAttention* call, void* out, int thre
   const long items = static_cast<long>(call->sequences * call->kv_heads * blocks.per_sequence);
   const int workers = static_cast<int>(std::min<long>(threads, items));
   const size_t floats = Worker::floats(*call);
-  const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[sizeof(float) * floats * workers + 64]);
-  if (!memory) return CIUIC_NO_MEMORY;
-  float* const of_workers = reinterpret_cast<float*>(aligned(memory.get()));
+  Scratch scratch(Scratch::bytes_of<float>(floats * workers));
+  if (!scratch) return CIUIC_NO_MEMORY;
+  float* const of_workers = scratch.take<float>(floats * workers);
   std::atomic<long> next{0};
   parallel_for(workers, workers, [&](long number) {
     Worker worker(*call, blocks, out, of_workers + floats * number);
