@@ -66,6 +66,39 @@ def test_memory_freed_in_a_loop_returns_during_the_loop() -> None:
     assert growth("limit_freed_memory(64 << 20)") < 80 << 20 < growth("pass")
 
 
+FAULTS = """
+import resource
+import numpy as np
+from ciuic_cli.process.memory import reuse_activations
+{prepare}
+def layer():
+    return [np.ones(1 << 17) for _ in range(30)]  # blocks of 1 MB, 30 MB in all
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+layer()
+before = faults()
+for _ in range(4):
+    layer()
+print(faults() - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "reused"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": str(128 << 10)}, False)]
+)
+def test_activations_of_one_layer_are_reused_by_the_next(environment: dict[str, str], reused: bool) -> None:
+    def count(prepare: str) -> int:
+        script = [sys.executable, "-c", FAULTS.format(prepare=prepare)]
+        done = subprocess.run(
+            script, check=True, capture_output=True, text=True, env={**os.environ, **environment}
+        )
+        return int(done.stdout)
+
+    pages = 4 * (30 << 20) // 4096
+    assert (count("reuse_activations()") < 0.1 * pages) is reused
+    assert count("pass") > 0.9 * pages
+
+
 @pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"])
 @pytest.mark.parametrize(("before", "after"), [(None, "16"), ("1024", "1024")])
 def test_a_limit_that_the_user_has_set_is_kept(name: str, before: str | None, after: str) -> None:
