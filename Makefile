@@ -138,11 +138,12 @@ fuzz: $(VENV)/.installed $(FUZZED)/libciuic_native.so
 	$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(FUZZED)/libciuic_native.so \
 		$(BIN)/python tests/fuzz/run.py native $(FUZZ_SECONDS)
 
-# Runs the tests of the native library, and many shapes, under the address and undefined-behaviour sanitizers.
+# Runs the tests of the native library, and many shapes, under the address and undefined-behaviour sanitizers. pytest leaves
+# the file of stderr alone, so that a sanitizer's report is seen.
 sanitize: $(VENV)/.installed $(SANITIZED)/libciuic_native.so
 	failed=; for tests in $(SANITIZED_TESTS); do \
 		$(SANITIZERS) CIUIC_NATIVE_LIBRARY=$(SANITIZED)/libciuic_native.so \
-		$(BIN)/python -m pytest -p no:cacheprovider -m "" $$tests || failed="$$failed $$tests"; \
+		$(BIN)/python -m pytest -p no:cacheprovider --capture=sys -m "" $$tests || failed="$$failed $$tests"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 $(SANITIZED)/libciuic_native.so: CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)

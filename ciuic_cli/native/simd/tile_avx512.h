@@ -102,7 +102,11 @@ static inline int32_t own_products(const int16_t* value, long count) {
     const __m512i four = _mm512_maskz_loadu_epi16(count - i < 32 ? 0xFFFFu : 0xFFFFFFFFu, value + i);
     sum = _mm512_dpwssd_epi32(sum, four, _mm512_srli_epi64(four, 32));
   }
-  return _mm512_reduce_add_epi32(sum);
+  // Not _mm512_reduce_add_epi32, whose additions are signed: their overflow is undefined.
+  const __m256i eight = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+  const __m128i four_sums = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_add_epi32(four_sums, _mm_shuffle_epi32(four_sums, _MM_SHUFFLE(1, 0, 3, 2)));
+  return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, _MM_SHUFFLE(2, 3, 0, 1))));
 }
 
 // total[row] += scale * sums[row]
