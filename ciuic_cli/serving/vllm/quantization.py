@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 from ciuic_cli.artifact.reader import Artifact, check_format, open_artifact
 from ciuic_cli.artifact.schema import QUANT_METHOD
@@ -101,7 +102,10 @@ class CiuicVllmConfig(QuantizationConfig):
         return any(names.expert_tensors(name.rpartition(".")[0], self._stored) for name in self._stored)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """The method of a module; None if vLLM's own suits. Raises UsageError under tensor or pipeline parallelism."""
+        """The method of a module; None if vLLM's own suits.
+
+        Raises UsageError under tensor or pipeline parallelism, and as `_require_eager_on_cpu`.
+        """
         method = self._method(layer, prefix)
         if isinstance(method, CompressedMatrixMethod | CompressedExpertsMethod):
             if get_tensor_model_parallel_world_size() > 1 and not getattr(layer, "disable_tp", False):
@@ -115,6 +119,8 @@ class CiuicVllmConfig(QuantizationConfig):
                     "ciuic artifacts are not supported under pipeline parallelism: predictions were NaN in a test",
                     remedy="use --pipeline-parallel-size 1",
                 )
+            if isinstance(method, LatentProjectionMethod | CompressedExpertsMethod):
+                _require_eager_on_cpu()
             self._held.update(method.tensors)
         return method
 
@@ -156,3 +162,13 @@ class CiuicVllmConfig(QuantizationConfig):
             assert self._folder is not None  # set where _stored is
             self._artifact = open_artifact(self._folder)
         return decoded(self._artifact.blobs[name])
+
+
+def _require_eager_on_cpu() -> None:
+    """Raise UsageError if vLLM compiles a model with latent attention or experts for a CPU: it would predict NaN."""
+    if current_platform.is_cpu() and not get_current_vllm_config().model_config.enforce_eager:
+        raise UsageError(
+            "compiled by vLLM for a CPU, an artifact with latent attention predicted NaN in a test; experts are not "
+            "tested so",
+            remedy="add --enforce-eager (in Python: enforce_eager=True)",
+        )

@@ -119,6 +119,11 @@ def test_deepseek_v3_agrees_with_transformers(case: Callable[[str], Case]) -> No
     assert difference(of_artifact, in_vllm(folders.decoded, tokens())) > 10 * AGREEMENT
 
 
+def test_compilation_for_a_cpu_is_refused_where_it_gave_nan(case: Callable[[str], Case]) -> None:
+    with pytest.raises(Exception, match="--enforce-eager"):
+        in_vllm(case("deepseek_v3").artifact, tokens(), enforce_eager=False)
+
+
 def test_single_tokens_agree_with_transformers(case: Callable[[str], Case]) -> None:
     """vLLM computes the tokens after a prompt with two dense factors that it makes of `kv_b_proj`."""
     artifact, prompts = case("deepseek_v3").artifact, tokens()[:, :32]
