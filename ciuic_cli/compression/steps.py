@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ciuic_cli.compression.journal import Journal
-from ciuic_cli.process.memory import return_freed_memory
+from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.process.workers import Workers
@@ -44,7 +44,7 @@ class Steps:
 
         order = sorted(range(len(work)), key=lambda number: (side_by_side(number), -work[number]))
         for number, _ in parallel_map(self._workers.take(phase, order), make_missing, side_by_side):
-            return_freed_memory()
+            limit_freed_memory()
             finished(number)
             self._progress(phase, self._workers.add_to_counter(f"{phase} done", work[number]), sum(work))
         self._workers.barrier()

@@ -35,7 +35,7 @@ from ciuic_cli.cost.run_time import (
 from ciuic_cli.layerwise.chunk_threads import activation_bytes, chunks_side_by_side
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
-from ciuic_cli.process.memory import resident_bytes
+from ciuic_cli.process.memory import SLACK, resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.compact import compact_bytes
@@ -185,7 +185,7 @@ def peak_bytes(
     device: torch.device,
     bfloat16: bool,
 ) -> int:
-    """The most resident bytes: `base`, which are resident before the run, and the largest phase on top of it.
+    """The most resident bytes: `base`, which are resident before the run, the largest phase, and freed memory.
 
     bfloat16: whether the statistics' matrix products are in bfloat16 on this device.
     """
@@ -225,7 +225,7 @@ def peak_bytes(
     outside_layers = embedding_and_head + max(logits + 2 * vocabulary_bytes(model_map), largest_outside)
     plan = PLAN_BYTES * sum(matrix.groups for matrix in matrices)
     tuning = TUNING_BYTES * sum(matrix.rows for matrix in matrices) if text.recovery else 0
-    return base + tuning + max([*layers, outside_layers, plan])
+    return base + SLACK + tuning + max([*layers, outside_layers, plan])
 
 
 def _side_by_side_bytes(matrix: WeightMatrix) -> int:

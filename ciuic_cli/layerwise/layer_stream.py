@@ -44,7 +44,7 @@ from ciuic_cli.layerwise.stand_ins import (
     linked_arguments,
     require_layer_by_layer,
 )
-from ciuic_cli.process.memory import return_freed_memory
+from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import in_order
 from ciuic_cli.profiling.account import counted_here
@@ -320,7 +320,7 @@ class LayerStream:
                 yield module
         finally:
             self.map.release(module)
-            return_freed_memory()
+            limit_freed_memory()
 
     @contextmanager
     def _without_layers(self) -> Iterator[list[StandIn]]:

@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-LOGIT_BYTES = 1 << 27
-"""Most bytes of float32 logits that exist at a time; longer sequences go through the head in parts. No measurement is
-on record; see also docs/experiments/scale/vocabulary-chunks.md."""
+LOGIT_BYTES = 12 << 20
+"""Most bytes of float32 logits that exist at a time; longer sequences go through the head in parts. Below the size from
+which the C library maps every block anew (`process/memory.py`), so that the pages of earlier logits are reused
+(measured: docs/experiments/scale/freed-memory.md)."""
+LEAST_TOKENS = 64
+"""Tokens of such a part at least, however large the vocabulary: the head's weights are read once for each part. Chosen,
+not tuned; see also docs/experiments/scale/vocabulary-chunks.md."""
 
 
 class TokenSpan(NamedTuple):
@@ -34,4 +38,4 @@ LogitsOfChunk = Callable[[int], Iterator[tuple[TokenSpan, torch.Tensor, torch.Te
 
 def logit_tokens(vocabulary: int) -> int:
     """The most tokens whose logits exist at a time."""
-    return max(1, LOGIT_BYTES // (4 * vocabulary))
+    return max(LEAST_TOKENS, LOGIT_BYTES // (4 * vocabulary))

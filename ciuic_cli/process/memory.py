@@ -111,10 +111,11 @@ _MMAP_BYTES = 16 << 20
 Smaller blocks, such as activations, are reused. At 1 MB, mapping and clearing took twice the system time.
 """
 _M_TRIM_THRESHOLD = -1  # option of mallopt
-_SLACK = 256 << 20
+SLACK = 256 << 20
 """Default growth in bytes after which `limit_freed_memory` returns free pages, and most free bytes that glibc keeps at
-the end of its heap. With 64 MB, and the 128 kB that glibc keeps by default, a fifth of the statistics' time went into
-mapping and clearing pages that had just been returned (measured: docs/experiments/scale/account.md)."""
+the end of its heap; so much more than what is in use may be resident. With 64 MB, and the 128 kB that glibc keeps by
+default, a fifth of the statistics' time went into mapping and clearing pages that had just been returned (measured:
+docs/experiments/scale/account.md)."""
 _LARGEST_REUSED = 32 << 20
 """Bytes from which a block is mapped separately while a model generates. It is the largest value that glibc takes; it
 chooses this value, and twice as many bytes kept at the heap's end, by itself after it has freed such a block (measured:
@@ -156,7 +157,7 @@ def return_freed_memory() -> None:
         trim(0)
 
 
-def limit_freed_memory(slack: int = _SLACK) -> None:
+def limit_freed_memory(slack: int = SLACK) -> None:
     """`return_freed_memory` if the process has grown by `slack` bytes since the last return; for inner loops.
 
     glibc puts a block into the hole that fits best. In a heap with many holes, one layer uses most of them once, and
@@ -181,7 +182,7 @@ def configure_allocators() -> None:
     """
     for name, capacity in _PRIMITIVES.items():
         os.environ.setdefault(name, capacity)
-    _set_thresholds(_MMAP_BYTES, _SLACK)
+    _set_thresholds(_MMAP_BYTES, SLACK)
 
 
 def reuse_activations() -> None:

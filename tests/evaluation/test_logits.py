@@ -21,6 +21,7 @@ from ciuic_cli.layerwise import logits as layer_logits
 
 @pytest.fixture
 def _sixteen_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer_logits, "LEAST_TOKENS", 1)
     monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 16 * 4 * VOCABULARY)
 
 
@@ -87,6 +88,7 @@ def test_metrics_in_parts_equal_those_of_whole_windows(
 ) -> None:
     one, other = tiny_checkpoint("llama"), tiny_checkpoint("llama", seed=1)
     whole = evaluate(one, base=other, text=text, seqlen=64, device="cpu")
+    monkeypatch.setattr(layer_logits, "LEAST_TOKENS", 1)
     monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 20 * 4 * VOCABULARY)
     found = evaluate(one, base=other, text=text, seqlen=64, device="cpu")
     assert _numbers(found) == pytest.approx(_numbers(whole), rel=1e-5)

@@ -49,6 +49,7 @@ BITS = 3
 def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 20 tokens go through the head in three parts; the references take them whole."""
     monkeypatch.setattr(gradients, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(layer_logits, "LEAST_TOKENS", 1)
     monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 8 * 4 * 256)
 
 

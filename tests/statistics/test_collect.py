@@ -31,6 +31,7 @@ def _silent(what: str, done: int, total: int) -> None:
 def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences of 24 tokens go through the head in three parts; the references take them whole."""
     monkeypatch.setattr(collect, "compute_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(layer_logits, "LEAST_TOKENS", 1)
     monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 10 * 4 * 256)
 
 
