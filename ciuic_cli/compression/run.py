@@ -32,7 +32,7 @@ from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.steps import Steps
 from ciuic_cli.compression.task import Task
 from ciuic_cli.compression.windows import with_windows
-from ciuic_cli.errors import TargetError
+from ciuic_cli.errors import EnvironmentFault, TargetError
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise.layer_stream import Adjust
@@ -115,7 +115,10 @@ class Run:
         """Whether the journal has the statistics, but for those of matrices that are coded already."""
 
         def is_coded(file: str) -> bool:
-            name = Statistics(folder).parameter_of(file)
+            try:
+                name = Statistics(folder).parameter_of(file)
+            except EnvironmentFault:  # the list of files is damaged itself
+                return False
             return name is not None and all(
                 self._steps.is_intact("encode", n) for n in self._numbers_of[name]
             )

@@ -87,6 +87,29 @@ def test_statistics_are_collected_again_if_a_code_was_damaged_that_replaced_them
     assert weights_of(out) == weights_of(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("damage", ["changed", "absent"])
+def test_statistics_are_collected_again_if_the_list_of_their_files_was_damaged(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, damage: str
+) -> None:
+    """The files of coded matrices are gone by then, and only the list tells which those were."""
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    compress_tiny(source, tmp_path / "whole", text)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "encode" and 2 * done >= total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compress_tiny(source, out, text, progress=interrupt)
+    (listing,) = tmp_path.glob(".out*/statistics/statistics.json")
+    if damage == "absent":
+        listing.unlink()
+    else:
+        listing.write_bytes(b"\xae" + listing.read_bytes()[1:])
+    compress_tiny(source, out, text)
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+
+
 def test_a_run_continues_after_a_disk_fault(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
