@@ -194,12 +194,13 @@ CHECKED_BY_MAKE_TEST = {
 
 
 NEED_VLLM = f"{PACKAGE}.serving.vllm."
-"""Modules of vLLM's plug-in import vLLM, which only the environment of `make vllm-check` has; `names` and
-`local_experts` do not."""
+"""Modules of vLLM's plug-in import vLLM, which only the environment of `make vllm-check` has; those of
+NEED_NO_VLLM do not."""
+NEED_NO_VLLM = ("names", "local_experts", "inductor")
 
 
 def _importable(module: str) -> bool:
-    return not module.startswith(NEED_VLLM) or module.removeprefix(NEED_VLLM) in ("names", "local_experts")
+    return not module.startswith(NEED_VLLM) or module.removeprefix(NEED_VLLM) in NEED_NO_VLLM
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """The plug-in that lets vLLM serve artifacts. vLLM finds it by the entry point `vllm.general_plugins` and calls
 `register` in each of its processes.
 
-The other modules of this folder, except `names`, import vLLM, which is no dependency of this package. `make
-vllm-check` tests them in an environment with vLLM.
+The other modules of this folder, except `names`, `local_experts` and `inductor`, import vLLM, which is no dependency
+of this package. `make vllm-check` tests them in an environment with vLLM.
 """
 
 from __future__ import annotations

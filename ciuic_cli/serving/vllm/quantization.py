@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from ciuic_cli.artifact.reader import Artifact, check_format, open_artifact
 from ciuic_cli.artifact.schema import QUANT_METHOD
 from ciuic_cli.errors import UsageError
-from ciuic_cli.serving.vllm import names
+from ciuic_cli.serving.vllm import inductor, names
 from ciuic_cli.serving.vllm.experts import CompressedExpertsMethod
 from ciuic_cli.serving.vllm.matrices import CompressedMatrixMethod, LatentProjectionMethod
 from ciuic_cli.serving.vllm.weights import DecodingMapper, decoded
@@ -104,7 +104,7 @@ class CiuicVllmConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a module; None if vLLM's own suits.
 
-        Raises UsageError under tensor or pipeline parallelism, and as `_require_eager_on_cpu`.
+        Raises UsageError under tensor or pipeline parallelism, and as `inductor.keep_order_of_writes`.
         """
         method = self._method(layer, prefix)
         if isinstance(method, CompressedMatrixMethod | CompressedExpertsMethod):
@@ -119,8 +119,8 @@ class CiuicVllmConfig(QuantizationConfig):
                     "ciuic artifacts are not supported under pipeline parallelism: predictions were NaN in a test",
                     remedy="use --pipeline-parallel-size 1",
                 )
-            if isinstance(method, LatentProjectionMethod):
-                _require_eager_on_cpu()
+            if current_platform.is_cpu() and not get_current_vllm_config().model_config.enforce_eager:
+                inductor.keep_order_of_writes()
             self._held.update(method.tensors)
         return method
 
@@ -162,12 +162,3 @@ class CiuicVllmConfig(QuantizationConfig):
             assert self._folder is not None  # set where _stored is
             self._artifact = open_artifact(self._folder)
         return decoded(self._artifact.blobs[name])
-
-
-def _require_eager_on_cpu() -> None:
-    """Raise UsageError if vLLM compiles a model with latent attention for a CPU: it would predict NaN."""
-    if current_platform.is_cpu() and not get_current_vllm_config().model_config.enforce_eager:
-        raise UsageError(
-            "compiled by vLLM for a CPU, an artifact with latent attention predicted NaN in a test",
-            remedy="add --enforce-eager (in Python: enforce_eager=True)",
-        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -65,7 +66,15 @@ def _post(url: str, **body: Any) -> dict[str, Any]:
 
 
 def test_it_completes_a_text(server: str, sample_for_vllm: Path) -> None:
-    body = {"model": str(sample_for_vllm), "prompt": "The river", "max_tokens": 8, "temperature": 0}
+    body = {
+        "model": str(sample_for_vllm),
+        "prompt": "The river",
+        "max_tokens": 8,
+        "temperature": 0,
+        "logprobs": 1,
+    }
     answer = _post(f"{server}/v1/completions", **body)
     assert answer["usage"]["completion_tokens"] == 8
+    logprobs = answer["choices"][0]["logprobs"]["token_logprobs"]
+    assert len(logprobs) == 8 and all(math.isfinite(value) and value <= 0 for value in logprobs)
     assert answer["choices"][0]["text"] == _post(f"{server}/v1/completions", **body)["choices"][0]["text"]
