@@ -79,7 +79,7 @@ def pieces(turns: Turns, most: int) -> Iterator[Turns]:
 
 
 def fits(tokenizer: Any, turns: Turns, most: int) -> bool:
-    """Whether the piece has at most `most` tokens with the tokenizer's chat template."""
+    """True if the piece has at most `most` tokens with the tokenizer's chat template."""
     return len(tokenizer.apply_chat_template(messages_of(turns), return_dict=True)["input_ids"]) <= most
 
 

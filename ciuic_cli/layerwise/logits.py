@@ -12,8 +12,8 @@ LOGIT_BYTES = 12 << 20
 which the C library maps every block anew (`process/memory.py`), so that the pages of earlier logits are reused
 (measured: docs/experiments/scale/freed-memory.md)."""
 LEAST_TOKENS = 64
-"""Tokens of such a part at least, however large the vocabulary: the head's weights are read once for each part. Chosen,
-not tuned; see also docs/experiments/scale/vocabulary-chunks.md."""
+"""A part has at least this many tokens, however large the vocabulary, because the head's weights are read once for each
+part. Chosen, not tuned; see also docs/experiments/scale/vocabulary-chunks.md."""
 
 
 class TokenSpan(NamedTuple):

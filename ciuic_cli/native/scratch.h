@@ -1,7 +1,7 @@
 // Scratch memory that a thread keeps from one call to the next.
 //
 // The C library returns large blocks to the system when they are freed, and the system clears every page before the next
-// use. A prompt of 512 tokens took 20,000 page faults that way.
+// use. Half of the 20,000 page faults of a prompt of 512 tokens came from scratch memory.
 #ifndef CIUIC_SCRATCH_H
 #define CIUIC_SCRATCH_H
 

@@ -64,11 +64,11 @@ class TextModel:
         path: artifact or checkpoint, a folder or a hub id.
         device: "auto", "cpu", "cuda" or "cuda:N".
         chat: the model is to answer messages.
-        opened: opens the model in a folder on a device; default: `open_model`.
+        open_folder: opens the model in a folder on a device.
 
     Raises:
-        InputError: as `opened`; or `chat`, and the model has no chat template.
-        EnvironmentFault: as `opened`.
+        InputError: as `open_folder`; or `chat`, and the model has no chat template.
+        EnvironmentFault: as `open_folder`.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class TextModel:
         device: str = "auto",
         *,
         chat: bool = False,
-        opened: Callable[[Path, str], Any] | None = None,
+        open_folder: Callable[[Path, str], Any] = open_model,
     ) -> None:
         self.folder = locate(path)
         self.tokenizer = open_tokenizer(self.folder)
         if chat and (fault := no_chat_template(self.tokenizer, self.folder)) is not None:
             raise fault
-        self.model = (opened or open_model)(self.folder, device)
+        self.model = open_folder(self.folder, device)
 
     def complete(self, prompt: str, sampling: Sampling, write: Callable[[str], None]) -> Answer:
         """Continue a text. write: called with each new part of the continuation.

@@ -15,6 +15,16 @@ from ciuic_cli.compression import writing
 from ciuic_cli.errors import EnvironmentFault, InputError
 
 
+def half_of(phase: str) -> Callable[[str, int, int], None]:
+    """A progress callback that interrupts the run when half of this phase is done."""
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == phase and 2 * done >= total:
+            raise KeyboardInterrupt
+
+    return interrupt
+
+
 @pytest.mark.parametrize("stop_at", ["forward", "arms", "probe", "encode", "write"])
 def test_an_interrupted_run_continues_to_the_same_bytes(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, stop_at: str
@@ -22,12 +32,8 @@ def test_an_interrupted_run_continues_to_the_same_bytes(
     source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
     compress_tiny(source, tmp_path / "whole", text)
 
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == stop_at and 2 * done >= total:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        compress_tiny(source, out, text, progress=interrupt)
+        compress_tiny(source, out, text, progress=half_of(stop_at))
     assert not out.exists()
     hints: list[str] = []
     compress_tiny(source, out, text, hint=hints.append)
@@ -95,12 +101,8 @@ def test_statistics_are_collected_again_if_the_list_of_their_files_was_damaged(
     source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
     compress_tiny(source, tmp_path / "whole", text)
 
-    def interrupt(what: str, done: int, total: int) -> None:
-        if what == "encode" and 2 * done >= total:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        compress_tiny(source, out, text, progress=interrupt)
+        compress_tiny(source, out, text, progress=half_of("encode"))
     (listing,) = tmp_path.glob(".out*/statistics/statistics.json")
     if damage == "absent":
         listing.unlink()

@@ -81,7 +81,7 @@ class Shape:
 def random_shape(generator: random.Random, families: Sequence[str] = FAMILIES) -> Shape:
     """A shape of one of the families, with odd sizes in the proportions of released models.
 
-    Of these sizes, 4:1 must be within reach, so that a refusal is a finding. What a model keeps dense (norms, biases,
+    Every model of these sizes can reach 4:1, so that a refusal is a finding. What a model keeps dense (norms, biases,
     routers) is a share of its weights that falls with the width, so the width is 72 to 160. In proportion to it are the
     heads together (0.5 to 2; Qwen3 0.6B has 2), the feed-forward part (1.5 to 5.3; Llama 2.7, Gemma 8), an expert
     (0.3 to 1; DeepSeek-V3 0.29, OLMoE 0.5, Mixtral 3.5), and the latents of DeepSeek's attention (0.2 to 0.4; V3's

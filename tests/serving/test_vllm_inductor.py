@@ -14,7 +14,7 @@ from ciuic_cli.serving.vllm.inductor import keep_order_of_writes
 
 
 class Node:
-    """What a kernel reads: `logits`, which an operator wrote into; after that, the buffer is called `written`."""
+    """A kernel that reads a buffer after an operator wrote into it. The buffer `logits` is then called `written`."""
 
     def __init__(self) -> None:
         self.mutation_renames = {"logits": "written"}
@@ -29,7 +29,7 @@ def _reads(name: str) -> ReadWrites:
 
 
 def _recompute(node: Any, *args: Any, **options: Any) -> None:
-    """As torch 2.13: what the kernel reads, by the names that the buffers had at first."""
+    """Stands for the function of torch 2.13, which sets what the kernel reads and forgets the new name."""
     node.set_read_writes(_reads("logits"))
 
 

@@ -45,7 +45,7 @@ def chat(
 
         disable_progress_bar()  # of loading, in transformers
         announce_device(console, device)
-        opened = TextModel(folder, device, chat=True, opened=opener(adapter))
+        opened = TextModel(folder, device, chat=True, open_folder=opener(adapter))
         start: list[Message] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         messages = list(start)
         sampling = Sampling(max_new_tokens, temperature, top_p, seed)

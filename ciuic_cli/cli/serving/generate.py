@@ -59,17 +59,18 @@ Adapter = Annotated[
 ]
 
 
-def opener(adapter: Path | None) -> Callable[[Path, str], Any] | None:
-    """What opens a model with this adapter, for `TextModel`; None without an adapter.
+def opener(adapter: Path | None) -> Callable[[Path, str], Any]:
+    """Return the `open_folder` of a `TextModel` with this adapter, if one is given.
 
     Raises:
         EnvironmentFault: the packages for adapters are missing.
         InputError: the folder has no adapter.
     """
-    if adapter is None:
-        return None
-    require_training()
     from ciuic_cli.evaluation.opening import open_model
+
+    if adapter is None:
+        return open_model
+    require_training()
     from ciuic_cli.train.merging.adapter import adapted_model, require_adapter
 
     require_adapter(adapter)
@@ -102,7 +103,7 @@ def generate(
 
         disable_progress_bar()  # of loading, in transformers
         announce_device(console, device)
-        opened = TextModel(folder, device, opened=opener(adapter))
+        opened = TextModel(folder, device, open_folder=opener(adapter))
         console.part(prompt)
         answer = opened.complete(prompt, Sampling(max_new_tokens, temperature, top_p, seed), console.part)
         console.part("\n")
