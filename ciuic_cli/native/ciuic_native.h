@@ -152,11 +152,11 @@ struct CiuicLatentAttention {
   float scaling, unused;
 };
 
-// Whether this machine has the kernel: AVX-512 with bfloat16, unless CIUIC_CPU_KERNELS selects older instructions.
+// Whether this machine has the kernel: AVX2 with fused multiply-add or newer, unless CIUIC_CPU_KERNELS selects older instructions.
 CIUIC_EXPORT int ciuic_has_latent_attention();
 
 // out (sequences x rows x rank) = softmax(scaling * (query . latents + rotary_query . rotary_keys) + bias) . latents, with float32
-// sums and weights rounded to bfloat16. The softmax is over the tokens and the sink.
+// sums. Where the kernel multiplies bfloat16, weights are rounded to it. The softmax is over the tokens and the sink.
 CIUIC_EXPORT int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int threads);
 
 // 1 if this machine has a kernel for ciuic_symmetric_sums (with this value of `rounded`), 0 if not.

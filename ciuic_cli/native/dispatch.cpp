@@ -38,13 +38,19 @@ const Kernels& kernels() {
   return *chosen;
 }
 
-AttendToLatents attend_to_latents() {
+const LatentKernel* latent_kernel() {
+#ifdef CIUIC_X86_KERNELS
+  const char* const name = kernels().name;
+  if (std::strcmp(name, "portable") == 0 || !__builtin_cpu_supports("fma")) return nullptr;
+  if (std::strcmp(name, "avx2") == 0) return &latent_avx2::latent_kernel;
 #ifdef CIUIC_BFLOAT16_KERNELS
-  static const bool usable = std::strcmp(kernels().name, "avx2") != 0 && std::strcmp(kernels().name, "portable") != 0 &&
-                             __builtin_cpu_supports("avx512bf16");
-  if (usable) return avx512bf16::attend;
+  // Intel's vector units multiply bfloat16 at half of float32's rate (measured: docs/experiments/runtime/latent-kernel.md).
+  if (__builtin_cpu_supports("avx512bf16") && !__builtin_cpu_is("intel")) return &avx512bf16::latent_kernel;
 #endif
+  return &latent_avx512::latent_kernel;
+#else
   return nullptr;
+#endif
 }
 
 }  // namespace ciuic

@@ -7,6 +7,7 @@
 #include <memory>
 #include <new>
 
+#include "bfloat16.h"
 #include "ciuic_native.h"
 #include "parallel.h"
 #include "product.h"
@@ -30,17 +31,21 @@ Shape shape_of(const CiuicLatentAttention& call) {
           call.rank + call.rope};
 }
 
+void copy(const uint16_t* from, int64_t count, uint16_t* to) { std::copy_n(from, count, to); }
+void copy(const uint16_t* from, int64_t count, float* to) { std::transform(from, from + count, to, from_bfloat16); }
+
 // The rows of one block, each absorbed part beside its rotary part. Rows beyond the last repeat it.
-void copy_queries(const CiuicLatentAttention& call, const Shape& shape, long sequence, long block, uint16_t* to) {
+template <typename Value>
+void copy_queries(const CiuicLatentAttention& call, const Shape& shape, long sequence, long block, Value* to) {
   for (int r = 0; r < kQueryRows; ++r) {
     const long row = sequence * call.rows + std::min<long>(kQueryRows * block + r, call.rows - 1);
-    std::memcpy(to + r * shape.width, call.query + row * call.rank, sizeof(uint16_t) * call.rank);
-    if (call.rope > 0) std::memcpy(to + r * shape.width + call.rank, call.rotary_query + row * call.rope, sizeof(uint16_t) * call.rope);
+    copy(call.query + row * call.rank, call.rank, to + r * shape.width);
+    if (call.rope > 0) copy(call.rotary_query + row * call.rope, call.rope, to + r * shape.width + call.rank);
   }
 }
 
-void attend_to_range(const CiuicLatentAttention& call, const Shape& shape, AttendToLatents attend, long sequence, long block,
-                     long range, const uint16_t* query, PartialAttention& partial) {
+void attend_to_range(const CiuicLatentAttention& call, const Shape& shape, const LatentKernel& kernel, long sequence, long block,
+                     long range, const void* query, PartialAttention& partial) {
   const long begin = range * shape.tokens;
   const LatentTokens tokens = {call.latents + sequence * call.latent_sequence + begin * call.latent_token,
                                call.rope == 0 ? call.latents
@@ -56,7 +61,7 @@ void attend_to_range(const CiuicLatentAttention& call, const Shape& shape, Atten
       const long row = sequence * call.rows + std::min<long>(kQueryRows * block + r, call.rows - 1);
       bias[r] = call.bias + row * call.context + begin;
     }
-  attend(query, tokens, call.scaling, call.bias == nullptr ? nullptr : bias, partial);
+  kernel.attend(query, tokens, call.scaling, call.bias == nullptr ? nullptr : bias, partial);
 }
 
 // out = the softmax's mean of the latents, from the partial sums of all ranges. `sink`: null, or one more score.
@@ -78,7 +83,7 @@ void merge(const PartialAttention* partial, long ranges, int row, const float* s
 }  // namespace
 }  // namespace ciuic
 
-int ciuic_has_latent_attention() { return ciuic::attend_to_latents() != nullptr; }
+int ciuic_has_latent_attention() { return ciuic::latent_kernel() != nullptr; }
 
 int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int threads) {
   using namespace ciuic;
@@ -88,25 +93,30 @@ int ciuic_latent_attention(const CiuicLatentAttention* call, float* out, int thr
       call->rank % kLatentColumns != 0 || call->rope % kLatentColumns != 0)
     return CIUIC_BAD_ARGUMENT;
   if (call->rope > 0 && (call->rotary_query == nullptr || call->rotary_keys == nullptr)) return CIUIC_BAD_ARGUMENT;
-  const AttendToLatents attend = attend_to_latents();
-  if (attend == nullptr) return CIUIC_BAD_ARGUMENT;
+  const LatentKernel* const kernel = latent_kernel();
+  if (kernel == nullptr) return CIUIC_BAD_ARGUMENT;
   const Shape shape = shape_of(*call);
   const long items = call->sequences * shape.blocks * shape.ranges;
   const std::unique_ptr<PartialAttention[]> partial(new (std::nothrow) PartialAttention[items]);
   const std::unique_ptr<float[]> sums(new (std::nothrow) float[items * kQueryRows * shape.rank]);
-  const long query_size = kQueryRows * shape.width;
-  const std::unique_ptr<uint16_t[]> memory(new (std::nothrow) uint16_t[call->sequences * shape.blocks * query_size + 32]);
+  const long query_bytes = kQueryRows * shape.width * static_cast<long>(kernel->bf16 ? sizeof(uint16_t) : sizeof(float));
+  const std::unique_ptr<uint8_t[]> memory(new (std::nothrow) uint8_t[call->sequences * shape.blocks * query_bytes + 64]);
   if (!partial || !sums || !memory) return CIUIC_NO_MEMORY;
-  uint16_t* queries = reinterpret_cast<uint16_t*>(aligned(reinterpret_cast<uint8_t*>(memory.get())));
-  for (long i = 0; i < call->sequences * shape.blocks; ++i)
-    copy_queries(*call, shape, i / shape.blocks, i % shape.blocks, queries + i * query_size);
+  uint8_t* const queries = aligned(memory.get());
+  for (long i = 0; i < call->sequences * shape.blocks; ++i) {
+    void* const to = queries + i * query_bytes;
+    if (kernel->bf16)
+      copy_queries(*call, shape, i / shape.blocks, i % shape.blocks, static_cast<uint16_t*>(to));
+    else
+      copy_queries(*call, shape, i / shape.blocks, i % shape.blocks, static_cast<float*>(to));
+  }
   // Blocks of rows alternate fastest, so that neighbouring items read the same tokens.
   parallel_for(items, threads, [&](long item) {
     const long block = item % shape.blocks, range = item / shape.blocks % shape.ranges;
     const long sequence = item / (shape.blocks * shape.ranges);
     const long number = (sequence * shape.blocks + block) * shape.ranges + range;
     partial[number].sums = sums.get() + number * kQueryRows * shape.rank;
-    attend_to_range(*call, shape, attend, sequence, block, range, queries + (sequence * shape.blocks + block) * query_size,
+    attend_to_range(*call, shape, *kernel, sequence, block, range, queries + (sequence * shape.blocks + block) * query_bytes,
                     partial[number]);
   });
   for (long row = 0; row < call->sequences * call->rows; ++row) {

@@ -25,19 +25,23 @@ struct PartialAttention {
   float* sums;                // kQueryRows x rank: sum of exp(score - maximum) * latent
 };
 
-// Fills `partial` for the tokens. `query`: kQueryRows x (rank + rope) bfloat16, on a 64-byte boundary, absorbed part first.
-// `bias`: null, or per row the address of `count` floats that are added to the scaled scores.
-using AttendToLatents = void (*)(const uint16_t* query, const LatentTokens& tokens, float scaling, const float* const* bias,
-                                 PartialAttention& partial);
+// How a machine attends. `attend` fills `partial` for the tokens. `query`: kQueryRows x (rank + rope) numbers on a 64-byte
+// boundary, absorbed part first; bfloat16 if `bf16` and float32 otherwise. `bias`: null, or per row the address of
+// `count` floats that are added to the scaled scores.
+struct LatentKernel {
+  void (*attend)(const void* query, const LatentTokens& tokens, float scaling, const float* const* bias, PartialAttention& partial);
+  bool bf16;
+};
 
-// The function of this machine, or null: it needs bfloat16 instructions.
-AttendToLatents attend_to_latents();
+// The kernel of this machine, or null: it needs AVX2 with fused multiply-add.
+const LatentKernel* latent_kernel();
 
+#ifdef CIUIC_X86_KERNELS
+namespace latent_avx2 { extern const LatentKernel latent_kernel; }
+namespace latent_avx512 { extern const LatentKernel latent_kernel; }
 #ifdef CIUIC_BFLOAT16_KERNELS
-namespace avx512bf16 {
-void attend(const uint16_t* query, const LatentTokens& tokens, float scaling, const float* const* bias,
-            PartialAttention& partial);
-}
+namespace avx512bf16 { extern const LatentKernel latent_kernel; }
+#endif
 #endif
 
 }  // namespace ciuic

@@ -1,4 +1,4 @@
-"""Attention of a few queries over cached latents by the native library, on CPUs that multiply bfloat16.
+"""Attention of a few queries over cached latents by the native library, on CPUs with AVX2 or AVX-512.
 
 Source of the method: MLA with absorbed queries (`mla_products`), in blocks of tokens with a running maximum (flash
 attention, Dao et al. 2022).
@@ -18,7 +18,7 @@ _COLUMNS = 32
 
 
 def fits(inputs: AttentionInputs) -> bool:
-    """Whether the kernel computes this call: in bfloat16 on a CPU that has the instructions."""
+    """Whether the kernel computes this call: of bfloat16 tensors on a CPU that has the instructions."""
     return _multiplies(inputs.query, inputs.latents, inputs.rotary_keys)
 
 
@@ -44,7 +44,8 @@ def attention(absorbed: torch.Tensor, rotary_query: torch.Tensor, inputs: Attent
         inputs: latents, rotary keys, mask and scaling of a call that `fits`.
 
     Returns:
-        float32 [b, heads, s, rank]. Weights are rounded to bfloat16 before they meet the latents.
+        float32 [b, heads, s, rank]. Weights are rounded to bfloat16 before they meet the latents where the processor
+        multiplies bfloat16 faster than float32 (AMD's with AVX512_BF16).
     """
     rotary = rotary_query.to(torch.bfloat16).contiguous()
     return _attention(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from instruction_sets import digests
 
 from ciuic_cli.codecs import native
 from ciuic_cli.errors import UsageError
@@ -11,7 +12,7 @@ from ciuic_cli.runtime.attention import latent_kernel
 from ciuic_cli.runtime.attention.inputs import AttentionInputs
 
 pytestmark = pytest.mark.skipif(
-    not native.interface().ciuic_has_latent_attention(), reason="needs a processor with bfloat16 products"
+    not native.interface().ciuic_has_latent_attention(), reason="needs a processor with AVX2"
 )
 
 LOWEST = torch.finfo(torch.float32).min
@@ -67,6 +68,33 @@ def test_the_error_is_that_of_weights_in_bfloat16(
     given = inputs(b, heads, s, context, rank, rope)
     assert latent_kernel.fits(given)
     assert error(given) < 4e-3
+
+
+def test_every_instruction_set_attends() -> None:
+    """With AVX2 and AVX-512 in float32, on AMD's newer processors in bfloat16, whose weights are rounded."""
+    script = """
+import torch
+from ciuic_cli.codecs import native
+from ciuic_cli.runtime.attention import latent_kernel
+from ciuic_cli.runtime.attention.inputs import AttentionInputs
+torch.manual_seed(0)
+query, latents, keys = (torch.randn(2, heads, tokens, size).bfloat16()
+                        for heads, tokens, size in ((5, 2, 128), (1, 201, 96), (1, 201, 32)))
+given = AttentionInputs(query, latents, keys, None, 0.1)
+error = "torch"
+if latent_kernel.fits(given):
+    found = latent_kernel.attention(query[..., :96], query[..., 96:], given)
+    scores = query.double() @ torch.cat((latents, keys), -1).double().mT * 0.1
+    expected = scores.softmax(-1) @ latents.double()
+    error = float((found - expected).norm() / expected.norm())
+print(native.cpu_kernels(), error)
+"""
+    errors = digests(script)
+    assert errors.pop("portable") == "torch"
+    assert errors
+    assert all(float(error) < 4e-3 for error in errors.values())
+    if "avx2" in errors:
+        assert float(errors["avx2"]) < 1e-6
 
 
 def test_masks() -> None:

@@ -14,7 +14,7 @@ from ciuic_cli.evaluation.bench_process import cache_keyword
 from ciuic_cli.runtime.attention import latent_kernel, shared_keys
 
 pytestmark = pytest.mark.skipif(
-    not native.interface().ciuic_has_latent_attention(), reason="needs a processor with bfloat16 products"
+    not native.interface().ciuic_has_latent_attention(), reason="needs a processor with AVX2"
 )
 
 

@@ -1,182 +1,164 @@
-// Attention over latents with AVX-512's bfloat16 products. All rows read the same latents, so a latent is loaded once for
-// 4 rows (scores) or 16 rows (sums). Tokens are taken 64 at a time, with a running maximum of the scores (flash attention,
-// Dao et al. 2022). The method's cost: docs/experiments/runtime/latent-kernel.md.
+// Attention over latents in float32 with fused multiply-add, for AVX2 and AVX-512. All rows read the same latents, so what
+// is widened from bfloat16 serves several rows. Tokens are taken 64 at a time, with a running maximum of the scores (flash
+// attention, Dao et al. 2022). The method's cost: docs/experiments/runtime/latent-kernel.md.
 #include <immintrin.h>
 
 #include <cfloat>
 #include <cmath>
 #include <cstring>
 
+#include "exponential.h"
 #include "latent_attention.h"
+#include "vector_sums.h"
 
 namespace ciuic {
-namespace avx512bf16 {
+namespace CIUIC_ISA {
 namespace {
 
-constexpr int kTokens = 64;      // per block
-constexpr int kTile = 4;         // rows and tokens whose scores are computed together: 16 sums in registers
-constexpr int kFloats = 16;      // of a register
+constexpr int kTokens = 64;  // per block
 
-__m512i load(const uint16_t* from) { return _mm512_loadu_si512(from); }
+// Rows and tokens whose scores are computed together, and rows whose sums are: their sums are half of the registers, or
+// two thirds.
+#if defined(__AVX512F__)
+typedef __m512 Vector;
+constexpr int kWidth = 16, kScoreRows = 8, kScoreTokens = 2, kSumRows = 16;
+#else
+typedef __m256 Vector;
+constexpr int kWidth = 8, kScoreRows = 4, kScoreTokens = 2, kSumRows = 8;
+#endif
+static_assert(kScoreRows * kScoreTokens == kWidth, "sums_of adds up as many vectors as a vector has numbers");
 
-// sum += a . b, pairs of bfloat16. Not the intrinsic: GCC 12 copies each sum to another register and back.
-inline __attribute__((always_inline)) void add_products(__m512& sum, __m512i a, __m512i b) {
-  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+#define CIUIC_INLINE inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+CIUIC_INLINE Vector load(const float* from) { return _mm512_loadu_ps(from); }
+CIUIC_INLINE Vector load(const uint16_t* from) {
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
-
-// The sums of 16 vectors, in their order.
-inline __m512 sums_of(const __m512* v) {
-  __m512 four[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512 *a = v + 4 * i, *c = a + 2;
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1]));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c[0], c[1]), _mm512_unpackhi_ps(c[0], c[1]));
-    const __m512d ab2 = _mm512_castps_pd(ab), cd2 = _mm512_castps_pd(cd);
-    four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab2, cd2)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab2, cd2)));
-  }
-  __m512 two[2];
-  for (int i = 0; i < 2; ++i)
-    two[i] = _mm512_add_ps(_mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x44),
-                           _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xEE));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(two[0], two[1], 0x88), _mm512_shuffle_f32x4(two[0], two[1], 0xDD));
+CIUIC_INLINE void store(float* to, Vector v) { _mm512_storeu_ps(to, v); }
+CIUIC_INLINE Vector broadcast(float value) { return _mm512_set1_ps(value); }
+CIUIC_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm512_fmadd_ps(a, b, c); }
+#else
+CIUIC_INLINE Vector load(const float* from) { return _mm256_loadu_ps(from); }
+CIUIC_INLINE Vector load(const uint16_t* from) {
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
+CIUIC_INLINE void store(float* to, Vector v) { _mm256_storeu_ps(to, v); }
+CIUIC_INLINE Vector broadcast(float value) { return _mm256_set1_ps(value); }
+CIUIC_INLINE Vector multiply_add(Vector a, Vector b, Vector c) { return _mm256_fmadd_ps(a, b, c); }
+#endif
 
-// Adds the products of `columns` columns of kTile rows and kTile tokens. Columns of a row are neighbours.
-inline __attribute__((always_inline)) void add_scores(__m512* sums, const uint16_t* const* row,
-                                                      const uint16_t* const* token, long columns) {
-  for (long k = 0; k < columns; k += kLatentColumns) {
-    __m512i keys[kTile];
-    for (int t = 0; t < kTile; ++t) keys[t] = load(token[t] + k);
-#pragma GCC unroll 4
-    for (int r = 0; r < kTile; ++r) {
-      const __m512i query = load(row[r] + k);
-#pragma GCC unroll 4
-      for (int t = 0; t < kTile; ++t) add_products(sums[kTile * r + t], query, keys[t]);
+// Adds the products of `columns` columns of kScoreRows rows, `stride` numbers apart, and kScoreTokens tokens.
+CIUIC_INLINE void add_scores(Vector* sums, const float* row, long stride, const uint16_t* const* token, long columns) {
+  for (long k = 0; k < columns; k += kWidth) {
+    Vector key[kScoreTokens];
+#pragma GCC unroll 2
+    for (int t = 0; t < kScoreTokens; ++t) key[t] = load(token[t] + k);
+#pragma GCC unroll 8
+    for (int r = 0; r < kScoreRows; ++r) {
+      const Vector query = load(row + r * stride + k);
+#pragma GCC unroll 2
+      for (int t = 0; t < kScoreTokens; ++t)
+        sums[kScoreTokens * r + t] = multiply_add(query, key[t], sums[kScoreTokens * r + t]);
     }
   }
 }
 
 // score[row][token] of `count` tokens from `first` on. Tokens beyond repeat the last one.
-void scores_of(const uint16_t* query, const LatentTokens& tokens, long first, long count, float (*score)[kTokens]) {
+void scores_of(const float* query, const LatentTokens& tokens, long first, long count, float (*score)[kTokens]) {
   const long width = tokens.rank + tokens.rope;
-  for (long t0 = 0; t0 < count; t0 += kTile) {
-    const uint16_t *latent[kTile], *rotary[kTile];
-    for (int t = 0; t < kTile; ++t) {
+  for (long t0 = 0; t0 < count; t0 += kScoreTokens) {
+    const uint16_t *latent[kScoreTokens], *rotary[kScoreTokens];
+    for (int t = 0; t < kScoreTokens; ++t) {
       const long token = first + (t0 + t < count ? t0 + t : count - 1);
       latent[t] = tokens.latents + token * tokens.latent_stride;
       rotary[t] = tokens.rotary_keys + token * tokens.rotary_stride;
     }
-    for (int r0 = 0; r0 < kQueryRows; r0 += kTile) {
-      const uint16_t *absorbed[kTile], *rotated[kTile];
-      for (int r = 0; r < kTile; ++r) {
-        absorbed[r] = query + (r0 + r) * width;
-        rotated[r] = absorbed[r] + tokens.rank;
-      }
-      __m512 sums[kTile * kTile];
+    for (int r0 = 0; r0 < kQueryRows; r0 += kScoreRows) {
+      Vector sums[kWidth];
 #pragma GCC unroll 16
-      for (int i = 0; i < kTile * kTile; ++i) sums[i] = _mm512_setzero_ps();
-      add_scores(sums, absorbed, latent, tokens.rank);
-      add_scores(sums, rotated, rotary, tokens.rope);
-      alignas(64) float found[kFloats];
-      _mm512_store_ps(found, sums_of(sums));
-      for (int r = 0; r < kTile; ++r) std::memcpy(score[r0 + r] + t0, found + kTile * r, sizeof(float) * kTile);
+      for (int i = 0; i < kWidth; ++i) sums[i] = broadcast(0.0f);
+      add_scores(sums, query + r0 * width, width, latent, tokens.rank);
+      add_scores(sums, query + r0 * width + tokens.rank, width, rotary, tokens.rope);
+      alignas(64) float found[kWidth];
+      store(found, sums_of(sums));
+      for (int r = 0; r < kScoreRows; ++r) std::memcpy(score[r0 + r] + t0, found + kScoreTokens * r, sizeof(float) * kScoreTokens);
     }
   }
 }
 
-// exp(x) for x <= 0, with a relative error of 1e-7: 2^n exp(r), |r| <= ln(2) / 2, and a polynomial of degree 6 (Cephes,
-// Moshier 1989).
-__m512 exponential(__m512 x) {
-  x = _mm512_max_ps(_mm512_set1_ps(-104.0f), x);  // its exponential is 0 already; a NaN stays one
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  constexpr float kCoefficients[] = {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  for (const float c : kCoefficients) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, n);
-}
-
-// Scores of one row to weights in bfloat16; updates the row's maximum and total. Returns the factor of what was summed before.
-float weights_of(float* score, long count, float scaling, const float* bias, float& maximum, float& total, uint16_t* weight) {
-  __m512 x[kTokens / kFloats];
-  __m512 largest = _mm512_set1_ps(maximum);
-  for (int i = 0; i < kTokens / kFloats; ++i) {
-    const long rest = count - kFloats * i;
-    const __mmask16 valid = rest >= kFloats ? 0xFFFF : rest <= 0 ? 0 : static_cast<__mmask16>((1u << rest) - 1u);
-    x[i] = _mm512_mul_ps(_mm512_loadu_ps(score + kFloats * i), _mm512_set1_ps(scaling));
-    if (bias != nullptr) x[i] = _mm512_add_ps(x[i], _mm512_maskz_loadu_ps(valid, bias + kFloats * i));
-    x[i] = _mm512_mask_blend_ps(valid, _mm512_set1_ps(-INFINITY), x[i]);
-    largest = _mm512_max_ps(largest, x[i]);
-  }
-  const float found = _mm512_reduce_max_ps(largest);
-  const float factor = _mm512_cvtss_f32(exponential(_mm512_set1_ps(maximum - found)));
-  __m512 sum = _mm512_setzero_ps();
-  for (int i = 0; i < kTokens / kFloats; ++i) {
-    const __m512 p = exponential(_mm512_sub_ps(x[i], _mm512_set1_ps(found)));
-    sum = _mm512_add_ps(sum, p);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight + kFloats * i),
-                        reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(p)));
-  }
-  total = total * factor + _mm512_reduce_add_ps(sum);
+// Scores of one row to weights, 0 beyond the last token; updates the row's maximum and total. Returns the factor of what was
+// summed before.
+float weights_of(float* score, long count, float scaling, const float* bias, float& maximum, float& total) {
+  for (int t = 0; t < kTokens; ++t) score[t] *= scaling;
+  if (bias != nullptr)
+    for (long t = 0; t < count; ++t) score[t] += bias[t];
+  for (long t = count; t < kTokens; ++t) score[t] = -INFINITY;
+  float largest[kWidth], sums[kWidth] = {};
+  for (int i = 0; i < kWidth; ++i) largest[i] = maximum;
+  for (int t = 0; t < kTokens; t += kWidth)
+    for (int i = 0; i < kWidth; ++i) largest[i] = largest[i] < score[t + i] ? score[t + i] : largest[i];
+  float found = largest[0];
+  for (int i = 1; i < kWidth; ++i) found = found < largest[i] ? largest[i] : found;
+  for (int t = 0; t < kTokens; ++t) score[t] = exponential(score[t] - found);
+  for (long t = count; t < kTokens; ++t) score[t] = 0.0f;
+  for (int t = 0; t < kTokens; t += kWidth)
+    for (int i = 0; i < kWidth; ++i) sums[i] += score[t + i];
+  float sum = 0.0f;
+  for (int i = 0; i < kWidth; ++i) sum += sums[i];
+  const float factor = std::exp(maximum - found);
+  total = total * factor + sum;
   maximum = found;
   return factor;
 }
 
-// sums += weights . latents, 16 columns of all rows at a time. Weights beyond the last token are 0.
-void add_latents(const LatentTokens& tokens, long first, long count, const uint16_t (*weight)[kTokens], float* sums) {
-  // Element 2 i is column i of a token, and element 2 i + 1 that of the next.
-  const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
-                                              20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  for (long column = 0; column < tokens.rank; column += kFloats) {
-    __m512 row[kQueryRows];
+// sums += weights . latents, a vector of columns of kSumRows rows at a time.
+void add_latents(const LatentTokens& tokens, long first, long count, const float (*weight)[kTokens], float* sums) {
+  for (long column = 0; column < tokens.rank; column += kWidth) {
+    const uint16_t* const latent = tokens.latents + first * tokens.latent_stride + column;
+    for (int r0 = 0; r0 < kQueryRows; r0 += kSumRows) {
+      float* const begin = sums + r0 * tokens.rank + column;
+      Vector row[kSumRows];
 #pragma GCC unroll 16
-    for (int r = 0; r < kQueryRows; ++r) row[r] = _mm512_loadu_ps(sums + r * tokens.rank + column);
-    const uint16_t* latent = tokens.latents + first * tokens.latent_stride + column;
-    for (long t = 0; t < count; t += 2) {
-      const uint16_t* next = latent + (t + 1 < count ? t + 1 : t) * tokens.latent_stride;
-      const __m256i low = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(latent + t * tokens.latent_stride));
-      const __m256i high = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(next));
-      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-      const __m512i pairs = _mm512_permutexvar_epi16(interleave, both);
+      for (int r = 0; r < kSumRows; ++r) row[r] = load(begin + r * tokens.rank);
+      for (long t = 0; t < count; ++t) {
+        const Vector value = load(latent + t * tokens.latent_stride);
 #pragma GCC unroll 16
-      for (int r = 0; r < kQueryRows; ++r) {
-        int32_t factors;
-        std::memcpy(&factors, weight[r] + t, sizeof factors);
-        add_products(row[r], pairs, _mm512_set1_epi32(factors));
+        for (int r = 0; r < kSumRows; ++r) row[r] = multiply_add(broadcast(weight[r0 + r][t]), value, row[r]);
       }
-    }
 #pragma GCC unroll 16
-    for (int r = 0; r < kQueryRows; ++r) _mm512_storeu_ps(sums + r * tokens.rank + column, row[r]);
+      for (int r = 0; r < kSumRows; ++r) store(begin + r * tokens.rank, row[r]);
+    }
   }
 }
 
-}  // namespace
-
-void attend(const uint16_t* query, const LatentTokens& tokens, float scaling, const float* const* bias,
-            PartialAttention& partial) {
+void attend(const void* query, const LatentTokens& tokens, float scaling, const float* const* bias, PartialAttention& partial) {
   std::memset(partial.sums, 0, sizeof(float) * kQueryRows * tokens.rank);
   for (int r = 0; r < kQueryRows; ++r) {
     partial.maximum[r] = -FLT_MAX;
     partial.total[r] = 0.0f;
   }
   alignas(64) float score[kQueryRows][kTokens];
-  alignas(64) uint16_t weight[kQueryRows][kTokens];
   for (long first = 0; first < tokens.count; first += kTokens) {
     const long count = tokens.count - first < kTokens ? tokens.count - first : kTokens;
-    scores_of(query, tokens, first, count, score);
+    scores_of(static_cast<const float*>(query), tokens, first, count, score);
     for (int r = 0; r < kQueryRows; ++r) {
       const float factor = weights_of(score[r], count, scaling, bias == nullptr ? nullptr : bias[r] + first,
-                                      partial.maximum[r], partial.total[r], weight[r]);
-      float* sums = partial.sums + r * tokens.rank;
+                                      partial.maximum[r], partial.total[r]);
+      float* const sums = partial.sums + r * tokens.rank;
       if (first != 0 && factor != 1.0f)
-        for (long j = 0; j < tokens.rank; j += kFloats)
-          _mm512_storeu_ps(sums + j, _mm512_mul_ps(_mm512_loadu_ps(sums + j), _mm512_set1_ps(factor)));
+        for (long j = 0; j < tokens.rank; ++j) sums[j] *= factor;
     }
-    add_latents(tokens, first, count, weight, partial.sums);
+    add_latents(tokens, first, count, score, partial.sums);
   }
 }
 
-}  // namespace avx512bf16
+}  // namespace
+
+extern const LatentKernel latent_kernel;
+const LatentKernel latent_kernel = {attend, false};
+
+}  // namespace CIUIC_ISA
 }  // namespace ciuic

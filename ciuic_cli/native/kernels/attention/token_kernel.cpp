@@ -7,10 +7,7 @@
 
 #include "exponential.h"
 #include "kernels_of_isa.h"
-
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
+#include "vector_sums.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
@@ -35,19 +32,9 @@ CIUIC_INLINE void load(const uint16_t* from, Floats& to) {
 // out[i] = the sum of the 16 numbers of v[i], added in the same order everywhere.
 CIUIC_INLINE void lane_sums(const float (*v)[kLanes], float* out) {
 #if defined(__AVX512F__)
-  __m512 four[4];
-  for (int i = 0; i < 4; ++i) {
-    const __m512 a = _mm512_load_ps(v[4 * i]), b = _mm512_load_ps(v[4 * i + 1]);
-    const __m512 c = _mm512_load_ps(v[4 * i + 2]), d = _mm512_load_ps(v[4 * i + 3]);
-    const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
-    const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-    four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
-  }
-  __m512 two[2];
-  for (int i = 0; i < 2; ++i)
-    two[i] = _mm512_add_ps(_mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0x44),
-                           _mm512_shuffle_f32x4(four[2 * i], four[2 * i + 1], 0xEE));
-  _mm512_storeu_ps(out, _mm512_add_ps(_mm512_shuffle_f32x4(two[0], two[1], 0x88), _mm512_shuffle_f32x4(two[0], two[1], 0xDD)));
+  __m512 vectors[kLanes];
+  for (int i = 0; i < kLanes; ++i) vectors[i] = _mm512_load_ps(v[i]);
+  _mm512_storeu_ps(out, sums_of(vectors));
 #else
   for (int i = 0; i < kLanes; ++i) {
     float quad[4];
