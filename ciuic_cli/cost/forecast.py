@@ -40,6 +40,7 @@ from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.compact import compact_bytes
 from ciuic_cli.statistics.experts import full_moments_fit
+from ciuic_cli.statistics.head_fisher import WEIGHT_BYTES
 
 LOGIT_COPIES = 6
 """Estimated number of float32 arrays of the logits' size that exist at a time. No measurement is on record."""
@@ -222,7 +223,8 @@ def peak_bytes(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
     logits = LOGIT_COPIES * 4 * min(text.length, logit_tokens(vocabulary)) * vocabulary
-    outside_layers = embedding_and_head + max(logits + 2 * vocabulary_bytes(model_map), largest_outside)
+    head_sums = WEIGHT_BYTES + 2 * vocabulary_bytes(model_map)
+    outside_layers = embedding_and_head + max(logits + head_sums, largest_outside)
     plan = PLAN_BYTES * sum(matrix.groups for matrix in matrices)
     tuning = TUNING_BYTES * sum(matrix.rows for matrix in matrices) if text.recovery else 0
     return base + SLACK + tuning + max([*layers, outside_layers, plan])

@@ -206,17 +206,17 @@ class _Collection:
             if span.begin == 0:
                 sequence = self.chunk_numbers[span.chunk] * self.chunk + span.sequence
                 generator.manual_seed(sequence_seed(self.seed, sequence))
-            logits.backward(sampled_gradient(probability, generator)[None].to(logits.dtype))
             current[0].add(inputs.pop()[0].float(), probability, slope)
+            logits.backward(sampled_gradient(probability, generator)[None].to(logits.dtype))
 
         moments, rows = self._ordered_sums([name]), self._ordered_sums([name])
         with self.stream.tail(visit) as run_chunks:
             for segment in self.segments:
                 current.clear()  # before the next sums are made: they are as large as the vocabulary
-                current.append(HeadSums.zeros(vocabulary, cols, device, self.stream.dtype))
+                current.append(HeadSums(vocabulary, cols, device, self.stream.dtype))
                 run_chunks(segment)
                 moments.add({(name, None): current[0].moments} if segment else {})
-                rows.add({(name, None): current[0].rows} if segment else {})
+                rows.add({(name, None): current[0].rows()} if segment else {})
         handle.remove()
         if rows.totals:  # this worker owns the head
             row_sums, fisher = rows.totals[name, None], moments.totals[name, None].outputs

@@ -16,12 +16,16 @@ estimate instead of a few counts. Over all tokens with head inputs x:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from ciuic_cli.layerwise.logits import LEAST_TOKENS
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.moments import Moments
+
+WEIGHT_BYTES = 64 << 20
+"""Most bytes of the weights w of tokens that are kept. Chosen: 680 tokens in bfloat16 with a vocabulary of 49,152."""
+ROWS_AT_ONCE = 4096
+"""Rows of the head whose sums are updated at a time, so that a product stays in a cache. Chosen, not tuned."""
 
 
 def sequence_seed(seed: int, sequence: int) -> int:
@@ -35,7 +39,7 @@ def sampled_gradient(probability: torch.Tensor, generator: torch.Generator) -> t
     Labels are drawn by inversion of the cumulative distribution: torch.multinomial is many times slower.
 
     Args:
-        probability: (tokens, vocabulary) float32.
+        probability: (tokens, vocabulary) float32; overwritten by the result.
 
     Returns:
         (tokens, vocabulary) float32.
@@ -45,9 +49,8 @@ def sampled_gradient(probability: torch.Tensor, generator: torch.Generator) -> t
         torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
     )
     labels = torch.searchsorted(cumulative, draw).clamp_(max=probability.shape[1] - 1)[:, 0]
-    gradient = probability.clone()
-    gradient[torch.arange(len(gradient)), labels] -= 1.0
-    return gradient
+    probability[torch.arange(len(probability)), labels] -= 1.0
+    return probability
 
 
 def squared_slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | float:
@@ -61,37 +64,65 @@ def squared_slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | 
     return slope[0].float().square()
 
 
-@dataclass(frozen=True)
 class HeadSums:
     """Sums over the tokens of a segment of the text, each in a `Moments` so that workers can add them up.
 
-    moments: H (n, n) and the diagonal of G (vocabulary,). rows: inputs (vocabulary, n), Σ w_v x by row; outputs
-    (3, vocabulary): Σ p_v, Σ w_v and Σ w_v². Products for the rows, of which contexts are made, are in rows.dtype.
+    The sums Σ w_v x are as large as the head. So the weights of many tokens are kept until `WEIGHT_BYTES` are full, and
+    their product with the inputs is added at once (measured: docs/experiments/scale/head-sums.md).
+
+    Attributes:
+        moments: H (n, n) and the diagonal of G (vocabulary,).
+
+    Args:
+        cols: n, the inputs of the head.
+        dtype: of the products for the rows, of which contexts are made.
     """
 
-    moments: Moments
-    rows: Moments
-
-    @classmethod
-    def zeros(cls, vocabulary: int, cols: int, device: torch.device, dtype: torch.dtype) -> HeadSums:
-        rows = Moments(
+    def __init__(self, vocabulary: int, cols: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.moments = Moments.zeros(vocabulary, cols, device, torch.float32, full_outputs=False)
+        self._rows = Moments(
             torch.zeros(vocabulary, cols, device=device),
             torch.zeros(3, vocabulary, device=device),
             dtype=dtype,
         )
-        return cls(Moments.zeros(vocabulary, cols, device, torch.float32, full_outputs=False), rows)
+        tokens = max(LEAST_TOKENS, WEIGHT_BYTES // (dtype.itemsize * vocabulary))
+        self._weights = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
+        self._inputs = torch.empty(tokens, cols, dtype=dtype, device=device)
+        self._kept = 0
 
     def add(self, x: torch.Tensor, probability: torch.Tensor, slope: torch.Tensor | float) -> None:
         """Add tokens: head inputs x (t, n), predictions (t, vocabulary), both float32, and `squared_slope`."""
-        weights = probability * (1 - probability) * slope
-        token_weights = weights.sum(1)
+        weights = torch.addcmul(probability, probability, probability, value=-1)
+        if isinstance(slope, torch.Tensor):
+            weights *= slope
+        token_weights, squares = weights.sum(1), x.square().sum(1)
         self.moments.inputs.addmm_((x * token_weights[:, None]).T, x)
-        self.moments.outputs += x.square().sum(1) @ weights
+        self.moments.outputs += squares @ weights
         with one_thread():
-            self.moments.trace += float((token_weights * x.square().sum(1)).sum())
+            self.moments.trace += float((token_weights * squares).sum())
         self.moments.tokens += x.shape[0]
-        self.rows.inputs += weights.T.to(self.rows.dtype) @ x.to(self.rows.dtype)
-        self.rows.outputs += torch.stack((probability.sum(0), weights.sum(0), weights.square().sum(0)))
+        self._rows.outputs += torch.stack((probability.sum(0), weights.sum(0), weights.square().sum(0)))
+        begin = 0
+        while begin < len(x):
+            end = min(len(x), begin + len(self._weights) - self._kept)
+            kept = slice(self._kept, self._kept + end - begin)
+            self._weights[kept], self._inputs[kept] = weights[begin:end], x[begin:end]
+            self._kept, begin = kept.stop, end
+            if self._kept == len(self._weights):
+                self._add_rows()
+
+    def rows(self) -> Moments:
+        """Inputs (vocabulary, n), Σ w_v x by row; outputs (3, vocabulary): Σ p_v, Σ w_v and Σ w_v²."""
+        self._add_rows()
+        return self._rows
+
+    def _add_rows(self) -> None:
+        """Add the products of the weights and inputs that are kept, a few thousand rows at a time."""
+        weights, inputs = self._weights[: self._kept], self._inputs[: self._kept]
+        for begin in range(0, weights.shape[1], ROWS_AT_ONCE):
+            rows = slice(begin, begin + ROWS_AT_ONCE)
+            self._rows.inputs[rows] += weights[:, rows].T @ inputs
+        self._kept = 0
 
 
 def token_frequency(rows: Moments, tokens: int) -> torch.Tensor:

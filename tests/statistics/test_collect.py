@@ -96,7 +96,7 @@ def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple
 
 def test_gradients_of_sampled_labels_have_the_fisher_information_of_the_prediction() -> None:
     probability = torch.tensor([0.6, 0.0, 0.3, 0.08, 0.02])
-    sampled = sampled_gradient(probability.expand(100_000, 5), torch.Generator().manual_seed(0))
+    sampled = sampled_gradient(probability.repeat(100_000, 1), torch.Generator().manual_seed(0))
     expected = probability.diag() - probability.outer(probability)
     torch.testing.assert_close(sampled.T @ sampled / len(sampled), expected, rtol=0, atol=4e-3)
     assert float(sampled.sum(1).abs().max()) < 1e-5  # shifting all logits changes no prediction
