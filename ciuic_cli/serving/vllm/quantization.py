@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import CompilationMode, get_current_vllm_config
 from vllm.distributed import get_pp_group, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -104,7 +104,8 @@ class CiuicVllmConfig(QuantizationConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """The method of a module; None if vLLM's own suits.
 
-        Raises UsageError under tensor or pipeline parallelism, and as `inductor.keep_order_of_writes`.
+        Raises UsageError under tensor parallelism, under pipeline parallelism on a CPU without compilation, and as
+        `inductor.keep_order_of_writes`.
         """
         method = self._method(layer, prefix)
         if isinstance(method, CompressedMatrixMethod | CompressedExpertsMethod):
@@ -114,13 +115,8 @@ class CiuicVllmConfig(QuantizationConfig):
                     "across the columns of a matrix",
                     remedy="use --tensor-parallel-size 1; for experts --data-parallel-size N --enable-expert-parallel",
                 )
-            if get_pp_group().world_size > 1:
-                raise UsageError(
-                    "ciuic artifacts are not supported under pipeline parallelism: predictions were NaN in a test",
-                    remedy="use --pipeline-parallel-size 1",
-                )
-            if current_platform.is_cpu() and not get_current_vllm_config().model_config.enforce_eager:
-                inductor.keep_order_of_writes()
+            if current_platform.is_cpu():
+                _prepare_for_cpu()
             self._held.update(method.tensors)
         return method
 
@@ -162,3 +158,16 @@ class CiuicVllmConfig(QuantizationConfig):
             assert self._folder is not None  # set where _stored is
             self._artifact = open_artifact(self._folder)
         return decoded(self._artifact.blobs[name])
+
+
+def _prepare_for_cpu() -> None:
+    """Raise UsageError where vLLM for CPUs would stop at the first request; repair torch's compiler if it is used."""
+    compiles = get_current_vllm_config().compilation_config.mode != CompilationMode.NONE
+    if not compiles and get_pp_group().world_size > 1:
+        # The warm-up of the compiled model makes the buffers of hidden states that come from another process.
+        raise UsageError(
+            "vLLM for CPUs has pipeline parallelism only for models that it compiles",
+            remedy="remove --enforce-eager, or use --pipeline-parallel-size 1",
+        )
+    if compiles:
+        inductor.keep_order_of_writes()
