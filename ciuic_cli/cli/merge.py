@@ -45,7 +45,9 @@ def merge(
         ),
     ],
     method: Annotated[MergeMethod, typer.Option(help=METHOD_HELP)] = MergeMethod.requantize,
-    sequence_len: Annotated[int, typer.Option(help="Most tokens of an example.")] = 1024,
+    sequence_len: Annotated[
+        int, typer.Option("--sequence-len", "--seqlen", metavar="N", help="Most tokens of an example.")
+    ] = 1024,
     device: Device = "auto",
     json: Json = False,
 ) -> None:

@@ -71,7 +71,9 @@ def train(
         str, typer.Option(help="Any schedule of transformers.")
     ] = TrainOptions.lr_scheduler_type,
     optim: Annotated[str, typer.Option(help="Any optimizer of transformers.")] = TrainOptions.optim,
-    sequence_len: Annotated[int, typer.Option(help="Most tokens of a row.")] = TrainOptions.sequence_len,
+    sequence_len: Annotated[
+        int, typer.Option("--sequence-len", "--seqlen", metavar="N", help="Most tokens of a row.")
+    ] = TrainOptions.sequence_len,
     sample_packing: Annotated[
         bool, typer.Option(help="Put several examples into a row.")
     ] = TrainOptions.sample_packing,
