@@ -110,7 +110,7 @@ def exchange(seed: int, options: argparse.Namespace) -> dict[str, dict[str, floa
 
     rows = rows_of(options.original, options.heldout_file, options.tokens)
     found = {}
-    for way in (None, *ways_of(options)):
+    for way in (*ways_of(options), None):
         models = [
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
             for folder in (options.original, options.artifact)
@@ -118,6 +118,7 @@ def exchange(seed: int, options: argparse.Namespace) -> dict[str, dict[str, floa
         if way is not None:
             models = [PeftModel.from_pretrained(model, adapter_of(way, seed, options)) for model in models]
         found[way or "none"] = compared(*models, rows)
+        print(way, found[way or "none"], file=sys.stderr, flush=True)
     return found
 
 
@@ -151,7 +152,7 @@ def measure(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     held_out = rows_of(folder, options.heldout_file, options.tokens)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     found: dict[str, Any] = {"weight_bytes": weight_bytes(base)}
-    if seed == 0 and not options.exchange:  # which measures it too
+    if seed == 0 and not options.exchange:  # which measures all losses
         found["before"] = mean_loss(base, held_out)
     if way == "ciuic":
         train(folder, out, chosen, device="cpu")
@@ -171,7 +172,8 @@ def measure(way: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
             model=model, args=arguments, train_dataset=rows, data_collator=lambda batch: batch_of(batch, 0)
         ).train()
         model.save_pretrained(out)
-    found["after"] = mean_loss(model, held_out)
+    if not options.exchange:
+        found["after"] = mean_loss(model, held_out)
     found["trained"] = sum(p.numel() for name, p in model.named_parameters() if "lora_" in name)
     return found
 
@@ -212,6 +214,10 @@ def main() -> None:
                 said = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
                 file.write_text(said.splitlines()[-1])
             found[step].append(json.loads(file.read_text()))
+    for seed, runs in enumerate(found.get("exchange", [])):
+        for way in ways_of(options):
+            place = "original" if way == "peer" else "artifact"
+            found[way][seed] |= {"before": runs["none"][place], "after": runs[way][place]}
     for way in ways_of(options)[1:]:
         show(found["peer"], found[way], WAYS[way])
     for seed, runs in enumerate(found.get("exchange", [])):
@@ -228,7 +234,7 @@ def main() -> None:
 def show(peer: list[dict[str, Any]], ours: list[dict[str, Any]], way: str) -> None:
     print(f"\n{way}\n\n| seed | peer | this | this over peer, nats | this over peer |")
     print("|---|---|---|---|---|")
-    rows = [("before", peer[0]["before"], ours[0]["before"])] if "before" in peer[0] else []
+    rows = [("before", peer[0]["before"], ours[0]["before"])]
     rows += [
         (str(seed), theirs["after"], mine["after"])
         for seed, (theirs, mine) in enumerate(zip(peer, ours, strict=True))
@@ -243,7 +249,7 @@ def show_exchange(seed: int, runs: dict[str, dict[str, float]]) -> None:
     print("|---|---|---|---|---|")
     for way, one in runs.items():
         print(
-            f"| {WAYS.get(way, way)} | {one['original']:.4f} | {one['artifact']:.4f} "
+            f"| {WAYS.get(way, 'none')} | {one['original']:.4f} | {one['artifact']:.4f} "
             f"| {one['difference']:+.4f} ± {one['error']:.4f} | {one['kl']:.4f} |"
         )
 
