@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ciuic_cli.cli.console import Console
 from ciuic_cli.errors import printable
-from ciuic_cli.report.readable import readable_bytes
+from ciuic_cli.report.readable import count_of, readable_bytes
 from ciuic_cli.report.sentences import (
     large_loss_warning,
     padding_sentence,
@@ -166,7 +166,7 @@ def show_description(console: Console, description: Description, tensors: bool) 
         for name, count in description.formats.items()
     )
     architecture = printable(description.architecture or description.model_type)
-    size = f"{readable_bytes(description.file_bytes)} in {description.files} file(s)"
+    size = f"{readable_bytes(description.file_bytes)} in {count_of(description.files, 'file')}"
     console.data(
         f"{description.path}: {description.kind}, {architecture}\n"
         f"{description.parameters:,} parameters, {size}\n"

@@ -27,7 +27,7 @@ from ciuic_cli.cli.help import CALIBRATION
 from ciuic_cli.errors import UsageError
 from ciuic_cli.export.gguf.types import DEFAULT_TARGET_BITS
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
-from ciuic_cli.report.readable import readable_bytes
+from ciuic_cli.report.readable import count_of, readable_bytes
 
 GGUF = "With --to gguf"
 """Title of the group of options for GGUF files."""
@@ -122,7 +122,9 @@ def _export_dense(console: Console, path: str, destination: Path, to: str) -> No
     console.json(
         {"path": str(destination), "file_bytes": written.file_bytes, "files": written.files, "to": to}
     )
-    console.data(f"{destination}: {readable_bytes(written.file_bytes)} in {written.files} file(s), {to}")
+    console.data(
+        f"{destination}: {readable_bytes(written.file_bytes)} in {count_of(written.files, 'file')}, {to}"
+    )
 
 
 def _export_gguf(console: Console, path: str, destination: Path, options: dict[str, Any]) -> None:
