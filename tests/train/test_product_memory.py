@@ -13,6 +13,7 @@ from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import encode_input_scales
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.passes.rounding import round_without_feedback
+from ciuic_cli.runtime import products
 from ciuic_cli.runtime.matrices import CpuMatrix
 from ciuic_cli.runtime.products import gradient
 from ciuic_cli.runtime.weights import PlainWeight, SmallBatch
@@ -44,7 +45,9 @@ def matrix(rows: int, cols: int, *, is_sorted: bool, scaled: bool, rank: int) ->
     return PackedMatrix(header, packed.codes, factors)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("dtype", "is_fast"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float32, True)]
+)
 @pytest.mark.parametrize("batch", [100, 700])
 @pytest.mark.parametrize(
     ("rows", "cols", "parts"),
@@ -64,7 +67,11 @@ def test_planned_bytes_are_those_of_the_allocator(
     parts: dict[str, bool],
     batch: int,
     dtype: torch.dtype,
+    is_fast: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """is_fast: whether the processor multiplies bfloat16 fast; products are in float32 otherwise."""
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: is_fast)
     packed = matrix(rows, cols, **{"is_sorted": False, "scaled": False, "rank": 0, **parts})
     compressed, kind = CpuMatrix(packed), MatrixKind.of(packed.header)
     weight = PlainWeight(compressed, SmallBatch(48, 48))

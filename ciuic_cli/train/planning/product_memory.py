@@ -96,12 +96,13 @@ def gradient_bytes(kind: MatrixKind, batch: int, dtype: torch.dtype) -> int:
         return result
     step = kind.panel_rows(size, reorders_rows=not kind.rank)
     panel, panels = step * kind.cols_padded * size, ceil_div(kind.rows, step)
-    cast = batch * kind.rows * size if size != dtype.itemsize else 0
+    columns = batch * kind.rows * size
+    making = copy = columns if size != dtype.itemsize else 0  # of grad: while it is made, and afterwards
     if panels == 1 and not kind.rank:
         peak = max(2 * panel if kind.is_sorted else panel, panel + result)
     else:
-        if kind.is_sorted:
-            cast += batch * kind.rows * size
+        if kind.is_sorted:  # the copy in W's order replaces the one in another dtype
+            making, copy = making + columns, columns
         peak = panel + result
         if panels > PANELS_PER_SUM:
             total = batch * kind.cols_padded * _FLOAT
@@ -115,4 +116,4 @@ def gradient_bytes(kind: MatrixKind, batch: int, dtype: torch.dtype) -> int:
         peak = max(peak, result + wide + left + inner, result + inner + right)
     if kind.has_input_scale and size != _FLOAT:
         peak = max(peak, result + min(batch, SCALED_ROWS) * kind.cols * _FLOAT)
-    return cast + peak
+    return max(making, copy + peak)
