@@ -52,7 +52,7 @@ def test_a_stack_with_pooled_moments_is_factored_once(
     for matrix in matrices:
         table = price_matrix(model_map, pooled, matrix, PassOptions((2, 4), L=12), factors)
         own = price_matrix(model_map, pooled, matrix, PassOptions((2, 4), L=12), PoolFactors(full))
-        # The pool's factors predict the expert's loss within a few percent of its own factors, and hardly a smaller one.
+        # The pool's factors predict the expert's loss within a few percent of its own factors, hardly a smaller one.
         assert table.sensitivity.sum() == pytest.approx(own.sensitivity.sum(), rel=0.1)
         assert table.sensitivity.sum() >= own.sensitivity.sum() * (1 - 5e-3)
         assert table.row_sorted is None or matrix.role == "expert_gate_up"
