@@ -1,20 +1,18 @@
-// Attention over latents with AVX-512's bfloat16 products, which AMD's processors compute at twice float32's rate. All rows read the same latents, so a latent is loaded once for
-// 4 rows (scores) or 16 rows (sums). Tokens are taken 64 at a time, with a running maximum of the scores (flash attention,
-// Dao et al. 2022). The method's cost: docs/experiments/runtime/latent-kernel.md.
+// Attention over latents with AVX-512's bfloat16 products, which AMD's processors compute at twice float32's rate. All rows
+// read the same latents, so a latent is loaded once for 4 rows (scores) or 16 rows (sums). The method's cost:
+// docs/experiments/runtime/latent-kernel.md.
 #include <immintrin.h>
 
-#include <cfloat>
 #include <cmath>
 #include <cstring>
 
-#include "latent_attention.h"
+#include "latent_blocks.h"
 #include "vector_sums.h"
 
 namespace ciuic {
 namespace avx512bf16 {
 namespace {
 
-constexpr int kTokens = 64;      // per block
 constexpr int kTile = 4;         // rows and tokens whose scores are computed together: 16 sums in registers
 constexpr int kFloats = 16;      // of a register
 
@@ -41,7 +39,7 @@ inline __attribute__((always_inline)) void add_scores(__m512* sums, const uint16
 }
 
 // score[row][token] of `count` tokens from `first` on. Tokens beyond repeat the last one.
-void scores_of(const uint16_t* query, const LatentTokens& tokens, long first, long count, float (*score)[kTokens]) {
+void scores_of(const uint16_t* query, const LatentTokens& tokens, long first, long count, float (*score)[kLatentBlock]) {
   const long width = tokens.rank + tokens.rope;
   for (long t0 = 0; t0 < count; t0 += kTile) {
     const uint16_t *latent[kTile], *rotary[kTile];
@@ -84,9 +82,9 @@ __m512 exponential(__m512 x) {
 
 // Scores of one row to weights in bfloat16; updates the row's maximum and total. Returns the factor of what was summed before.
 float weights_of(float* score, long count, float scaling, const float* bias, float& maximum, float& total, uint16_t* weight) {
-  __m512 x[kTokens / kFloats];
+  __m512 x[kLatentBlock / kFloats];
   __m512 largest = _mm512_set1_ps(maximum);
-  for (int i = 0; i < kTokens / kFloats; ++i) {
+  for (int i = 0; i < kLatentBlock / kFloats; ++i) {
     const long rest = count - kFloats * i;
     const __mmask16 valid = rest >= kFloats ? 0xFFFF : rest <= 0 ? 0 : static_cast<__mmask16>((1u << rest) - 1u);
     x[i] = _mm512_mul_ps(_mm512_loadu_ps(score + kFloats * i), _mm512_set1_ps(scaling));
@@ -97,7 +95,7 @@ float weights_of(float* score, long count, float scaling, const float* bias, flo
   const float found = _mm512_reduce_max_ps(largest);
   const float factor = _mm512_cvtss_f32(exponential(_mm512_set1_ps(maximum - found)));
   __m512 sum = _mm512_setzero_ps();
-  for (int i = 0; i < kTokens / kFloats; ++i) {
+  for (int i = 0; i < kLatentBlock / kFloats; ++i) {
     const __m512 p = exponential(_mm512_sub_ps(x[i], _mm512_set1_ps(found)));
     sum = _mm512_add_ps(sum, p);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(weight + kFloats * i),
@@ -109,7 +107,7 @@ float weights_of(float* score, long count, float scaling, const float* bias, flo
 }
 
 // sums += weights . latents, 16 columns of all rows at a time. Weights beyond the last token are 0.
-void add_latents(const LatentTokens& tokens, long first, long count, const uint16_t (*weight)[kTokens], float* sums) {
+void add_latents(const LatentTokens& tokens, long first, long count, const uint16_t (*weight)[kLatentBlock], float* sums) {
   // Element 2 i is column i of a token, and element 2 i + 1 that of the next.
   const __m512i interleave = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5,
                                               20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
@@ -136,33 +134,17 @@ void add_latents(const LatentTokens& tokens, long first, long count, const uint1
   }
 }
 
-void attend(const void* query, const LatentTokens& tokens, float scaling, const float* const* bias, PartialAttention& partial) {
-  std::memset(partial.sums, 0, sizeof(float) * kQueryRows * tokens.rank);
-  for (int r = 0; r < kQueryRows; ++r) {
-    partial.maximum[r] = -FLT_MAX;
-    partial.total[r] = 0.0f;
-  }
-  alignas(64) float score[kQueryRows][kTokens];
-  alignas(64) uint16_t weight[kQueryRows][kTokens];
-  for (long first = 0; first < tokens.count; first += kTokens) {
-    const long count = tokens.count - first < kTokens ? tokens.count - first : kTokens;
-    scores_of(static_cast<const uint16_t*>(query), tokens, first, count, score);
-    for (int r = 0; r < kQueryRows; ++r) {
-      const float factor = weights_of(score[r], count, scaling, bias == nullptr ? nullptr : bias[r] + first,
-                                      partial.maximum[r], partial.total[r], weight[r]);
-      float* sums = partial.sums + r * tokens.rank;
-      if (first != 0 && factor != 1.0f)
-        for (long j = 0; j < tokens.rank; j += kFloats)
-          _mm512_storeu_ps(sums + j, _mm512_mul_ps(_mm512_loadu_ps(sums + j), _mm512_set1_ps(factor)));
-    }
-    add_latents(tokens, first, count, weight, partial.sums);
-  }
-}
+struct Kernel {
+  typedef uint16_t Number;
+  static constexpr auto scores_of = ::ciuic::avx512bf16::scores_of;
+  static constexpr auto weights_of = ::ciuic::avx512bf16::weights_of;
+  static constexpr auto add_latents = ::ciuic::avx512bf16::add_latents;
+};
 
 }  // namespace
 
 extern const LatentKernel latent_kernel;
-const LatentKernel latent_kernel = {attend, true};
+const LatentKernel latent_kernel = {attend_in_blocks<Kernel>, true};
 
 }  // namespace avx512bf16
 }  // namespace ciuic

@@ -1,21 +1,17 @@
 // Attention over latents in float32 with fused multiply-add, for AVX2 and AVX-512. All rows read the same latents, so what
-// is widened from bfloat16 serves several rows. Tokens are taken 64 at a time, with a running maximum of the scores (flash
-// attention, Dao et al. 2022). The method's cost: docs/experiments/runtime/latent-kernel.md.
+// is widened from bfloat16 serves several rows. The method's cost: docs/experiments/runtime/latent-kernel.md.
 #include <immintrin.h>
 
-#include <cfloat>
 #include <cmath>
 #include <cstring>
 
 #include "exponential.h"
-#include "latent_attention.h"
+#include "latent_blocks.h"
 #include "vector_sums.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
 namespace {
-
-constexpr int kTokens = 64;  // per block
 
 // Rows and tokens whose scores are computed together, and rows whose sums are: their sums are half of the registers, or
 // two thirds.
@@ -67,7 +63,7 @@ CIUIC_INLINE void add_scores(Vector* sums, const float* row, long stride, const 
 }
 
 // score[row][token] of `count` tokens from `first` on. Tokens beyond repeat the last one.
-void scores_of(const float* query, const LatentTokens& tokens, long first, long count, float (*score)[kTokens]) {
+void scores_of(const float* query, const LatentTokens& tokens, long first, long count, float (*score)[kLatentBlock]) {
   const long width = tokens.rank + tokens.rope;
   for (long t0 = 0; t0 < count; t0 += kScoreTokens) {
     const uint16_t *latent[kScoreTokens], *rotary[kScoreTokens];
@@ -91,21 +87,21 @@ void scores_of(const float* query, const LatentTokens& tokens, long first, long 
 
 // Scores of one row to weights, 0 beyond the last token; updates the row's maximum and total. Returns the factor of what was
 // summed before.
-float weights_of(float* score, long count, float scaling, const float* bias, float& maximum, float& total) {
-  for (int t = 0; t < kTokens; ++t) score[t] *= scaling;
+float weights_of(float* score, long count, float scaling, const float* bias, float& maximum, float& total, float* weight) {
+  for (int t = 0; t < kLatentBlock; ++t) score[t] *= scaling;
   if (bias != nullptr)
     for (long t = 0; t < count; ++t) score[t] += bias[t];
-  for (long t = count; t < kTokens; ++t) score[t] = -INFINITY;
+  for (long t = count; t < kLatentBlock; ++t) score[t] = -INFINITY;
   float largest[kWidth], sums[kWidth] = {};
   for (int i = 0; i < kWidth; ++i) largest[i] = maximum;
-  for (int t = 0; t < kTokens; t += kWidth)
+  for (int t = 0; t < kLatentBlock; t += kWidth)
     for (int i = 0; i < kWidth; ++i) largest[i] = largest[i] < score[t + i] ? score[t + i] : largest[i];
   float found = largest[0];
   for (int i = 1; i < kWidth; ++i) found = found < largest[i] ? largest[i] : found;
-  for (int t = 0; t < kTokens; ++t) score[t] = exponential(score[t] - found);
-  for (long t = count; t < kTokens; ++t) score[t] = 0.0f;
-  for (int t = 0; t < kTokens; t += kWidth)
-    for (int i = 0; i < kWidth; ++i) sums[i] += score[t + i];
+  for (int t = 0; t < kLatentBlock; ++t) weight[t] = exponential(score[t] - found);
+  for (long t = count; t < kLatentBlock; ++t) weight[t] = 0.0f;
+  for (int t = 0; t < kLatentBlock; t += kWidth)
+    for (int i = 0; i < kWidth; ++i) sums[i] += weight[t + i];
   float sum = 0.0f;
   for (int i = 0; i < kWidth; ++i) sum += sums[i];
   const float factor = std::exp(maximum - found);
@@ -115,7 +111,7 @@ float weights_of(float* score, long count, float scaling, const float* bias, flo
 }
 
 // sums += weights . latents, a vector of columns of kSumRows rows at a time.
-void add_latents(const LatentTokens& tokens, long first, long count, const float (*weight)[kTokens], float* sums) {
+void add_latents(const LatentTokens& tokens, long first, long count, const float (*weight)[kLatentBlock], float* sums) {
   for (long column = 0; column < tokens.rank; column += kWidth) {
     const uint16_t* const latent = tokens.latents + first * tokens.latent_stride + column;
     for (int r0 = 0; r0 < kQueryRows; r0 += kSumRows) {
@@ -134,31 +130,17 @@ void add_latents(const LatentTokens& tokens, long first, long count, const float
   }
 }
 
-void attend(const void* query, const LatentTokens& tokens, float scaling, const float* const* bias, PartialAttention& partial) {
-  std::memset(partial.sums, 0, sizeof(float) * kQueryRows * tokens.rank);
-  for (int r = 0; r < kQueryRows; ++r) {
-    partial.maximum[r] = -FLT_MAX;
-    partial.total[r] = 0.0f;
-  }
-  alignas(64) float score[kQueryRows][kTokens];
-  for (long first = 0; first < tokens.count; first += kTokens) {
-    const long count = tokens.count - first < kTokens ? tokens.count - first : kTokens;
-    scores_of(static_cast<const float*>(query), tokens, first, count, score);
-    for (int r = 0; r < kQueryRows; ++r) {
-      const float factor = weights_of(score[r], count, scaling, bias == nullptr ? nullptr : bias[r] + first,
-                                      partial.maximum[r], partial.total[r]);
-      float* const sums = partial.sums + r * tokens.rank;
-      if (first != 0 && factor != 1.0f)
-        for (long j = 0; j < tokens.rank; ++j) sums[j] *= factor;
-    }
-    add_latents(tokens, first, count, score, partial.sums);
-  }
-}
+struct Kernel {
+  typedef float Number;
+  static constexpr auto scores_of = ::ciuic::CIUIC_ISA::scores_of;
+  static constexpr auto weights_of = ::ciuic::CIUIC_ISA::weights_of;
+  static constexpr auto add_latents = ::ciuic::CIUIC_ISA::add_latents;
+};
 
 }  // namespace
 
 extern const LatentKernel latent_kernel;
-const LatentKernel latent_kernel = {attend, false};
+const LatentKernel latent_kernel = {attend_in_blocks<Kernel>, false};
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic
