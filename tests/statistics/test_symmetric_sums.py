@@ -11,6 +11,8 @@ from ciuic_cli.statistics.symmetric_product import add_symmetric_product
 
 SHAPES = [(1, 1), (3, 47), (37, 48), (130, 50), (257, 97), (600, 200)]
 """Tokens and columns: fewer and more than a strip, a step and a part of steps."""
+EXACT = 2.0**-16
+"""Largest error of a product that is not rounded. AMX has it: two numbers in bfloat16 stand for one in float32."""
 
 
 def _factors(tokens: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +36,7 @@ def test_sums_equal_those_in_float64(tokens: int, cols: int, rounded: bool, dtyp
     exact = begin + left.double().T @ right.double()
     scale = (left.double().square().sum(0).sqrt()[:, None] * right.double().square().sum(0).sqrt()).max()
     assert torch.equal(moment, moment.T)
-    assert float((moment - exact).abs().max() / (scale + 1)) < (2.0**-7 if rounded else 1e-6)
+    assert float((moment - exact).abs().max() / (scale + 1)) < (2.0**-7 if rounded else EXACT)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -44,7 +46,7 @@ def test_a_gram_matrix_is_computed_like_a_product_of_two_factors(rounded: bool) 
     add_symmetric_product(moments[0], left, left, torch.bfloat16, rounded=rounded)
     add_symmetric_product(moments[1], left, left.clone(), torch.bfloat16, rounded=rounded)
     torch.testing.assert_close(
-        moments[0], moments[1], rtol=1e-2 if rounded else 1e-6, atol=0.5 if rounded else 1e-4
+        moments[0], moments[1], rtol=1e-2 if rounded else 1e-5, atol=0.5 if rounded else 1e-4
     )
 
 
@@ -76,7 +78,7 @@ print(native.cpu_kernels(), f"{worst[False]},{worst[True]}")
 def test_all_instruction_sets_add_the_same_up_to_rounding() -> None:
     for name, errors in digests(ERRORS).items():
         exact, rounded = (float(error) for error in errors.split(","))
-        assert exact < 1e-6 and rounded < 2.0**-7, name
+        assert exact < EXACT and rounded < 2.0**-7, name
 
 
 def test_the_function_refuses_nonsense() -> None:

@@ -22,6 +22,7 @@
 #include "activations.h"
 #include "kernels_of_isa.h"
 #include "tile.h"
+#include "tile_shapes.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
@@ -31,36 +32,6 @@ constexpr long kRegisterBytes = kTile * kRegisterRowBytes;
 
 // Fewer rows of activations are multiplied faster without the unit. Measured: docs/experiments/runtime/matrix-units.md.
 constexpr long kFewestRows = 4;
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t row_bytes[16] = {};
-  uint8_t rows[16] = {};
-};
-
-// Sets the shapes of the tile registers for as long as it lives. Other users of the unit on this thread find their own
-// shapes again afterwards.
-class TileShapes {
- public:
-  explicit TileShapes(long activation_rows) {
-    _tile_storeconfig(&before_);
-    TileConfig config;
-    for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = kRegisterRowBytes;
-      config.rows[i] = static_cast<uint8_t>(i < 6 ? activation_rows : kTile);
-    }
-    _tile_loadconfig(&config);
-  }
-  ~TileShapes() {
-    if (before_.palette != 0)
-      _tile_loadconfig(&before_);
-    else
-      _tile_release();
-  }
-
- private:
-  TileConfig before_;
-};
 
 // Writes the hashes of a tile of codes, column by column: 1 KB.
 template <int H, bool Masked, int C = 0>

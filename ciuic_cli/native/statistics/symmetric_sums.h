@@ -1,7 +1,7 @@
 // Sums of symmetric products, moment += left^T right, of which only the lower half is computed.
 //
-// Columns are cut into strips of kStrip. A strip is packed: step by step, one 4-byte element per column. An element is a
-// float32 number of one token, or two bfloat16 numbers of two neighbouring tokens.
+// Columns are cut into strips. A strip is packed in steps, one 4-byte element per column and step. An element is a float32
+// number of one token, or two bfloat16 numbers of two neighbouring tokens.
 #ifndef CIUIC_SYMMETRIC_SUMS_H
 #define CIUIC_SYMMETRIC_SUMS_H
 
@@ -9,21 +9,27 @@
 
 namespace ciuic {
 
-// Columns of a strip: 3 vectors of AVX-512, so that 8 rows of sums fill 24 of 32 registers.
-constexpr int kStrip = 48;
+// Most columns of a strip.
+constexpr int kLongestStrip = 64;
 // Steps that are packed together. More take less reading and writing of sums, fewer less memory: 3 KB per four columns.
 // Measured: docs/experiments/statistics/native-sums.md.
 constexpr int kSteps = 384;
 
+// Packs `tokens` rows of `columns` (at most a strip) numbers, `stride` apart. What is missing of the last step and of the
+// strip becomes 0.
+struct StripPacking {
+  void (*exact)(const float* from, long stride, long tokens, long columns, float* to);
+  void (*bfloat16)(const uint16_t* from, long stride, long tokens, long columns, float* to);
+};
+
 // The inner loops of one instruction set.
 struct SymmetricKernel {
-  int tokens_per_step;
-  // Packs `tokens` rows of `columns` (at most kStrip) numbers, `stride` apart; the rest of the last step and of the strip
-  // becomes 0.
-  void (*pack)(const float* from, long stride, long tokens, long columns, float* to);
-  void (*pack_bfloat16)(const uint16_t* from, long stride, long tokens, long columns, float* to);
-  // sums[a * stride + b] += sum over steps of left[a] * right[b] for a and b below kStrip, `left` and `right` packed.
-  void (*multiply)(const float* left, const float* right, long steps, float* sums, long stride);
+  int strip, tokens_per_step;
+  StripPacking left, right;
+  bool packs_alike;  // `left` and `right` are the same
+  // sums[a * stride + b] += sum over steps of left[a] * right[b] for a and b below `strip`, `left` and `right` packed.
+  // left_bf16: whether `left` was packed from bfloat16.
+  void (*multiply)(const float* left, const float* right, long steps, bool left_bf16, float* sums, long stride);
 };
 
 // The kernel of this machine for float32 or, if `rounded`, bfloat16 numbers; null where torch's products are as fast.
@@ -34,6 +40,9 @@ namespace symmetric_avx2 { extern const SymmetricKernel exact; }
 namespace symmetric_avx512 { extern const SymmetricKernel exact; }
 #ifdef CIUIC_BFLOAT16_KERNELS
 namespace symmetric_bfloat16 { extern const SymmetricKernel rounded; }
+#endif
+#ifdef CIUIC_AMX_KERNELS
+namespace symmetric_amx { extern const SymmetricKernel rounded, exact; }
 #endif
 #endif
 
