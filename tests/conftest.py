@@ -45,6 +45,8 @@ SLOW_PLACES = (
     ),
 )
 """Folders and files whose tests run whole models, processes or a compiler; `make test-fast` leaves them out."""
+LONGEST = ("test_wheel.py", "compression/test_callers.py", "process/test_workers.py", "train/test_ended_ranks.py")
+"""Files that take minutes. They run first, so that none runs alone at the end."""
 
 SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
 
@@ -54,6 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.relative_to(root).as_posix().startswith(SLOW_PLACES):
             item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.path.relative_to(root).as_posix() not in LONGEST)
 
 
 @pytest.fixture(scope="session", autouse=True)
