@@ -45,7 +45,12 @@ SLOW_PLACES = (
     ),
 )
 """Folders and files whose tests run whole models, processes or a compiler; `make test-fast` leaves them out."""
-LONGEST = ("test_wheel.py", "compression/test_callers.py", "process/test_workers.py", "train/test_ended_ranks.py")
+LONGEST = (
+    "test_wheel.py",
+    "compression/test_callers.py",
+    "process/test_workers.py",
+    "train/test_ended_ranks.py",
+)
 """Files that take minutes. They run first, so that none runs alone at the end."""
 
 SENTENCE = "The river runs past the old mill, and in the evening the lamps are lit along both of its banks. "
