@@ -9,7 +9,7 @@ error E (m, n) is predicted to cost, in nats per token,
 
 In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the following, in this order.
 
-1. Tokens are weighted (`Moments._weighted_gradients`). A few tokens have most of the squared gradient norm
+1. Tokens are weighted (`Moments._token_weights`). A few tokens have most of the squared gradient norm
    |x|² |g|², and in other text these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½. A token then
    counts with |x_t| |g_t|, the root (measured: docs/experiments/statistics/heavy-tails.md).
 
@@ -61,6 +61,8 @@ record."""
 PAIR_WEIGHT = 0.25
 """Weight w_st of a pair of different tokens of a sequence. 1 would be unbiased, but is noisy with few sequences.
 Measured: docs/experiments/statistics/token-pairs.md."""
+SMALLEST_ROOT = 1e-24
+"""Tokens with a smaller |x| |g| are not counted, so that no weight or product of weights overflows. Chosen."""
 PAIR_TOKENS = 128
 """Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
 square of the length (measured: docs/experiments/scale/account.md)."""
@@ -177,11 +179,11 @@ class Moments:
 
     def add_sequences(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Add sequences with their pairs of tokens: inputs x (s, t, n) and gradients g (s, t, m), of either dtype."""
-        g = self._weighted_gradients(x, g)
         by_tokens, by_gradients = pair_sum_work(x.shape[1], g.shape[2], x.shape[2])
         if by_tokens < by_gradients:
             self._add_token_pairs(x, g)
         else:
+            g = self._weighted_gradients(x, g)
             self._add_weight_gradients(x, g)
             self._add_single_tokens(x.flatten(0, 1), g.flatten(0, 1), 1 - PAIR_WEIGHT)
         self.tokens += x.shape[0] * x.shape[1]
@@ -196,21 +198,31 @@ class Moments:
         self.weighted_energy += other.weighted_energy
 
     def _weighted_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """g / (|x| |g|)^½ (.., m), float32: a token's |x|² |g|² becomes its root. Adds both to the sums."""
-        root = _norms(x) * _norms(g)
+        """g / (|x| |g|)^½ (.., m), float32: a token's |x|² |g|² becomes its root."""
+        return g * self._token_weights(_norms(x) * _norms(g))
+
+    def _token_weights(self, root: torch.Tensor) -> torch.Tensor:
+        """|x| |g| of tokens to the power of -½, and 0 where that is nearly 0. Adds the tokens' energies to the sums."""
         with one_thread():
             self.gradient_energy += float(root.square().sum())
             self.weighted_energy += float(root.sum())
-        return g * root.clamp_min(1e-30).rsqrt()
+        return root.rsqrt().masked_fill(root < SMALLEST_ROOT, 0.0)
 
     def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other."""
+        """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other.
+
+        The gradients are weighted here, too: in their products with each other, which are fewer numbers than they.
+        """
         rounded_g = g.to(self.dtype)
-        x_products = _weight_pairs(self._token_products(x.to(self.dtype)))
-        g_products = self._token_products(rounded_g)
+        x_products, g_products = (self._token_products(each) for each in (x.to(self.dtype), rounded_g))
+        energy = x_products.diagonal(dim1=-2, dim2=-1) * g_products.diagonal(dim1=-2, dim2=-1)
+        weights = self._token_weights(energy.sqrt())
+        weights = weights[..., None] * weights[..., None, :]
+        g_products *= weights
+        _weight_pairs(x_products)
         with one_thread():
             self.trace += float((x_products * g_products).sum())
-        weighted = x_products.to(self.dtype) @ rounded_g
+        weighted = x_products.mul_(weights).to(self.dtype) @ rounded_g
         self._sum_outputs(rounded_g.flatten(0, 1), weighted.flatten(0, 1))
         weighted = _weight_pairs(g_products) @ x.float()
         self._sum_inputs(x.flatten(0, 1), weighted.flatten(0, 1))
