@@ -21,6 +21,7 @@ from ciuic_cli.allocation.planning import make_plan, with_sorted_rows
 from ciuic_cli.allocation.pool_factors import PoolFactors
 from ciuic_cli.allocation.pricing import price_matrix
 from ciuic_cli.allocation.probes import (
+    PROBE_TOKENS,
     perturbation,
     probe_corrections,
     probe_matrices,
@@ -181,8 +182,9 @@ class Run:
             noise = perturbation(
                 self.map, self.statistics, plan, probes[number], L=self.options.L, pools=pools
             )
+            tokens = PROBE_TOKENS if number < len(probes) - 1 else None
             with measured("probe", ""):
-                return json.dumps(self.meter().measure(noise).value).encode()
+                return json.dumps(self.meter().measure(noise, tokens=tokens).value).encode()
 
         self._steps.finish("probe", [1] * len(probes), measure)
         kls = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]

@@ -20,6 +20,7 @@ from ciuic_cli.allocation.matrices import (
     WeightMatrix,
     full_outputs,
 )
+from ciuic_cli.allocation.probes import PROBE_TOKENS
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
@@ -129,10 +130,12 @@ def phase_seconds(
         for p in executed_compressible(model_map)
     )
     held_out = text.held_out * text.length * active * product
+    probed = text.held_out * min(text.length, PROBE_TOKENS) * active * product
     # Products of the forward sweep, of recomputing each layer, and of its gradients; then H and G of every token. Every
     # weight is read in both sweeps.
     total["statistics"] += text.tokens * (3 * active + moments) * product + 2 * reading
-    total["probe"] += (len(roles) + 2) * (held_out + reading)
+    # Every role, all roles together, and the original.
+    total["probe"] += len(roles) * probed + 2 * held_out + (len(roles) + 2) * reading
     total["measure"] += held_out + reading + decoding
     if text.recovery:
         # Products of the original, of the forward pass, of recomputing each layer, and of its gradients. Every step

@@ -50,22 +50,29 @@ class KLMeter:
     ) -> None:
         self._source = model_map.checkpoint.folder
         # A sequence is a chunk: few are held out, and each thread runs a chunk of its own.
-        self._stream = LayerStream(model_map, batches.split(1), folder, device=device, dtype=torch.float32)
+        self._chunks = batches.split(1)
+        self._stream = LayerStream(model_map, self._chunks, folder, device=device, dtype=torch.float32)
         self._original = ActivationStore(folder / "original")
         self._progress = progress
         self._run(None)
 
-    def measure(self, override: Override, adjust: Adjust | None = None) -> Mean:
-        """KL in nats per token, with `override` for weights and `adjust` around the layers. Raises as `token_kls`."""
-        return mean_of(self.token_kls(override, adjust))
+    def measure(self, override: Override, *, tokens: int | None = None) -> Mean:
+        """KL in nats per token, with `override` for weights, of the first `tokens` of each sequence (default: all).
 
-    def token_kls(self, override: Override, adjust: Adjust | None = None) -> list[Floats]:
+        Raises as `token_kls`.
+        """
+        return mean_of(self.token_kls(override, tokens=tokens))
+
+    def token_kls(
+        self, override: Override, adjust: Adjust | None = None, *, tokens: int | None = None
+    ) -> list[Floats]:
         """KL of every token in nats, one array per sequence, with `override` for weights and `adjust` around layers.
 
-        Raises TargetError if the predictions are NaN or infinite.
+        tokens: of each sequence, the first ones; default: all. Raises TargetError if the predictions are NaN or
+        infinite.
         """
         self._stream.adjust = adjust
-        kls = self._run(override)
+        kls = self._run(override, tokens)
         if not all(np.isfinite(part).all() for part in kls):
             raise TargetError(
                 "once its weights are rounded, the model's predictions are NaN or infinite",
@@ -103,8 +110,9 @@ class KLMeter:
         return kls
 
     @torch.no_grad()
-    def _run(self, override: Override | None) -> list[Floats]:
+    def _run(self, override: Override | None, tokens: int | None = None) -> list[Floats]:
         """KL of every token, one array per sequence; without an override, stores the original's predictions instead."""
+        self._stream.chunks = [chunk[:, :tokens] for chunk in self._chunks]
         self._stream.override = override
         self._stream.forward(self._progress)
         kls: dict[tuple[int, int], list[Floats]] = {}
@@ -114,7 +122,7 @@ class KLMeter:
             if override is None:
                 self._original.put(span.name, log_q)
             else:
-                log_p = self._original.get(span.name, log_q.device)
+                log_p = self._original.get(span.name, log_q.device)[: len(log_q)]
                 kl = kl_divergence(log_p, log_q).cpu().numpy()
                 kls.setdefault((span.chunk, span.sequence), []).append(kl)
 
