@@ -31,7 +31,7 @@ def evaluate(
             readable=False,
             rich_help_panel=TEXT,
             show_default="the package's own evaluation text",
-            help="UTF-8 text to measure on.",
+            help="UTF-8 text to measure on, or data as for ciuic train (.jsonl or a folder).",
         ),
     ] = None,
     seqlen: Annotated[

@@ -29,7 +29,8 @@ from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.runtime.loading import choose_device
-from ciuic_cli.text.documents import builtin_evaluation_text, read_text
+from ciuic_cli.text.documents import builtin_evaluation_text
+from ciuic_cli.text.records import read_text_or_records
 from ciuic_cli.text.tokenizer import (
     leading_special_tokens,
     open_tokenizer,
@@ -91,7 +92,6 @@ def evaluate(
     folders = [locate(folder) for folder in (path, base) if folder is not None]
     for folder in folders:
         require_runnable(folder, device)
-    content = read_text(Path(text)) if text is not None else builtin_evaluation_text()
     configs = [build_config(read_config(folder), folder / "config.json") for folder in folders]
     positions = min((count for config in configs if (count := max_positions(config))), default=seqlen)
     if positions < seqlen:
@@ -101,6 +101,7 @@ def evaluate(
     if len(set(vocabularies)) > 1:
         raise _other_vocabulary(folders[1], vocabularies[1], vocabularies[0])
     tokenizer = open_tokenizer(folders[0])
+    content = builtin_evaluation_text() if text is None else read_text_or_records(Path(text), tokenizer)
     if base is not None and not _same_tokens(tokenizer, folders[1], content):
         hint(
             f"warning: the tokenizer of {folders[1]} gives other tokens for this text than that of {folders[0]}: the "

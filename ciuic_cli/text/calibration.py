@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ciuic_cli.errors import InputError, UsageError
-from ciuic_cli.text.documents import builtin_calibration_text, read_text
+from ciuic_cli.text.documents import builtin_calibration_text
+from ciuic_cli.text.records import read_text_or_records
 from ciuic_cli.text.tokenizer import (
     leading_special_tokens,
     require_known_tokens,
@@ -104,7 +105,9 @@ def calibration_batch(
 
 
 def _text_tokens(tokenizer: Any, files: Sequence[Path], needed: int) -> array[int]:
-    texts = [read_text(path) for path in files] if files else [builtin_calibration_text()]
+    texts = (
+        [read_text_or_records(path, tokenizer) for path in files] if files else [builtin_calibration_text()]
+    )
     ids = tokenize_evenly(tokenizer, texts, needed)
     if len(ids) < MINIMUM_TOKENS:
         raise InputError(

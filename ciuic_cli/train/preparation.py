@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ciuic_cli.text.data_files import digest
 from ciuic_cli.text.tokenizer import open_tokenizer
-from ciuic_cli.train.data_files import digest
 from ciuic_cli.train.examples import Example, Limits, read_examples
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.packing import Row, pack, row_of

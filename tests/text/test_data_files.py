@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ciuic_cli.errors import EnvironmentFault, InputError
-from ciuic_cli.train.data_files import digest, records
+from ciuic_cli.text.data_files import digest, records
 
 TEXTS = ["one", "two", "three"]
 
