@@ -173,7 +173,7 @@ def _cell(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):
-        return f"{value:,}".replace(",", " ")
+        return f"{value:,}"
     if isinstance(value, float):
         return f"{value:.4g}"
     return printable(value)

@@ -129,7 +129,7 @@ def test_markup_is_not_interpreted_in_tables() -> None:
         "[link=http://x]title[/link]", ["[b]name[/b]", "bytes"], [["[red]w[/red]", 12345678], ["v", None]]
     )
     assert "[link=http://x]title[/link]" in out.getvalue() and "[red]w[/red]" in out.getvalue()
-    assert "12 345 678" in out.getvalue()
+    assert "12,345,678" in out.getvalue()
 
 
 def test_error_shows_message_file_tensor_and_remedy() -> None:
