@@ -1,8 +1,8 @@
-"""Lines of JSON data as text: chat messages, a prompt and its completion, or a text.
+"""Lines of JSON data as text. A line is an object in one of three forms:
 
-{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
-{"prompt": "...", "completion": "..."}
-{"text": "..."}
+    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
+    {"prompt": "...", "completion": "..."}
+    {"text": "..."}
 """
 
 from __future__ import annotations
