@@ -3,6 +3,8 @@
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
     {"prompt": "...", "completion": "..."}
     {"text": "..."}
+
+They are for training, calibration and evaluation.
 """
 
 from __future__ import annotations
