@@ -124,9 +124,9 @@ _GLIBC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_T
 """Environment variables by which users set glibc's allocator."""
 _settled = 0
 """Resident bytes after the last return of freed memory, or the least since then."""
-_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16", "LRU_CACHE_CAPACITY": "16"}
-"""Environment variables with the number of compiled products that oneDNN and torch's wrapper of it keep. Chosen, not
-tuned."""
+_PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
+"""Environment variables with the number of compiled products that oneDNN and torch's wrapper of it keep: more than a
+layer has forward and backward (measured: docs/experiments/runtime/compiled-products.md)."""
 _WEIGHT_COPIES = 7
 """Most float32 copies of a matrix that exist while it is prepared, probed or rounded. No measurement is on
 record."""
@@ -178,7 +178,7 @@ def configure_allocators() -> None:
     By default glibc raises its mmap threshold whenever a mapped block is freed. After some layers, matrices then lie
     in a fragmented heap that never shrinks. Here the threshold is fixed. By default oneDNN and torch each keep the
     compiled code of the last 1024 products, one per number of tokens; with experts that takes hundreds of MB. Here they
-    keep 16. A limit that the user has set in the environment stays.
+    keep 64. A limit that the user has set in the environment stays.
     """
     for name, capacity in _PRIMITIVES.items():
         os.environ.setdefault(name, capacity)
