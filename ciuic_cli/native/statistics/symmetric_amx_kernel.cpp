@@ -126,9 +126,9 @@ void multiply_exact(const float* left, const float* right, long steps, bool left
 
 extern const SymmetricKernel rounded, exact;
 const SymmetricKernel rounded = {
-    kStrip, 2, {pack_left<false>, pack_left<false>}, {pack_right<false>, pack_right<false>}, false, multiply_rounded};
+    kStrip, 2, {pack_left<false>, pack_left<false>}, {pack_right<false>, pack_right<false>}, multiply_rounded};
 const SymmetricKernel exact = {
-    kStrip, 1, {pack_left<true>, pack_left<true>}, {pack_right<true>, pack_right<true>}, false, multiply_exact};
+    kStrip, 1, {pack_left<true>, pack_left<true>}, {pack_right<true>, pack_right<true>}, multiply_exact};
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic

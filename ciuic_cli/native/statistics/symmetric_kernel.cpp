@@ -99,10 +99,10 @@ static void multiply(const float* left, const float* right, long steps, bool, fl
 
 #if defined(__AVX512BF16__)
 extern const SymmetricKernel rounded;
-const SymmetricKernel rounded = {kStrip, 2, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, true, multiply};
+const SymmetricKernel rounded = {kStrip, 2, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, multiply};
 #else
 extern const SymmetricKernel exact;
-const SymmetricKernel exact = {kStrip, 1, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, true, multiply};
+const SymmetricKernel exact = {kStrip, 1, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, multiply};
 #endif
 
 }  // namespace CIUIC_ISA

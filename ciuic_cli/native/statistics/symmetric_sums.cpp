@@ -104,7 +104,7 @@ int ciuic_symmetric_sums(float* moment, long columns, const void* left, int left
   if (moment == nullptr || left == nullptr || right == nullptr || columns < 1 || tokens < 0 || threads < 1 || kernel == nullptr)
     return CIUIC_BAD_ARGUMENT;
   const long strips = (columns + kernel->strip - 1) / kernel->strip;
-  const long size = strips * kSteps * kernel->strip, factors = left == right && kernel->packs_alike ? 1 : 2;
+  const long size = strips * kSteps * kernel->strip, factors = left == right && kernel->packs_alike() ? 1 : 2;
   Scratch scratch(factors * Scratch::bytes_of<float>(size));
   if (!scratch) return CIUIC_NO_MEMORY;
   float* const packed_left = scratch.take<float>(size);

@@ -26,10 +26,11 @@ struct StripPacking {
 struct SymmetricKernel {
   int strip, tokens_per_step;
   StripPacking left, right;
-  bool packs_alike;  // `left` and `right` are the same
   // sums[a * stride + b] += sum over steps of left[a] * right[b] for a and b below `strip`, `left` and `right` packed.
   // left_bf16: whether `left` was packed from bfloat16.
   void (*multiply)(const float* left, const float* right, long steps, bool left_bf16, float* sums, long stride);
+
+  bool packs_alike() const { return left.exact == right.exact; }
 };
 
 // The kernel of this machine for float32 or, if `rounded`, bfloat16 numbers; null where torch's products are as fast.
