@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 
 import torch
 
 from ciuic_cli.codecs import native
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.linear_algebra import outer_product
+from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import count_native
 
 MIN_BLOCK_COLUMNS = 128
@@ -101,7 +103,9 @@ def _has_kernel(rounded: bool) -> bool:
 def row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left rightᵀ (..., m, n) in the dtype of left (..., m, k) and right (..., n, k), best contiguous."""
     if left.dtype != torch.float32:
-        return left @ right.mT
+        # oneDNN splits a long sum among the threads if it multiplies with AMX.
+        with one_thread() if left.dim() == 2 else nullcontext():
+            return left @ right.mT
     if left.dim() == 2:
         return outer_product(left, right)
     return torch.stack([row_products(*each) for each in zip(left, right, strict=True)])

@@ -101,7 +101,7 @@ def test_fault_31_absent_text_a_folder_and_one_bad_of_two(victim: Make, tmp_path
     v.text = tmp_path / "none.txt"
     v.refused("cannot be read", file="none.txt", commands=["compress"])
     v.text = v.model
-    v.refused("cannot be read", file="model", commands=["compress"])
+    v.refused("the folder has no training data", file="model", commands=["compress"])
     for place in (tmp_path / "pipe", Path("/dev/zero")):  # a pipe never answers, /dev/zero never ends
         if not place.exists():
             os.mkfifo(place)
