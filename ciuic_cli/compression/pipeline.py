@@ -183,6 +183,7 @@ def _plan_only(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         run = Run(task, journal, workers, request.progress, request.hint)
         run.collect()
         report = run.report(run.plan(), request.started)
+        workers.barrier()  # the others read the journal until they have made their plans
         journal.remove()
         workers.broadcast(report)
     return report
@@ -241,7 +242,9 @@ def _follow(request: _Request, workers: Workers) -> MemoryReport:
             run = Run(task, journal, workers, no_progress)
             run.collect()
             plan = run.plan()
-            if not request.options.dry_run:
+            if request.options.dry_run:
+                workers.barrier()
+            else:
                 run.encode(plan)
                 run.recover(plan)
     final_report: MemoryReport = workers.broadcast(None)
