@@ -211,7 +211,7 @@ class Moments:
     def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other.
 
-        The gradients are weighted here, too: in their products with each other, which are fewer numbers than they.
+        The products of the gradients are weighted here, and not the gradients themselves, which are more numbers.
         """
         rounded_g = g.to(self.dtype)
         x_products, g_products = (self._token_products(each) for each in (x.to(self.dtype), rounded_g))

@@ -41,7 +41,7 @@ class Record:
 
 
 class LineFault(Exception):
-    """What is wrong with a line, and what to do about it."""
+    """Raised for a line that cannot be used. `message` says what is wrong, `remedy` what to do about it."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message)

@@ -1,12 +1,12 @@
 // The inner loops of symmetric sums on AMX, the matrix unit of Intel processors.
 //
-// A tile register holds 16 rows of 16 elements, and an element the numbers of two tokens in bfloat16. sums (16 x 16) +=
-// left x right takes a register of `left` with a column of the strip in each row, and one of `right` with a pair of tokens
-// in each row. So a strip of `right` is packed pair by pair, and one of `left` in blocks of 16 columns by 16 pairs, column
-// by column.
+// A tile register holds 16 rows of 16 elements. An element holds the numbers of two tokens in bfloat16. One instruction adds
+// the products of two registers to 16 x 16 sums. Each row of the left register must hold a column of the strip, and each row
+// of the right one a pair of tokens. So `right` is packed pair by pair, and `left` in blocks of 16 columns by 16 pairs, which
+// are packed column by column.
 //
-// Float32 numbers are the sum of two in bfloat16, the rounded number and the rest. Their products are the sum of three; the
-// product of two rests is left out. An error is then at most 2^-16 of a product.
+// A float32 number is stored as two bfloat16 numbers, its rounded value and the rest. The product of two such numbers is
+// computed as the sum of three products; that of the two rests is left out. The error is at most 2^-16 of the product.
 #include <immintrin.h>
 
 #include "symmetric_sums.h"

@@ -20,7 +20,8 @@ inline __attribute__((always_inline)) __m256i rounded_at(const uint16_t* from, _
   return _mm256_maskz_loadu_epi16(valid, from);
 }
 
-// What rounding to bfloat16 leaves of float32 numbers, rounded again: together 16 or more bits of each number.
+// The rest of each float32 number: the number minus its value in bfloat16. The rest is rounded to bfloat16, too. Both values
+// together keep at least 16 significant bits.
 inline __attribute__((always_inline)) __m256i rest_at(const float* from, __mmask16 valid) {
   const __m512 value = _mm512_maskz_loadu_ps(valid, from);
   const __m512i kept = _mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(value)), 16);
@@ -36,8 +37,8 @@ inline __attribute__((always_inline)) __m512i part_at(const Number* from, __mmas
   return _mm512_cvtepu16_epi32(part == Part::kRounded ? rounded_at(from, valid) : rest_at(from, valid));
 }
 
-// Of at most 16 columns, the first token in the low half. The second is `stride` numbers behind it. `columns` and
-// `tokens` are those that are left: what lies beyond them is 0.
+// One element for each of at most 16 columns. The low half holds the number of the first token, the high half that of the
+// second, which lies `stride` numbers behind the first. `columns` and `tokens` say how many are left; missing numbers are 0.
 template <Part part = Part::kRounded, typename Number>
 inline __attribute__((always_inline)) __m512i token_pairs(const Number* from, long stride, long tokens, long columns) {
   const __mmask16 valid = static_cast<__mmask16>(columns >= 16 ? 0xFFFF : columns > 0 ? (1 << columns) - 1 : 0);
