@@ -34,13 +34,13 @@ class Effort:
 
 EFFORTS = {
     "fast": Effort(1 << 12, 24, 8, 0),
-    "default": Effort(1 << 15, 64, 16, 0),
+    "default": Effort(3 << 13, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }
-"""By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost 2 %
-(docs/experiments/codes/windows.md). Sequences: docs/experiments/scale/account.md. The 8 probed layers of
-"fast" were chosen, not tuned. 90 recovery steps pass the
-package's own calibration text once (docs/experiments/recovery/factors-and-norms.md)."""
+"""By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost
+2 %, and 3 * 2^13 no more on SmolLM2 (docs/experiments/codes/windows.md). Sequences: docs/experiments/scale/account.md.
+The 8 probed layers of "fast" were chosen, not tuned. 90 recovery steps pass the package's own calibration text once
+(docs/experiments/recovery/factors-and-norms.md)."""
 DEFAULT_EFFORT = "default"
 """The effort level that is taken if none is given."""
 MTP = ("keep", "drop")

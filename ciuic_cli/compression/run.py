@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -94,6 +96,7 @@ class Run:
         self._hint = hint
         self._steps = Steps(journal, workers, progress)
         self._kl_meter: KLMeter | None = None
+        self._free_meters: list[KLMeter] = []
 
     # --- collect
 
@@ -178,15 +181,27 @@ class Run:
         probes = probe_matrices(plan, self.map.layer_prefixes, self.options.level.probed_layers)
         pools = PoolFactors(self.statistics, self.machine.device)
 
+        length = self.task.held_out.shape[1]
+        tokens = [min(PROBE_TOKENS, length)] * (len(probes) - 1) + [length]
+        count = 1
+        if not all(self._steps.has("probe", number) for number in range(len(probes))):
+            self._free_meters = [self.meter()]
+            count = self.meter().meters_side_by_side()
+
+        def side_by_side(number: int) -> int:
+            """Probes of layers run beside others; noise for an embedding or a head takes much memory."""
+            layers = tuple(self.map.layer_prefixes)
+            return count if all(matrix.name.startswith(layers) for matrix in probes[number]) else 1
+
         def measure(number: int) -> bytes:
             noise = perturbation(
                 self.map, self.statistics, plan, probes[number], L=self.options.L, pools=pools
             )
-            tokens = PROBE_TOKENS if number < len(probes) - 1 else None
-            with measured("probe", ""):
-                return json.dumps(self.meter().measure(noise, tokens=tokens).value).encode()
+            with self._free_meter() as meter, measured("probe", ""):
+                return json.dumps(meter.measure(noise, tokens=tokens[number]).value).encode()
 
-        self._steps.finish("probe", [1] * len(probes), measure)
+        self._steps.finish("probe", tokens, measure, side_by_side)
+        self._free_meters.clear()
         kls = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
         return probe_corrections(plan, probes, kls)
 
@@ -320,13 +335,26 @@ class Run:
     def meter(self) -> KLMeter:
         """The meter of KL on the held-out sequences. The first call makes it, which runs the original model."""
         if self._kl_meter is None:
-            folder = self.journal.folder / f"meter-{self.workers.number}"
-            remove_path(folder)  # left by a killed run
             self._kl_meter = KLMeter(
-                self.map, self.task.held_out, folder,
+                self.map, self.task.held_out, self._meter_folder(),
                 device=self.device, progress=no_progress,
             )  # fmt: skip
         return self._kl_meter
+
+    @contextmanager
+    def _free_meter(self) -> Iterator[KLMeter]:
+        """A meter that no other thread uses meanwhile."""
+        try:
+            meter = self._free_meters.pop()
+        except IndexError:
+            meter = self.meter().twin(self._meter_folder(f"-{threading.get_ident()}"))
+        yield meter
+        self._free_meters.append(meter)
+
+    def _meter_folder(self, suffix: str = "") -> Path:
+        folder = self.journal.folder / f"meter-{self.workers.number}{suffix}"
+        remove_path(folder)  # left by a killed run
+        return folder
 
     def _expert_masks(self, plan: Plan) -> Adjust:
         """Masks for the routers: they choose no pruned expert, as in the loaded artifact."""

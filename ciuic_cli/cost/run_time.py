@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from ciuic_cli.allocation.probes import PROBE_TOKENS
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.cost.timing import time_matrix, time_products, time_reading
+from ciuic_cli.cost.timing import role_of_timing, time_matrix, time_products, time_reading
 from ciuic_cli.layerwise.chunk_threads import hidden_width
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
@@ -90,13 +91,20 @@ def measure_rates(
 ) -> Rates:
     """Time matrices of all shapes; takes seconds. ranks: whether arms with a low-rank part are priced."""
     machine = machine_for(device)
+    timed: dict[tuple[Any, ...], dict[str, float]] = {}
+
+    def seconds_of(matrix: WeightMatrix, *, pooled: bool) -> dict[str, float]:
+        treatment = (matrix.rows, matrix.cols, pooled, role_of_timing(matrix.role))
+        if treatment not in timed:
+            timed[treatment] = time_matrix(matrix, machine, ranks=ranks, pooled=pooled)
+        return timed[treatment]
+
     shapes = Counter(
         (replace(matrix, name="", expert=None), pools_statistics(model_map, matrix)) for matrix in matrices
     )
     return Rates(
         tuple(
-            (matrix, count, time_matrix(matrix, machine, ranks=ranks, pooled=pooled))
-            for (matrix, pooled), count in shapes.items()
+            (matrix, count, seconds_of(matrix, pooled=pooled)) for (matrix, pooled), count in shapes.items()
         ),
         time_products(device),
         time_reading(model_map, matrices),

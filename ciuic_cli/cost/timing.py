@@ -44,13 +44,19 @@ TIMED_CODED_ROWS = 64
 """Most rows of the matrices whose coding is timed on a CPU: coding takes far longer than the rest. On a GPU so few rows
 would fill nothing. No measurement is on record."""
 TIMED_WINDOWS = (12, 15)
-"""Trellis state bits with which coding is timed: the shortest, and those of `--effort default`."""
+"""Trellis state bits with which coding is timed: the shortest, and most of those that `--effort default` chooses."""
 TIMING_REPEATS = 3
 """Repetitions of each timing. The shortest counts: other work on the machine delayed the others. Chosen, not tuned."""
 _TIMED_TOKENS = 512
 """Tokens of the timed product: a usual length of calibration sequences."""
 _TIMED_READ_WEIGHTS = 1 << 22
 """Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
+
+
+def role_of_timing(role: str) -> str:
+    """One name for all roles whose matrices are treated alike, so that each shape is timed once."""
+    is_special = role.startswith("expert") or role in UNPRUNED_ROLES
+    return role if is_special else "linear"
 
 
 def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: bool) -> dict[str, float]:

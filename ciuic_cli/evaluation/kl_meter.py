@@ -5,6 +5,7 @@ The original and models with changed weights run layer by layer from files; a fi
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream
 from ciuic_cli.layerwise.logits import TokenSpan, logit_tokens
 from ciuic_cli.layerwise.overrides import Override
-from ciuic_cli.process.memory import limit_freed_memory
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory
 from ciuic_cli.process.progress import Progress
 
 _BLOCK = 64
@@ -48,13 +49,28 @@ class KLMeter:
         device: torch.device,
         progress: Progress,
     ) -> None:
-        self._source = model_map.checkpoint.folder
+        self._map, self._device = model_map, device
         # A sequence is a chunk: few are held out, and each thread runs a chunk of its own.
         self._chunks = batches.split(1)
-        self._stream = LayerStream(model_map, self._chunks, folder, device=device, dtype=torch.float32)
+        self._stream = self._new_stream(folder)
         self._original = ActivationStore(folder / "original")
         self._progress = progress
         self._run(None)
+
+    def twin(self, folder: Path) -> KLMeter:
+        """Another meter of the same text, for another thread. It reads what this one keeps of the original.
+
+        folder: for its activations.
+        """
+        other = copy.copy(self)
+        other._stream = self._new_stream(folder)
+        return other
+
+    def meters_side_by_side(self) -> int:
+        """How many meters may work at once, one thread each; 1 where the model's layers or its vocabulary are large."""
+        numbers = range(len(self._stream.prefixes))
+        fits = self._stream.bytes_without_layers() <= PARALLEL_WORK_BYTES
+        return min(map(self._stream.side_by_side, numbers)) if fits else 1
 
     def measure(self, override: Override, *, tokens: int | None = None) -> Mean:
         """KL in nats per token, with `override` for weights, of the first `tokens` of each sequence (default: all).
@@ -76,7 +92,7 @@ class KLMeter:
         if not all(np.isfinite(part).all() for part in kls):
             raise TargetError(
                 "once its weights are rounded, the model's predictions are NaN or infinite",
-                file=self._source,
+                file=self._map.checkpoint.folder,
                 remedy=NONFINITE_REMEDY,
             )
         return kls
@@ -108,6 +124,9 @@ class KLMeter:
         for hook in hooks:
             hook.remove()
         return kls
+
+    def _new_stream(self, folder: Path) -> LayerStream:
+        return LayerStream(self._map, self._chunks, folder, device=self._device, dtype=torch.float32)
 
     @torch.no_grad()
     def _run(self, override: Override | None, tokens: int | None = None) -> list[Floats]:

@@ -104,7 +104,7 @@ def _factored(h: torch.Tensor) -> FactoredInputs:
     damp(h)
     block_order = rounding_order(h)
     columns = columns_of(block_order)
-    h = h[columns][:, columns]
+    h = h.index_select(0, columns).index_select(1, columns)
     return FactoredInputs(block_order, block_ldl(h))
 
 

@@ -14,7 +14,6 @@ from ciuic_cli.passes.feedback import (
     BlockLDL,
     FactoredInputs,
     RowFeedback,
-    columns_of,
     factor_contexts,
     factor_inputs,
     factor_outputs,
@@ -123,8 +122,7 @@ def _transformed(matrix: torch.Tensor) -> torch.Tensor:
 def _with_blocks(matrix: torch.Tensor, block_order: torch.Tensor | None) -> torch.Tensor:
     """Reorder the blocks of 16 columns of a matrix (m, n16) in place, and return it."""
     if block_order is not None:
-        columns = columns_of(block_order)
         for part in scratch_slices(len(matrix)):
-            rows = matrix[part]
-            rows.copy_(rows[:, columns])
+            blocks = matrix[part].unflatten(1, (-1, TILE))
+            blocks.copy_(blocks.index_select(1, block_order))
     return matrix

@@ -3,7 +3,9 @@
 // Step t chooses the window s_t, the L bits from which weight t is decoded. It shifts in that weight's new bits: K of
 // them, or alternately K - 1/2 and K + 1/2. Later steps depend only on the low bits p of a window, the prefix of the
 // next window. So the forward pass computes best_t[p], the least cost of all paths to p (forward_kernel.h). It saves
-// best_t every `stride` steps and stores no decisions. The traceback recomputes the windows between two saved steps.
+// best_t every `stride` steps and stores no decisions. The traceback recomputes the windows between two saved steps. It
+// drops partial paths that a lower bound of the costs before them rules out, because reading a saved cost is a cache miss
+// (docs/experiments/runtime/cpu-encoder.md).
 //
 // All costs are integers (codebook.h), so every instruction set and batch size gives the same path.
 #include <cmath>
@@ -47,6 +49,9 @@ struct Search {
   int32_t terms[kBatch][kTileWeights];  // terms of the targets (codebook.h)
   int32_t* saved[kBatch];               // best_t for t + 1 = 0, stride, 2 stride .. 256
   int32_t* scratch[kBatch][2];          // best_t of the other steps, alternating
+  int32_t least[kBatch];                // lower bound of the present best_t, over all prefixes
+  int32_t least_saved[kBatch][kTileWeights + 1];      // that of each saved step
+  int32_t rebased_by[kBatch][kTileWeights / 16 + 1];  // what rebase() subtracted after 16, 32 .. steps
 };
 
 static int saved_count(int half_bits) { return kTileWeights / save_stride(half_bits) + 1; }
@@ -71,34 +76,56 @@ static int32_t target_term(float x, bool squared) {
   return pair_of(16, static_cast<int>(std::rint(-8.0f * clipped)));
 }
 
-// Subtracts the cost of prefix 0 from all costs, because only their differences matter. Done every 16 steps, it prevents
-// overflow however far the targets lie beyond the code's range. The traceback compares only costs of one saved step, so
-// the subtraction does not change its choice.
-static void rebase(int32_t* costs, int prefixes) {
-  const int32_t base = costs[0];
-  for (int p = 0; p < prefixes; ++p) costs[p] -= base;
+// Lower bound of a window's cost for this term. With e = term.high, a cost is at least 4 level^2 + e level + a constant - 12,
+// because codebook_square rounds down to a multiple of 4; the least of that over all levels is at -e / 8.
+static int32_t least_cost(int32_t term, bool squared) {
+  if (squared || term == 0) return 0;
+  const int32_t e = term >> 16;
+  return 16 * codebook_square(0) - e * e / 16 - 16;
 }
 
-// Runs steps first .. first + count - 1 (modulo 256) for the given tiles of the batch, from the costs in `from`. With
-// `save`, saves the costs of every stride-th step; otherwise only the final costs, in slot 0.
+// Subtracts the cost of prefix 0 from all costs, because only their differences matter. Done every 16 steps, it prevents
+// overflow however far the targets lie beyond the code's range. Returns what was subtracted; `least` receives the least
+// cost after that.
+static int32_t rebase(int32_t* costs, int prefixes, int32_t& least) {
+  const int32_t base = costs[0];
+  int32_t lowest = INT32_MAX;
+  for (int p = 0; p < prefixes; ++p) {
+    costs[p] -= base;
+    lowest = costs[p] < lowest ? costs[p] : lowest;
+  }
+  least = lowest;
+  return base;
+}
+
+// Runs steps first .. first + count - 1 (modulo 256) for the given tiles of the batch, from the costs in `from`, of which
+// search.least is a lower bound. With `save`, saves the costs of every stride-th step; otherwise only the final costs, in
+// slot 0.
 template <int Tiles>
 static void forward(Search& search, const int* tiles, int first, int count, const int32_t* const* from, bool save) {
   const int32_t* before[Tiles];
   int32_t* after[Tiles];
   int32_t term[Tiles];
-  for (int t = 0; t < Tiles; ++t) before[t] = from[t];
+  for (int t = 0; t < Tiles; ++t) {
+    before[t] = from[t];
+    search.least_saved[tiles[t]][0] = search.least[tiles[t]];
+  }
   for (int i = 0; i < count; ++i) {
     const int weight = (first + i) & (kTileWeights - 1);
     const int in = bits_of(weight, search.half_bits), out = bits_after(weight, search.half_bits);
+    const bool is_saved = save ? (i + 1) % search.stride == 0 : i + 1 == count;
+    const size_t slot = save ? static_cast<size_t>((i + 1) / search.stride) : 0;
     for (int t = 0; t < Tiles; ++t) {
       term[t] = search.terms[tiles[t]][weight];
-      const bool is_saved = save ? (i + 1) % search.stride == 0 : i + 1 == count;
-      const size_t slot = save ? static_cast<size_t>((i + 1) / search.stride) : 0;
       after[t] = is_saved ? search.saved[tiles[t]] + slot * search.prefixes : search.scratch[tiles[t]][i & 1];
     }
     forward_step<Tiles>(search.table[weight & 1], before, after, term, in, out, search.squared, search.L);
     for (int t = 0; t < Tiles; ++t) {
-      if ((i & 15) == 15) rebase(after[t], 1 << (search.L - out));
+      int32_t& least = search.least[tiles[t]];
+      least += least_cost(term[t], search.squared);
+      if ((i & 15) == 15)
+        search.rebased_by[tiles[t]][(i + 1) / 16] = rebase(after[t], 1 << (search.L - out), least);
+      if (is_saved) search.least_saved[tiles[t]][slot] = least;
       before[t] = after[t];
     }
   }
@@ -106,60 +133,77 @@ static void forward(Search& search, const int* tiles, int first, int count, cons
 
 // Most paths backwards over one stride: 2^11 at 5.5 bits, whose stride is 2.
 static const int kMaxCandidates = 2048;
+static const int kMaxBranches = 256;  // of one weight, at 8 bits
 
-// Partial paths of a traceback: the cost of each so far, and the prefix that it has reached.
+// Partial paths of a traceback: the cost of each so far, the prefix that it has reached, and the bits that lead there, the
+// newest on top. There is room for one path more, because a path is written before it is known whether it counts.
 struct Candidates {
-  int32_t cost[kMaxCandidates], prefix[kMaxCandidates];
+  int32_t cost[kMaxCandidates + 1], prefix[kMaxCandidates + 1], choice[kMaxCandidates + 1];
 };
 
-// Extends every candidate by one weight backwards in all 2^out ways. Candidate i extended by `high` becomes candidate
-// high * count + i.
+// Extends every candidate by one weight backwards in all 2^out ways, of which those with costs of at most `most` are kept.
+// Returns their number. bits: of the choices so far.
 template <bool Squared>
-static inline void expand(const Candidates& from, int count, int32_t term, int in, int out, int L, Candidates& to) {
+static inline int expand(const Candidates& from, int count, int32_t term, int in, int out, int L, int bits, int32_t most,
+                         Candidates& to) {
   const int32_t first = static_cast<int16_t>(term), second = term >> 16;
-  const auto extend = [&](int i, int high, int n) __attribute__((always_inline)) {
-    const unsigned state = static_cast<unsigned>(high) << (L - out) | static_cast<unsigned>(from.prefix[i]);
-    const int32_t level = ciuic_level(state);
-    const int32_t difference = 16 * level - first;
-    to.cost[n] = from.cost[i] + (Squared ? difference * difference : codebook_square(level) * first + level * second);
-    to.prefix[n] = static_cast<int32_t>(state >> in);
-  };
-  if (count == 1)
-    for (int high = 0; high < 1 << out; ++high) extend(0, high, high);
-  else
-    for (int high = 0; high < 1 << out; ++high)
-      for (int i = 0; i < count; ++i) extend(i, high, high * count + i);
+  int kept = 0;
+  for (int i = 0; i < count; ++i) {
+    const unsigned prefix = static_cast<unsigned>(from.prefix[i]);
+    int32_t cost[kMaxBranches];
+    for (int high = 0; high < 1 << out; ++high) {
+      const int32_t level = ciuic_level(static_cast<unsigned>(high) << (L - out) | prefix);
+      const int32_t difference = 16 * level - first;
+      cost[high] =
+          from.cost[i] + (Squared ? difference * difference : codebook_square(level) * first + level * second);
+    }
+    for (int high = 0; high < 1 << out; ++high) {
+      to.cost[kept] = cost[high];
+      to.prefix[kept] = static_cast<int32_t>((static_cast<unsigned>(high) << (L - out) | prefix) >> in);
+      to.choice[kept] = high << bits | from.choice[i];
+      kept += cost[high] <= most;
+    }
+  }
+  return kept;
 }
 
 // Traces the cheapest path back over one stride: from `prefix` after weight (slot + 1) * stride - 1 to the saved step
 // `slot`. Writes the windows of these weights and returns the path's prefix at the saved step.
 static int trace_stride(const Search& search, int tile, int slot, int prefix, uint16_t* windows) {
-  const int L = search.L, stride = search.stride;
+  const int L = search.L, stride = search.stride, end = (slot + 1) * stride;
+  const int32_t* before = search.saved[tile] + static_cast<size_t>(slot) * search.prefixes;
+  // The cost of the whole path. A partial path is dropped if it costs more with the least of what may come before it.
+  int32_t most = before[search.prefixes + prefix] - search.least_saved[tile][slot];
+  if (end % 16 == 0) most += search.rebased_by[tile][end / 16];
+  for (int weight = slot * stride; weight < end; ++weight)
+    most -= least_cost(search.terms[tile][weight], search.squared);
   Candidates candidates[2];
-  candidates[0].cost[0] = 0;
+  candidates[0].cost[0] = candidates[0].choice[0] = 0;
   candidates[0].prefix[0] = prefix;
-  int count = 1, current = 0;
-  for (int d = 0; d < stride; ++d) {
-    const int weight = (slot + 1) * stride - 1 - d;
+  int count = 1, current = 0, bits = 0;
+  for (int weight = end - 1; weight >= slot * stride; --weight) {
     const int32_t term = search.terms[tile][weight];
     const int in = bits_of(weight, search.half_bits), out = bits_after(weight, search.half_bits);
-    if (search.squared)
-      expand<true>(candidates[current], count, term, in, out, L, candidates[1 - current]);
-    else
-      expand<false>(candidates[current], count, term, in, out, L, candidates[1 - current]);
-    count <<= out;
+    const Candidates& from = candidates[current];
+    Candidates& to = candidates[1 - current];
+    most += least_cost(term, search.squared);
+    count = search.squared ? expand<true>(from, count, term, in, out, L, bits, most, to)
+                           : expand<false>(from, count, term, in, out, L, bits, most, to);
+    bits += out;
     current = 1 - current;
   }
-  int32_t* cost = candidates[current].cost;
-  const int32_t* reached = candidates[current].prefix;
-  const int32_t* before = search.saved[tile] + static_cast<size_t>(slot) * search.prefixes;
-  int32_t least_cost = INT32_MAX;
-  for (int i = 0; i < count; ++i) cost[i] += before[reached[i]];
-  for (int i = 0; i < count; ++i) least_cost = cost[i] < least_cost ? cost[i] : least_cost;
-  int best = 0;
-  while (cost[best] != least_cost) ++best;
-  for (int d = 0; d < stride; ++d) {
-    const int weight = (slot + 1) * stride - 1 - d, out = bits_after(weight, search.half_bits);
+  const Candidates& reached = candidates[current];
+  int32_t least = INT32_MAX;
+  int best = INT32_MAX;  // of equally cheap paths, the one with the least choice
+  for (int i = 0; i < count; ++i) {
+    const int32_t cost = reached.cost[i] + before[reached.prefix[i]];
+    if (cost < least || (cost == least && reached.choice[i] < best)) {
+      least = cost;
+      best = reached.choice[i];
+    }
+  }
+  for (int weight = end - 1; weight >= slot * stride; --weight) {
+    const int out = bits_after(weight, search.half_bits);
     const int state = (best & ((1 << out) - 1)) << (L - out) | prefix;
     best >>= out;
     windows[weight] = static_cast<uint16_t>(state);
@@ -207,6 +251,7 @@ static void close_path(Search& search, int tile, uint16_t* windows) {
   trace(search, tile, slots, start, windows, trail, false);
   int32_t* start_costs = search.saved[tile];
   for (int p = 0; p < prefixes; ++p) start_costs[p] = p == start ? 0 : kUnreachable;
+  search.least[tile] = 0;
   const int tiles[1] = {tile};
   const int32_t* from[1] = {start_costs};
   forward<1>(search, tiles, 0, kRepair, from, true);
@@ -221,6 +266,7 @@ static void encode_together(const float* const* targets, Search& search, uint16_
     for (int i = 0; i < kTileWeights; ++i) search.terms[t][i] = target_term(targets[t][i], search.squared);
     std::memset(search.scratch[t][1], 0, sizeof(int32_t) * search.prefixes);
     start[t] = search.scratch[t][1];
+    search.least[t] = 0;
   }
   const int lead = CIUIC_LEAD_IN(search.L);
   forward<Tiles>(search, tiles, kTileWeights - lead, lead, start, false);
