@@ -18,6 +18,7 @@ from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.logits import logits_in_parts
 from ciuic_cli.layerwise.activation_store import ActivationStore
+from ciuic_cli.layerwise.chunk_threads import bytes_besides_layers
 from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream
 from ciuic_cli.layerwise.logits import TokenSpan, logit_tokens
 from ciuic_cli.layerwise.overrides import Override
@@ -69,7 +70,7 @@ class KLMeter:
     def meters_side_by_side(self) -> int:
         """How many meters may work at once, one thread each; 1 where the model's layers or its vocabulary are large."""
         numbers = range(len(self._stream.prefixes))
-        fits = self._stream.bytes_without_layers() <= PARALLEL_WORK_BYTES
+        fits = bytes_besides_layers(self._map) <= PARALLEL_WORK_BYTES
         return min(map(self._stream.side_by_side, numbers)) if fits else 1
 
     def measure(self, override: Override, *, tokens: int | None = None) -> Mean:

@@ -307,14 +307,6 @@ class LayerStream:
         tokens = max(chunk.numel() for chunk in self.chunks)
         return chunks_side_by_side(self.map, self.prefixes[number], tokens, self.device, besides=besides)
 
-    def bytes_without_layers(self) -> int:
-        """Bytes of the weights that are in memory in `begin` and `tail`."""
-        return sum(
-            4 * parameter.numel
-            for parameter in self.map.parameters.values()
-            if parameter.tied_to is None and not parameter.name.startswith(tuple(self.prefixes))
-        )
-
     # --- weights in memory
 
     @contextmanager
