@@ -189,7 +189,7 @@ class Run:
             count = self.meter().meters_side_by_side()
 
         def side_by_side(number: int) -> int:
-            """Probes of layers run beside others; noise for an embedding or a head takes much memory."""
+            """Probes of layers run beside others; those of an embedding or a head, whose noise is large, run alone."""
             layers = tuple(self.map.layer_prefixes)
             return count if all(matrix.name.startswith(layers) for matrix in probes[number]) else 1
 

@@ -76,8 +76,8 @@ static int32_t target_term(float x, bool squared) {
   return pair_of(16, static_cast<int>(std::rint(-8.0f * clipped)));
 }
 
-// Lower bound of a window's cost for this term. With e = term.high, a cost is at least 4 level^2 + e level + a constant - 12,
-// because codebook_square rounds down to a multiple of 4; the least of that over all levels is at -e / 8.
+// Lower bound of a window's cost for this term. With e = term.high, a cost is at least 4 level^2 + e level - 12 and a
+// constant, because codebook_square rounds a quarter of level^2 down. Over all levels, that is least at level = -e / 8.
 static int32_t least_cost(int32_t term, bool squared) {
   if (squared || term == 0) return 0;
   const int32_t e = term >> 16;
@@ -85,8 +85,8 @@ static int32_t least_cost(int32_t term, bool squared) {
 }
 
 // Subtracts the cost of prefix 0 from all costs, because only their differences matter. Done every 16 steps, it prevents
-// overflow however far the targets lie beyond the code's range. Returns what was subtracted; `least` receives the least
-// cost after that.
+// overflow however far the targets lie beyond the code's range. Returns what was subtracted; `least` receives the lowest
+// of the remaining costs.
 static int32_t rebase(int32_t* costs, int prefixes, int32_t& least) {
   const int32_t base = costs[0];
   int32_t lowest = INT32_MAX;
