@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -111,6 +111,16 @@ class CiuicIndexScores(ctypes.Structure):
     )
 
 
+class CiuicPredictions(ctypes.Structure):
+    """CiuicPredictions of `ciuic_native.h`: the predictions of a span of text."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("logits", "slopes", "draws", "squares")),
+        *((name, ctypes.c_int64) for name in ("tokens", "vocabulary")),
+        *((name, ctypes.c_int32) for name in ("bf16", "weights_bf16")),
+    )
+
+
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_abi_version": (_int, ()),
     "ciuic_cpu_kernels": (ctypes.c_char_p, ()),
@@ -128,6 +138,7 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_largest": (_int, (_pointer, _long, _long, _long, _pointer, _int)),
     "ciuic_has_symmetric_sums": (_int, (_int,)),
     "ciuic_symmetric_sums": (_int, (_pointer, _long, *[_pointer, _int] * 2, _long, _int, _int)),
+    "ciuic_predictions": (_int, (*[_pointer] * 5, _int)),
     "ciuic_block_encode": (_int, (_pointer, _int, _long, *[_int] * 4, _uint32, _pointer, _pointer, _int)),
     "ciuic_block_decode": (_int, (_pointer, _pointer, _long, *[_int] * 3, _pointer, _int, _int)),
     "ciuic_hadamard": (_int, (_pointer, _int, _long, _long, _int, _uint32, _int, _int)),

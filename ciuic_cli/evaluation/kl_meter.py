@@ -20,7 +20,7 @@ from ciuic_cli.evaluation.logits import logits_in_parts
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.chunk_threads import bytes_besides_layers
 from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream
-from ciuic_cli.layerwise.logits import TokenSpan, logit_tokens
+from ciuic_cli.layerwise.logits import TokenSpan
 from ciuic_cli.layerwise.overrides import Override
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory
 from ciuic_cli.process.progress import Progress
@@ -104,7 +104,7 @@ class KLMeter:
 
         config: the model's config.json. Raises as `logits_in_parts`.
         """
-        size = logit_tokens(self._stream.model.get_output_embeddings().weight.shape[0])
+        size = self._stream.span_tokens
         kls = []
         # The allocator keeps the activations of every layer otherwise: 950 MB instead of 70 MB with SmolLM2-135M.
         hooks = [

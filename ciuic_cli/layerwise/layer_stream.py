@@ -61,6 +61,7 @@ class LayerStream:
     Attributes:
         hidden, gradient: float32 tensors on disk. "<n>.<c>" is the input of layer n for chunk c, and the gradient
             there. With n = number of layers it is the last layer's output.
+        span_tokens: the most tokens of a sequence whose logits exist at a time.
         prefixes: of the layers' parameter names.
         embedding_scale: factor between the embedding's rows and the first layer's inputs; set by `begin`.
 
@@ -81,8 +82,7 @@ class LayerStream:
         dtype: torch.dtype,
     ) -> None:
         self.map = model_map
-        self.device = device
-        self.dtype = dtype
+        self.device, self.dtype = device, dtype
         self.override: Override | None = None
         self.adjust: Adjust | None = None
         self.model = (
@@ -102,6 +102,7 @@ class LayerStream:
                 remedy="ciuic does not support this architecture",
             )
         head = self.model.get_output_embeddings()
+        self.span_tokens = logit_tokens(head.weight.shape[0], dtype)
         self._head_name = next(name for name, module in self.model.named_modules() if module is head)
         self.embedding_scale = 1.0
         # Keyword arguments of each layer: by shape of the chunk, and those that differ from chunk to chunk.
@@ -210,15 +211,14 @@ class LayerStream:
     def tail_logits(self) -> Iterator[LogitsOfChunk]:
         """Context that yields a function from a chunk to its spans, hidden states and logits after the last layer."""
         last, head = len(self.prefixes), self.model.get_output_embeddings()
-        size = logit_tokens(head.weight.shape[0])
         with self._without_layers() as stand_ins:
             # Cast once, as autocast would for every span: repeated casting takes longer than the product.
             head.weight = nn.Parameter(head.weight.to(self.dtype), requires_grad=False)
 
             def logits_of_chunk(index: int) -> Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]:
                 hidden = self.hidden.get(f"{last}.{index}", self.device)
-                for row, begin in product(range(len(hidden)), range(0, hidden.shape[1], size)):
-                    where = slice(row, row + 1), slice(begin, begin + size)
+                for row, begin in product(range(len(hidden)), range(0, hidden.shape[1], self.span_tokens)):
+                    where = slice(row, row + 1), slice(begin, begin + self.span_tokens)
                     part = hidden[where].requires_grad_(torch.is_grad_enabled())
                     stand_ins[-1].replacement = self._as_the_model(part)
                     with self._autocast(), self._blaming_config(self._head_name):

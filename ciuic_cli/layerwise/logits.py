@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 LOGIT_BYTES = 12 << 20
-"""Most bytes of float32 logits that exist at a time; longer sequences go through the head in parts. Below the size from
+"""Most bytes of logits that exist at a time; longer sequences go through the head in parts. Below the size from
 which the C library maps every block anew (`process/memory.py`), so that the pages of earlier logits are reused
 (measured: docs/experiments/scale/freed-memory.md)."""
 LEAST_TOKENS = 64
@@ -36,6 +36,6 @@ LogitsOfChunk = Callable[[int], Iterator[tuple[TokenSpan, torch.Tensor, torch.Te
 """Yields all spans of a chunk in order, each with what `VisitLogits` gets."""
 
 
-def logit_tokens(vocabulary: int) -> int:
-    """The most tokens whose logits exist at a time."""
-    return max(LEAST_TOKENS, LOGIT_BYTES // (4 * vocabulary))
+def logit_tokens(vocabulary: int, dtype: torch.dtype = torch.float32) -> int:
+    """The most tokens whose logits exist at a time. dtype: of the head's product."""
+    return max(LEAST_TOKENS, LOGIT_BYTES // (dtype.itemsize * vocabulary))

@@ -168,6 +168,22 @@ CIUIC_EXPORT int ciuic_has_symmetric_sums(int rounded);
 CIUIC_EXPORT int ciuic_symmetric_sums(float* moment, long columns, const void* left, int left_bf16, const void* right,
                                       int right_bf16, long tokens, int rounded, int threads);
 
+// Predictions p = softmax(logits) of a language model (ciuic_cli/statistics/head_fisher.py).
+struct CiuicPredictions {
+  const void* logits;    // tokens x vocabulary, bfloat16 if `bf16` is not 0 and float32 otherwise; finite
+  const float* slopes;   // null, or tokens x vocabulary: the squared derivative of each logit in the head's output
+  const float* draws;    // per token a number in [0, 1), from which its label is drawn
+  const float* squares;  // per token |x|^2 of the head's input x
+  int64_t tokens, vocabulary;
+  int32_t bf16, weights_bf16;
+};
+
+// gradient (tokens x vocabulary, of the dtype of the logits) = p, less 1 at the token's label. weights (bfloat16 if `weights_bf16`
+// is not 0 and float32 otherwise) = w = (p - p^2) slope, and token_weights = the sum of w over the vocabulary. sums (4 x
+// vocabulary) += the sums of p, w, w^2 and w |x|^2 over the tokens. The bytes depend neither on `threads` nor on the kernel.
+CIUIC_EXPORT int ciuic_predictions(const CiuicPredictions* call, void* gradient, void* weights, float* token_weights, float* sums,
+                                   int threads);
+
 // Attention of a prompt's queries over keys and values. All arrays but `mask` are bfloat16 if `bf16` is not 0 and float32
 // otherwise, with neighbouring numbers per token and head. Strides are in elements.
 struct CiuicPromptAttention {

@@ -109,6 +109,26 @@ struct BlockCode {
   const float* signs;
 };
 
+// A token's prediction softmax(logits): p = exp(logit - maximum) * inverse_total. `label` is drawn from it.
+struct Prediction {
+  float maximum, inverse_total;
+  long label;
+};
+
+// Most columns of a call of add_columns. Chosen: a row's part is a page, and all sums fit a first-level cache.
+constexpr long kPredictionColumns = 2048;
+
+// `count` columns of the predictions of some tokens, from column `first` on; CiuicPredictions says what they are. Rows are
+// `vocabulary` elements apart, and so are the four rows of `sums`. All pointers but `squares` are to the first column.
+struct PredictionColumns {
+  const void* logits;
+  const float *slopes, *squares;
+  void *gradient, *weights;
+  float* sums;
+  long first, count, tokens, vocabulary;
+  bool bf16, weights_bf16;
+};
+
 // `half_bits` is H = 2 K, twice the bits per weight, and not 0. `codes` points to the codes of a row group.
 // `row_factor` holds 16 values of ciuic_row_factor.
 struct Kernels {
@@ -178,6 +198,12 @@ struct Kernels {
                         uint16_t* scales);
   void (*decode_blocks)(const BlockCode& code, const uint8_t* codes, const uint16_t* scales, long count, long begin,
                         long end, void* out, bool bf16);
+
+  // The prediction of one token, from `count` logits. draw: in [0, 1); the label is where the running sum of the probabilities
+  // exceeds it.
+  Prediction (*predict)(const void* logits, bool bf16, long count, float draw);
+  // Writes gradient and weights of some columns, and adds to their sums and to `token_weights`, one per token.
+  void (*add_columns)(const PredictionColumns& call, const Prediction* predictions, float* token_weights);
 };
 
 // The kernels in use: the newest instruction set of this machine, or the one that CIUIC_CPU_KERNELS selects.

@@ -57,7 +57,6 @@ from ciuic_cli.statistics.files import (
 from ciuic_cli.statistics.head_fisher import (
     HeadSums,
     context_vectors,
-    sampled_gradient,
     sequence_seed,
     squared_slope,
     token_frequency,
@@ -201,13 +200,13 @@ class _Collection:
         current: list[HeadSums] = []  # one entry: the sums of the segment that runs
 
         def visit(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-            probability = logits.detach()[0].float().softmax(-1)
             slope = squared_slope(logits, outputs.pop())
             if span.begin == 0:
                 sequence = self.chunk_numbers[span.chunk] * self.chunk + span.sequence
                 generator.manual_seed(sequence_seed(self.seed, sequence))
-            current[0].add(inputs.pop()[0].float(), probability, slope)
-            logits.backward(sampled_gradient(probability, generator)[None].to(logits.dtype))
+            draws = torch.rand((logits.shape[1], 1), generator=generator, device=device)
+            gradient = current[0].add(inputs.pop()[0].float(), logits.detach()[0], slope, draws)
+            logits.backward(gradient[None])
 
         moments, rows = self._ordered_sums([name]), self._ordered_sums([name])
         with self.stream.tail(visit) as run_chunks:

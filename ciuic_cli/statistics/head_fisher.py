@@ -2,7 +2,7 @@
 
 The loss of a token is the cross entropy with one label drawn from the model's own prediction p. Its gradient in the
 logits, p - onehot(label), has the second moment diag(p) - p pᵀ: the Fisher information of the prediction. The backward
-sweep begins with this gradient (`sampled_gradient`).
+sweep begins with this gradient (`predictions.py`).
 
 The head itself needs no labels (`HeadSums`). The squared gradient of row v has the expectation w_v = p_v (1 - p_v) c².
 Here c is the slope of the function between head and logits (a factor, a soft cap). Rare tokens thus have a smooth
@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import torch
 
-from ciuic_cli.layerwise.logits import LEAST_TOKENS
+from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.predictions import Predictions
 
 WEIGHT_BYTES = 64 << 20
 """Most bytes of the weights w of tokens that are kept. Chosen: 680 tokens in bfloat16 with a vocabulary of 49,152."""
@@ -33,33 +34,13 @@ def sequence_seed(seed: int, sequence: int) -> int:
     return (seed << 30) + sequence
 
 
-def sampled_gradient(probability: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Gradient in the logits of the cross entropy with one label per token drawn from the prediction.
-
-    Labels are drawn by inversion of the cumulative distribution: torch.multinomial is many times slower.
-
-    Args:
-        probability: (tokens, vocabulary) float32; overwritten by the result.
-
-    Returns:
-        (tokens, vocabulary) float32.
-    """
-    cumulative = probability.cumsum(-1)
-    draw = (
-        torch.rand((len(probability), 1), generator=generator, device=probability.device) * cumulative[:, -1:]
-    )
-    labels = torch.searchsorted(cumulative, draw).clamp_(max=probability.shape[1] - 1)[:, 0]
-    probability[torch.arange(len(probability)), labels] -= 1.0
-    return probability
-
-
-def squared_slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | float:
-    """Squared derivative of each logit in the head's output: 1.0 if they are the same tensor, else (t, vocabulary).
+def squared_slope(logits: torch.Tensor, output: torch.Tensor) -> torch.Tensor | None:
+    """Squared derivative of each logit in the head's output, (t, vocabulary); None if they are the same tensor.
 
     logits, output: (1, t, vocabulary). The function between them must be element by element (a factor, a soft cap).
     """
     if logits is output:
-        return 1.0
+        return None
     (slope,) = torch.autograd.grad(logits.sum(), output, retain_graph=True)
     return slope[0].float().square()
 
@@ -79,37 +60,38 @@ class HeadSums:
     """
 
     def __init__(self, vocabulary: int, cols: int, device: torch.device, dtype: torch.dtype) -> None:
-        self.moments = Moments.zeros(vocabulary, cols, device, torch.float32, full_outputs=False)
-        self._rows = Moments(
-            torch.zeros(vocabulary, cols, device=device),
-            torch.zeros(3, vocabulary, device=device),
-            dtype=dtype,
-        )
-        tokens = max(LEAST_TOKENS, WEIGHT_BYTES // (dtype.itemsize * vocabulary))
+        self._sums = torch.zeros(4, vocabulary, device=device)
+        self.moments = Moments(torch.zeros(cols, cols, device=device), self._sums[3])
+        self._rows = Moments(torch.zeros(vocabulary, cols, device=device), self._sums[:3], dtype=dtype)
+        tokens = max(logit_tokens(vocabulary, dtype), WEIGHT_BYTES // (dtype.itemsize * vocabulary))
         self._weights = torch.empty(tokens, vocabulary, dtype=dtype, device=device)
         self._inputs = torch.empty(tokens, cols, dtype=dtype, device=device)
         self._kept = 0
 
-    def add(self, x: torch.Tensor, probability: torch.Tensor, slope: torch.Tensor | float) -> None:
-        """Add tokens: head inputs x (t, n), predictions (t, vocabulary), both float32, and `squared_slope`."""
-        weights = torch.addcmul(probability, probability, probability, value=-1)
-        if isinstance(slope, torch.Tensor):
-            weights *= slope
-        token_weights, squares = weights.sum(1), x.square().sum(1)
+    def add(
+        self, x: torch.Tensor, logits: torch.Tensor, slope: torch.Tensor | None, draws: torch.Tensor
+    ) -> torch.Tensor:
+        """Add the tokens of a span.
+
+        Args:
+            x: (t, n) float32, the head's inputs.
+            logits, slope, draws: see `Predictions`.
+
+        Returns:
+            The gradient of sampled labels in the logits.
+        """
+        if self._kept + len(x) > len(self._weights):
+            self._add_rows()
+        kept = slice(self._kept, self._kept + len(x))
+        squares = x.square().sum(1)
+        predictions = Predictions(logits, slope, draws, squares)
+        gradient, token_weights = predictions.add_to(self._sums, self._weights[kept])
+        self._inputs[kept], self._kept = x, kept.stop
         self.moments.inputs.addmm_((x * token_weights[:, None]).T, x)
-        self.moments.outputs += squares @ weights
         with one_thread():
             self.moments.trace += float((token_weights * squares).sum())
-        self.moments.tokens += x.shape[0]
-        self._rows.outputs += torch.stack((probability.sum(0), weights.sum(0), weights.square().sum(0)))
-        begin = 0
-        while begin < len(x):
-            end = min(len(x), begin + len(self._weights) - self._kept)
-            kept = slice(self._kept, self._kept + end - begin)
-            self._weights[kept], self._inputs[kept] = weights[begin:end], x[begin:end]
-            self._kept, begin = kept.stop, end
-            if self._kept == len(self._weights):
-                self._add_rows()
+        self.moments.tokens += len(x)
+        return gradient
 
     def rows(self) -> Moments:
         """Inputs (vocabulary, n), Σ w_v x by row; outputs (3, vocabulary): Σ p_v, Σ w_v and Σ w_v²."""

@@ -20,7 +20,8 @@ from ciuic_cli.statistics import collect, moments
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
-from ciuic_cli.statistics.head_fisher import sampled_gradient, sequence_seed
+from ciuic_cli.statistics.head_fisher import sequence_seed
+from ciuic_cli.statistics.predictions import sampled_gradient
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -47,6 +48,10 @@ def _batches(sequences: int = 3, length: int = 24) -> torch.Tensor:
     return torch.randint(0, 256, (sequences, length), generator=torch.Generator().manual_seed(1))
 
 
+def _draws(tokens: int, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand((tokens, 1), generator=generator)
+
+
 def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """H and G of one linear from a full forward and backward pass, with the same sampled labels."""
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
@@ -58,7 +63,7 @@ def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torc
     for number, row in enumerate(batches):
         generator.manual_seed(sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
-        logits.backward(sampled_gradient(logits.detach().softmax(-1), generator))
+        logits.backward(sampled_gradient(logits.detach().softmax(-1), _draws(len(row), generator)))
     return _moments(
         [part.reshape(-1, part.shape[-1]) for part in x_parts],
         [part.reshape(-1, part.shape[-1]) for part in g_parts],
@@ -96,7 +101,9 @@ def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple
 
 def test_gradients_of_sampled_labels_have_the_fisher_information_of_the_prediction() -> None:
     probability = torch.tensor([0.6, 0.0, 0.3, 0.08, 0.02])
-    sampled = sampled_gradient(probability.repeat(100_000, 1), torch.Generator().manual_seed(0))
+    sampled = sampled_gradient(
+        probability.repeat(100_000, 1), _draws(100_000, torch.Generator().manual_seed(0))
+    )
     expected = probability.diag() - probability.outer(probability)
     torch.testing.assert_close(sampled.T @ sampled / len(sampled), expected, rtol=0, atol=4e-3)
     assert float(sampled.sum(1).abs().max()) < 1e-5  # shifting all logits changes no prediction
@@ -145,7 +152,7 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
     for number, row in enumerate(_batches()):
         generator.manual_seed(sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
-        logits.backward(sampled_gradient(logits.detach().softmax(-1), generator))
+        logits.backward(sampled_gradient(logits.detach().softmax(-1), _draws(len(row), generator)))
     # (tokens, groups, n) and (tokens, groups, m / groups) of each sequence
     count = x_parts[0].shape[1]
     groups = [_sums([x[:, i] for x in x_parts], [g[:, i] for g in g_parts]) for i in range(count)]
@@ -222,7 +229,7 @@ def _embedding_gradient(checkpoint: Path, number: int) -> torch.Tensor:
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     generator = torch.Generator().manual_seed(sequence_seed(0, number))
     logits = model(input_ids=_batches()[number][None]).logits[0]
-    logits.backward(sampled_gradient(logits.detach().softmax(-1), generator))
+    logits.backward(sampled_gradient(logits.detach().softmax(-1), _draws(logits.shape[0], generator)))
     gradient = model.get_input_embeddings().weight.grad
     assert gradient is not None
     return gradient

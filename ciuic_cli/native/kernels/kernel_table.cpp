@@ -33,6 +33,8 @@ const Kernels table = {
     index_scores,
     encode_blocks,
     decode_blocks,
+    predict,
+    add_columns,
 };
 
 }  // namespace CIUIC_ISA

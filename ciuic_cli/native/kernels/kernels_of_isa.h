@@ -33,6 +33,8 @@ void encode_blocks(const BlockCode& code, const void* x, bool bf16, long count, 
                    uint16_t* scales);
 void decode_blocks(const BlockCode& code, const uint8_t* codes, const uint16_t* scales, long count, long begin, long end,
                    void* out, bool bf16);
+Prediction predict(const void* logits, bool bf16, long count, float draw);
+void add_columns(const PredictionColumns& call, const Prediction* predictions, float* token_weights);
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic
