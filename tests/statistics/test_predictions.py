@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import sys
 import pytest
 import torch
 
+from ciuic_cli.codecs import native
+from ciuic_cli.errors import UsageError
 from ciuic_cli.statistics.predictions import Predictions
 
 
@@ -90,6 +93,20 @@ def test_the_ends_of_the_draws(draw: float) -> None:
         predictions = Predictions(logits, None, torch.tensor([[draw]]), torch.ones(1))
         gradient, _ = predict(predictions, torch.zeros(4, 4), torch.empty(1, 4))
         assert gradient.argmin().item() == (1 if draw == 0.0 else 2)
+
+
+@pytest.mark.parametrize("fault", ["tokens", "vocabulary", "logits", "draws", "squares"])
+def test_a_call_without_tokens_or_arrays_is_refused(fault: str) -> None:
+    arrays = [torch.zeros(8) for _ in range(7)]
+    call = native.CiuicPredictions(
+        arrays[0].data_ptr(), None, arrays[1].data_ptr(), arrays[2].data_ptr(), 2, 4, 0, 0
+    )
+    setattr(call, fault, 0)
+    status = native.interface().ciuic_predictions(
+        ctypes.byref(call), *(each.data_ptr() for each in arrays[3:]), 1
+    )
+    with pytest.raises(UsageError, match="out of range"):
+        native.check(status, "adding predictions")
 
 
 SCRIPT = """
