@@ -65,6 +65,21 @@ def test_weights_of_another_dtype(dtype: torch.dtype) -> None:
     torch.testing.assert_close(weights, expected[1], rtol=1e-2, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_logits_of_other_dtypes(dtype: torch.dtype) -> None:
+    predictions = _predictions(5, 300, torch.float32, slopes=True)
+    other = Predictions(
+        predictions.logits.to(dtype), predictions.slope, predictions.draws, predictions.squares
+    )
+    sums, other_sums, weights = torch.zeros(4, 300), torch.zeros(4, 300), torch.empty(5, 300)
+    gradient, of_tokens = predictions.add_to(sums, weights)
+    found, found_of_tokens = other.add_to(other_sums, torch.empty(5, 300))
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), gradient, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(other_sums, sums, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(found_of_tokens, of_tokens, rtol=2e-2, atol=1e-3)
+
+
 def test_labels_are_drawn_with_the_probability_of_the_prediction() -> None:
     """A grid of draws gives each label as often as its probability says, also across the parts of a long row."""
     tokens, vocabulary = 2_000, 70_000

@@ -103,8 +103,7 @@ void columns_of(const PredictionColumns& call, const Prediction* predictions, fl
   const Number* logits = static_cast<const Number*>(call.logits);
   Number* gradient = static_cast<Number*>(call.gradient);
   Weight* weights = static_cast<Weight*>(call.weights);
-  // The four sums of a block lie side by side. In call.sums they may lie a multiple of 4 KB apart, and processors wait for a
-  // store before they load from another address with the same low 12 bits.
+  // The four sums of a block lie side by side, in a first-level cache.
   float blocks[kPredictionColumns / kBlock][4][kBlock] = {};
   for (long t = 0; t < call.tokens; ++t) {
     const Prediction& found = predictions[t];
