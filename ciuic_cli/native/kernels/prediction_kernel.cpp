@@ -11,8 +11,8 @@ namespace CIUIC_ISA {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int kBlock = 256;    // logits that are handled together; in float32 they stay in a first-level cache. Chosen.
-constexpr int kParts = 128;    // parts of a row whose sums are kept until the label's part is known. Chosen.
+constexpr int kBlock = 256;  // logits that are handled together; in float32 they stay in a first-level cache. Chosen.
+constexpr int kParts = 128;  // parts of a row whose sums are kept until the label's part is known. Chosen.
 
 inline float as_float(float value) { return value; }
 inline float as_float(uint16_t value) { return from_bfloat16(value); }
