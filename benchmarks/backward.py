@@ -16,6 +16,7 @@ import torch
 from cpu import alternate
 
 from ciuic_cli.codecs.testing import random_matrix
+from ciuic_cli.process.memory import reuse_activations
 from ciuic_cli.runtime.matrices import CpuMatrix
 from ciuic_cli.runtime.products import gradient
 from ciuic_cli.train.planning.measured import peak_bytes
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--cols", type=int, default=2048)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    reuse_activations()  # as loading an artifact does
     print(f"threads {options.threads}, torch {torch.__version__}, {options.rows} x {options.cols}, 4 bits\n")
     matrix = CpuMatrix(random_matrix(options.rows, options.cols, 4))
     dense = matrix.decode(0, matrix.rows, torch.bfloat16)

@@ -20,9 +20,46 @@ static inline __attribute__((always_inline)) void read_pairs(const Tile<H>& tile
 // compete for the same cache sets, so each row is written many values at a time. No measurement is on record.
 constexpr long kTilesPerWrite = 16;
 
-static inline void store_value(float* to, float value) { *to = value; }
+#ifdef __AVX512BW__
+// 16 weights of a row: its factor times level, from byte sums.
+static inline __m512 weights_of(const int16_t* sums, float factor) {
+  const __m512i wide = _mm512_cvtepi16_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(sums)));
+  const __m512 levels = _mm512_cvtepi32_ps(_mm512_sub_epi32(wide, _mm512_set1_epi32(CIUIC_LEVEL_CENTRE)));
+  return _mm512_mul_ps(_mm512_set1_ps(factor), levels);
+}
 
-static inline void store_value(uint16_t* to, float value) { *to = finite_to_bfloat16(value); }
+// The upper half of each lane is the number in bfloat16, rounded as by finite_to_bfloat16.
+static inline __m512i rounded_bits(__m512 values) {
+  const __m512i bits = _mm512_castps_si512(values);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+}
+
+// One shuffle takes the upper halves of 32 numbers; the compiler's narrowing takes five times as many instructions.
+static inline void store_bfloat16(uint16_t* to, __m512 first, __m512 second) {
+  alignas(64) static constexpr uint16_t kUpper[32] = {1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                                      33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63};
+  _mm512_storeu_si512(to, _mm512_permutex2var_epi16(rounded_bits(first), _mm512_load_si512(kUpper), rounded_bits(second)));
+}
+#endif
+
+// A row of `count` tiles, from their byte sums.
+static inline void store_row(const int16_t (*sums)[kTile][kTile], long count, int row, float factor, float* to) {
+  for (long t = 0; t < count; ++t)
+    for (int column = 0; column < kTile; ++column)
+      to[t * kTile + column] = factor * static_cast<float>(sums[t][row][column] - CIUIC_LEVEL_CENTRE);
+}
+
+static inline void store_row(const int16_t (*sums)[kTile][kTile], long count, int row, float factor, uint16_t* to) {
+  long t = 0;
+#ifdef __AVX512BW__
+  for (; t + 2 <= count; t += 2)
+    store_bfloat16(to + t * kTile, weights_of(sums[t][row], factor), weights_of(sums[t + 1][row], factor));
+#endif
+  for (; t < count; ++t)
+    for (int column = 0; column < kTile; ++column)
+      to[t * kTile + column] = finite_to_bfloat16(factor * static_cast<float>(sums[t][row][column] - CIUIC_LEVEL_CENTRE));
+}
 
 template <int H, bool Masked, typename Out>
 static void decode(const uint8_t* codes, long tiles, int L, const float* row_factor, int row_begin, int row_end,
@@ -36,14 +73,8 @@ static void decode(const uint8_t* codes, long tiles, int L, const float* row_fac
       read_pairs<H, Masked, 0>(Tile<H>(codes + (first + t) * CIUIC_TILE_BYTES(H)), mask, pairs);
       store_rows(pairs, sums[t]);
     }
-    for (int row = row_begin; row < row_end; ++row) {
-      Out* values = out + (row - row_begin) * out_stride + first * kTile;
-      const float factor = row_factor[row];
-      for (long t = 0; t < count; ++t)
-        for (int column = 0; column < kTile; ++column)
-          store_value(values + t * kTile + column,
-                      factor * static_cast<float>(sums[t][row][column] - CIUIC_LEVEL_CENTRE));
-    }
+    for (int row = row_begin; row < row_end; ++row)
+      store_row(sums, count, row, row_factor[row], out + (row - row_begin) * out_stride + first * kTile);
   }
 }
 
