@@ -28,8 +28,8 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    (`Moments.add_tokens`).
 
 3. The pair sums can be computed in two equivalent ways: from (t, t) products of tokens, or from gradients (m, n) of W.
-   The cheaper one is taken (`pair_sum_work`). Products that only weigh pairs, and those of G, are rounded to the dtype
-   of the layer's products, bfloat16 on recent processors. Those of H are float32. Neither makes a moment indefinite: a
+   The cheaper one is taken (`pair_sum_work`). The weights of pairs, and the products of G, are rounded to the dtype of
+   the layer's products, bfloat16 on recent processors. The products of H are float32. Neither makes a moment indefinite: a
    token's own product counts 1, its pairs `PAIR_WEIGHT`, so the weights are far from singular; and G is shrunk and
    damped (measured: docs/experiments/statistics/faster-moments.md).
 
@@ -53,7 +53,12 @@ from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.symmetric_product import add_symmetric_product, row_products, symmetric_product
+from ciuic_cli.statistics.symmetric_product import (
+    add_symmetric_product,
+    add_weighted_product,
+    row_products,
+    symmetric_product,
+)
 
 FULL_FISHER_LIMIT = 16384
 """Most outputs with which G is kept in full; above it (in practice: the head) only its diagonal. No measurement is on
@@ -134,8 +139,9 @@ class Moments:
     """Running sums of H and G of one matrix (m, n), not normalised.
 
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
-    (m,). trace: of the full sum, equal for both. tokens: how many were added. gradient_energy: Σ |x|² |g|² of the
-    tokens. weighted_energy: Σ |x| |g|, the same sum after weighting. dtype: of products, see `symmetric_product`.
+    (m,). Of full sums only the lower half counts; what is above the diagonal is undefined. trace: of the full sum,
+    equal for both. tokens: how many were added. gradient_energy: Σ |x|² |g|² of the tokens. weighted_energy: Σ |x| |g|,
+    the same sum after weighting. dtype: of products, see `symmetric_product`.
     """
 
     inputs: torch.Tensor
@@ -222,10 +228,8 @@ class Moments:
         _weight_pairs(x_products)
         with one_thread():
             self.trace += float((x_products * g_products).sum())
-        weighted = x_products.mul_(weights).to(self.dtype) @ rounded_g
-        self._sum_outputs(rounded_g.flatten(0, 1), weighted.flatten(0, 1))
-        weighted = _weight_pairs(g_products) @ x.float()
-        self._sum_inputs(x.flatten(0, 1), weighted.flatten(0, 1))
+        self._sum_pairs(self.outputs, rounded_g, x_products.mul_(weights), rounded=True)
+        self._sum_pairs(self.inputs, x, _weight_pairs(g_products), rounded=False)
 
     def _token_products(self, vectors: torch.Tensor) -> torch.Tensor:
         """(s, t, t) float32 products of the tokens of each sequence, rounded to `dtype`; vectors (s, t, n)."""
@@ -259,6 +263,15 @@ class Moments:
         """As `_sum_inputs` to `outputs`, (t, m) each, with rounded products: before it is used, G is shrunk and damped
         by far more than they are off (`passes/feedback.py`)."""
         self._sum(self.outputs, left, right, rounded=True)
+
+    def _sum_pairs(
+        self, moment: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, *, rounded: bool
+    ) -> None:
+        """Add the products of the vectors (s, t, n) of each sequence, times the weights (s, t, t), or its diagonal."""
+        if moment.dim() == 1:
+            moment += ((weights @ vectors.float()) * vectors).sum((0, 1))
+        else:
+            add_weighted_product(moment, vectors, weights, self.dtype, rounded=rounded)
 
     def _sum(
         self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None, *, rounded: bool

@@ -69,11 +69,12 @@ def add_symmetric_product(
     *,
     rounded: bool = False,
 ) -> None:
-    """Add leftᵀ right, where the caller knows that it is symmetric, to `moment` (n, n) float32, which is symmetric too.
+    """Add leftᵀ right, where the caller knows that it is symmetric, to `moment` (n, n) float32.
 
-    The arguments are those of `symmetric_product`, but left and right are (t, n), float32 or bfloat16. CPUs with the
-    instructions for it use a kernel of our own, which reads the factors as they lie in memory; torch's products need
-    transposed copies (measured: docs/experiments/statistics/native-sums.md).
+    Only the lower half of `moment` counts: what is above the diagonal is undefined. The arguments are those of
+    `symmetric_product`, but left and right are (t, n), float32 or bfloat16. CPUs with the instructions for it use a
+    kernel of our own, which reads the factors as they lie in memory; torch's products need transposed copies
+    (measured: docs/experiments/statistics/native-sums.md).
     """
     rounds = rounded and dtype != torch.float32
     if moment.device.type != "cpu" or not _has_kernel(rounds):
@@ -89,15 +90,58 @@ def add_symmetric_product(
         other.data_ptr(), other.dtype == torch.bfloat16, tokens, rounds, torch.get_num_threads(),
     )  # fmt: skip
     native.check(status, "adding moments")
-    read = factor.nbytes + (0 if left is right else other.nbytes)
-    count_native(
-        torch.bfloat16 if rounds else torch.float32, tokens * cols * (cols + 1), read + 2 * moment.nbytes
-    )
+    _count(moment, tokens, rounds, factor.nbytes + (0 if left is right else other.nbytes))
+
+
+def add_weighted_product(
+    moment: torch.Tensor,
+    vectors: torch.Tensor,
+    weights: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+    *,
+    rounded: bool = False,
+) -> None:
+    """Add Σ XᵀWX over the parts X (t, n) of a sequence and their weights W (t, t) to `moment`, of which the lower half
+    counts.
+
+    W is rounded to `dtype`. That changes XᵀWX by the same small share in every direction if W is far from singular. W X
+    is float32, or rounded to `dtype` with `rounded`; see `symmetric_product`.
+
+    Args:
+        vectors: (parts, t, n) float32 or bfloat16.
+        weights: (parts, t, t) float32, symmetric.
+    """
+    rounds = rounded and dtype != torch.float32
+    parts, length, cols = vectors.shape
+    tokens = parts * length
+    if moment.device.type == "cpu" and dtype == torch.bfloat16 and _weighs(rounds, length):
+        factor, rounded_weights = vectors.contiguous(), weights.to(dtype)
+        status = native.interface().ciuic_weighted_sums(
+            moment.data_ptr(), cols, factor.data_ptr(), factor.dtype == torch.bfloat16, rounded_weights.data_ptr(),
+            length, tokens, rounds, torch.get_num_threads(),
+        )  # fmt: skip
+        native.check(status, "adding weighted moments")
+        count_native(dtype, 2 * tokens * length * cols, rounded_weights.nbytes)
+        _count(moment, tokens, rounds, factor.nbytes)
+        return
+    weighted = weights.to(dtype) @ vectors.to(dtype) if rounds else weights @ vectors.float()
+    add_symmetric_product(moment, vectors.flatten(0, 1), weighted.flatten(0, 1), dtype, rounded=rounded)
+
+
+def _count(moment: torch.Tensor, tokens: int, rounds: bool, read: int) -> None:
+    cols = len(moment)
+    dtype = torch.bfloat16 if rounds else torch.float32
+    count_native(dtype, tokens * cols * (cols + 1), read + moment.nbytes)
 
 
 @functools.cache
 def _has_kernel(rounded: bool) -> bool:
     return bool(native.interface().ciuic_has_symmetric_sums(rounded))
+
+
+@functools.cache
+def _weighs(rounded: bool, length: int) -> bool:
+    return bool(native.interface().ciuic_has_weighted_sums(rounded, length))
 
 
 def row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -123,6 +123,10 @@ def test_rounded_products_are_off_by_little_of_their_diagonal(width: int) -> Non
     )
 
 
+def _from_lower_half(moment: torch.Tensor) -> torch.Tensor:
+    return moment.tril() + moment.tril(-1).T
+
+
 def test_a_moment_of_token_pairs_stays_positive() -> None:
     """Products of two different factors, with one large direction in x and similar gradients."""
     generator = torch.Generator().manual_seed(3)
@@ -131,14 +135,11 @@ def test_a_moment_of_token_pairs_stays_positive() -> None:
     g = torch.randn(300, 40, generator=generator) + torch.randn(40, generator=generator)
     found = Moments.zeros(40, 200, x.device, torch.bfloat16, full_outputs=True)
     found._add_token_pairs(x[None], g[None])
-    for moment, error in (
-        (found.inputs, 1e-6),
-        (found.outputs, 1e-3),
-    ):  # those of outputs are of rounded products
+    inputs, outputs = (_from_lower_half(moment) for moment in (found.inputs, found.outputs))
+    for moment in (inputs, outputs):
         values = torch.linalg.eigvalsh(moment.double())
-        torch.testing.assert_close(moment, moment.T, rtol=1e-4, atol=error * float(values[-1]))
         assert float(values[0]) > -1e-6 * float(values[-1])
-    assert factor_outputs(found.outputs / 300).damping == 0.0
+    assert factor_outputs(outputs / 300).damping == 0.0
     assert found.trace == pytest.approx(float(found.inputs.trace()), rel=1e-4)
     assert found.trace == pytest.approx(float(found.outputs.trace()), rel=2e-3)  # of rounded products
 
@@ -161,7 +162,9 @@ def test_pair_sums_over_tokens_and_over_weight_gradients_are_equal(length: int, 
     for found in (gradients, chosen):
         assert found.trace == pytest.approx(pairs.trace, rel=1e-5)
         for one, other in ((found.inputs, pairs.inputs), (found.outputs, pairs.outputs)):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.diagonal().max()))
+            torch.testing.assert_close(
+                one.tril(), other.tril(), rtol=1e-4, atol=1e-5 * float(other.diagonal().max())
+            )
 
 
 def test_a_token_counts_with_the_root_of_its_loss() -> None:

@@ -29,8 +29,8 @@ def recorded(x: torch.Tensor, gradient: torch.Tensor) -> Moments:
 
 
 def assert_equal(first: Moments, second: Moments) -> None:
-    torch.testing.assert_close(first.inputs, second.inputs, rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(first.outputs, second.outputs, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(first.inputs.tril(), second.inputs.tril(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(first.outputs.tril(), second.outputs.tril(), rtol=1e-4, atol=1e-3)
     for name in ("trace", "tokens", "gradient_energy", "weighted_energy"):
         assert getattr(first, name) == pytest.approx(getattr(second, name), rel=1e-4), name
 

@@ -7,7 +7,7 @@ import torch
 from instruction_sets import digests
 
 from ciuic_cli.codecs import native
-from ciuic_cli.statistics.symmetric_product import add_symmetric_product
+from ciuic_cli.statistics.symmetric_product import add_symmetric_product, add_weighted_product
 
 SHAPES = [(1, 1), (3, 47), (37, 48), (130, 50), (257, 97), (600, 200)]
 """Tokens and columns: fewer and more than a strip, a step and a part of steps."""
@@ -22,6 +22,11 @@ def _factors(tokens: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
     return left, left * torch.rand(tokens, 1, generator=generator)
 
 
+def _worst(moment: torch.Tensor, exact: torch.Tensor) -> float:
+    """The largest error of the lower half."""
+    return float((moment - exact).tril().abs().max())
+
+
 @pytest.mark.parametrize(("tokens", "cols"), SHAPES)
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -30,13 +35,11 @@ def test_sums_equal_those_in_float64(tokens: int, cols: int, rounded: bool, dtyp
     if dtype == torch.bfloat16:
         right = left  # products of two rounded factors would not be symmetric
     begin = torch.randn(cols, cols, generator=torch.Generator().manual_seed(1))
-    begin = begin + begin.T
     moment = begin.clone()
     add_symmetric_product(moment, left, right, torch.bfloat16, rounded=rounded)
     exact = begin + left.double().T @ right.double()
     scale = (left.double().square().sum(0).sqrt()[:, None] * right.double().square().sum(0).sqrt()).max()
-    assert torch.equal(moment, moment.T)
-    assert float((moment - exact).abs().max() / (scale + 1)) < (2.0**-7 if rounded else EXACT)
+    assert _worst(moment, exact) / (scale + 1) < (2.0**-7 if rounded else EXACT)
 
 
 @pytest.mark.parametrize("rounded", [False, True])
@@ -46,7 +49,7 @@ def test_a_gram_matrix_is_computed_like_a_product_of_two_factors(rounded: bool) 
     add_symmetric_product(moments[0], left, left, torch.bfloat16, rounded=rounded)
     add_symmetric_product(moments[1], left, left.clone(), torch.bfloat16, rounded=rounded)
     torch.testing.assert_close(
-        moments[0], moments[1], rtol=1e-2 if rounded else 1e-5, atol=0.5 if rounded else 1e-4
+        *(moment.tril() for moment in moments), rtol=1e-2 if rounded else 1e-5, atol=0.5 if rounded else 1e-4
     )
 
 
@@ -55,14 +58,55 @@ def test_views_are_read_as_they_are() -> None:
     moments = [torch.zeros(40, 40) for _ in range(2)]
     add_symmetric_product(moments[0], left, right)
     add_symmetric_product(moments[1], left.T.contiguous().T, right.repeat(1, 2)[:, :40])
-    assert torch.equal(*moments)
+    assert torch.equal(*(moment.tril() for moment in moments))
+
+
+def _weighted(parts: int, length: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors with a direction of nearly all their squares, and weights as pairs of tokens have them."""
+    generator = torch.Generator().manual_seed(parts + length + cols)
+    vectors = torch.randn(parts, length, cols, generator=generator)
+    vectors += (
+        10 * torch.randn(parts, length, 1, generator=generator) * torch.randn(cols, generator=generator)
+    )
+    gradients = torch.randn(parts, length, 30, generator=generator)
+    gram = gradients @ gradients.mT
+    weights = 0.25 * gram + 0.75 * torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+    return vectors, (weights + weights.mT) / 2
+
+
+@pytest.mark.parametrize(("parts", "length", "cols"), [(2, 32, 24), (3, 96, 70), (7, 128, 130), (2, 50, 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weighted_sums_are_right_in_every_direction(
+    parts: int, length: int, cols: int, dtype: torch.dtype
+) -> None:
+    vectors, weights = _weighted(parts, length, cols)
+    vectors = vectors.to(dtype)
+    moment = torch.zeros(cols, cols)
+    add_weighted_product(moment, vectors, weights, torch.bfloat16)
+    exact = (vectors.double().mT @ weights.double() @ vectors.double()).sum(0)
+    inverse = torch.linalg.inv(torch.linalg.cholesky(exact))
+    found = moment.tril() + moment.tril(-1).T
+    shares = torch.linalg.eigvalsh(inverse @ (found - exact) @ inverse.T)
+    assert float(shares.abs().max()) < 0.02  # weights are rounded by 2^-9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weighted_sums_add_to_the_moment(dtype: torch.dtype) -> None:
+    vectors, weights = _weighted(9, 128, 100)
+    begin = torch.randn(100, 100, generator=torch.Generator().manual_seed(1))
+    moment = begin.clone()
+    add_weighted_product(moment, vectors.to(dtype), weights, torch.bfloat16, rounded=True)
+    exact = (vectors.to(dtype).double().mT @ weights.double() @ vectors.to(dtype).double()).sum(0)
+    assert _worst(moment - begin, exact) < 2.0**-7 * float(exact.diagonal().max())
 
 
 ERRORS = """
 import torch
 from ciuic_cli.codecs import native
-from ciuic_cli.statistics.symmetric_product import add_symmetric_product
+from ciuic_cli.statistics.symmetric_product import add_symmetric_product, add_weighted_product
 worst = {False: 0.0, True: 0.0}
+def note(rounded, moment, exact):
+    worst[rounded] = max(worst[rounded], float((moment - exact).tril().abs().max() / exact.abs().max()))
 for tokens, cols in [(3, 47), (130, 50), (900, 97)]:
     left = torch.randn(tokens, cols, generator=torch.Generator().manual_seed(0))
     right = left * torch.linspace(0, 1, tokens)[:, None]
@@ -70,7 +114,14 @@ for tokens, cols in [(3, 47), (130, 50), (900, 97)]:
     for rounded in worst:
         moment = torch.zeros(cols, cols)
         add_symmetric_product(moment, left, right, torch.bfloat16, rounded=rounded)
-        worst[rounded] = max(worst[rounded], float((moment - exact).abs().max() / exact.abs().max()))
+        note(rounded, moment, exact)
+vectors = torch.randn(5, 64, 90, generator=torch.Generator().manual_seed(0))
+weights = (vectors @ vectors.mT).to(torch.bfloat16).float()
+exact = (vectors.double().mT @ weights.double() @ vectors.double()).sum(0)
+for rounded in worst:
+    moment = torch.zeros(90, 90)
+    add_weighted_product(moment, vectors, weights, torch.bfloat16, rounded=rounded)
+    note(rounded, moment, exact)
 print(native.cpu_kernels(), f"{worst[False]},{worst[True]}")
 """
 
@@ -88,3 +139,17 @@ def test_the_function_refuses_nonsense() -> None:
     arguments = (factor.data_ptr(), 0, factor.data_ptr(), 0, 2, 0)
     assert lib.ciuic_symmetric_sums(moment.data_ptr(), 0, *arguments, 1) == -1
     assert lib.ciuic_symmetric_sums(moment.data_ptr(), 4, *arguments, 0) == -1
+    assert lib.ciuic_weighted_sums(None, 4, None, 0, None, 32, 32, 0, 1) == -1
+    weights, vectors = torch.zeros(2, 32, 32, dtype=torch.bfloat16), torch.zeros(64, 4)
+    for length, tokens, threads in [
+        (0, 64, 1),
+        (31, 62, 1),
+        (256, 256, 1),
+        (32, 63, 1),
+        (32, -32, 1),
+        (32, 64, 0),
+    ]:
+        status = lib.ciuic_weighted_sums(
+            moment.data_ptr(), 4, vectors.data_ptr(), 0, weights.data_ptr(), length, tokens, 0, threads
+        )
+        assert status == -1, (length, tokens, threads)

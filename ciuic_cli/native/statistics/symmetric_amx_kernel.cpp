@@ -2,12 +2,15 @@
 //
 // A tile register holds 16 rows of 16 elements. An element holds the numbers of two tokens in bfloat16. One instruction adds
 // the products of two registers to 16 x 16 sums. Each row of the left register must hold a column of the strip, and each row
-// of the right one a pair of tokens. So `right` is packed pair by pair, and `left` in blocks of 16 columns by 16 pairs, which
-// are packed column by column.
+// of the right one a pair of tokens. Strips are packed in registers: 16 pairs of tokens by 16 columns, and beside them in
+// memory the other columns of the same pairs.
 //
 // A float32 number is stored as two bfloat16 numbers, its rounded value and the rest. The product of two such numbers is
 // computed as the sum of three products; that of the two rests is left out. The error is at most 2^-16 of the product.
 #include <immintrin.h>
+
+#include <algorithm>
+#include <type_traits>
 
 #include "symmetric_sums.h"
 #include "tile_shapes.h"
@@ -18,38 +21,79 @@ namespace CIUIC_ISA {
 namespace {
 
 // Two by two registers of sums and their factors take all eight registers; a strip has two such blocks in each direction.
-constexpr long kStrip = 64, kSide = 16;
-static_assert(kStrip <= kLongestStrip && kSteps % (2 * kSide) == 0, "strips are packed in whole registers");
+constexpr long kStrip = 64, kSide = 16, kRegister = kSide * kSide;
+static_assert(kStrip == 4 * kSide && kStrip <= kLongestStrip && kSteps % (2 * kSide) == 0, "strips are packed in whole registers");
+// Rows of the next sums that are fetched per register of pairs. A loop that has 11 of these or more fetches all.
+constexpr long kFetchedRows = 3;
 
 // Pairs of tokens, in whole registers.
 inline long pairs_of(long tokens) { return (tokens + 2 * kSide - 1) / (2 * kSide) * kSide; }
 
+// Calls pack(columns, pairs of tokens, packed) for every register of a strip, in the order in which they lie in memory.
+template <Part part, typename Number, typename Pack>
+inline __attribute__((always_inline)) void pack_registers(const Number* from, long stride, long tokens, long columns, float* to,
+                                                          Pack pack) {
+  for (long pair = 0; pair < pairs_of(tokens); pair += kSide)
+    for (long j = 0; j < kStrip; j += kSide, to += kRegister)
+      pack(
+          [&](long row) {
+            const long token = 2 * (pair + row);
+            return token_pairs<part>(from + token * stride + j, stride, tokens - token, columns - j);
+          },
+          to);
+}
+
 template <Part part, typename Number>
 void pack_right_part(const Number* from, long stride, long tokens, long columns, float* to) {
-  const long pairs = pairs_of(tokens);
-  for (long pair = 0; pair < pairs; ++pair)
-    for (long j = 0; j < kStrip; j += kSide, to += kSide)
-      _mm512_storeu_si512(to, token_pairs<part>(from + 2 * pair * stride + j, stride, tokens - 2 * pair, columns - j));
+  pack_registers<part>(from, stride, tokens, columns, to, [](auto pairs_at, float* packed) {
+    for (long row = 0; row < kSide; ++row) _mm512_storeu_si512(packed + row * kSide, pairs_at(row));
+  });
+}
+
+// Rows become columns.
+inline __attribute__((always_inline)) void transpose(__m512i (&row)[kSide]) {
+  __m512i half[kSide];
+  for (int i = 0; i < kSide; i += 2) {
+    half[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    half[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < kSide; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      row[i + 2 * k] = _mm512_unpacklo_epi64(half[i + k], half[i + k + 2]);
+      row[i + 2 * k + 1] = _mm512_unpackhi_epi64(half[i + k], half[i + k + 2]);
+    }
+  // row[4 i + k] holds columns k, 4 + k, 8 + k and 12 + k of rows 4 i .. 4 i + 3.
+  for (int k = 0; k < 4; ++k) {
+    const __m512i low = _mm512_shuffle_i32x4(row[k], row[4 + k], 0x88), high = _mm512_shuffle_i32x4(row[k], row[4 + k], 0xDD);
+    const __m512i low2 = _mm512_shuffle_i32x4(row[8 + k], row[12 + k], 0x88);
+    const __m512i high2 = _mm512_shuffle_i32x4(row[8 + k], row[12 + k], 0xDD);
+    half[k] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    half[4 + k] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    half[8 + k] = _mm512_shuffle_i32x4(low, low2, 0xDD);
+    half[12 + k] = _mm512_shuffle_i32x4(high, high2, 0xDD);
+  }
+  for (int i = 0; i < kSide; ++i) row[i] = half[i];
 }
 
 template <Part part, typename Number>
 void pack_left_part(const Number* from, long stride, long tokens, long columns, float* to) {
-  const long pairs = pairs_of(tokens);
-  const __m512i rows = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                          _mm512_set1_epi32(kSide));
-  for (long j = 0; j < kStrip; j += kSide)
-    for (long pair = 0; pair < pairs; ++pair) {
-      float* const block = to + j * pairs + pair / kSide * kSide * kSide;
-      _mm512_i32scatter_epi32(block + pair % kSide, rows,
-                              token_pairs<part>(from + 2 * pair * stride + j, stride, tokens - 2 * pair, columns - j), 4);
-    }
+  pack_registers<part>(from, stride, tokens, columns, to, [](auto pairs_at, float* packed) {
+    __m512i row[kSide];
+    for (long i = 0; i < kSide; ++i) row[i] = pairs_at(i);
+    transpose(row);
+    for (long i = 0; i < kSide; ++i) _mm512_storeu_si512(packed + i * kSide, row[i]);
+  });
 }
 
-// With `Exact`, the rests follow the rounded numbers.
+// Whether the numbers have rests. Those in bfloat16 have none.
+template <bool Exact, typename Number>
+constexpr bool kHasRests = Exact && std::is_same<Number, float>::value;
+
+// With `Exact`, the rests follow the rounded numbers. Those of the left factor are not read if it was packed from bfloat16.
 template <bool Exact, typename Number>
 void pack_left(const Number* from, long stride, long tokens, long columns, float* to) {
   pack_left_part<Part::kRounded>(from, stride, tokens, columns, to);
-  if (Exact) pack_left_part<Part::kRest>(from, stride, tokens, columns, to + kStrip * pairs_of(tokens));
+  if (kHasRests<Exact, Number>) pack_left_part<Part::kRest>(from, stride, tokens, columns, to + kStrip * pairs_of(tokens));
 }
 
 template <bool Exact, typename Number>
@@ -58,77 +102,117 @@ void pack_right(const Number* from, long stride, long tokens, long columns, floa
   if (Exact) pack_right_part<Part::kRest>(from, stride, tokens, columns, to + kStrip * pairs_of(tokens));
 }
 
-// Two registers of `left`, 16 columns apart, to registers 4 and 5, and two of `right` to 6 and 7.
-inline __attribute__((always_inline)) void load_left(const float* left, long pairs) {
-  _tile_loadd(4, left, 4 * kSide);
-  _tile_loadd(5, left + kSide * pairs, 4 * kSide);
-}
-
-inline __attribute__((always_inline)) void load_right(const float* right) {
-  _tile_loadd(6, right, 4 * kStrip);
-  _tile_loadd(7, right + kSide, 4 * kStrip);
-}
-
-inline __attribute__((always_inline)) void add_products() {
+// Adds the products of two registers at `left` and two at `right`, `left_row_bytes` and `right_row_bytes` from row to row.
+inline __attribute__((always_inline)) void add_products(const void* left, const void* lower_left, long left_row_bytes,
+                                                        const float* right) {
+  _tile_loadd(4, left, left_row_bytes);
+  _tile_loadd(5, lower_left, left_row_bytes);
+  _tile_loadd(6, right, 4 * kSide);
+  _tile_loadd(7, right + kRegister, 4 * kSide);
   _tile_dpbf16ps(0, 4, 6);
   _tile_dpbf16ps(1, 4, 7);
   _tile_dpbf16ps(2, 5, 6);
   _tile_dpbf16ps(3, 5, 7);
 }
 
-// 32 x 32 sums, which stay in registers for all pairs.
-template <bool RestOfLeft, bool RestOfRight>
-inline void multiply_block(const float* left, const float* right, long pairs, float* sums, long stride) {
-  const long bytes = 4 * stride, rest = kStrip * pairs;
+inline __attribute__((always_inline)) void load_sums(const float* sums, long stride) {
+  const float* const lower = sums + kSide * stride;
+  _tile_loadd(0, sums, 4 * stride);
+  _tile_loadd(1, sums + kSide, 4 * stride);
+  _tile_loadd(2, lower, 4 * stride);
+  _tile_loadd(3, lower + kSide, 4 * stride);
+}
+
+inline __attribute__((always_inline)) void store_sums(float* sums, long stride) {
   float* const lower = sums + kSide * stride;
-  _tile_loadd(0, sums, bytes);
-  _tile_loadd(1, sums + kSide, bytes);
-  _tile_loadd(2, lower, bytes);
-  _tile_loadd(3, lower + kSide, bytes);
-  for (long pair = 0; pair < pairs; pair += kSide) {
-    const float *const a = left + kSide * pair, *const b = right + kStrip * pair;
-    load_left(a, pairs);
-    if (RestOfRight) {
-      load_right(b + rest);
-      add_products();
+  _tile_stored(0, sums, 4 * stride);
+  _tile_stored(1, sums + kSide, 4 * stride);
+  _tile_stored(2, lower, 4 * stride);
+  _tile_stored(3, lower + kSide, 4 * stride);
+}
+
+// 32 x 32 sums, which stay in registers for all pairs. Meanwhile those at `next` are fetched: their rows lie in as many pages.
+template <bool RestOfLeft, bool RestOfRight>
+inline void multiply_block(const float* left, const float* right, long pairs, float* sums, const float* next, long stride) {
+  const long rest = kStrip * pairs;
+  load_sums(sums, stride);
+  for (long pair = 0; pair < pairs; pair += kSide, left += kSide * kStrip, right += kSide * kStrip) {
+    for (long row = pair / kSide * kFetchedRows; row < std::min(2 * kSide, (pair / kSide + 1) * kFetchedRows); ++row) {
+      _mm_prefetch(next + row * stride, _MM_HINT_T0);
+      _mm_prefetch(next + row * stride + kSide, _MM_HINT_T0);
     }
-    load_right(b);
-    add_products();
-    if (RestOfLeft) {
-      load_left(a + rest, pairs);
-      add_products();
-    }
+    if (RestOfRight) add_products(left, left + kRegister, 4 * kSide, right + rest);
+    add_products(left, left + kRegister, 4 * kSide, right);
+    if (RestOfLeft) add_products(left + rest, left + rest + kRegister, 4 * kSide, right);
   }
-  _tile_stored(0, sums, bytes);
-  _tile_stored(1, sums + kSide, bytes);
-  _tile_stored(2, lower, bytes);
-  _tile_stored(3, lower + kSide, bytes);
+  store_sums(sums, stride);
 }
 
 template <bool RestOfLeft, bool RestOfRight>
-void multiply(const float* left, const float* right, long pairs, float* sums, long stride) {
+void multiply(const float* left, const float* right, long strips, long pairs, float* sums, long stride) {
   const TileShapes shapes(kSide);
-  for (long a = 0; a < kStrip; a += 2 * kSide)
-    for (long b = 0; b < kStrip; b += 2 * kSide)
-      multiply_block<RestOfLeft, RestOfRight>(left + a * pairs, right + b, pairs, sums + a * stride + b, stride);
+  constexpr long kBlock = 2 * kSide;
+  const long blocks = strips * (kStrip / kBlock) * (kStrip / kBlock);
+  const auto sums_of = [&](long block) { return sums + block / 2 * kBlock * stride + block % 2 * kBlock; };
+  for (long block = 0; block < blocks; ++block) {
+    const long strip = block / 4, rows = block / 2 % 2 * kBlock, columns = block % 2 * kBlock;
+    multiply_block<RestOfLeft, RestOfRight>(left + strip * kStripSize<kStrip> + rows * kSide, right + columns * kSide, pairs,
+                                            sums_of(block), sums_of(block + 1 < blocks ? block + 1 : 0), stride);
+  }
 }
 
-void multiply_rounded(const float* left, const float* right, long steps, bool, float* sums, long stride) {
-  multiply<false, false>(left, right, pairs_of(2 * steps), sums, stride);
+void multiply_rounded(const float* left, const float* right, long strips, long steps, bool, float* sums, long stride) {
+  multiply<false, false>(left, right, strips, pairs_of(2 * steps), sums, stride);
 }
 
-void multiply_exact(const float* left, const float* right, long steps, bool left_bf16, float* sums, long stride) {
+void multiply_exact(const float* left, const float* right, long strips, long steps, bool left_bf16, float* sums, long stride) {
   const auto chosen = left_bf16 ? multiply<false, true> : multiply<true, true>;
-  chosen(left, right, pairs_of(steps), sums, stride);
+  chosen(left, right, strips, pairs_of(steps), sums, stride);
+}
+
+// `weights` (length x length) times a packed strip of `length` tokens, and of their rests if there are any: length x kStrip.
+void weigh(const uint16_t* weights, long length, const float* packed, const float* rests, float* out) {
+  for (long row = 0; row < length; row += 2 * kSide)
+    for (long column = 0; column < kStrip; column += 2 * kSide) {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+      for (long token = 0; token < length; token += 2 * kSide) {
+        const uint16_t *const upper = weights + row * length + token, *const lower = upper + kSide * length;
+        const long at = token / 2 * kStrip + column * kSide;
+        add_products(upper, lower, 2 * length, packed + at);
+        if (rests != nullptr) add_products(upper, lower, 2 * length, rests + at);
+      }
+      store_sums(out + row * kStrip + column, kStrip);
+    }
+}
+
+template <bool Exact, typename Number>
+void pack_weighted(const Number* from, long stride, long tokens, long columns, const uint16_t* weights, long length, float* to) {
+  constexpr bool kRests = kHasRests<Exact, Number>;
+  alignas(64) float packed[kRests ? 2 : 1][kStrip * kLongestWeighted / 2], weighted[kStrip * kLongestWeighted];
+  const long rest = kStrip * pairs_of(tokens);
+  const TileShapes shapes(kSide);
+  for (long begin = 0; begin < tokens; begin += length, weights += length * length, to += kStrip * length / 2) {
+    const Number* const part = from + begin * stride;
+    pack_right_part<Part::kRounded>(part, stride, length, columns, packed[0]);
+    if constexpr (kRests) pack_right_part<Part::kRest>(part, stride, length, columns, packed[1]);
+    weigh(weights, length, packed[0], kRests ? packed[kRests] : nullptr, weighted);
+    pack_right_part<Part::kRounded>(weighted, kStrip, length, kStrip, to);
+    if (Exact) pack_right_part<Part::kRest>(weighted, kStrip, length, kStrip, to + rest);
+  }
 }
 
 }  // namespace
 
 extern const SymmetricKernel rounded, exact;
 const SymmetricKernel rounded = {
-    kStrip, 2, {pack_left<false>, pack_left<false>}, {pack_right<false>, pack_right<false>}, multiply_rounded};
+    kStrip, 2, {pack_left<false>, pack_left<false>}, {pack_right<false>, pack_right<false>},
+    {pack_weighted<false>, pack_weighted<false>}, multiply_rounded};
 const SymmetricKernel exact = {
-    kStrip, 1, {pack_left<true>, pack_left<true>}, {pack_right<true>, pack_right<true>}, multiply_exact};
+    kStrip, 1, {pack_left<true>, pack_left<true>}, {pack_right<true>, pack_right<true>},
+    {pack_weighted<true>, pack_weighted<true>}, multiply_exact};
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic

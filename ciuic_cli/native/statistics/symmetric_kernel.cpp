@@ -91,18 +91,19 @@ static inline __attribute__((always_inline)) void multiply_block(const float* le
     }
 }
 
-static void multiply(const float* left, const float* right, long steps, bool, float* sums, long stride) {
-  for (int a = 0; a < kStrip; a += kRows)
-    for (int b = 0; b < kStrip; b += kLanes * kVectors)
-      multiply_block(left + a, right + b, steps, sums + a * stride + b, stride);
+static void multiply(const float* left, const float* right, long strips, long steps, bool, float* sums, long stride) {
+  for (long strip = 0; strip < strips; ++strip, left += kStripSize<kStrip>, sums += kStrip * stride)
+    for (int a = 0; a < kStrip; a += kRows)
+      for (int b = 0; b < kStrip; b += kLanes * kVectors)
+        multiply_block(left + a, right + b, steps, sums + a * stride + b, stride);
 }
 
 #if defined(__AVX512BF16__)
 extern const SymmetricKernel rounded;
-const SymmetricKernel rounded = {kStrip, 2, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, multiply};
+const SymmetricKernel rounded = {kStrip, 2, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, {}, multiply};
 #else
 extern const SymmetricKernel exact;
-const SymmetricKernel exact = {kStrip, 1, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, multiply};
+const SymmetricKernel exact = {kStrip, 1, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, {}, multiply};
 #endif
 
 }  // namespace CIUIC_ISA

@@ -41,55 +41,104 @@ struct Factor {
     else
       packing.exact(static_cast<const float*>(numbers) + at, stride, tokens, columns, to);
   }
+
+  void pack(const WeightedPacking& packing, long at, long stride, long tokens, long columns, const uint16_t* weights, long length,
+            float* to) const {
+    if (bf16)
+      packing.bfloat16(static_cast<const uint16_t*>(numbers) + at, stride, tokens, columns, weights, length, to);
+    else
+      packing.exact(static_cast<const float*>(numbers) + at, stride, tokens, columns, weights, length, to);
+  }
+};
+
+// The weights of pairs of tokens, or none.
+struct Weights {
+  const uint16_t* numbers;  // per part: length x length
+  long length;
 };
 
 struct Sums {
   const SymmetricKernel& kernel;
   Factor left, right;
+  Weights weights;
   float* moment;
   long columns, tokens, strips;
   float *packed_left, *packed_right;  // may be the same for a Gram matrix
 
   long strip_size() const { return static_cast<long>(kSteps) * kernel.strip; }
-  long chunk() const { return static_cast<long>(kSteps) * kernel.tokens_per_step; }
+  // Tokens that are packed together: whole parts, if there are weights.
+  long chunk() const {
+    const long most = static_cast<long>(kSteps) * kernel.tokens_per_step;
+    return weights.numbers == nullptr ? most : most / weights.length * weights.length;
+  }
   long chunks() const { return (tokens + chunk() - 1) / chunk(); }
+  long groups() const { return (strips + kStripsTogether - 1) / kStripsTogether; }
   long width(long strip) const { return std::min<long>(kernel.strip, columns - kernel.strip * strip); }
+  bool is_whole(long strip) const { return width(strip) == kernel.strip; }
 
   void pack(long number, long strip) const {
     const long first = number * chunk(), count = std::min(chunk(), tokens - first), at = first * columns + kernel.strip * strip;
-    left.pack(kernel.left, at, columns, count, width(strip), packed_left + strip * strip_size());
-    if (packed_right != packed_left)
-      right.pack(kernel.right, at, columns, count, width(strip), packed_right + strip * strip_size());
+    float *const to_left = packed_left + strip * strip_size(), *const to_right = packed_right + strip * strip_size();
+    left.pack(kernel.left, at, columns, count, width(strip), to_left);
+    if (weights.numbers != nullptr)
+      right.pack(kernel.weighted, at, columns, count, width(strip), weights.numbers + first * weights.length, weights.length,
+                 to_right);
+    else if (packed_right != packed_left)
+      right.pack(kernel.right, at, columns, count, width(strip), to_right);
   }
 
-  // Rows of one strip, up to the diagonal.
-  void multiply(long number, long strip) const {
-    const long count = std::min(chunk(), tokens - number * chunk());
-    const long steps = (count + kernel.tokens_per_step - 1) / kernel.tokens_per_step;
-    const long size = kernel.strip;
-    float* row = moment + size * strip * columns;
-    for (long other = 0; other <= strip; ++other) {
-      const float *a = packed_left + strip * strip_size(), *b = packed_right + other * strip_size();
-      if (width(strip) == size && width(other) == size) {
-        kernel.multiply(a, b, steps, left.bf16, row + size * other, columns);
-        continue;
-      }
-      float block[kLongestStrip * kLongestStrip] = {};
-      kernel.multiply(a, b, steps, left.bf16, block, size);
-      for (long i = 0; i < width(strip); ++i)
-        for (long j = 0; j < width(other); ++j) row[i * columns + size * other + j] += block[i * size + j];
+  // Rows of one group of strips, up to the diagonal.
+  void multiply_group(long number, long group) const {
+    const long begin = kStripsTogether * group, end = std::min(strips, begin + kStripsTogether);
+    const long whole = is_whole(end - 1) ? end : end - 1;  // only the last strip of all may be narrower
+    for (long other = 0; other < end; ++other) {
+      const long first = std::max(begin, other);
+      if (first < whole) multiply(number, first, whole - first, other, moment + kernel.strip * (first * columns + other), columns);
+      if (whole < end) multiply_narrow(number, other);
     }
   }
 
-  // Copies the rows of one strip to the columns above the diagonal.
-  void mirror(long strip) const {
-    constexpr long kBlock = 16;
-    const long begin = kernel.strip * strip, end = begin + width(strip);
-    for (long first = 0; first < end; first += kBlock)
-      for (long i = begin; i < end; ++i)
-        for (long j = first; j < std::min(i, first + kBlock); ++j) moment[j * columns + i] = moment[i * columns + j];
+  void multiply(long number, long strip, long count, long other, float* to, long stride) const {
+    const long steps_of = kernel.tokens_per_step, added = std::min(chunk(), tokens - number * chunk());
+    kernel.multiply(packed_left + strip * strip_size(), packed_right + other * strip_size(), count,
+                    (added + steps_of - 1) / steps_of, left.bf16, to, stride);
+  }
+
+  // The last strip with another one.
+  void multiply_narrow(long number, long other) const {
+    const long last = strips - 1, size = kernel.strip;
+    float block[kLongestStrip * kLongestStrip] = {};
+    multiply(number, last, 1, other, block, size);
+    for (long i = 0; i < width(last); ++i)
+      for (long j = 0; j < width(other); ++j) moment[(size * last + i) * columns + size * other + j] += block[i * size + j];
+  }
+
+  void run(int threads) const {
+    parallel_stages(
+        static_cast<int>(2 * chunks()), threads, [&](int stage) { return stage % 2 == 0 ? strips : groups(); },
+        [&](int stage, long item) {
+          if (stage % 2 == 0) return pack(stage / 2, item);
+          multiply_group(stage / 2, groups() - 1 - item);  // the longest rows first
+        });
   }
 };
+
+int add_sums(float* moment, long columns, Factor left, Factor right, Weights weights, long tokens, bool rounded, int threads) {
+  const SymmetricKernel* kernel = symmetric_kernel(rounded);
+  const bool weighs = weights.numbers != nullptr;
+  if (moment == nullptr || left.numbers == nullptr || right.numbers == nullptr || columns < 1 || tokens < 0 || threads < 1 ||
+      kernel == nullptr || (weighs && !kernel->weighs()))
+    return CIUIC_BAD_ARGUMENT;
+  const long strips = (columns + kernel->strip - 1) / kernel->strip;
+  const bool is_gram = !weighs && left.numbers == right.numbers && kernel->packs_alike();
+  const long size = strips * kSteps * kernel->strip;
+  Scratch scratch((is_gram ? 1 : 2) * Scratch::bytes_of<float>(size));
+  if (!scratch) return CIUIC_NO_MEMORY;
+  float* const packed_left = scratch.take<float>(size);
+  float* const packed_right = is_gram ? packed_left : scratch.take<float>(size);
+  Sums{*kernel, left, right, weights, moment, columns, tokens, strips, packed_left, packed_right}.run(threads);
+  return CIUIC_OK;
+}
 
 }  // namespace
 }  // namespace ciuic
@@ -98,26 +147,19 @@ int ciuic_has_symmetric_sums(int rounded) { return ciuic::symmetric_kernel(round
 
 int ciuic_symmetric_sums(float* moment, long columns, const void* left, int left_bf16, const void* right, int right_bf16,
                          long tokens, int rounded, int threads) {
-  using namespace ciuic;
-  if (tokens == 0) return CIUIC_OK;
-  const SymmetricKernel* kernel = symmetric_kernel(rounded != 0);
-  if (moment == nullptr || left == nullptr || right == nullptr || columns < 1 || tokens < 0 || threads < 1 || kernel == nullptr)
+  return ciuic::add_sums(moment, columns, {left, left_bf16 != 0}, {right, right_bf16 != 0}, {nullptr, 0}, tokens, rounded != 0,
+                         threads);
+}
+
+int ciuic_has_weighted_sums(int rounded, long length) {
+  const ciuic::SymmetricKernel* kernel = ciuic::symmetric_kernel(rounded != 0);
+  return kernel != nullptr && kernel->weighs() && length > 0 && length % 32 == 0 && length <= ciuic::kLongestWeighted;
+}
+
+int ciuic_weighted_sums(float* moment, long columns, const void* vectors, int bf16, const uint16_t* weights, long length,
+                        long tokens, int rounded, int threads) {
+  if (weights == nullptr || !ciuic_has_weighted_sums(rounded, length) || tokens < 0 || tokens % length != 0)
     return CIUIC_BAD_ARGUMENT;
-  const long strips = (columns + kernel->strip - 1) / kernel->strip;
-  const long size = strips * kSteps * kernel->strip, factors = left == right && kernel->packs_alike() ? 1 : 2;
-  Scratch scratch(factors * Scratch::bytes_of<float>(size));
-  if (!scratch) return CIUIC_NO_MEMORY;
-  float* const packed_left = scratch.take<float>(size);
-  float* const packed_right = factors == 2 ? scratch.take<float>(size) : packed_left;
-  const Sums sums = {*kernel, {left, left_bf16 != 0}, {right, right_bf16 != 0}, moment, columns, tokens, strips,
-                     packed_left, packed_right};
-  const int stages = static_cast<int>(2 * sums.chunks() + 1);
-  parallel_stages(
-      stages, threads, [&](int) { return strips; },
-      [&](int stage, long item) {
-        if (stage == stages - 1) return sums.mirror(item);
-        if (stage % 2 == 0) return sums.pack(stage / 2, item);
-        sums.multiply(stage / 2, strips - 1 - item);  // the longest row first
-      });
-  return CIUIC_OK;
+  const ciuic::Factor factor = {vectors, bf16 != 0};
+  return ciuic::add_sums(moment, columns, factor, factor, {weights, length}, tokens, rounded != 0, threads);
 }
