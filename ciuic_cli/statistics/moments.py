@@ -109,7 +109,8 @@ class MomentRecorder(LinearHook):
         limit_freed_memory()
         rows, cols = shape
         name, expert = key
-        x, gradient = x.reshape(-1, cols), gradient.reshape(-1, rows)
+        # The layer multiplied inputs of this dtype; the hook has them as they were before autocast rounded them.
+        x, gradient = x.reshape(-1, cols).to(self.dtype), gradient.reshape(-1, rows)
         with torch.autocast(x.device.type, enabled=False), measured("moments", self._roles.get(name, "")):
             if expert is not None and name in self._pooled:
                 self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
