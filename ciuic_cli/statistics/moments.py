@@ -29,9 +29,9 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
 
 3. The pair sums can be computed in two equivalent ways: from (t, t) products of tokens, or from gradients (m, n) of W.
    The cheaper one is taken (`pair_sum_work`). The weights of pairs, and the products of G, are rounded to the dtype of
-   the layer's products, bfloat16 on recent processors. The products of H are float32. Neither makes a moment indefinite: a
-   token's own product counts 1, its pairs `PAIR_WEIGHT`, so the weights are far from singular; and G is shrunk and
-   damped (measured: docs/experiments/statistics/faster-moments.md).
+   the layer's products, bfloat16 on recent processors. The products of H are float32. Neither makes a moment
+   indefinite: a token's own product counts 1, its pairs `PAIR_WEIGHT`, so the weights are far from singular; and G is
+   shrunk and damped (measured: docs/experiments/statistics/faster-moments.md).
 
 4. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
    multiplied by Σ |x|² |g|² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms.
