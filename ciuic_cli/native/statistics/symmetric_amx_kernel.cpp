@@ -14,6 +14,7 @@
 
 #include "symmetric_sums.h"
 #include "tile_shapes.h"
+#include "tile_transpose.h"
 #include "token_pairs.h"
 
 namespace ciuic {
@@ -50,37 +51,12 @@ void pack_right_part(const Number* from, long stride, long tokens, long columns,
   });
 }
 
-// Rows become columns.
-inline __attribute__((always_inline)) void transpose(__m512i (&row)[kSide]) {
-  __m512i half[kSide];
-  for (int i = 0; i < kSide; i += 2) {
-    half[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
-    half[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
-  }
-  for (int i = 0; i < kSide; i += 4)
-    for (int k = 0; k < 2; ++k) {
-      row[i + 2 * k] = _mm512_unpacklo_epi64(half[i + k], half[i + k + 2]);
-      row[i + 2 * k + 1] = _mm512_unpackhi_epi64(half[i + k], half[i + k + 2]);
-    }
-  // row[4 i + k] holds columns k, 4 + k, 8 + k and 12 + k of rows 4 i .. 4 i + 3.
-  for (int k = 0; k < 4; ++k) {
-    const __m512i low = _mm512_shuffle_i32x4(row[k], row[4 + k], 0x88), high = _mm512_shuffle_i32x4(row[k], row[4 + k], 0xDD);
-    const __m512i low2 = _mm512_shuffle_i32x4(row[8 + k], row[12 + k], 0x88);
-    const __m512i high2 = _mm512_shuffle_i32x4(row[8 + k], row[12 + k], 0xDD);
-    half[k] = _mm512_shuffle_i32x4(low, low2, 0x88);
-    half[4 + k] = _mm512_shuffle_i32x4(high, high2, 0x88);
-    half[8 + k] = _mm512_shuffle_i32x4(low, low2, 0xDD);
-    half[12 + k] = _mm512_shuffle_i32x4(high, high2, 0xDD);
-  }
-  for (int i = 0; i < kSide; ++i) row[i] = half[i];
-}
-
 template <Part part, typename Number>
 void pack_left_part(const Number* from, long stride, long tokens, long columns, float* to) {
   pack_registers<part>(from, stride, tokens, columns, to, [](auto pairs_at, float* packed) {
     __m512i row[kSide];
     for (long i = 0; i < kSide; ++i) row[i] = pairs_at(i);
-    transpose(row);
+    transpose_tile(row);
     for (long i = 0; i < kSide; ++i) _mm512_storeu_si512(packed + i * kSide, row[i]);
   });
 }
