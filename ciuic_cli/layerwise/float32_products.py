@@ -9,8 +9,9 @@ import torch
 from ciuic_cli.codecs import native
 from ciuic_cli.profiling.account import count_native
 
-FEWEST_ROWS = 32
-"""Rows from which the matrix unit is taken: packing the weights for fewer takes longer than their products. Chosen."""
+FEWEST_ROWS = 128
+"""Rows from which the matrix unit is taken: for fewer, packing the weights takes longer than their products. Measured:
+docs/experiments/statistics/faster-moments.md."""
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
