@@ -253,17 +253,17 @@ class Moments:
         with one_thread():
             self.trace += share * float((x_norm * g_norm).square().sum())
 
-    def _sum_inputs(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
-        """Add leftᵀ right, which is symmetric, or its diagonal, to `inputs`; (t, n) each, `right` is `left` by default.
+    def _sum_inputs(self, vectors: torch.Tensor) -> None:
+        """Add vectorsᵀ vectors (t, n), or its diagonal, to `inputs`.
 
         With products of float32: H may have one large direction.
         """
-        self._sum(self.inputs, left, right, rounded=False)
+        self._sum(self.inputs, vectors, rounded=False)
 
-    def _sum_outputs(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
-        """As `_sum_inputs` to `outputs`, (t, m) each, with rounded products: before it is used, G is shrunk and damped
-        by far more than they are off (`passes/feedback.py`)."""
-        self._sum(self.outputs, left, right, rounded=True)
+    def _sum_outputs(self, vectors: torch.Tensor) -> None:
+        """As `_sum_inputs` to `outputs`, (t, m), with rounded products: before it is used, G is shrunk and damped by
+        far more than they are off (`passes/feedback.py`)."""
+        self._sum(self.outputs, vectors, rounded=True)
 
     def _sum_pairs(
         self, moment: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, *, rounded: bool
@@ -274,14 +274,11 @@ class Moments:
         else:
             add_weighted_product(moment, vectors, weights, self.dtype, rounded=rounded)
 
-    def _sum(
-        self, moment: torch.Tensor, left: torch.Tensor, right: torch.Tensor | None, *, rounded: bool
-    ) -> None:
-        right = left if right is None else right
+    def _sum(self, moment: torch.Tensor, vectors: torch.Tensor, *, rounded: bool) -> None:
         if moment.dim() == 1:
-            moment += (left * right).sum(0)
+            moment += vectors.square().sum(0)
         else:
-            add_symmetric_product(moment, left, right, self.dtype, rounded=rounded)
+            add_symmetric_product(moment, vectors, vectors, self.dtype, rounded=rounded)
 
 
 def _norms(vectors: torch.Tensor) -> torch.Tensor:

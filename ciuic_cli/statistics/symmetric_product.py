@@ -101,11 +101,10 @@ def add_weighted_product(
     *,
     rounded: bool = False,
 ) -> None:
-    """Add Σ XᵀWX over the parts X (t, n) of a sequence and their weights W (t, t) to `moment`, of which the lower half
-    counts.
+    """Add Σ XᵀWX over parts X (t, n) of sequences with weights W (t, t) to the lower half of `moment` (n, n) float32.
 
-    W is rounded to `dtype`. That changes XᵀWX by the same small share in every direction if W is far from singular. W X
-    is float32, or rounded to `dtype` with `rounded`; see `symmetric_product`.
+    On a matrix unit, W is rounded to bfloat16. If W is far from singular, that changes XᵀWX by the same small share in
+    every direction. W X is float32, or rounded to `dtype` with `rounded`; see `symmetric_product`.
 
     Args:
         vectors: (parts, t, n) float32 or bfloat16.

@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "dense_product.h"
+#include "tile_blocks.h"
 #include "tile_shapes.h"
-#include "tile_transpose.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
@@ -77,38 +77,20 @@ inline __attribute__((always_inline)) void load_weights(const float* weights) {
   _tile_loadd(7, weights + kRegister, 4 * kSide);
 }
 
-inline __attribute__((always_inline)) void add_products() {
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_dpbf16ps(3, 5, 7);
-}
-
-inline __attribute__((always_inline)) void store_sums(float* out, long stride) {
-  float* const lower = out + kSide * stride;
-  _tile_stored(0, out, 4 * stride);
-  _tile_stored(1, out + kSide, 4 * stride);
-  _tile_stored(2, lower, 4 * stride);
-  _tile_stored(3, lower + kSide, 4 * stride);
-}
-
 // 32 x 32 results in the registers 0 to 3.
 inline void multiply_block(const uint16_t* high, const uint16_t* low, long depth, const float* weights_high,
                            const float* weights_low) {
   constexpr long kStep = kDenseColumns / kSide * kRegister;
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  clear_tile_sums();
   for (long k = 0, at = 0; k < depth; k += kDenseDepth, at += kStep) {
     load_weights(weights_high + at);
     load_rows(low + k, depth);
-    add_products();
+    add_tile_products();
     load_rows(high + k, depth);
-    add_products();
+    add_tile_products();
     if (weights_low == nullptr) continue;
     load_weights(weights_low + at);
-    add_products();
+    add_tile_products();
   }
 }
 
@@ -121,11 +103,11 @@ void multiply(const DenseRows& x, const float* high, const float* low, long rows
       float* const to = out + row * stride + column;
       const long some_rows = std::min(kDenseRows, rows - row), some_columns = std::min(2 * kSide, columns - column);
       if (some_rows == kDenseRows && some_columns == 2 * kSide) {
-        store_sums(to, stride);
+        store_tile_sums(to, stride);
         continue;
       }
       alignas(64) float block[kDenseRows * 2 * kSide];
-      store_sums(block, 2 * kSide);
+      store_tile_sums(block, 2 * kSide);
       for (long i = 0; i < some_rows; ++i) std::copy_n(block + i * 2 * kSide, some_columns, to + i * stride);
     }
 }

@@ -30,32 +30,32 @@ struct DenseProduct {
   const float *x, *weights;
   float* out;
   long rows, depth, columns;
-  DenseRows split;      // of x
-  long together;        // groups of columns that are packed before they are multiplied
-  float *high, *low;    // packed weights
-  bool* has_low;        // per packed group
+  uint16_t *x_high, *x_low;  // both parts of x, padded
+  long padded_rows, padded_depth;
+  long together;      // groups of columns that are packed before they are multiplied
+  float *high, *low;  // packed weights
+  bool* has_low;      // per packed group
 
-  long padded_depth() const { return split.depth; }
-  long group_size() const { return kDenseColumns * padded_depth() / 2; }
+  long group_size() const { return kDenseColumns * padded_depth / 2; }
   long groups() const { return (columns + kDenseColumns - 1) / kDenseColumns; }
   long width(long group) const { return std::min(kDenseColumns, columns - kDenseColumns * group); }
 
   void split_rows(long block) const {
     for (long row = block * kDenseRows; row < (block + 1) * kDenseRows; ++row) {
-      const long at = row * padded_depth();
-      kernel.split(x + std::min(row, rows - 1) * depth, row < rows ? depth : 0, padded_depth(),
-                   const_cast<uint16_t*>(split.high) + at, const_cast<uint16_t*>(split.low) + at);
+      const long at = row * padded_depth;
+      kernel.split(x + std::min(row, rows - 1) * depth, row < rows ? depth : 0, padded_depth, x_high + at, x_low + at);
     }
   }
 
   void pack(long group, long place) const {
     const long at = place * group_size();
-    has_low[place] = kernel.pack(weights + kDenseColumns * group * depth, width(group), depth, padded_depth(), high + at, low + at);
+    has_low[place] = kernel.pack(weights + kDenseColumns * group * depth, width(group), depth, padded_depth, high + at, low + at);
   }
 
   void multiply(long group, long place) const {
     const long at = place * group_size();
-    kernel.multiply(split, high + at, has_low[place] ? low + at : nullptr, rows, width(group), out + kDenseColumns * group, columns);
+    kernel.multiply({x_high, x_low, padded_depth}, high + at, has_low[place] ? low + at : nullptr, rows, width(group),
+                    out + kDenseColumns * group, columns);
   }
 
   void run(int threads) const {
@@ -63,7 +63,7 @@ struct DenseProduct {
     parallel_stages(
         static_cast<int>(1 + 2 * batches), threads,
         [&](int stage) {
-          return stage == 0 ? split.rows / kDenseRows : std::min(together, groups() - (stage - 1) / 2 * together);
+          return stage == 0 ? padded_rows / kDenseRows : std::min(together, groups() - (stage - 1) / 2 * together);
         },
         [&](int stage, long item) {
           if (stage == 0) return split_rows(item);
@@ -91,12 +91,12 @@ int ciuic_dense_product(const float* x, const float* weights, float* out, long r
   Scratch scratch(2 * Scratch::bytes_of<uint16_t>(padded_rows * padded_depth) +
                   2 * Scratch::bytes_of<float>(together * group_size) + Scratch::bytes_of<bool>(together));
   if (!scratch) return CIUIC_NO_MEMORY;
-  uint16_t* const high = scratch.take<uint16_t>(padded_rows * padded_depth);
-  uint16_t* const low = scratch.take<uint16_t>(padded_rows * padded_depth);
+  uint16_t* const x_high = scratch.take<uint16_t>(padded_rows * padded_depth);
+  uint16_t* const x_low = scratch.take<uint16_t>(padded_rows * padded_depth);
   float* const packed_high = scratch.take<float>(together * group_size);
   float* const packed_low = scratch.take<float>(together * group_size);
   bool* const has_low = scratch.take<bool>(together);
-  DenseProduct{*kernel, x, weights, out, rows, depth, columns, {high, low, padded_rows, padded_depth}, together,
+  DenseProduct{*kernel, x, weights, out, rows, depth, columns, x_high, x_low, padded_rows, padded_depth, together,
                packed_high, packed_low, has_low}.run(threads);
   return CIUIC_OK;
 }

@@ -16,10 +16,10 @@ constexpr long kDenseRows = 32, kDenseColumns = 128;
 // Numbers of a row that are multiplied by one instruction; rows are padded with zeros to a multiple of it.
 constexpr long kDenseDepth = 32;
 
-// High and low parts of x: `rows` rows of `depth` numbers each, both multiples of the constants above.
+// High and low parts of x: whole blocks of kDenseRows rows of `depth` numbers each, a multiple of kDenseDepth.
 struct DenseRows {
   const uint16_t *high, *low;
-  long rows, depth;
+  long depth;
 };
 
 struct DenseKernel {

@@ -13,8 +13,8 @@
 #include <type_traits>
 
 #include "symmetric_sums.h"
+#include "tile_blocks.h"
 #include "tile_shapes.h"
-#include "tile_transpose.h"
 #include "token_pairs.h"
 
 namespace ciuic {
@@ -85,10 +85,7 @@ inline __attribute__((always_inline)) void add_products(const void* left, const 
   _tile_loadd(5, lower_left, left_row_bytes);
   _tile_loadd(6, right, 4 * kSide);
   _tile_loadd(7, right + kRegister, 4 * kSide);
-  _tile_dpbf16ps(0, 4, 6);
-  _tile_dpbf16ps(1, 4, 7);
-  _tile_dpbf16ps(2, 5, 6);
-  _tile_dpbf16ps(3, 5, 7);
+  add_tile_products();
 }
 
 inline __attribute__((always_inline)) void load_sums(const float* sums, long stride) {
@@ -97,14 +94,6 @@ inline __attribute__((always_inline)) void load_sums(const float* sums, long str
   _tile_loadd(1, sums + kSide, 4 * stride);
   _tile_loadd(2, lower, 4 * stride);
   _tile_loadd(3, lower + kSide, 4 * stride);
-}
-
-inline __attribute__((always_inline)) void store_sums(float* sums, long stride) {
-  float* const lower = sums + kSide * stride;
-  _tile_stored(0, sums, 4 * stride);
-  _tile_stored(1, sums + kSide, 4 * stride);
-  _tile_stored(2, lower, 4 * stride);
-  _tile_stored(3, lower + kSide, 4 * stride);
 }
 
 // 32 x 32 sums, which stay in registers for all pairs. Meanwhile those at `next` are fetched: their rows lie in as many pages.
@@ -121,7 +110,7 @@ inline void multiply_block(const float* left, const float* right, long pairs, fl
     add_products(left, left + kRegister, 4 * kSide, right);
     if (RestOfLeft) add_products(left + rest, left + rest + kRegister, 4 * kSide, right);
   }
-  store_sums(sums, stride);
+  store_tile_sums(sums, stride);
 }
 
 template <bool RestOfLeft, bool RestOfRight>
@@ -150,17 +139,14 @@ void multiply_exact(const float* left, const float* right, long strips, long ste
 void weigh(const uint16_t* weights, long length, const float* packed, const float* rests, float* out) {
   for (long row = 0; row < length; row += 2 * kSide)
     for (long column = 0; column < kStrip; column += 2 * kSide) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
+      clear_tile_sums();
       for (long token = 0; token < length; token += 2 * kSide) {
         const uint16_t *const upper = weights + row * length + token, *const lower = upper + kSide * length;
         const long at = token / 2 * kStrip + column * kSide;
         add_products(upper, lower, 2 * length, packed + at);
         if (rests != nullptr) add_products(upper, lower, 2 * length, rests + at);
       }
-      store_sums(out + row * kStrip + column, kStrip);
+      store_tile_sums(out + row * kStrip + column, kStrip);
     }
 }
 

@@ -1,14 +1,37 @@
-// The transposition of a tile register's contents, in vector registers.
+// Blocks of two by two tile registers of sums, and the transposition of what a tile register holds, in vector registers.
 //
-// For files that are compiled with AVX-512.
-#ifndef CIUIC_TILE_TRANSPOSE_H
-#define CIUIC_TILE_TRANSPOSE_H
+// Registers 0 to 3 hold the sums, 4 and 5 the left factors, 6 and 7 the right ones. For files that are compiled with AMX's options.
+#ifndef CIUIC_TILE_BLOCKS_H
+#define CIUIC_TILE_BLOCKS_H
 
 #include <immintrin.h>
 
 namespace ciuic {
 namespace CIUIC_ISA {
 namespace {
+
+inline __attribute__((always_inline)) void add_tile_products() {
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+inline __attribute__((always_inline)) void clear_tile_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// 32 x 32 sums, whose rows lie `stride` apart.
+inline __attribute__((always_inline)) void store_tile_sums(float* sums, long stride) {
+  float* const lower = sums + 16 * stride;
+  _tile_stored(0, sums, 4 * stride);
+  _tile_stored(1, sums + 16, 4 * stride);
+  _tile_stored(2, lower, 4 * stride);
+  _tile_stored(3, lower + 16, 4 * stride);
+}
 
 // Rows become columns: 16 rows of 16 elements of 4 bytes.
 inline __attribute__((always_inline)) void transpose_tile(__m512i (&row)[16]) {
