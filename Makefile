@@ -22,8 +22,7 @@ LAYERS ?= 20 80
 SANITIZED = build/sanitized
 # What `sanitize` runs. Each is a process of its own, so that one that ends early does not hide the others.
 SANITIZED_TESTS = tests/codecs tests/fuzz tests/runtime/decoding tests/runtime/attention \
-	tests/layerwise/test_float32_products.py tests/statistics/test_predictions.py tests/statistics/test_symmetric_sums.py \
-	tests/faults/test_native_shapes.py
+	tests/statistics/test_predictions.py tests/statistics/test_symmetric_sums.py tests/faults/test_native_shapes.py
 FUZZED = build/fuzzed
 # Python is built without the sanitizers, so they are preloaded, and leaks are not reported.
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \

@@ -1,4 +1,4 @@
-"""Matrix products of a layer: in bfloat16 beside a residual stream in float32, or in float32."""
+"""Matrix products of a layer: in bfloat16 beside a residual stream in float32, or in float32 through oneDNN."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ciuic_cli.layerwise.float32_products import linear
 from ciuic_cli.process.processor import multiplies_bfloat16
 
 _WRITES = {
@@ -61,9 +60,11 @@ class _WritesInOwnDtype(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _FastFloat32Products(TorchFunctionMode):
-    """While active, `F.linear` of float32 tensors on a CPU is computed by `float32_products.linear`, if no gradient is
-    needed."""
+class _OneDnnProducts(TorchFunctionMode):
+    """While active, `F.linear` of float32 tensors on a CPU is computed by oneDNN, if no gradient is needed.
+
+    torch itself calls MKL, which is slower on AMD processors (measured: docs/experiments/statistics/faster-moments.md).
+    """
 
     def __torch_function__(
         self,
@@ -81,7 +82,14 @@ class _FastFloat32Products(TorchFunctionMode):
                 and tensor.device.type == "cpu"
                 for tensor in tensors
             ):
-                return linear(given["input"], given["weight"], given.get("bias"))
+                return torch.ops.mkldnn._linear_pointwise(
+                    given["input"].contiguous(),
+                    given["weight"].contiguous(),
+                    given.get("bias"),
+                    "none",
+                    [],
+                    "",
+                )
         return func(*args, **(kwargs or {}))
 
 
@@ -94,7 +102,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """In the block, matrix products of float32 tensors are computed in `dtype`, float32 or bfloat16."""
     if dtype != torch.bfloat16:
-        with _FastFloat32Products() if torch.backends.mkldnn.is_available() else nullcontext():
+        with _OneDnnProducts() if torch.backends.mkldnn.is_available() else nullcontext():
             yield
         return
     with torch.autocast(device.type, torch.bfloat16), _WritesInOwnDtype():

@@ -177,14 +177,6 @@ CIUIC_EXPORT int ciuic_has_weighted_sums(int rounded, long length);
 CIUIC_EXPORT int ciuic_weighted_sums(float* moment, long columns, const void* vectors, int bf16, const uint16_t* weights,
                                      long length, long tokens, int rounded, int threads);
 
-// 1 if this machine has a kernel for ciuic_dense_product, 0 if not.
-CIUIC_EXPORT int ciuic_has_dense_product();
-
-// out (rows x columns) = x (rows x depth) times the transpose of `weights` (columns x depth), all float32. Each product of two
-// numbers has an error of at most 2^-16 of it. The bytes do not depend on `threads`.
-CIUIC_EXPORT int ciuic_dense_product(const float* x, const float* weights, float* out, long rows, long depth, long columns,
-                                     int threads);
-
 // Predictions p = softmax(logits) of a language model (ciuic_cli/statistics/head_fisher.py).
 struct CiuicPredictions {
   const void* logits;    // tokens x vocabulary, bfloat16 if `bf16` is not 0 and float32 otherwise; finite

@@ -33,7 +33,8 @@ static inline void store(float* to, Floats values) { *reinterpret_cast<Floats*>(
 static inline Floats load(const uint16_t* from) {
   return reinterpret_cast<Floats>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Bits) << 16);
 }
-// As finite_to_bfloat16. It keeps the NaNs that occur here, too: their lower 16 bits are 0, because those of the inputs are.
+// Rounds as finite_to_bfloat16 does. A NaN stays a NaN: it comes from an input in bfloat16 or from the processor, and its lower 16
+// bits are 0.
 static inline void store(uint16_t* to, Floats values) {
   const Bits bits = reinterpret_cast<Bits>(values);
   *reinterpret_cast<Halves*>(to) = __builtin_convertvector((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16, Halves);

@@ -13,7 +13,6 @@
 #include <type_traits>
 
 #include "symmetric_sums.h"
-#include "tile_blocks.h"
 #include "tile_shapes.h"
 #include "token_pairs.h"
 
@@ -24,13 +23,14 @@ namespace {
 // Two by two registers of sums and their factors take all eight registers; a strip has two such blocks in each direction.
 constexpr long kStrip = 64, kSide = 16, kRegister = kSide * kSide;
 static_assert(kStrip == 4 * kSide && kStrip <= kLongestStrip && kSteps % (2 * kSide) == 0, "strips are packed in whole registers");
-// Rows of the next sums that are fetched per register of pairs. A loop that has 11 of these or more fetches all.
+// Rows of the next sums that are fetched for each register of pairs; 11 registers fetch all 32 rows. Chosen.
 constexpr long kFetchedRows = 3;
 
 // Pairs of tokens, in whole registers.
 inline long pairs_of(long tokens) { return (tokens + 2 * kSide - 1) / (2 * kSide) * kSide; }
 
-// Calls pack(columns, pairs of tokens, packed) for every register of a strip, in the order in which they lie in memory.
+// Calls pack(pairs_at, packed) for every register of a strip, in the order in which they lie in memory. pairs_at(row) is a pair of
+// tokens for 16 columns.
 template <Part part, typename Number, typename Pack>
 inline __attribute__((always_inline)) void pack_registers(const Number* from, long stride, long tokens, long columns, float* to,
                                                           Pack pack) {
@@ -51,17 +51,42 @@ void pack_right_part(const Number* from, long stride, long tokens, long columns,
   });
 }
 
+// Rows become columns.
+inline __attribute__((always_inline)) void transpose(__m512i (&row)[kSide]) {
+  __m512i half[kSide];
+  for (int i = 0; i < kSide; i += 2) {
+    half[i] = _mm512_unpacklo_epi32(row[i], row[i + 1]);
+    half[i + 1] = _mm512_unpackhi_epi32(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < kSide; i += 4)
+    for (int k = 0; k < 2; ++k) {
+      row[i + 2 * k] = _mm512_unpacklo_epi64(half[i + k], half[i + k + 2]);
+      row[i + 2 * k + 1] = _mm512_unpackhi_epi64(half[i + k], half[i + k + 2]);
+    }
+  // row[4 i + k] holds columns k, 4 + k, 8 + k and 12 + k of rows 4 i .. 4 i + 3.
+  for (int k = 0; k < 4; ++k) {
+    const __m512i low = _mm512_shuffle_i32x4(row[k], row[4 + k], 0x88), high = _mm512_shuffle_i32x4(row[k], row[4 + k], 0xDD);
+    const __m512i low2 = _mm512_shuffle_i32x4(row[8 + k], row[12 + k], 0x88);
+    const __m512i high2 = _mm512_shuffle_i32x4(row[8 + k], row[12 + k], 0xDD);
+    half[k] = _mm512_shuffle_i32x4(low, low2, 0x88);
+    half[4 + k] = _mm512_shuffle_i32x4(high, high2, 0x88);
+    half[8 + k] = _mm512_shuffle_i32x4(low, low2, 0xDD);
+    half[12 + k] = _mm512_shuffle_i32x4(high, high2, 0xDD);
+  }
+  for (int i = 0; i < kSide; ++i) row[i] = half[i];
+}
+
 template <Part part, typename Number>
 void pack_left_part(const Number* from, long stride, long tokens, long columns, float* to) {
   pack_registers<part>(from, stride, tokens, columns, to, [](auto pairs_at, float* packed) {
     __m512i row[kSide];
     for (long i = 0; i < kSide; ++i) row[i] = pairs_at(i);
-    transpose_tile(row);
+    transpose(row);
     for (long i = 0; i < kSide; ++i) _mm512_storeu_si512(packed + i * kSide, row[i]);
   });
 }
 
-// Whether the numbers have rests. Those in bfloat16 have none.
+// Only float32 numbers have rests.
 template <bool Exact, typename Number>
 constexpr bool kHasRests = Exact && std::is_same<Number, float>::value;
 
@@ -78,14 +103,17 @@ void pack_right(const Number* from, long stride, long tokens, long columns, floa
   if (Exact) pack_right_part<Part::kRest>(from, stride, tokens, columns, to + kStrip * pairs_of(tokens));
 }
 
-// Adds the products of two registers at `left` and two at `right`, `left_row_bytes` and `right_row_bytes` from row to row.
+// Adds the products of two left registers, whose rows lie `left_row_bytes` apart, and two right ones.
 inline __attribute__((always_inline)) void add_products(const void* left, const void* lower_left, long left_row_bytes,
                                                         const float* right) {
   _tile_loadd(4, left, left_row_bytes);
   _tile_loadd(5, lower_left, left_row_bytes);
   _tile_loadd(6, right, 4 * kSide);
   _tile_loadd(7, right + kRegister, 4 * kSide);
-  add_tile_products();
+  _tile_dpbf16ps(0, 4, 6);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(2, 5, 6);
+  _tile_dpbf16ps(3, 5, 7);
 }
 
 inline __attribute__((always_inline)) void load_sums(const float* sums, long stride) {
@@ -96,7 +124,15 @@ inline __attribute__((always_inline)) void load_sums(const float* sums, long str
   _tile_loadd(3, lower + kSide, 4 * stride);
 }
 
-// 32 x 32 sums, which stay in registers for all pairs. Meanwhile those at `next` are fetched: their rows lie in as many pages.
+inline __attribute__((always_inline)) void store_sums(float* sums, long stride) {
+  float* const lower = sums + kSide * stride;
+  _tile_stored(0, sums, 4 * stride);
+  _tile_stored(1, sums + kSide, 4 * stride);
+  _tile_stored(2, lower, 4 * stride);
+  _tile_stored(3, lower + kSide, 4 * stride);
+}
+
+// 32 x 32 sums, which stay in registers for all pairs. Meanwhile the sums at `next` are fetched, since each of their rows lies in another page.
 template <bool RestOfLeft, bool RestOfRight>
 inline void multiply_block(const float* left, const float* right, long pairs, float* sums, const float* next, long stride) {
   const long rest = kStrip * pairs;
@@ -110,7 +146,7 @@ inline void multiply_block(const float* left, const float* right, long pairs, fl
     add_products(left, left + kRegister, 4 * kSide, right);
     if (RestOfLeft) add_products(left + rest, left + rest + kRegister, 4 * kSide, right);
   }
-  store_tile_sums(sums, stride);
+  store_sums(sums, stride);
 }
 
 template <bool RestOfLeft, bool RestOfRight>
@@ -139,14 +175,17 @@ void multiply_exact(const float* left, const float* right, long strips, long ste
 void weigh(const uint16_t* weights, long length, const float* packed, const float* rests, float* out) {
   for (long row = 0; row < length; row += 2 * kSide)
     for (long column = 0; column < kStrip; column += 2 * kSide) {
-      clear_tile_sums();
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
       for (long token = 0; token < length; token += 2 * kSide) {
         const uint16_t *const upper = weights + row * length + token, *const lower = upper + kSide * length;
         const long at = token / 2 * kStrip + column * kSide;
         add_products(upper, lower, 2 * length, packed + at);
         if (rests != nullptr) add_products(upper, lower, 2 * length, rests + at);
       }
-      store_tile_sums(out + row * kStrip + column, kStrip);
+      store_sums(out + row * kStrip + column, kStrip);
     }
 }
 
