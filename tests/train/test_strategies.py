@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from ciuic_cli.train.planning.layers import Depths, depths_of
 from ciuic_cli.train.planning.measured import measure
 from ciuic_cli.train.planning.memory_plan import PlannedModel, plan_memory
 from ciuic_cli.train.planning.step import Batch, Sharding
-from ciuic_cli.train.planning.step_time import Counts, wire_bytes
 from ciuic_cli.train.planning.strategies import strategies
+from ciuic_cli.train.sharding.shards import COMM
 
 pytest.importorskip("peft")
 
@@ -58,6 +59,21 @@ def test_a_plan_is_what_the_allocator_gives_out(
     plan = plan_memory(PlannedModel.of_folder(tmp_path), chosen, batch, sharding=sharding, whole=False)
     found = measure(tmp_path, chosen, batch, sharding)
     assert plan.tensors + plan.residuals == pytest.approx(found.peak, rel=0.05)
+    assert plan.sent == found.sent and (plan.sent > 0) == (sharding is not None)
+
+
+def test_a_plan_of_shared_codes_is_what_the_allocator_gives_out(artifact: Callable[..., Any]) -> None:
+    folder, batch, processes = artifact("deepseek_v3").folder, Batch(2, 256, masked=False), 2
+    model, chosen, sharding = PlannedModel.of_folder(folder), options(1, lora_r=8), Sharding(processes)
+    alone, plan = (plan_memory(model, chosen, batch, sharding=one, whole=False) for one in (None, sharding))
+    found = measure(folder, chosen, batch, sharding)
+    assert plan.tensors == pytest.approx(found.peak, rel=0.05)
+    for term in ("weights", "adapter", "states"):
+        assert getattr(plan, term) == pytest.approx(getattr(alone, term) / processes, rel=0.02)
+    # Codes and adapter are gathered for the forward and the backward pass; only the adapter is summed.
+    shares = plan.weights + plan.adapter
+    assert shares < plan.sent <= 1.02 * (2 * shares + plan.adapter)
+    assert plan.sent == found.sent
 
 
 @pytest.mark.parametrize(
@@ -78,6 +94,7 @@ def test_a_deep_model_is_planned_from_short_ones(
     assert depths_of(PlannedModel(config).meta_model(), chosen.every_n_layers) is not None
     assert short.tensors == pytest.approx(whole.tensors, rel=1e-3)
     assert short.weights == pytest.approx(whole.weights, rel=1e-6)
+    assert short.sent == pytest.approx(whole.sent, rel=1e-6)
 
 
 def test_the_depths_of_short_models() -> None:
@@ -89,13 +106,22 @@ def test_the_depths_of_short_models() -> None:
 
 
 def test_the_bytes_on_the_wire() -> None:
-    counts = Counts.of(PlannedModel(LLAMA).meta_model(), 64)
-    embedding, layer = 64 * 1000, 64 * (64 + 2 * 32 + 64) + 3 * 64 * 192 + 2 * 64
-    assert (counts.parameters, counts.root) == (embedding + 64 + 2 * layer, embedding + 64)
-    sent = wire_bytes(counts, options(method="full"), Sharding(4, "fp32"))
-    assert sent == 4 * (2 * 2 * layer + counts.root + counts.parameters) * 3 // 4
-    in_codes = wire_bytes(counts, options(method="full"), Sharding(4, "int8"))
-    assert in_codes / sent == pytest.approx((1 + 2 / 128) / 4, rel=1e-5)
+    untied = PlannedModel(LLAMA | {"tie_word_embeddings": False})
+    sent = {
+        comm: plan_memory(
+            untied,
+            options(method="full"),
+            Batch(1, 64),
+            sharding=Sharding(4, comm),
+        ).sent
+        for comm in COMM
+    }
+    embedding, layer, norm = 64 * 1000, 64 * (64 + 2 * 32 + 64) + 3 * 64 * 192 + 2 * 64, 64
+    parameters = 2 * embedding + 2 * layer + norm
+    # Gathered for the forward and the backward pass, the last norm once; summed once.
+    assert sent["fp32"] == 3 * (2 * parameters - norm + parameters)
+    assert sent["bf16"] == 3 * (2 * parameters - norm) // 2 + 3 * parameters
+    assert sent["int8"] / sent["fp32"] == pytest.approx((1 + 2 / 128) / 4, rel=0.01)  # whole blocks
 
 
 def test_every_strategy_is_a_run_of_the_train_command() -> None:

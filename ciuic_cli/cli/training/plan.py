@@ -154,7 +154,7 @@ def _show(console: Console, report: dict[str, Any], planned: list[PlannedStrateg
                 readable_bytes(one.memory.weights + one.memory.adapter),
                 *(readable_bytes(getattr(one.memory, name)) for name in
                   ("gradients", "states", "activations", "scratch", "total")),
-                readable_bytes(one.wire),
+                readable_bytes(one.memory.sent),
                 f"{one.slowdown:.2f}",
                 "yes" if one.fits else "no",
                 one.bound,

@@ -42,6 +42,7 @@ from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.memory_plan import checkpointed, dtype_of
 from ciuic_cli.train.planning.step import Batch, Sharding
 from ciuic_cli.train.sharding.shards import local_bytes, local_part, shard
+from ciuic_cli.train.sharding.wire import Traffic
 from ciuic_cli.train.trainer import limit_memory
 
 _TIMEOUT = 1800
@@ -53,12 +54,13 @@ class Measurement:
     """What a step took, in the process that took most.
 
     peak: bytes of torch's allocator, with those of weights and states. resident: the process's highest resident bytes.
-    seconds: of the step.
+    seconds: of the step. sent: bytes that the process sent to others in it.
     """
 
     peak: int
     resident: int
     seconds: float
+    sent: int = 0
 
 
 def measure(
@@ -99,7 +101,7 @@ def measure(
             )
     found = [Measurement(**json.loads(output.splitlines()[-1])) for output, _ in outputs]
     return Measurement(
-        *(max(getattr(one, name) for one in found) for name in ("peak", "resident", "seconds"))
+        *(max(getattr(one, name) for one in found) for name in ("peak", "resident", "seconds", "sent"))
     )
 
 
@@ -134,8 +136,10 @@ class _Run:
         self.model = checkpointed(
             base if options.method == "full" else with_adapter(base, options), base, options
         )
+        self._traffic = Traffic()
         if sharding is not None:
-            shard(self.model, init_device_mesh("cpu", (sharding.processes,)), sharding.comm)
+            mesh = init_device_mesh("cpu", (sharding.processes,))
+            self._traffic = shard(self.model, mesh, sharding.comm)
         self.store: ActivationStore | None = activation_store(
             self.model, options, torch.device("cpu"), scratch
         )
@@ -153,6 +157,7 @@ class _Run:
 
     def step(self) -> None:
         """All passes of a step, and the update."""
+        self._traffic.forget()
         passes = self.options.gradient_accumulation_steps
         for number in range(passes):
             if self.sharding is not None:
@@ -169,6 +174,10 @@ class _Run:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         step_eagerly(self.optimizer, torch.device("cpu"))
         self.optimizer.zero_grad()
+
+    def sent(self) -> int:
+        """Bytes that this process sent to others in the last step."""
+        return 0 if self.sharding is None else self._traffic.sent(self.sharding.processes)
 
     def held(self) -> int:
         """Bytes of weights, states and rounding errors between steps."""
@@ -218,7 +227,7 @@ def _measured(run: _Run) -> Measurement:
     run.step()
     seconds, resident = time.monotonic() - began, peak_resident_bytes()
     held = run.held()
-    return Measurement(held + peak_bytes(run.step), resident, seconds)
+    return Measurement(held + peak_bytes(run.step), resident, seconds, run.sent())
 
 
 def main() -> None:

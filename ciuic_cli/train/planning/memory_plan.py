@@ -108,6 +108,7 @@ class MemoryPlan:
         scratch: what else exists at the peak: logits, decoded panels, gathered layers, temporaries.
         residuals: in main memory (on a CPU in the same memory): rounding errors of 8-bit weights.
         moved: activations in main memory; on a CPU, on disk.
+        sent: bytes per step to other processes, which are no memory.
     """
 
     weights: int
@@ -119,6 +120,7 @@ class MemoryPlan:
     scratch: int = 0
     residuals: int = 0
     moved: int = 0
+    sent: int = 0
 
     @property
     def tensors(self) -> int:
@@ -151,7 +153,7 @@ def plan_memory(
 
     Args:
         process: bytes that the process needs besides tensors.
-        sharding: how the run is divided; only for all weights (`method` "full").
+        sharding: how the run is divided.
         whole: run all layers. If not, two models with fewer layers run, and the rest is extrapolated, which takes
             seconds for any depth.
 
@@ -161,7 +163,7 @@ def plan_memory(
     """
     dtype = torch.float32 if options.method == "full" else None
     base = model.meta_model(dtype)
-    weights = _unique_bytes(base) + (0 if model.blobs is None else decoded_bytes(base))
+    weights, decoded = _unique_bytes(base), 0 if model.blobs is None else decoded_bytes(base)
     depths = (
         None if whole else depths_of(base, options.every_n_layers if options.activation_checkpointing else 1)
     )
@@ -176,10 +178,11 @@ def plan_memory(
     activations = min(step.kept, peak - gradients)
     if update > peak:
         peak, gradients, activations = update, step.gradients, 0
-    keeps_all = options.method == "lora" or (sharding is None and options.weights is None)
+    adapter = step.gradients if options.method == "lora" else 0
+    keeps_all = sharding is None and options.weights is None
     return MemoryPlan(
-        weights=weights if keeps_all else step.weights,
-        adapter=step.gradients if options.method == "lora" else 0,
+        weights=decoded + (weights if keeps_all else step.weights - adapter),
+        adapter=adapter,
         gradients=gradients,
         states=step.states + step.wire_errors,
         activations=activations,
@@ -187,6 +190,7 @@ def plan_memory(
         scratch=peak - gradients - activations,
         residuals=step.residuals,
         moved=step.moved,
+        sent=step.sent,
     )
 
 

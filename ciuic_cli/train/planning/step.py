@@ -21,18 +21,19 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import masking_utils
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ciuic_cli.runtime import blobs
 from ciuic_cli.train.loss import chunked_loss
 from ciuic_cli.train.memory.activations import ActivationStore
 from ciuic_cli.train.memory.weights import LayerwiseOptimizer
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.allocations import LiveBytes, Peak
 from ciuic_cli.train.planning.elsewhere import Elsewhere
+from ciuic_cli.train.planning.fake_model import make_fake
 from ciuic_cli.train.planning.layers import Depths
-from ciuic_cli.train.planning.product_memory import MatrixKind, gradient_bytes, product_bytes
+from ciuic_cli.train.planning.product_memory import MatrixKind
 from ciuic_cli.train.planning.refusals import plannable
 from ciuic_cli.train.planning.states import PlannedOptimizer, state_bytes, update_bytes
 from ciuic_cli.train.sharding.shards import local_part, shard
+from ciuic_cli.train.sharding.wire import Traffic
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class StepBytes:
         weights: of the model on the device between steps, as this process holds them.
         residuals: rounding errors of 8-bit weights. moved: activations that were moved, at most.
         wire_errors: rounding errors of the wire that wait for the next step.
+        sent: bytes that this process sends to others.
     """
 
     forward: Peak
@@ -77,6 +79,7 @@ class StepBytes:
     residuals: int = 0
     moved: int = 0
     wire_errors: int = 0
+    sent: int = 0
 
     @property
     def peak(self) -> Peak:
@@ -107,7 +110,7 @@ class StepBytes:
                 name: depths.beyond(getattr(self, name), getattr(more, name))
                 for name in (
                     *("kept", "gradients", "states", "weights", "residuals", "moved", "wire_errors"),
-                    "update",
+                    *("update", "sent"),
                 )
             },
         )
@@ -162,11 +165,14 @@ class _FakeRun:
         mesh: DeviceMesh | None,
     ) -> None:
         self._model, self._batch, self._sharding = model, batch, sharding
-        self._counter = LiveBytes(_call_bytes(_make_fake(model, kinds)), experts)
+        fake = make_fake(model, kinds)
+        self._counter = LiveBytes(fake.call_bytes, experts)
         tensors = [*model.parameters(), *model.buffers()]
         self._optimizer: LayerwiseOptimizer | None = None
+        self._traffic = Traffic()
         if sharding is not None and mesh is not None:
-            shard(model, mesh, sharding.comm)
+            self._traffic = shard(model, mesh, sharding.comm)
+            fake.follow(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optim, self._sizes = options.optim, [local_part(parameter).numel() for parameter in trained]
         self._gradients = sum(local_part(parameter).nbytes for parameter in trained)
@@ -179,7 +185,8 @@ class _FakeRun:
                 self._optimizer = LayerwiseOptimizer(model, make, options.learning_rate)
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self._count_gradient(-1))
-        self._accumulates = options.gradient_accumulation_steps > 1
+        self._passes = options.gradient_accumulation_steps
+        self._accumulates = self._passes > 1
         self._accumulated = 0
         if self._accumulates and sharding is None:
             with self._counter:
@@ -221,6 +228,7 @@ class _FakeRun:
         """The bytes of a step; of the second one, if rounding errors of the wire are kept from the first."""
         counter, optimizer = self._counter, self._optimizer
         base = counter.live - self._accumulated
+        sent = 0
         with counter:
             if self._sharding is not None and self._sharding.comm == "int8":
                 self._pass()
@@ -231,11 +239,16 @@ class _FakeRun:
             if self._sharding is not None and self._accumulates:
                 # Until the last pass, every process has whole gradients of its own.
                 self._model.set_requires_gradient_sync(False)
+                self._traffic.forget()
                 self._pass()
+                sent = (self._passes - 1) * self._traffic.sent(self._sharding.processes)
                 self._model.set_requires_gradient_sync(True)
                 self._accumulated = counter.gradients = counter.live - base
             counter.forget_peaks()
+            self._traffic.forget()
             kept = self._pass() - base - self._accumulated
+        if self._sharding is not None:
+            sent += self._traffic.sent(self._sharding.processes)
         for parameter in self._model.parameters():
             parameter.grad = None
         peaks = {number: Peak(peak.nbytes - base, peak.gradients) for number, peak in counter.peaks.items()}
@@ -254,6 +267,7 @@ class _FakeRun:
             residuals=low_bit["residuals"],
             moved=0 if self._elsewhere is None else self._elsewhere.most,
             wire_errors=base if self._sharding is not None else 0,
+            sent=sent,
         )
 
     def _pass(self) -> int:
@@ -305,67 +319,3 @@ def _attention_mask(masked: bool) -> Iterator[None]:
         yield
     finally:
         vars(masking_utils)["find_packed_sequence_indices"] = original
-
-
-def _make_fake(
-    model: nn.Module, kinds: Mapping[str, Sequence[MatrixKind]]
-) -> dict[int, Sequence[MatrixKind]]:
-    """Replace all parameters and buffers by fake CPU tensors, in place; returns the id of each blob -> its kinds."""
-    made: dict[int, torch.Tensor] = {}
-    keep: list[torch.Tensor] = []
-    by_blob: dict[int, Sequence[MatrixKind]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        for tensors in (module._parameters, module._buffers):
-            for short, tensor in tensors.items():
-                if tensor is None:
-                    continue
-                if id(tensor) not in made:
-                    keep.append(tensor)
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = fake
-                tensors[short] = made[id(tensor)]
-                name = f"{path}.{short}".replace("base_model.model.", "").replace(".base_layer", "")
-                if name in kinds:
-                    by_blob[id(made[id(tensor)])] = kinds[name]
-    return by_blob
-
-
-_COPIED = {torch.ops.c10d._allgather_base_.default: 0, torch.ops.c10d._reduce_scatter_base_.default: 1}
-"""Collectives of which torch's gloo, between CPUs, copies an argument, by its position: what is gathered, or summed."""
-
-
-def _call_bytes(by_blob: Mapping[int, Sequence[MatrixKind]]) -> Callable[[Any, Sequence[Any]], int]:
-    """The most bytes of a call of an operator with codes; 0 for other operators."""
-    small_batch = blobs.small_batch()
-
-    def held(function: Any, arguments: Sequence[Any]) -> int:
-        if function in _COPIED:
-            copied = arguments[_COPIED[function]]
-            return copied.numel() * copied.element_size()
-        if function.namespace != "ciuic" or len(arguments) < 2:
-            return 0
-        x, kinds = arguments[0], by_blob.get(id(arguments[1]))
-        if kinds is None:
-            return 0
-        limit, name = small_batch.of(x.dtype), function.name().partition("::")[2].partition(".")[0]
-        batch = x.numel() // x.shape[-1]
-        if name == "linear":
-            return product_bytes(kinds[0], batch, x.dtype, limit)
-        if name == "linear_backward":
-            return gradient_bytes(kinds[0], batch, x.dtype)
-        if name not in ("routed_linear", "routed_linear_backward"):
-            return 0
-        ids = arguments[2]
-        share = max(1, ids.numel() // len(kinds))
-        size = x.dtype.itemsize
-        if name == "routed_linear":
-            whole = ids.numel() * kinds[0].rows * size
-            chosen = share * kinds[0].cols * size
-            return whole + chosen + max(product_bytes(kind, share, x.dtype, limit) for kind in kinds)
-        whole = ids.shape[0] * kinds[0].cols * 4
-        chosen = share * kinds[0].rows * size
-        return whole + chosen + max(gradient_bytes(kind, share, x.dtype) for kind in kinds)
-
-    return held

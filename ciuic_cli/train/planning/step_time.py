@@ -15,7 +15,6 @@ from ciuic_cli.train.memory.activations import CODE
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.memory_plan import MemoryPlan
 from ciuic_cli.train.planning.step import Sharding
-from ciuic_cli.train.sharding.wire import WIRE_CODE
 
 FLOAT32_RATE, BFLOAT16_RATE = 19.5e12, 312e12
 """Operations per second in float32 (without TF32) and in bfloat16. Source: data sheet of NVIDIA's A100."""
@@ -28,8 +27,6 @@ CODE_SECONDS = 1e-10
 """Seconds to encode and decode a number with the block code. Estimated: 20 float32 passes over a memory of 1.5 TB/s."""
 DECODING = 1.55
 """Time of a step on 4:1 over that on bfloat16. Measured on a CPU: docs/experiments/training/lora-memory.md."""
-_NUMBER_BYTES = {"fp32": (4.0, 4.0), "bf16": (2.0, 4.0)}
-"""Bytes per number of gathered parameters and of summed gradients on the wire."""
 
 
 class Named(Protocol):
@@ -47,13 +44,12 @@ class Counts:
     """Numbers of a model.
 
     Attributes:
-        parameters: all. root: those outside the decoder's layers.
+        parameters: all.
         active: weights with which a token is multiplied. layers_active: those in layers.
         attention: multiplications and additions per token with cached keys and values, forward.
     """
 
     parameters: int
-    root: int
     active: float
     layers_active: float
     attention: float
@@ -63,7 +59,6 @@ class Counts:
         """Of a dense model on the meta device, for rows of `tokens`; tokens share the experts evenly."""
         parameters = sum(parameter.numel() for parameter in model.parameters())
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        inner = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
         config = model.config.get_text_config()
         chosen = getattr(config, "num_experts_per_tok", None) or 1
         active = 0.0
@@ -81,7 +76,7 @@ class Counts:
         attention = (
             len(layers) * heads * (keys + values) * tokens
         )  # the half that causality leaves, 2 per product
-        return cls(parameters, parameters - inner, active + head.weight.numel(), active, attention)
+        return cls(parameters, active + head.weight.numel(), active, attention)
 
 
 @dataclass(frozen=True)
@@ -107,26 +102,13 @@ class StepTime:
         return names[max(names, key=lambda name: getattr(self, name))]
 
 
-def wire_bytes(counts: Counts, options: TrainOptions, sharding: Sharding) -> int:
-    """Bytes that one of N processes sends per step: parameters are gathered before the forward and the backward pass
-    of every layer (the root's only once), gradients are summed once. Of each, a process sends (N - 1) / N.
-    """
-    code = WIRE_CODE.nbytes(WIRE_CODE.block) / WIRE_CODE.block
-    gathered, summed = _NUMBER_BYTES.get(sharding.comm, (code, code))
-    passes = options.gradient_accumulation_steps
-    numbers = (
-        passes * gathered * (2 * (counts.parameters - counts.root) + counts.root) + summed * counts.parameters
-    )
-    return round(numbers * (sharding.processes - 1) / sharding.processes)
-
-
 def step_time(
-    counts: Counts, options: TrainOptions, memory: MemoryPlan, wire: int, tokens: int, strategy: Named
+    counts: Counts, options: TrainOptions, memory: MemoryPlan, tokens: int, strategy: Named
 ) -> StepTime:
     """The time of a step of one process.
 
     Args:
-        wire: bytes that the process sends. tokens: of its rows in a step, all passes together.
+        tokens: of its rows in a step, all passes together.
     """
     passes = options.gradient_accumulation_steps
     forward = 2 * counts.active + counts.attention
@@ -148,4 +130,4 @@ def step_time(
         link += 4 * counts.parameters  # rounding errors
     if strategy.sharding is not None and strategy.sharding.comm == "int8":
         coded += 2 * counts.parameters
-    return StepTime(computation, wire / WIRE_RATE, link / LINK_RATE, coded * CODE_SECONDS)
+    return StepTime(computation, memory.sent / WIRE_RATE, link / LINK_RATE, coded * CODE_SECONDS)

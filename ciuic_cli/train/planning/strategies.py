@@ -14,7 +14,7 @@ from ciuic_cli.report.readable import readable_bytes
 from ciuic_cli.train.options import TrainOptions, option_name
 from ciuic_cli.train.planning.memory_plan import MemoryPlan, PlannedModel, plan_memory
 from ciuic_cli.train.planning.step import Batch, Sharding
-from ciuic_cli.train.planning.step_time import Counts, StepTime, step_time, wire_bytes
+from ciuic_cli.train.planning.step_time import Counts, StepTime, step_time
 
 EVERY = 4
 """Layers between two checkpoints of activations in the strategies that keep some of them (chosen)."""
@@ -62,7 +62,7 @@ class PlannedStrategy:
     """A strategy's plan.
 
     Attributes:
-        memory: of one process. wire: bytes that a process sends per step.
+        memory: of one process.
         time: seconds of a step, part by part. slowdown: time per token of all processes together, over that of the
             first strategy in one process.
         limit: bytes that a process may take.
@@ -70,7 +70,6 @@ class PlannedStrategy:
 
     strategy: Strategy
     memory: MemoryPlan
-    wire: int
     time: StepTime
     slowdown: float
     limit: int
@@ -96,14 +95,16 @@ class PlannedStrategy:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: sizes in bytes, times in seconds."""
+        memory = asdict(self.memory)
+        sent = memory.pop("sent")
         return {
             "name": self.strategy.name,
             "command": self.strategy.command,
             "processes": self.strategy.processes,
             "compressed_base": self.strategy.compressed,
             "rows_per_pass": self.strategy.rows,
-            "bytes": {**asdict(self.memory), "total": self.memory.total},
-            "wire_bytes_per_step": self.wire,
+            "bytes": {**memory, "total": self.memory.total},
+            "wire_bytes_per_step": sent,
             "seconds": asdict(self.time),
             "slowdown": self.slowdown,
             "fits": self.fits,
@@ -121,7 +122,10 @@ def strategies(is_artifact: bool, rows: int, gpus: Sequence[int], rank: int) -> 
     found = []
     for count in sorted(set(gpus)):
         if count > 1:
-            found += [] if is_artifact else list(_sharded(rows, count))
+            found += (
+                [] if is_artifact else [*_sharded(rows, count), *_sharded_lora(rows, count, rank, "LoRA")]
+            )
+            found += _sharded_lora(rows, count, rank, "LoRA on 4:1", compressed=True)
             continue
         if not is_artifact:
             found += [*_full(rows), *_lora(rows, rank, "LoRA", compressed=False)]
@@ -190,6 +194,19 @@ def _sharded(rows: int, count: int) -> Iterator[Strategy]:
         yield _accumulated(smallest, f"{count} processes, the same with accumulation")
 
 
+def _sharded_lora(
+    rows: int, count: int, rank: int, name: str, *, compressed: bool = False
+) -> Iterator[Strategy]:
+    """The base is gathered in its own dtype, or as its codes."""
+
+    def one(suffix: str, **chosen: Any) -> Strategy:
+        options = _options(rows, lora_r=rank, lora_alpha=2 * rank, **chosen)
+        return Strategy(f"{count} processes, {name}{suffix}", options, rows, Sharding(count), compressed)
+
+    yield one("")
+    yield one(", checkpoints, 8-bit activations", every=1, activations="int8")
+
+
 def plan_strategies(
     model: PlannedModel,
     *,
@@ -222,10 +239,9 @@ def plan_strategies(
             base, strategy.options, Batch(strategy.rows, tokens), process,
             sharding=strategy.sharding, whole=False,
         )  # fmt: skip
-        wire = 0 if strategy.sharding is None else wire_bytes(counts, strategy.options, strategy.sharding)
-        time = step_time(counts, strategy.options, memory, wire, rows * tokens, strategy)
+        time = step_time(counts, strategy.options, memory, rows * tokens, strategy)
         slowdown = time.total / strategy.processes / (found[0].time.total if found else time.total)
         slowdown *= found[0].strategy.processes if found else strategy.processes
-        found.append(PlannedStrategy(strategy, memory, wire, time, slowdown, limit))
+        found.append(PlannedStrategy(strategy, memory, time, slowdown, limit))
         progress("plan strategies", number + 1, len(chosen))
     return found

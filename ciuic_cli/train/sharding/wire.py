@@ -33,6 +33,14 @@ class Traffic:
     reduced: int = 0
     reduced_uncompressed: int = 0
 
+    def sent(self, processes: int) -> int:
+        """Bytes that this process sent: its share to every other process, and of each sum the others' parts."""
+        return (processes - 1) * (self.gathered + self.reduced // processes)
+
+    def forget(self) -> None:
+        """Count from now on."""
+        self.gathered = self.gathered_uncompressed = self.reduced = self.reduced_uncompressed = 0
+
 
 class _Allocating:
     """Buffers of FSDP2's collectives."""
