@@ -28,9 +28,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built in the build folder of `make .venv/.installed`, whose compiled files are taken again."""
     folder = tmp_path_factory.mktemp("wheel")
     options = ("--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder))
-    command = [sys.executable, "-m", "pip", "wheel", *options, f"-Cbuild-dir={folder}/build", str(ROOT)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT)]
     subprocess.run(command, check=True, timeout=600)
     (built,) = folder.glob("ciuic_cli-*.whl")
     return built
@@ -100,18 +101,23 @@ class Environment:
         return done
 
 
-def new_environment(home: Path, *install: object) -> Environment:
-    venv.create(home, with_pip=True)
+def new_environment(home: Path, *, with_pip: bool) -> Environment:
+    venv.create(home, with_pip=with_pip)
     made = Environment(home)
     borrowed = [path for path in sys.path if path.endswith("site-packages")]
     (made.packages / "borrowed.pth").write_text("\n".join(borrowed))
-    made.run("python", "-m", "pip", "install", "--quiet", "--no-deps", *install)
+    return made
+
+
+def environment_with(wheel: Path, home: Path) -> Environment:
+    made = new_environment(home, with_pip=True)
+    made.run("python", "-m", "pip", "install", "--quiet", "--no-deps", wheel)
     return made
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    return new_environment(tmp_path_factory.mktemp("installed") / "environment", wheel)
+    return environment_with(wheel, tmp_path_factory.mktemp("installed") / "environment")
 
 
 @pytest.fixture(scope="module")
@@ -171,10 +177,13 @@ def test_a_program_without_our_import_loads_the_artifact(
 
 
 def test_an_editable_install_loads_the_artifact_too(
-    wheel: Path, compressed: tuple[Path, dict[str, Any]], tmp_path: Path
+    compressed: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    build = ("--no-build-isolation", f"-Cbuild-dir={wheel.parent}/build", "--editable", ROOT)
-    editable = new_environment(tmp_path / "environment", *build)
+    editable = new_environment(tmp_path / "environment", with_pip=False)
+    # By this Python's pip: with another Python, scikit-build-core would compile the library anew.
+    options = ("--quiet", "--no-deps", "--no-build-isolation", "--target", str(editable.packages))
+    command = [sys.executable, "-m", "pip", "install", *options, "--editable", str(ROOT)]
+    subprocess.run(command, check=True, timeout=600)
     assert editable.run("python", "-c", PIPELINE, compressed[0]).stdout.split() == [
         "True",
         "CompressedLinear",
@@ -184,7 +193,7 @@ def test_an_editable_install_loads_the_artifact_too(
 
 
 def test_uninstalling_removes_every_file(wheel: Path, tmp_path: Path) -> None:
-    environment = new_environment(tmp_path / "environment", wheel)
+    environment = environment_with(wheel, tmp_path / "environment")
     environment.run("python", "-m", "pip", "uninstall", "--quiet", "--yes", "ciuic-cli")
     left = [str(path) for path in environment.packages.rglob("*ciuic*")]
     assert left == []

@@ -14,6 +14,7 @@ from tiny_runs import compress_tiny, weights_of
 from transformers import AutoModelForCausalLM
 
 import ciuic_cli
+from ciuic_cli.compression import options
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
 
@@ -79,7 +80,9 @@ def test_a_callers_modes_do_not_reach_recovery(
     tmp_path: Path,
     text: Path,
     plain: Callable[..., bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(1 << 12, 6, 16, recovery_steps=8))
     source, expected = tiny_checkpoint("deepseek_v3"), plain("best", text)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         compress_tiny(source, tmp_path / "out", text, effort="best")

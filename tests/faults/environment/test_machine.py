@@ -244,12 +244,22 @@ def test_a_signal_that_python_loses_ends_the_run(
 # --- Python's own switches
 
 
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """An environment in which programs share what Python compiles."""
+    return {
+        **os.environ, "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path_factory.mktemp("compiled")),
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["compress", "inspect"])
-def test_fault_38_python_without_docstrings_is_named(victim: Make, name: str) -> None:
+def test_fault_38_python_without_docstrings_is_named(
+    victim: Make, compiled_once: dict[str, str], name: str
+) -> None:
     """transformers reads its own docstrings; config.json is not at fault."""
     v = victim(0, "llama")
     arguments = v.arguments() if name == "compress" else ["inspect", v.model]
-    done = spawn(*arguments, env={**os.environ, "PYTHONOPTIMIZE": "2"})
+    done = spawn(*arguments, env={**compiled_once, "PYTHONOPTIMIZE": "2"})
     assert done.code == 5 and "without docstrings" in done.stderr and "-OO" in done.field("try"), done.stderr
     harmless(done)
-    assert spawn(*arguments, env={**os.environ, "PYTHONOPTIMIZE": "1"}).code == 0
+    assert spawn(*arguments, env={**compiled_once, "PYTHONOPTIMIZE": "1"}).code == 0
