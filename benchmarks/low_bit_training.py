@@ -4,8 +4,9 @@ Usage: python benchmarks/low_bit_training.py [--train FILE] [--heldout FILE] [--
 
 A model of the Llama kind reads bytes. All runs of a seed begin with the same weights and see the same batches. The loss
 is the mean cross entropy on held-out text after the last step. The second table has each run's mean over the seeds of
-its loss relative to float32 AdamW's, with the standard error of this mean. Every run uses one thread. `--bytes` prints
-only bytes per parameter, of a model of 6 million parameters after one step.
+its loss relative to float32 AdamW's, with the standard error of this mean; the third one, training losses during the
+run, as means over the seeds. Every run uses one thread. `--bytes` prints only bytes per parameter, of a model of 6
+million parameters after one step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,12 @@ from ciuic_cli.train.memory import weight_codes
 from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer
 from ciuic_cli.train.memory.weights import LayerwiseOptimizer
 
-ROWS, TOKENS, LEARNING_RATE, WARMUP = 4, 64, 3e-3, 50
+ROWS, TOKENS, WARMUP = 4, 64, 50
+LEARNING_RATE = 1e-3
+"""Of 5e-4, 7e-4, 1e-3, 1.4e-3, 2e-3, 3e-3, 6e-3 and 1e-2 one of the two with the lowest held-out loss of float32 AdamW.
+Measured: docs/experiments/training/low-bit-weights.md."""
+CURVE = (100, 200, 400, 600, 800, 1000)
+"""Steps at which the third table shows the mean training loss of the last 100."""
 
 
 def model_of(seed: int, width: int = 96) -> Any:
@@ -88,8 +95,21 @@ def bytes_of(file: Path) -> torch.Tensor:
     return torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8).long()
 
 
-def train(name: str, seed: int, files: tuple[Path, Path], steps: int) -> tuple[float, float]:
-    """The held-out loss, and bytes per parameter of weights and states. files: training and held-out text."""
+@dataclass(frozen=True)
+class Trained:
+    """heldout: loss after the last step. nbytes: per parameter, of weights and states. losses: of all steps."""
+
+    heldout: float
+    nbytes: float
+    losses: list[float]
+
+    def mean_before(self, step: int) -> float:
+        """Mean loss of the 100 steps before this one."""
+        return statistics.mean(self.losses[max(0, step - 100) : step])
+
+
+def train(name: str, seed: int, files: tuple[Path, Path], steps: int) -> Trained:
+    """One run. files: training and held-out text."""
     torch.set_num_threads(1)
     data, heldout = map(bytes_of, files)
     code = weight_codes.WEIGHT_CODE
@@ -102,22 +122,24 @@ def train(name: str, seed: int, files: tuple[Path, Path], steps: int) -> tuple[f
             parameter.data *= 1 + 1e-6 * torch.randn(parameter.shape, generator=changes)
     optimizer = RUNS[name](model)
     generator = torch.Generator().manual_seed(seed)
+    losses: list[float] = []
     for step in range(steps):
         share = min(1.0, (step + 1) / WARMUP) * 0.5 * (1 + math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * share
         starts = torch.randint(0, len(data) - TOKENS, (ROWS,), generator=generator)
         batch = torch.stack([data[start : start + TOKENS] for start in starts.tolist()])
-        chunked_loss(model, {"input_ids": batch}, batch).backward()
+        loss = chunked_loss(model, {"input_ids": batch}, batch)
+        loss.backward()
+        losses.append(float(loss))
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
     windows = heldout[: len(heldout) // TOKENS * TOKENS].view(-1, TOKENS)[:512]
     with torch.no_grad():
-        loss = float(chunked_loss(model, {"input_ids": windows}, windows))
-    used = bytes_per_parameter(model, optimizer)
+        found = float(chunked_loss(model, {"input_ids": windows}, windows))
     weight_codes.WEIGHT_CODE = code
-    return loss, used
+    return Trained(found, bytes_per_parameter(model, optimizer), losses)
 
 
 def bytes_per_parameter(model: Any, optimizer: Any) -> float:
@@ -157,24 +179,29 @@ def main() -> None:
         print_bytes()
         return
     files = (arguments.train, arguments.heldout)
-    above: dict[str, list[float]] = {name: [] for name in arguments.runs}
+    names, seeds = [BASE, *arguments.runs], range(arguments.seeds)
     print("| run | seed | held-out loss | above float32 | bytes per parameter |\n|---|---|---|---|---|")
     with ProcessPoolExecutor(arguments.workers, multiprocessing.get_context("spawn")) as pool:
         begun = {
-            (seed, name): pool.submit(train, name, seed, files, arguments.steps)
-            for seed in range(arguments.seeds)
-            for name in (BASE, *above)
+            (name, seed): pool.submit(train, name, seed, files, arguments.steps)
+            for seed in seeds
+            for name in names
         }
-        for seed in range(arguments.seeds):
-            base = begun[seed, BASE].result()[0]
-            for name, found in above.items():
-                loss, used = begun[seed, name].result()
-                found.append(loss / base - 1)
-                print(f"| {name} | {seed} | {loss:.4f} | {found[-1]:+.2%} | {used:.3f} |", flush=True)
+        for (name, seed), one in begun.items():
+            found, base = one.result(), begun[BASE, seed].result()
+            above = f"{found.heldout / base.heldout - 1:+.2%}"
+            print(f"| {name} | {seed} | {found.heldout:.4f} | {above} | {found.nbytes:.3f} |", flush=True)
+    done = {name: [begun[name, seed].result() for seed in seeds] for name in names}
     print("\n| run | seeds | above float32, mean | standard error |\n|---|---|---|---|")
-    for name, found in above.items():
-        error = statistics.stdev(found) / math.sqrt(len(found)) if len(found) > 1 else math.nan
-        print(f"| {name} | {len(found)} | {statistics.mean(found):+.2%} | {error:.2%} |")
+    for name in arguments.runs:
+        ratios = [one.heldout / base.heldout - 1 for one, base in zip(done[name], done[BASE], strict=True)]
+        error = statistics.stdev(ratios) / math.sqrt(len(ratios)) if len(ratios) > 1 else math.nan
+        print(f"| {name} | {len(ratios)} | {statistics.mean(ratios):+.2%} | {error:.2%} |")
+    points = [step for step in CURVE if step <= arguments.steps]
+    print(f"\n| run | {' | '.join(f'to step {step}' for step in points)} |\n|{'---|' * (len(points) + 1)}")
+    for name in names:
+        means = (statistics.mean(one.mean_before(step) for one in done[name]) for step in points)
+        print(f"| {name} | {' | '.join(f'{mean:.4f}' for mean in means)} |")
 
 
 if __name__ == "__main__":

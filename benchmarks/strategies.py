@@ -47,7 +47,7 @@ def chosen(artifact: bool, rows: int, processes: int) -> list[Strategy]:
     found = [one for one in strategies(False, rows, [1], 16) if not one.compressed]
     found += [one for one in strategies(True, rows, [1], 16) if artifact]
     for one in strategies(False, rows // processes, [processes], 16):
-        if one.options.gradient_accumulation_steps == 1:
+        if one.options.gradient_accumulation_steps == 1 and (artifact or not one.compressed):
             found.append(one)
     return found
 
