@@ -27,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ciuic_cli.train.loss import chunked_loss
 from ciuic_cli.train.memory import weight_codes
 from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer
-from ciuic_cli.train.memory.weights import LayerwiseOptimizer
+from ciuic_cli.train.memory.weights import LayerwiseOptimizer, held_bytes
 
 ROWS, TOKENS, WARMUP = 4, 64, 50
 LEARNING_RATE = 1e-3
@@ -148,7 +148,7 @@ def bytes_per_parameter(model: Any, optimizer: Any) -> float:
     if isinstance(optimizer, LayerwiseOptimizer):
         found = optimizer.bytes()
         return float(found["weights"] + found["states"]) / count
-    return 12.0
+    return float(sum(p.nbytes for p in model.parameters()) + held_bytes(optimizer.state)) / count
 
 
 def print_bytes() -> None:

@@ -69,7 +69,6 @@ def test_commands_without_a_model_import_nothing_heavy(arguments: list[str], cod
     ("command", "chosen", "sleep"),
     [
         ("compress", {}, True),
-        ("eval", {}, True),
         ("eval", {"OMP_WAIT_POLICY": "active"}, False),
         ("bench", {}, False),
     ],
