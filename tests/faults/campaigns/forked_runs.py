@@ -58,6 +58,8 @@ class ForkedRuns:
         code = 99
         try:
             os.environ.update(environment or {})
+            # Torch replaces its thread pool at the first such call after a fork; two threads that make it at once fail.
+            torch.set_num_threads(torch.get_num_threads())
             self._prepare(kill_at, count_in)
             sys.argv = ["ciuic", *self.command, *options]
             cli.main()
