@@ -82,7 +82,11 @@ def test_a_callers_modes_do_not_reach_recovery(
     plain: Callable[..., bytes],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(options.EFFORTS, "best", options.Effort(1 << 12, 6, 16, recovery_steps=8))
+    monkeypatch.setitem(
+        options.EFFORTS,
+        "best",
+        options.Effort(states=1 << 12, nsamples=6, probed_layers=16, recovery_steps=8),
+    )
     source, expected = tiny_checkpoint("deepseek_v3"), plain("best", text)
     with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
         compress_tiny(source, tmp_path / "out", text, effort="best")

@@ -108,12 +108,7 @@ def test_the_depths_of_short_models() -> None:
 def test_the_bytes_on_the_wire() -> None:
     untied = PlannedModel(LLAMA | {"tie_word_embeddings": False})
     sent = {
-        comm: plan_memory(
-            untied,
-            options(method="full"),
-            Batch(1, 64),
-            sharding=Sharding(4, comm),
-        ).sent
+        comm: plan_memory(untied, options(method="full"), Batch(1, 64), sharding=Sharding(4, comm)).sent
         for comm in COMM
     }
     embedding, layer, norm = 64 * 1000, 64 * (64 + 2 * 32 + 64) + 3 * 64 * 192 + 2 * 64, 64
