@@ -1,10 +1,11 @@
 """Saved bytes and gradient errors of stored activations, on batches of held-out text.
 
-Usage: python benchmarks/activations.py MODEL --text FILE [--batches 8]
+Usage: python benchmarks/activations.py MODEL --text FILE [--batches 8] [--examples 4]
 
 The baseline is transformers' own float32 step: what autograd saves for it, and its gradient. Every other row is a step
 of the same model on the same batches; "routed otherwise" counts pairs of token and layer whose experts differ between
-the forward pass and the second computation of a checkpointed layer.
+the forward pass and the second computation of a checkpointed layer. With several examples in a row, attention has a
+mask, which is infinite where it hides tokens: rows without exact masks have no finite gradient.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ ROWS = (
     Row("chunked loss", exact),
     Row("8 bits everywhere", uniform(BlockCode())),
     Row("8 bits everywhere, transformed", uniform(BlockCode(hadamard=True))),
-    Row("**the policy: also exact statistics**", default_policy),
+    Row("**the policy: also exact statistics and masks**", default_policy),
     Row("the policy in 4 bits, stochastic", in_four_bits),
     Row("checkpointing", exact, checkpointing=True),
     Row("checkpointing, 8 bits, experts chosen again", default_policy, checkpointing=True, keep=False),
@@ -82,8 +83,11 @@ def routes(model: Any) -> Iterator[dict[Any, list[torch.Tensor]]]:
         handle.remove()
 
 
-def step(model: Any, batch: torch.Tensor, row: Row) -> tuple[torch.Tensor, int, tuple[int, int]]:
+def step(
+    model: Any, batch: torch.Tensor, row: Row, others: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, int, tuple[int, int]]:
     """The gradient of all parameters, float32; saved bytes; token-layers that were routed otherwise, and all."""
+    inputs = {"input_ids": batch, **others}
     model.zero_grad(set_to_none=True)
     model.train()
     model.gradient_checkpointing_disable()
@@ -94,9 +98,9 @@ def step(model: Any, batch: torch.Tensor, row: Row) -> tuple[torch.Tensor, int, 
     with routes(model) as seen:
         with store:
             if row.chunked:
-                loss = chunked_loss(model, {"input_ids": batch}, batch)
+                loss = chunked_loss(model, inputs, batch)
             else:
-                loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+                loss = model(**inputs, labels=batch, use_cache=False).loss
         saved = store.live_bytes
         loss.backward()
     pairs = [calls for calls in seen.values() if len(calls) == 2]
@@ -107,9 +111,12 @@ def step(model: Any, batch: torch.Tensor, row: Row) -> tuple[torch.Tensor, int, 
 
 
 def measure(
-    model_of: Callable[[torch.dtype], Any], batches: list[torch.Tensor], rows: tuple[Row, ...]
+    model_of: Callable[[torch.dtype], Any],
+    batches: list[torch.Tensor],
+    rows: tuple[Row, ...],
+    others: dict[str, torch.Tensor],
 ) -> None:
-    """Print one line of a table per row."""
+    """Print one line of a table per row. `others` are the model's inputs besides the tokens."""
     print("| step | saved, of float32's bytes | gradient error, mean | worst batch | routed otherwise |")
     print("|---|---|---|---|---|")
     references: list[tuple[torch.Tensor, int]] = []
@@ -117,7 +124,7 @@ def measure(
         model = model_of(row.dtype)
         errors, shares, changed, total = [], [], 0, 0
         for number, batch in enumerate(batches):
-            gradient, saved, counts = step(model, batch, row)
+            gradient, saved, counts = step(model, batch, row, others)
             if len(references) <= number:
                 references.append((gradient, saved))
             reference, bytes_of_reference = references[number]
@@ -141,6 +148,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--rows", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--examples", type=int, default=1, help="examples of equal length in each row")
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     ids = torch.tensor(tokenizer(arguments.text.read_text())["input_ids"])
@@ -153,7 +161,11 @@ def main() -> None:
     def model_of(dtype: torch.dtype) -> Any:
         return AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa")
 
-    measure(model_of, batches, ROWS)
+    others = {}
+    if arguments.examples > 1:
+        positions = torch.arange(arguments.tokens) % -(-arguments.tokens // arguments.examples)
+        others["position_ids"] = positions.repeat(arguments.rows, 1)
+    measure(model_of, batches, ROWS, others)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,12 @@ def ids() -> torch.Tensor:
     return torch.randint(0, 250, (2, 64), generator=torch.Generator().manual_seed(0))
 
 
-def gradient(model: Any, ids: torch.Tensor, store: ActivationStore | None = None) -> torch.Tensor:
+def gradient(
+    model: Any, ids: torch.Tensor, store: ActivationStore | None = None, **others: torch.Tensor
+) -> torch.Tensor:
     model.zero_grad(set_to_none=True)
-    if store is None:
-        loss = chunked_loss(model, {"input_ids": ids}, ids)
-    else:
-        with store:
-            loss = chunked_loss(model, {"input_ids": ids}, ids)
+    with nullcontext() if store is None else store:
+        loss = chunked_loss(model, {"input_ids": ids, **others}, ids)
     loss.backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -60,6 +60,25 @@ def test_the_store_takes_a_quarter_and_changes_gradients_little(moe: Any, ids: t
     assert store.live_bytes == 0, "the backward pass freed what was stored"
     statistics = ActivationStore(moe, policy=lambda m, t: BlockCode() if t.is_floating_point() else None)
     assert relative_error(gradient(moe, ids, statistics), exact) > 0.02, "exact statistics matter"
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mistral", "deepseek_v3"])
+def test_masks_of_packed_rows_and_sliding_windows_stay_exact(
+    tiny_checkpoint: Callable[..., Path], ids: torch.Tensor, family: str, attention: str
+) -> None:
+    """Masks are infinite where they hide a token. The windows, 16 tokens, are masks of rows with one example, too."""
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny_checkpoint(family)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation=attention
+    ).train()
+    for lengths in ((64,), (20, 30, 14)):
+        positions = torch.cat([torch.arange(length) for length in lengths]).repeat(2, 1)
+        exact = gradient(model, ids, position_ids=positions)
+        found = gradient(model, ids, ActivationStore(model), position_ids=positions)
+        assert 0 < relative_error(found, exact) < 0.02
 
 
 def test_in_a_file_the_gradients_are_the_same(moe: Any, ids: torch.Tensor, tmp_path: Path) -> None:
@@ -119,13 +138,34 @@ def test_a_changed_tensor_is_another_tensor() -> None:
         assert torch.allclose(found, torch.full((2048,), float(factor)), rtol=0.01)
 
 
+@pytest.mark.parametrize("code", [None, BlockCode()])
+@pytest.mark.parametrize("columns", [64, 60])
+def test_an_expanded_tensor_is_kept_once(code: BlockCode | None, columns: int) -> None:
+    """As torch expands the masks of a GPU over all heads. 60 columns are a part of rows with 64."""
+    wide = torch.randn(2, 1, 32, 64, generator=torch.Generator().manual_seed(0))
+    once = wide[..., :columns]
+    heads, leaf = once.expand(2, 8, 32, columns), torch.ones(2, 8, 32, columns, requires_grad=True)
+    store = ActivationStore(torch.nn.Module(), policy=lambda module, tensor: code)
+    with store:
+        product = leaf * heads
+        again = leaf * once
+    size = 4 * once.numel()
+    assert store.original_bytes == size
+    assert store.stored_bytes == (size if code is None else code.nbytes(once.numel()))
+    for result in (product, again):
+        (found,) = torch.autograd.grad(result.sum(), leaf)
+        assert torch.equal(found, heads) if code is None else relative_error(found, heads) < 0.01
+
+
 def test_what_stays_exact() -> None:
     class SomeAttention(torch.nn.Module):
         pass
 
     attention, linear = SomeAttention(), torch.nn.Linear(2, 2)
     assert default_policy(attention, torch.zeros(2, 4, 512)) is None
-    assert default_policy(attention, torch.zeros(2, 4, 512, 64)) is not None
+    assert default_policy(attention, torch.zeros(2, 4, 512, 64, requires_grad=True)) is not None
+    assert default_policy(attention, torch.zeros(2, 1, 512, 512)) is None, "a mask has no gradient"
+    assert default_policy(linear, torch.zeros(2, 1, 512, 512)) is None
     assert default_policy(linear, torch.zeros(2, 512, 64)) is not None
     assert default_policy(linear, torch.zeros(2, 2048, 1)) is None
     assert default_policy(linear, torch.zeros(4096, dtype=torch.int64)) is None

@@ -115,6 +115,19 @@ def test_checkpointed_activations_change_nothing(
     assert run(folder, tmp_path / "checkpointed", chosen)["losses"] == plain["losses"]
 
 
+@pytest.mark.parametrize("every", [0, 2])
+def test_packed_rows_train_with_stored_activations(
+    tiny_checkpoint: Callable[..., Path], data: Path, tmp_path: Path, every: int
+) -> None:
+    checkpointing = {"activation_checkpointing": True, "every_n_layers": every} if every else {}
+    losses = {}
+    for store in (None, "int8", "int8-offload"):
+        chosen = options(data, activations=store, **checkpointing)
+        losses[store] = run(tiny_checkpoint("llama"), tmp_path / f"{store}", chosen)["losses"]
+    assert losses["int8"] == losses["int8-offload"] == pytest.approx(losses[None], rel=0.01)
+    assert losses["int8"] != losses[None]
+
+
 KILLED = """
 import os, signal, sys
 from transformers import TrainerCallback

@@ -43,19 +43,19 @@ def options(every: int = 0, **chosen: Any) -> TrainOptions:
 
 
 @pytest.mark.parametrize(
-    ("chosen", "sharding"),
+    ("chosen", "masked", "sharding"),
     [
-        (options(method="full", activations="int8"), None),
-        (options(1, method="full", weights="int8", activations="int8"), None),
-        (options(1, method="full", gradient_accumulation_steps=2), Sharding(2, "bf16")),
-        (options(1, method="full", activations="int8"), Sharding(2, "int8")),
+        (options(method="full", activations="int8"), True, None),
+        (options(1, method="full", weights="int8", activations="int8"), False, None),
+        (options(1, method="full", gradient_accumulation_steps=2), False, Sharding(2, "bf16")),
+        (options(1, method="full", activations="int8"), False, Sharding(2, "int8")),
     ],
 )
 def test_a_plan_is_what_the_allocator_gives_out(
-    tmp_path: Path, chosen: TrainOptions, sharding: Sharding | None
+    tmp_path: Path, chosen: TrainOptions, masked: bool, sharding: Sharding | None
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    batch = Batch(2, 256, masked=False)
+    batch = Batch(2, 256, masked)
     plan = plan_memory(PlannedModel.of_folder(tmp_path), chosen, batch, sharding=sharding, whole=False)
     found = measure(tmp_path, chosen, batch, sharding)
     assert plan.tensors + plan.residuals == pytest.approx(found.peak, rel=0.05)

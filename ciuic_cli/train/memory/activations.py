@@ -34,12 +34,20 @@ Policy = Callable[[nn.Module | None, torch.Tensor], BlockCode | None]
 
 
 def default_policy(module: nn.Module | None, tensor: torch.Tensor) -> BlockCode | None:
-    """8 bits for activations; exact are integers, small tensors, and the statistics of norms and of softmax.
+    """8 bits for activations; exact are integers, small tensors, statistics of norms and of softmax, and masks.
 
     Statistics are one number per row: the factor of a norm, and the logarithm of a softmax's sum, which attention
     saves beside its four-dimensional inputs.
+
+    A mask is what attention adds to its scores. torch makes one of floating point in every layer, and saves it, if rows
+    hold several examples or padding, or if a layer has a sliding window. It is infinite where a token is hidden, and a
+    block with such a number decodes to NaN. A mask has four dimensions, as the scores have, and no gradient. So have
+    sines and cosines of positions, and the first layer's queries, keys and values that depend on no trained weight: few
+    bytes. Infinities elsewhere are those of a training that diverges.
     """
     if not tensor.is_floating_point() or tensor.numel() < SMALLEST or tensor.shape[-1] == 1:
+        return None
+    if tensor.dim() >= 4 and not tensor.requires_grad:
         return None
     in_attention = module is not None and type(module).__name__.endswith("Attention")
     return None if in_attention and tensor.dim() < 4 else CODE
@@ -47,10 +55,14 @@ def default_policy(module: nn.Module | None, tensor: torch.Tensor) -> BlockCode 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd keeps: the shared contents, and how this tensor is a view of them."""
+    """What autograd keeps: the shared contents, and how this tensor is a view of them.
+
+    Contents are in the order of memory, with `stride`, or in that of the tensor's own elements, with the shape `once`.
+    """
 
     kept: _Kept
     shape: torch.Size
+    once: torch.Size
     stride: tuple[int, ...] | None
 
 
@@ -126,16 +138,16 @@ class ActivationStore:
         module = self._running[-1] if self._running else None
         if not _is_plain(tensor) or self._is_weight(module, tensor):
             return tensor
-        storage, is_dense = tensor.untyped_storage(), _fills_its_memory(tensor)
-        layout = (tensor.numel(),) if is_dense else (*tensor.shape, *tensor.stride())
+        storage, once = tensor.untyped_storage(), _without_repetition(tensor)
+        is_dense = _fills_its_memory(once)
+        layout = (once.numel(),) if is_dense else (*once.shape, *once.stride())
         key = (storage._cdata, tensor.storage_offset(), tensor.dtype, tensor._version, is_dense, layout)
         known = self._known.get(key)
         # The weak reference keeps the storage's address from being used again, so equal keys are equal tensors.
         if known is None or known[0].expired():
-            known = (StorageWeakRef(storage), self._keep(module, tensor, is_dense))
+            known = (StorageWeakRef(storage), self._keep(once, self._policy(module, tensor), is_dense))
             self._known[key] = known
-        kept = known[1]
-        return _Saved(kept, tensor.shape, tensor.stride() if is_dense else None)
+        return _Saved(known[1], tensor.shape, once.shape, tensor.stride() if is_dense else None)
 
     def _is_weight(self, module: nn.Module | None, tensor: torch.Tensor) -> bool:
         """Whether the tensor is a view of a parameter. Sharded layers have other parameters while they run."""
@@ -146,9 +158,8 @@ class ActivationStore:
             for weight in own
         )
 
-    def _keep(self, module: nn.Module | None, tensor: torch.Tensor, is_dense: bool) -> _Kept:
+    def _keep(self, tensor: torch.Tensor, code: BlockCode | None, is_dense: bool) -> _Kept:
         self.original_bytes += tensor.nbytes
-        code = self._policy(module, tensor)
         flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense else tensor
         content: torch.Tensor | Encoded | Place
         if code is None:
@@ -167,12 +178,26 @@ class ActivationStore:
         if isinstance(content, Place):
             content = content.get()
         flat = decode(content, saved.kept.dtype) if isinstance(content, Encoded) else content
-        return flat.view(saved.shape) if saved.stride is None else flat.as_strided(saved.shape, saved.stride)
+        if saved.stride is None:
+            return flat.view(saved.once).expand(saved.shape)
+        return flat.as_strided(saved.shape, saved.stride)
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether the tensor has a storage of its own kind, unlike tensors that wrap others (DTensor)."""
     return type(tensor) in (torch.Tensor, nn.Parameter, FakeTensor) and tensor.layout == torch.strided
+
+
+def _without_repetition(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with one element in every dimension whose elements are the same memory, as `expand` makes it.
+
+    On GPUs, torch expands the mask of attention over all heads.
+    """
+    sizes = [
+        (1, 0) if size == 1 or (size > 1 and stride == 0) else (size, stride)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ]
+    return tensor.detach().as_strided([size for size, _ in sizes], [stride for _, stride in sizes])
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
