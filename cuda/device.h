@@ -134,6 +134,19 @@ CIUIC_DEVICE void copy_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
+// Programmatic dependent launch (sm_90): the next kernel of the stream, if it was launched so, may begin once every block
+// of this one has called this.
+CIUIC_DEVICE void grid_dependents_may_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+// Waits until the kernel before this one has ended and what it wrote is visible.
+CIUIC_DEVICE void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 // Waits until at most `pending` of the groups that this thread committed are unfinished.
 template <int pending>
 CIUIC_DEVICE void copy_wait() {

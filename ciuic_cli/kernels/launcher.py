@@ -49,6 +49,10 @@ class Launch:
     L: int
     """Trellis state bits for which the kernel is compiled."""
 
+    early: bool = False
+    """Whether it may begin while the kernel before it on the stream ends (programmatic dependent launch, from sm_90 on).
+    Such a kernel itself waits for what that one writes."""
+
 
 class Launcher(Protocol):
     """Runs the kernels on one device."""
@@ -102,6 +106,8 @@ class CudaLauncher:
         )
         major, minor = torch.cuda.get_device_capability(self.device)
         self.architecture = compiler.target(10 * major + minor)
+        self._can_start_early = major >= 9
+        self._configs = threading.local()
         with torch.cuda.device(self.device):
             # This creates torch's context, which the driver calls below use.
             torch.cuda.current_stream().synchronize()
@@ -127,25 +133,36 @@ class CudaLauncher:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(launch.parameters))
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with torch.cuda.device(self.device):
-            (status,) = self.driver.cuLaunchKernel(
-                function,
-                launch.grid[0],
-                launch.grid[1],
-                1,
-                launch.threads,
-                1,
-                1,
-                launch.shared_bytes,
-                stream,
-                ctypes.addressof(pointers),
-                0,
-            )
+            if launch.early and self._can_start_early:
+                config = self._early_config()
+                config.gridDimX, config.gridDimY = launch.grid
+                config.blockDimX, config.sharedMemBytes = launch.threads, launch.shared_bytes
+                config.hStream = stream
+                (status,) = self.driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
+            else:
+                (status,) = self.driver.cuLaunchKernel(
+                    function, *launch.grid, 1, launch.threads, 1, 1, launch.shared_bytes, stream,
+                    ctypes.addressof(pointers), 0,
+                )  # fmt: skip
         if status:
             self._fail(
                 status,
                 f"launching {launch.kernel} with grid {launch.grid}, {launch.threads} threads and "
                 f"{launch.shared_bytes} bytes of shared memory",
             )
+
+    def _early_config(self) -> Any:
+        """The calling thread's configuration of early launches, whose sizes and stream the caller sets."""
+        config = getattr(self._configs, "early", None)
+        if config is None:
+            attribute = self.driver.CUlaunchAttribute()
+            names = self.driver.CUlaunchAttributeID
+            attribute.id = names.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config = self._configs.early = self.driver.CUlaunchConfig()
+            config.attrs, config.numAttrs = [attribute], 1
+            config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+        return config
 
     def load(self, kernel: str, L: int) -> Any:
         """The driver's handle of a kernel; compiles its unit if it is not in the cache.

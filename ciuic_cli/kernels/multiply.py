@@ -91,10 +91,9 @@ def _small(
     outputs = [launcher.empty((batch, weight.rows), dtype) for weight in weights]
     if batch == 0:
         return outputs
-    variants = product_launch.kernels_for(batch)
-    transformed = _transformed(launcher, weights[0], x, variants[0].mode, bare)
+    kernel = product_launch.kernel_for(batch)
+    transformed = _transformed(launcher, weights[0], x, kernel.mode, bare)
     addends = [None if bare else _small_lowrank(launcher, weight, x, transformed) for weight in weights]
-    kernel = product_launch.choose(variants, launcher, [weight.groups for weight in weights], 1)
     product_launch.launch(launcher, kernel, weights, transformed, outputs, addends)
     return outputs
 
@@ -106,11 +105,10 @@ def _small_lowrank(
     if weight.lowrank is None:
         return None
     right, left = weight.lowrank
-    variants = product_launch.kernels_for(x.shape[0])
+    kernel = product_launch.kernel_for(x.shape[0])
     if right.seed != weight.seed:
-        transformed = activations.forward(launcher, x, right.seed, variants[0].mode, weight.input_factors)
+        transformed = activations.forward(launcher, x, right.seed, kernel.mode, weight.input_factors)
     z = launcher.empty((x.shape[0], right.rows), torch.float32)
-    kernel = product_launch.choose(variants, launcher, [right.groups], 1)
     product_launch.launch(launcher, kernel, [right], transformed, [z])
     summed = launcher.empty((x.shape[0], left.cols_padded), torch.float32)
     parameters = p.LowRank(

@@ -24,6 +24,12 @@ WARP_COLUMNS = 16384
 _MAX_WARPS = 16
 """Most warps per block: two such blocks fit a multiprocessor (docs/experiments/runtime/gpu-open-choices.md)."""
 
+_LEAST_WARPS = 4
+"""Fewest warps that share the columns of a block (docs/experiments/runtime/gpu-product.md)."""
+
+_SUM_ROWS = 20
+"""Rows that a column of a warp's sums takes in shared memory; SUM_ROWS in linear.cu."""
+
 _STATIC_SHARED = 1024
 """Bound of the shared memory in bytes that the kernels declare statically."""
 
@@ -33,40 +39,29 @@ class Kernel:
     """A variant of the product in linear.cu."""
 
     name: str
-    groups: int
-    """Row groups of a block."""
     pairs: int
     """Rows of activations that a block multiplies at once."""
     columns: int
     """Columns of a block's sums: its pairs, and as many residuals for int8."""
     mode: int
     """Mode of the transform: the dtype of the activations."""
+    warps_per_multiprocessor: int
+    """Warps that the registers of a multiprocessor suffice for."""
 
     def shared_bytes(self, warps: int, max_words: int) -> int:
         """Dynamic shared memory of a block in bytes. Each warp's sums overwrite its ring of codes at the end."""
-        ring = RING_STEPS * self.groups * group_slot(max_words)
-        sums = self.groups * self.columns * TILE * 4
-        return warps * max(ring, sums)
+        return warps * max(RING_STEPS * group_slot(max_words), self.columns * _SUM_ROWS * 4)
 
 
-_BYTES_4 = (
-    Kernel("linear_bytes_r1_n4", 1, 4, 8, p.TO_BYTES),
-    Kernel("linear_bytes_r2_n4", 2, 4, 8, p.TO_BYTES),
+BY_BATCH = (
+    Kernel("linear_bytes_n4", 4, 8, p.TO_BYTES, 32),
+    Kernel("linear_bytes_n8", 8, 16, p.TO_BYTES, 16),
+    Kernel("linear_half_n16", 16, 16, p.TO_HALF, 16),
+    Kernel("linear_half_n32", 32, 32, p.TO_HALF, 16),
 )
-_BYTES_8 = (
-    Kernel("linear_bytes_r1_n8", 1, 8, 16, p.TO_BYTES),
-    Kernel("linear_bytes_r2_n8", 2, 8, 16, p.TO_BYTES),
-)
-_HALF_16 = (
-    Kernel("linear_half_r1_n16", 1, 16, 16, p.TO_HALF),
-    Kernel("linear_half_r2_n16", 2, 16, 16, p.TO_HALF),
-)
-_HALF_32 = (Kernel("linear_half_r2_n32", 2, 32, 32, p.TO_HALF),)
+"""The variants, by ascending number of rows."""
 
-BY_BATCH = ((4, _BYTES_4), (8, _BYTES_8), (16, _HALF_16), (32, _HALF_32))
-"""(largest batch, kernels for it by ascending groups per block), by ascending batch."""
-
-SMALL_BATCH = BY_BATCH[-1][0]
+SMALL_BATCH = BY_BATCH[-1].pairs
 """Most rows of activations that are multiplied straight from the codes (chosen, not measured)."""
 
 
@@ -92,23 +87,16 @@ def group_slot(max_words: int) -> int:
     return 4 * 32 * (max_words | 1)
 
 
-def kernels_for(batch: int) -> tuple[Kernel, ...]:
-    """The variants for `batch` rows, at most SMALL_BATCH."""
-    return next(kernels for largest, kernels in BY_BATCH if batch <= largest)
+def kernel_for(batch: int) -> Kernel:
+    """The variant for `batch` rows, at most SMALL_BATCH."""
+    return next(kernel for kernel in BY_BATCH if batch <= kernel.pairs)
 
 
-def choose(variants: Sequence[Kernel], launcher: Launcher, groups: Sequence[int], repeats: int) -> Kernel:
-    """The variant of `variants` that suits a launch.
-
-    Two groups per block halve the work on activations. One group per block makes twice as many blocks; that suits small
-    matrices, with which blocks of two groups would occupy less than 3/4 of the multiprocessors (chosen, not tuned).
-
-    Args:
-        groups: number of row groups of every matrix of the launch.
-        repeats: how often each row group is multiplied in the launch.
-    """
-    blocks = repeats * sum(ceil_div(count, variants[-1].groups) for count in groups)
-    return variants[-1] if 4 * blocks >= 3 * launcher.limits.multiprocessors else variants[0]
+def warps_for(kernel: Kernel, blocks: int, width: int, launcher: Launcher) -> int:
+    """Warps per block: as many as let all blocks run at once, within limits; each has at least a step of columns."""
+    places = kernel.warps_per_multiprocessor * launcher.limits.multiprocessors
+    wanted = 1 << max(_LEAST_WARPS, places // max(1, blocks)).bit_length() - 1
+    return min(_MAX_WARPS, wanted, ceil_div(width, STEP_COLUMNS))
 
 
 def launch(
@@ -133,9 +121,12 @@ def launch(
         UsageError: too many columns or activations for the kernels' 32-bit numbers.
     """
     width = weights[0].cols_padded
-    # The ring must hold the widest group of every weight.
-    max_words = max(2, *(weight.max_words for weight in weights))
-    warps = min(_MAX_WARPS, ceil_div(width, STEP_COLUMNS))
+    max_words = max(2, *(weight.max_words for weight in weights))  # the ring holds the widest group of every weight
+    # With experts every pair may be the first of its expert; without, rows of a batch fill whole fragments.
+    count = x.values.shape[0] if pairs is None else pairs.expert.numel()
+    repeats = count if pairs is not None else ceil_div(count, kernel.pairs)
+    working = min(repeats, pairs.experts) if pairs is not None else repeats
+    warps = warps_for(kernel, working * sum(weight.groups for weight in weights), width, launcher)
     room = launcher.limits.shared_bytes - _STATIC_SHARED
     while warps > 1 and kernel.shared_bytes(warps, max_words) > room:
         warps -= 1
@@ -150,7 +141,7 @@ def launch(
         x_sum=x.sums.data_ptr(),
         parts=len(weights),
         cols_padded=width,
-        pairs=x.values.shape[0] if pairs is None else pairs.expert.numel(),
+        pairs=count,
         group_slot=group_slot(max_words),
         x_width=x.values.shape[-1],
     )
@@ -172,8 +163,8 @@ def launch(
         part.groups = weight.groups
         part.first_block = blocks
         part.y_type = TYPES[y.dtype]
-        blocks += ceil_div(weight.groups, kernel.groups)
-    # With experts every pair may be the first of its expert; without, rows of a batch fill whole fragments.
-    repeats = parameters.pairs if pairs is not None else ceil_div(parameters.pairs, kernel.pairs)
+        blocks += weight.groups
     shared = kernel.shared_bytes(warps, max_words)
-    launcher.launch(Launch(kernel.name, (blocks, repeats), 32 * warps, shared, parameters, weights[0].L))
+    launcher.launch(
+        Launch(kernel.name, (blocks, repeats), 32 * warps, shared, parameters, weights[0].L, early=True)
+    )

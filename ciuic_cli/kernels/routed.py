@@ -91,10 +91,9 @@ def _one_launch(
         stack.count,
     )
     # If more tokens share an expert than a fragment holds, several blocks share the work.
-    variants = product_launch.kernels_for(4 if x.shape[0] <= _FEW_TOKENS else 16)
+    kernel = product_launch.kernel_for(4 if x.shape[0] <= _FEW_TOKENS else 16)
     y = launcher.empty((count, stack.rows), dtype)
-    transformed = activations.forward(launcher, x, stack.seed, variants[0].mode)
-    kernel = product_launch.choose(variants, launcher, [stack.groups], min(count, stack.count))
+    transformed = activations.forward(launcher, x, stack.seed, kernel.mode)
     product_launch.launch(launcher, kernel, [stack], transformed, [y], pairs=pairs)
     return y
 

@@ -11,13 +11,10 @@ from ciuic_cli.errors import EnvironmentFault
 
 UNITS: dict[str, tuple[str, ...]] = {
     "linear": (
-        "linear_bytes_r1_n4",
-        "linear_bytes_r2_n4",
-        "linear_bytes_r1_n8",
-        "linear_bytes_r2_n8",
-        "linear_half_r1_n16",
-        "linear_half_r2_n16",
-        "linear_half_r2_n32",
+        "linear_bytes_n4",
+        "linear_bytes_n8",
+        "linear_half_n16",
+        "linear_half_n32",
     ),
     "transform": ("transform",),
     "decode": ("decode_rows", "embedding_rows", "lowrank_columns"),

@@ -9,7 +9,7 @@ import pytest
 from ciuic_cli.kernels.parameters import MIRRORS
 
 KERNEL_OF = {
-    "CiuicLinear": "linear_bytes_r1_n4",
+    "CiuicLinear": "linear_bytes_n4",
     "CiuicTransform": "transform",
     "CiuicDecode": "decode_rows",
     "CiuicEmbedding": "embedding_rows",

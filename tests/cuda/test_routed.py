@@ -41,9 +41,9 @@ def pairwise(packed: list[PackedMatrix], x: torch.Tensor, ids: torch.Tensor) -> 
 @pytest.mark.parametrize(
     ("tokens", "k", "kernel", "bound"),
     [
-        (1, 3, "linear_bytes_r2_n4", 6e-5),
-        (16, 3, "linear_bytes_r2_n4", 6e-5),  # more tokens share an expert than a fragment holds
-        (30, 3, "linear_half_r2_n16", 4e-4),
+        (1, 3, "linear_bytes_n4", 6e-5),
+        (16, 3, "linear_bytes_n4", 6e-5),  # more tokens share an expert than a fragment holds
+        (30, 3, "linear_half_n16", 4e-4),
         (300, 2, "decode_rows", 4e-3),
     ],
 )

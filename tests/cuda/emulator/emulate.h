@@ -103,6 +103,8 @@ inline void mma_halves(float d[4], const u32 a[4], u32 b0, u32 b1) {
 }
 
 inline void copy16_async(u8* shared, const u8* global) { emu::copy_issue(shared, global); }
+inline void grid_dependents_may_start() {}
+inline void grid_dependency_wait() {}
 inline void copy_commit() { emu::copy_commit(); }
 template <int pending>
 inline void copy_wait() { emu::copy_wait(pending); }

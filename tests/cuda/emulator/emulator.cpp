@@ -162,10 +162,9 @@ void call(const void* parameters) { kernel(*(const P*)parameters); }
 struct Entry { const char* name; void (*call)(const void*); size_t bytes; };
 #define ENTRY(P, name) {#name, call<P, name>, sizeof(P)}
 const Entry entries[] = {
-    ENTRY(CiuicLinear, linear_bytes_r1_n4),  ENTRY(CiuicLinear, linear_bytes_r2_n4),
-    ENTRY(CiuicLinear, linear_bytes_r1_n8),  ENTRY(CiuicLinear, linear_bytes_r2_n8),
-    ENTRY(CiuicLinear, linear_half_r1_n16),  ENTRY(CiuicLinear, linear_half_r2_n16),
-    ENTRY(CiuicLinear, linear_half_r2_n32),  ENTRY(CiuicTransform, transform),
+    ENTRY(CiuicLinear, linear_bytes_n4), ENTRY(CiuicLinear, linear_bytes_n8),
+    ENTRY(CiuicLinear, linear_half_n16), ENTRY(CiuicLinear, linear_half_n32),
+    ENTRY(CiuicTransform, transform),
     ENTRY(CiuicDecode, decode_rows),         ENTRY(CiuicEmbedding, embedding_rows),
     ENTRY(CiuicLowRank, lowrank_columns),    ENTRY(CiuicEncode, encode_h2),
     ENTRY(CiuicEncode, encode_h3),           ENTRY(CiuicEncode, encode_h4),

@@ -56,6 +56,12 @@ int launch(void* handle, unsigned gx, unsigned gy, unsigned gz, unsigned bx, uns
   const char* name = function.name.c_str();
   return run(name, gx, gy, bx, shared, parameters[0], size(name), 1) ? 700 : SUCCESS;  // illegal address
 }
+struct Config { unsigned gx, gy, gz, bx, by, bz, shared; void* stream; int* attribute; unsigned attributes; };
+int launch_early(const Config* c, void* handle, void** parameters, void** extra) {
+  const int PROGRAMMATIC_STREAM_SERIALIZATION = 6;  // CUlaunchAttribute: its id, then its value from byte 8 on
+  if (c->attributes != 1 || c->attribute[0] != PROGRAMMATIC_STREAM_SERIALIZATION || c->attribute[2] != 1) return INVALID_VALUE;
+  return launch(handle, c->gx, c->gy, c->gz, c->bx, c->by, c->bz, c->shared, c->stream, parameters, extra);
+}
 int error_name(int error, const char** name) {
   *name = error == 200 ? "CUDA_ERROR_INVALID_IMAGE" : error == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : "CUDA_ERROR_OTHER";
   return SUCCESS;
@@ -71,6 +77,7 @@ const struct { const char* name; void* function; } table[] = {
     {"cuFuncGetAttribute", (void*)function_attribute},
     {"cuFuncSetAttribute", (void*)set_function_attribute},
     {"cuLaunchKernel", (void*)launch},
+    {"cuLaunchKernelEx", (void*)launch_early},
     {"cuGetErrorName", (void*)error_name},
 };
 }  // namespace
