@@ -21,7 +21,7 @@
 #include "decode_lane.h"
 
 #define RING_STEPS 4
-#define STEP_TILES 4
+#define STEP_TILES 4  // times Act::UNITS
 #define SUM_ROWS 20  // 16 rows of a warp's sums in shared memory and four of padding, so that stores meet no bank conflicts
 #define RESIDUAL_UNIT (1.0f / 254.0f)  // a residual is at most 1/2 in magnitude, and 127 units are 1/2
 #define NO_ROW 0xFFFFFFFFu  // byte offset of a missing row of x; real offsets are multiples of 16

@@ -1,9 +1,9 @@
 """Times of the work on one weight matrix, measured on random matrices of its shape.
 
-The timed matrices have at most `TIMED_SIZE` rows and columns. Times are scaled up: factorisations by what a matrix of
-twice the size takes, coding by the number of weights, everything else by the matrix's area. On a GPU everything but
-decoding is timed there, with as many matrices in work at once as in the run; coding is also scaled by how much of the
-GPU the fronts of the two matrices fill.
+The timed matrices have at most `TIMED_SIZE` rows and columns, those of coding `TIMED_CODED`. Times are scaled up:
+factorisations by what a matrix of twice the size takes, coding by the number of weights, everything else by the
+matrix's area. On a GPU everything but decoding is timed there, with as many matrices in work at once as in the run;
+coding is also scaled by how much of the GPU the fronts of the two matrices fill.
 """
 
 from __future__ import annotations
@@ -40,17 +40,23 @@ from ciuic_cli.process.threads import parallel_map
 
 TIMED_SIZE = 1024
 """Most rows and columns of the matrices that are timed. No measurement is on record."""
-TIMED_CODED_ROWS = 64
-"""Most rows of the matrices whose coding is timed on a CPU: coding takes far longer than the rest. On a GPU so few rows
-would fill nothing. No measurement is on record."""
+TIMED_CODED = {"cpu": (64, TIMED_SIZE), "gpu": (256, 256)}
+"""Most rows and columns of the matrices whose coding is timed, by kind of device: coding takes far longer than the
+rest. On a GPU a front costs its launches whatever its size: with 1024 x 1024, timing the sample took over a minute on an
+H200. Not tuned."""
 TIMED_WINDOWS = (12, 15)
 """Trellis state bits with which coding is timed: the shortest, and most of those that `--effort default` chooses."""
-TIMING_REPEATS = 3
-"""Repetitions of each timing. The shortest counts: other work on the machine delayed the others. Chosen, not tuned."""
+TIMING_REPEATS = {"cpu": 3, "gpu": 1}
+"""Repetitions of each timing, by kind of device. The shortest counts: other work on the machine delayed the others. On
+a GPU a repetition has up to sixteen matrices. Chosen, not tuned."""
 _TIMED_TOKENS = 512
 """Tokens of the timed product: a usual length of calibration sequences."""
 _TIMED_READ_WEIGHTS = 1 << 22
 """Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
+
+
+def _kind(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else "gpu"
 
 
 def role_of_timing(role: str) -> str:
@@ -70,7 +76,7 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         ranks: whether arms with a low-rank part are priced.
         pooled: whether it is an expert that has only diagonals of moments beside its pool's.
     """
-    full = full_outputs(matrix.role, matrix.rows)
+    full, kind = full_outputs(matrix.role, matrix.rows), _kind(machine.device)
     rows, cols = min(matrix.rows, TIMED_SIZE), min(matrix.cols, TIMED_SIZE)
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(machine.device)
     fisher = KroneckerFisher(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
@@ -78,10 +84,17 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
     prepared = prepare(weight, fisher)  # not timed: the first call also loads the native library
     factored = factor_inputs(fisher.inputs)
     bits = np.full(len(prepared.weight) // 16, 4, np.uint8)
-    part, coded_rows = prepared, rows
-    if machine.device.type == "cpu":
-        coded_rows = min(TIMED_CODED_ROWS, rows)
-        part = prepare(weight[:coded_rows], KroneckerFisher(fisher.inputs, torch.ones(coded_rows)))
+    coded_rows, coded_cols = (
+        min(most, size) for most, size in zip(TIMED_CODED[kind], (rows, cols), strict=True)
+    )
+    of_rows = fisher.outputs[:coded_rows]
+    part = prepare(
+        weight[:coded_rows, :coded_cols],
+        KroneckerFisher(
+            fisher.inputs[:coded_cols, :coded_cols],
+            of_rows[:, :coded_rows] if full and kind == "gpu" else of_rows.new_ones(coded_rows),
+        ),
+    )
     parallel = machine.side_by_side(matrix)
 
     def clock(run: Callable[[], Any]) -> float:
@@ -95,7 +108,7 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
             machine.settle()
 
         machine.settle()
-        return min(_clock(together) for _ in range(TIMING_REPEATS)) / parallel
+        return min(_clock(together) for _ in range(TIMING_REPEATS[kind])) / parallel
 
     def of_identity(factor: Callable[[torch.Tensor], Any]) -> Callable[[int], float]:
         def seconds(size: int) -> float:
@@ -146,10 +159,12 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
     coded_bits = bits[: len(part.weight) // 16]
 
     def coding(L: int) -> float:
+        if kind == "gpu":  # the first call compiles the kernels
+            round_prepared(part, coded_bits, L=L, rounder=machine.rounder)
         seconds = clock(lambda: packed.append(round_prepared(part, coded_bits, L=L, rounder=machine.rounder)))
-        seconds *= matrix.rows / coded_rows * matrix.cols / cols
+        seconds *= matrix.rows / coded_rows * matrix.cols / coded_cols
         return seconds * (
-            _filled(coded_rows, cols, full, parallel, machine)
+            _filled(coded_rows, coded_cols, full, parallel, machine)
             / _filled(matrix.rows, matrix.cols, full, parallel, machine)
         )
 
@@ -196,7 +211,10 @@ def time_products(device: torch.device) -> float:
         torch.randn(TIMED_SIZE, TIMED_SIZE, device=device),
     )
     torch.nn.functional.linear(x, w)
-    best = min(_clock(lambda: float(torch.nn.functional.linear(x, w).sum())) for _ in range(TIMING_REPEATS))
+    best = min(
+        _clock(lambda: float(torch.nn.functional.linear(x, w).sum()))
+        for _ in range(TIMING_REPEATS[_kind(device)])
+    )
     return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
 
 

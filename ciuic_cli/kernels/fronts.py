@@ -149,6 +149,7 @@ class _Rounding:
         self.to_code = torch.where(scales > 0, 1.0 / scales, 0.0)
         pruned = torch.from_numpy(row_bits == 0).to(device).reshape(groups, 1, 1)
         self.counts = ((scales > 0) | pruned).float()  # whether a row's error counts: not that of padding
+        self.has_padding = bool((self.counts == 0).any())
         self.inputs = self.outputs = self.propagated = None
         if input_feedback is not None:
             # [block][column of a later block][column]: the panel by which errors reach the block
@@ -161,7 +162,6 @@ class _Rounding:
         self.direction = None if direction is None else _tiled(direction)
         self.pull = None if pull is None else _tiled(pull)
         self.along = weight.new_zeros(groups, TILE, 1)  # error along each row's direction
-        self.group_numbers = torch.arange(groups, device=device)
         self.block_numbers = torch.arange(blocks, device=device)
         self.widths = []
         for stored in np.unique(row_bits):
@@ -174,56 +174,54 @@ class _Rounding:
             self.widths.append(width)
 
     def round(self, front: _Front) -> None:
-        """Round the tiles of a front and keep what later fronts need of them."""
-        groups, blocks = self.group_numbers[front.groups], self.block_numbers[front.blocks]
-        at = (
-            groups,
-            slice(None),
-            blocks,
-        )  # of arrays as `_tiled` makes them; one of the two may be broadcast
-        weight = self.weight[at]
-        fed_in = torch.zeros_like(weight)
+        """Round the tiles of a front and keep what later fronts need of them.
+
+        Tiles are read and written through views: on a GPU each operation of torch costs more than its arithmetic.
+        """
+        groups = front.groups
+        weight, error = _along(self.weight, front), _along(self.error, front)
+        fed_in: torch.Tensor | float = 0.0
         if self.inputs is not None and front.blocks.stop > 1:
             done = TILE * (front.blocks.stop - 1)
-            errors = self.error.flatten(2)[front.groups, :, :done]
-            fed_in = _products(errors, self.inputs[front.blocks, :done])
-        target = fed_in + weight
+            fed_in = _products(self.error.flatten(2)[groups, :, :done], self.inputs[front.blocks, :done])
+        target = weight + fed_in
         if self.outputs is not None and self.propagated is not None:
-            below = TILE * (front.groups.start + 1)
-            target += _products(self.outputs[front.groups, :, below:], self.propagated[front.blocks, below:])
+            below = TILE * (groups.start + 1)
+            target += _products(self.outputs[groups, :, below:], self.propagated[front.blocks, below:])
         if self.pull is not None:
-            target += self.along[groups] * self.pull[at]
+            target += self.along[groups] * _along(self.pull, front)
         decoded = self._searched(front, target * self.to_code[groups]) * self.scale[groups]
-        error = (weight - decoded) * self.counts[groups]
-        propagated = error + fed_in
-        self.error[at] = error
+        torch.sub(weight, decoded, out=error)
+        if self.has_padding:
+            error *= self.counts[groups]
+        propagated = error if isinstance(fed_in, float) else error + fed_in
         if self.propagated is not None:
-            where = torch.arange(TILE, device=groups.device) + TILE * groups[:, None]
-            self.propagated[blocks[:, None], where] = propagated
+            tiles = self.propagated.unflatten(1, (-1, TILE)).transpose(0, 1)  # (groups, blocks, 16, 16)
+            _along(tiles.transpose(1, 2), front).copy_(propagated)
         if self.direction is not None:
-            self.along[groups] += (propagated * self.direction[at]).sum(2, keepdim=True)
+            self.along[groups] += (propagated * _along(self.direction, front)).sum(2, keepdim=True)
 
     def _searched(self, front: _Front, targets: torch.Tensor) -> torch.Tensor:
         """The decoded tiles of targets (tiles, 16, 16), both in units of the row scales; keeps their codes."""
-        decoded = torch.zeros_like(targets)
         begin, one_group = front.groups.start, front.groups.stop - front.groups.start == 1
+        decoded: torch.Tensor | None = None
         for width in self.widths:
             first, last = (bisect_left(width.groups, edge) for edge in (begin, front.groups.stop))
             if width.bits == 0 or first == last:
                 continue
+            if one_group or last - first == len(targets):  # all tiles of the front
+                codes, found = self.search(targets.reshape(-1, TILE * TILE).contiguous(), width.bits, self.L)
+                front_of_width = _Front(slice(first, last), front.blocks)
+                _along(width.codes.unsqueeze(1), front_of_width).copy_(codes.unsqueeze(1))
+                return found.reshape(-1, TILE, TILE)
             places = width.on_device[first:last] - begin  # of its tiles in the front
-            numbers = torch.arange(first, last, device=targets.device)
             blocks = self.block_numbers[front.blocks]
-            if one_group:
-                places = torch.arange(len(blocks), device=targets.device)
-            elif len(blocks) > 1:
-                blocks = blocks[places]
-            codes, found = self.search(
-                targets[places].reshape(-1, TILE * TILE).contiguous(), width.bits, self.L
-            )
-            width.codes[numbers, blocks] = codes
+            codes, found = self.search(targets[places].reshape(-1, TILE * TILE), width.bits, self.L)
+            numbers = torch.arange(first, last, device=targets.device)
+            width.codes[numbers, blocks[places] if len(blocks) > 1 else blocks] = codes
+            decoded = torch.zeros_like(targets) if decoded is None else decoded
             decoded[places] = found.reshape(-1, TILE, TILE)
-        return decoded
+        return torch.zeros_like(targets) if decoded is None else decoded
 
     def codes(self) -> NDArray[np.uint8]:
         """uint8 [codes_nbytes], tiles in natural order. Raises UsageError if a target was NaN or infinite."""
@@ -247,6 +245,22 @@ def _tiled(matrix: torch.Tensor) -> torch.Tensor:
     """(m, n) to (m / 16, 16, n / 16, 16), the blocks of columns in the order of rounding."""
     rows, cols = matrix.shape
     return matrix.reshape(rows // TILE, TILE, cols // TILE, TILE).flip(2)
+
+
+def _along(tiled: torch.Tensor, front: _Front) -> torch.Tensor:
+    """The tiles of a front in an array (groups, height, blocks, width), as a view (tiles, height, width)."""
+    group, row, block, column = tiled.stride()
+    steps_group = front.groups.stop - front.groups.start > 1
+    steps_block = front.blocks.stop - front.blocks.start > 1
+    return tiled.as_strided(
+        (
+            max(front.groups.stop - front.groups.start, front.blocks.stop - front.blocks.start),
+            tiled.shape[1],
+            tiled.shape[3],
+        ),
+        (group * steps_group + block * steps_block, row, column),
+        tiled.storage_offset() + group * front.groups.start + block * front.blocks.start,
+    )
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

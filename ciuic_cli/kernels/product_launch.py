@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import UsageError
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.kernels import parameters as p
@@ -121,7 +120,9 @@ def launch(
         UsageError: too many columns or activations for the kernels' 32-bit numbers.
     """
     width = weights[0].cols_padded
-    max_words = max(2, *(weight.max_words for weight in weights))  # the ring holds the widest group of every weight
+    max_words = max(
+        2, *(weight.max_words for weight in weights)
+    )  # the ring holds the widest group of every weight
     # With experts every pair may be the first of its expert; without, rows of a batch fill whole fragments.
     count = x.values.shape[0] if pairs is None else pairs.expert.numel()
     repeats = count if pairs is not None else ceil_div(count, kernel.pairs)

@@ -74,7 +74,7 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(
     assert disk["many"] > 2.4 * disk["few"]
     assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])  # other work must not decide
-    monkeypatch.setattr(timing, "TIMING_REPEATS", 1)
+    monkeypatch.setattr(timing, "TIMING_REPEATS", {"cpu": 1, "gpu": 1})
     forecasts = [
         forecast(m, text, states=1 << 12, probed_layers=16, ranks=True, budget=1, device=torch.device("cpu"))
         for m in (few, many)
@@ -132,7 +132,7 @@ def test_a_device_is_timed_where_it_is_and_by_how_much_of_it_is_filled(
         with SecondDevice():
             times = timing.time_matrix(matrix, machine, ranks=True, pooled=role != "q")
         seconds.append(times["encode"])
-    assert len(ran) > 30
+    assert len(ran) > 10
     assert seconds[0] - seconds[1] == pytest.approx(0.75 * 64 * 96 / 48**2)
 
 
