@@ -21,7 +21,7 @@
 #include "decode_lane.h"
 
 #define RING_STEPS 4
-#define STEP_TILES 4  // times Act::UNITS
+#define STEP_TILES 4
 #define SUM_ROWS 20  // 16 rows of a warp's sums in shared memory and four of padding, so that stores meet no bank conflicts
 #define RESIDUAL_UNIT (1.0f / 254.0f)  // a residual is at most 1/2 in magnitude, and 127 units are 1/2
 #define NO_ROW 0xFFFFFFFFu  // byte offset of a missing row of x; real offsets are multiples of 16
@@ -32,6 +32,7 @@ struct Int8Activations {
   static const int PAIRS = 4 * NT;
   typedef s32 Sum;
   static const int FRAGMENTS = NT;
+  static const int STEPS = 2;
   uint4 bytes[NT];  // of the tile's 16 columns
 
   // Byte offset in x of row `row` for column n of a fragment: the int8 values for n < 4, the residuals for n >= 4.
@@ -50,23 +51,25 @@ struct Int8Activations {
   }
   static CIUIC_DEVICE_MEMBER u32 pair_of(u32 fragment, u32 n) { return fragment * 4 + (n & 3); }
 
-  // sum += words times these activations.
+  // sum[i] += words[i] times x[i]. The steps alternate, so that no fragment waits for the one before it.
   template <int H>
-  CIUIC_DEVICE_MEMBER void multiply(s32 (&sum)[NT][4], const LaneWords<H>& words) const {
+  static CIUIC_DEVICE_MEMBER void multiply(s32 (&sum)[STEPS][NT][4], const LaneWords<H> (&words)[STEPS],
+                                           const Int8Activations (&x)[STEPS]) {
 #pragma unroll
-    for (int m = 0; m < 8; ++m) {
-      u32 x[NT][2];  // the activation byte of two columns, four times each
+    for (int m = 0; m < 8; ++m)
 #pragma unroll
-      for (int j = 0; j < NT; ++j) {
-        const u32 word = m < 2 ? bytes[j].x : m < 4 ? bytes[j].y : m < 6 ? bytes[j].z : bytes[j].w;
-        x[j][0] = permute(word, 0u, m & 1 ? 0x2222u : 0x0000u);
-        x[j][1] = permute(word, 0u, m & 1 ? 0x3333u : 0x1111u);
+      for (int i = 0; i < STEPS; ++i) {
+        const u32 a[4] = {lane_hash<H>(words[i], 0, 2 * m), lane_hash<H>(words[i], 1, 2 * m),
+                          lane_hash<H>(words[i], 0, 2 * m + 1), lane_hash<H>(words[i], 1, 2 * m + 1)};
+#pragma unroll
+        for (int j = 0; j < NT; ++j) {
+          const uint4& bytes = x[i].bytes[j];
+          const u32 word = m < 2 ? bytes.x : m < 4 ? bytes.y : m < 6 ? bytes.z : bytes.w;
+          // The activation byte of two columns, four times each.
+          mma_bytes(sum[i][j], a, permute(word, 0u, m & 1 ? 0x2222u : 0x0000u),
+                    permute(word, 0u, m & 1 ? 0x3333u : 0x1111u));
+        }
       }
-      const u32 a[4] = {lane_hash<H>(words, 0, 2 * m), lane_hash<H>(words, 1, 2 * m), lane_hash<H>(words, 0, 2 * m + 1),
-                        lane_hash<H>(words, 1, 2 * m + 1)};
-#pragma unroll
-      for (int j = 0; j < NT; ++j) mma_bytes(sum[j], a, x[j][0], x[j][1]);
-    }
   }
 };
 
@@ -76,6 +79,7 @@ struct HalfActivations {
   static const int PAIRS = 8 * NT;
   typedef float Sum;
   static const int FRAGMENTS = NT;
+  static const int STEPS = 1;
   u32 x[NT][8];
 
   static CIUIC_DEVICE_MEMBER u32 row_offset(const CiuicLinear& p, u32 row, u32) { return row * 2 * p.x_width; }
@@ -97,18 +101,21 @@ struct HalfActivations {
   static CIUIC_DEVICE_MEMBER u32 pair_of(u32 fragment, u32 n) { return fragment * 8 + n; }
 
   template <int H>
-  CIUIC_DEVICE_MEMBER void multiply(float (&sum)[NT][4], const LaneWords<H>& words) const {
+  static CIUIC_DEVICE_MEMBER void multiply(float (&sum)[STEPS][NT][4], const LaneWords<H> (&words)[STEPS],
+                                           const HalfActivations (&activations)[STEPS]) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      u32 a[4];
+    for (int m = 0; m < 4; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = 4 * m + 2 * (i / 2);
-        a[i] = half_levels(lane_hash<H>(words, i & 1, column), lane_hash<H>(words, i & 1, column + 1));
+      for (int k = 0; k < STEPS; ++k) {
+        u32 a[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = 4 * m + 2 * (i / 2);
+          a[i] = half_levels(lane_hash<H>(words[k], i & 1, column), lane_hash<H>(words[k], i & 1, column + 1));
+        }
+#pragma unroll
+        for (int j = 0; j < NT; ++j) mma_halves(sum[k][j], a, activations[k].x[j][2 * m], activations[k].x[j][2 * m + 1]);
       }
-#pragma unroll
-      for (int j = 0; j < NT; ++j) mma_halves(sum[j], a, x[j][2 * m], x[j][2 * m + 1]);
-    }
   }
 };
 
@@ -162,39 +169,65 @@ struct CodeStream {
   }
 };
 
-// sum += the codes of a row group times the activations, over the columns of this warp.
+// Loads the activations of a warp's next steps; zeros for steps beyond the last.
+template <class Act>
+CIUIC_DEVICE void load_steps(Act (&next)[Act::STEPS], const void* activations, u32 (&x)[Act::FRAGMENTS], u32 begin,
+                             const Columns& at) {
+#pragma unroll
+  for (int i = 0; i < Act::STEPS; ++i) {
+    u32 from[Act::FRAGMENTS];
+#pragma unroll
+    for (int j = 0; j < Act::FRAGMENTS; ++j) {
+      from[j] = begin + i * at.advance < at.tiles ? x[j] : NO_ROW;
+      if (x[j] != NO_ROW) x[j] += at.advance * CIUIC_TILE * Act::COLUMN_BYTES;
+    }
+    next[i].load(activations, from);
+  }
+}
+
+// sum += the codes of a row group times the activations, over the columns of this warp. An iteration takes Act::STEPS
+// steps, because one leaves too little to do between its waits.
 template <int H, class Act>
 CIUIC_DEVICE void multiply_columns(const u8* codes, const void* activations, u32 (&x)[Act::FRAGMENTS],
                                    const Columns& at, typename Act::Sum (&sum)[Act::FRAGMENTS][4]) {
-  const int NT = Act::FRAGMENTS;
+  const int STEPS = Act::STEPS, NT = Act::FRAGMENTS;
+  const u32 tile = at.lane % 4 * CodeStream<H>::STRIDE;
   CodeStream<H> stream;
   stream.open(codes, at);
 #pragma unroll
   for (int s = 0; s < RING_STEPS; ++s) stream.fetch(at.ring + s * at.slot_bytes, at);
 
   grid_dependency_wait();  // what follows reads the activations
-  Act next;
-  next.load(activations, x);
+  typename Act::Sum part[STEPS][NT][4] = {};
+  Act next[STEPS];
+  load_steps<Act>(next, activations, x, at.first, at);
   u32 slot = 0;
-  for (u32 begin = at.first; begin < at.tiles; begin += at.advance) {
+  for (u32 begin = at.first; begin < at.tiles; begin += STEPS * at.advance) {
     // Tiles beyond the last one decode old bytes of the ring; their activations are zero.
-    const Act now = next;
-    if (begin + at.advance < at.tiles) {
+    Act now[STEPS];
 #pragma unroll
-      for (int j = 0; j < NT; ++j)
-        if (x[j] != NO_ROW) x[j] += at.advance * CIUIC_TILE * Act::COLUMN_BYTES;
-      next.load(activations, x);
-    }
-    // This step's copies are complete for this lane, and after the barrier for all lanes of the warp.
-    copy_wait<RING_STEPS - 1>();
+    for (int i = 0; i < STEPS; ++i) now[i] = next[i];
+    load_steps<Act>(next, activations, x, begin + STEPS * at.advance, at);
+    // The copies of these steps are complete for this lane, and after the barrier for all lanes of the warp.
+    copy_wait<RING_STEPS - STEPS>();
     warp_sync();
-    const LaneWords<H> words = load_words<H>(at.ring + slot + at.lane % 4 * CodeStream<H>::STRIDE, at.lane / 4);
-    warp_sync();  // all lanes have read the slot before it is filled again
-    stream.fetch(at.ring + slot, at);
-    now.template multiply<H>(sum, words);
-    slot += at.slot_bytes;
+    LaneWords<H> words[STEPS];
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i)
+      words[i] = load_words<H>(at.ring + slot + i * at.slot_bytes + tile, at.lane / 4);
+    warp_sync();  // all lanes have read the slots before they are filled again
+#pragma unroll
+    for (int i = 0; i < STEPS; ++i) stream.fetch(at.ring + slot + i * at.slot_bytes, at);
+    Act::template multiply<H>(part, words, now);
+    slot += STEPS * at.slot_bytes;
     if (slot == RING_STEPS * at.slot_bytes) slot = 0;
   }
+#pragma unroll
+  for (int i = 0; i < STEPS; ++i)
+#pragma unroll
+    for (int j = 0; j < NT; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sum[j][k] += part[i][j][k];
 }
 
 // Adds the warps' sums of one output and converts them to sum(level * x) in units of the activations' scale. The order
