@@ -36,7 +36,7 @@ VLLM_VENV ?= build/vllm-venv
 CACHE_PACKAGES = "hqq>=0.2.8" "optimum-quanto>=0.2.7" einops termcolor
 CACHE_FOLDER = build/cache-packages
 
-.PHONY: demo demo-train test test-fast check cache-check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate quality scale clean
+.PHONY: demo demo-train test test-fast check cache-check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate gpu-train quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	@echo "Installing packages and building the native library: about four minutes on two cores"
@@ -175,7 +175,7 @@ cuda-check: $(VENV)/.installed
 	$(BIN)/python cuda/check.py
 
 # Need a GPU. Each step takes at most 8 minutes, writes its figures to build/gpu/ at once, and skips those that are there.
-gpu: gpu-check gpu-kernels gpu-compress gpu-generate
+gpu: gpu-check gpu-kernels gpu-compress gpu-generate gpu-train
 
 # Every kernel against float64, and under compute-sanitizer where it is installed.
 gpu-check: $(VENV)/.installed
@@ -194,6 +194,11 @@ gpu-compress: $(VENV)/.installed
 # Tokens of the compressed models on both devices, seconds per token of large models with random weights.
 gpu-generate: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py generate
+
+# Losses of short runs on both devices; memory and time of training a model of 1.1 billion weights.
+gpu-train: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet bitsandbytes
+	$(BIN)/python benchmarks/gpu.py train
 
 # Compares `ciuic` with other quantizers on SmolLM2-135M, and makes the ablation. Takes hours on two cores; continues after a stop.
 quality: $(VENV)/.installed

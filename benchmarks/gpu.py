@@ -1,6 +1,6 @@
 """All checks and measurements that need a GPU, in steps of at most eight minutes: `make gpu`.
 
-    python benchmarks/gpu.py [STEP ...] [--out build/gpu]     all steps, or check, kernels, compress, generate
+    python benchmarks/gpu.py [STEP ...] [--out build/gpu]     all steps, or check, kernels, compress, generate, train
     python benchmarks/gpu.py --checks-only [--small]          only the checks of every kernel
 
 Every figure is written at once to OUT/STEP.json. A step that is run again skips what that file has, so that an
@@ -24,6 +24,7 @@ import gpu_checks
 import gpu_models
 import gpu_runs
 import gpu_timing
+import gpu_training
 import torch
 from gpu_steps import Record
 
@@ -91,6 +92,8 @@ def time_kernels(record: Record, device: torch.device, out: Path) -> None:
         record.piece(_linear(shape), lambda shape=shape: gpu_timing.products(shape, (4,), bandwidth), 25)
     mixed = (2, 3, 4, 5, 6)
     record.piece("linear mixed bits", lambda: gpu_timing.products((4096, 4096), mixed, bandwidth), 25)
+    for shape in (first, *others):
+        record.piece(f"choices {shape}", lambda shape=shape: gpu_timing.choices(shape, bandwidth), 10)
     record.piece("pieces", lambda: gpu_timing.pieces(bandwidth), 15)
 
 
@@ -128,11 +131,22 @@ def generate(record: Record, device: torch.device, out: Path) -> None:
         record.piece(f"model {family}", lambda family=family: gpu_models.run(family), 60)
 
 
+def train(record: Record, device: torch.device, out: Path) -> None:
+    """Losses of short runs on both devices, and memory and time of a model of a billion weights."""
+    compressed = out / "sample-cuda"
+    for name, options in gpu_training.RUNS.items():
+        model = gpu_runs.SAMPLE if name.startswith("full") else compressed
+        record.piece(name, lambda model=model, options=options: gpu_training.on_both(model, options, out), 40)
+    for name, options in gpu_training.LARGE.items():
+        record.piece(f"large: {name}", lambda options=options: gpu_training.large(options, out), 60)
+
+
 STEPS: dict[str, Callable[[Record, torch.device, Path], None]] = {
     "check": check,
     "kernels": time_kernels,
     "compress": compress,
     "generate": generate,
+    "train": train,
 }
 """The steps in the order in which `make gpu` runs them."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from threading import Thread
 from typing import Any
@@ -17,7 +18,7 @@ from ciuic_cli import kernels
 from ciuic_cli.codecs.bits import BITS, stored_bits
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.codecs.testing import random_matrix
-from ciuic_cli.kernels import activations, fronts
+from ciuic_cli.kernels import activations, fronts, product_launch
 from ciuic_cli.kernels.launcher import launcher_for
 from ciuic_cli.kernels.parameters import TO_BYTES
 from ciuic_cli.kernels.rows import decode
@@ -53,11 +54,14 @@ def time_of(calls: Sequence[Callable[[], Any]], repeats: int = 10) -> tuple[floa
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second read plus written by a device-to-device copy of 2 GiB."""
-    source = torch.randint(0, 255, (2 << 30,), dtype=torch.uint8, device="cuda")
+    """Bytes per second read plus written by a kernel that adds 1 to 2 GiB of numbers.
+
+    torch's copy of a tensor uses the driver's copy, which is slower: 2.7 against 4.2 TB/s on an H200.
+    """
+    source = torch.randn(1 << 29, device="cuda")
     target = torch.empty_like(source)
-    seconds, _ = time_of([lambda: target.copy_(source)])
-    return 2 * source.numel() / seconds
+    seconds, _ = time_of([lambda: torch.add(source, 1.0, out=target)])
+    return 2 * source.nbytes / seconds
 
 
 def random_on_device(rows: int, cols: int, bits: tuple[float, ...]) -> kernels.DeviceMatrix:
@@ -95,6 +99,42 @@ def products(shape: tuple[int, int], bits: tuple[float, ...], bandwidth: float) 
             line["times_nf4"] = line["nf4_seconds"] / ours
         lines.append(line)
     return lines
+
+
+def choices(shape: tuple[int, int], bandwidth: float) -> list[dict[str, Any]]:
+    """The product alone with each number of warps per block, and with its transform, started early or not."""
+    rows, cols = shape
+    launcher = launcher_for(torch.device("cuda", torch.cuda.current_device()))
+    one = random_on_device(rows, cols, (4,))
+    copies = max(2, min(128, ROTATION_BYTES // 2 // one.blob.numel()))
+    matrices = [kernels.DeviceMatrix.on_device(one.header, one.blob.clone()) for _ in range(copies)]
+    lines = []
+    for batch in (1, 8, 16, 32):
+        x = torch.randn(batch, cols, device="cuda", dtype=torch.bfloat16)
+        y = torch.empty(batch, rows, device="cuda", dtype=torch.bfloat16)
+        kernel = product_launch.kernel_for(batch)
+        transformed = activations.forward(launcher, x, one.seed, kernel.mode)
+        calls = [partial(product_launch.launch, launcher, kernel, [m], transformed, [y]) for m in matrices]
+        products = [partial(kernels.linear, [m], x) for m in matrices]
+        for warps in (4, 8, 16):
+            with _replaced(product_launch, "warps_for", lambda *of, warps=warps: warps):
+                timed = time_of(calls)
+            lines.append(_line(f"{shape} x{batch}, {warps} warps", *timed, one.blob.numel(), bandwidth))
+        for name, early in (("early", True), ("late", False)):
+            with _replaced(launcher, "can_start_early", early):
+                timed = time_of(products)
+            lines.append(_line(f"{shape} x{batch}, transform, {name}", *timed, one.blob.numel(), bandwidth))
+    return lines
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def _nf4(rows: int, cols: int) -> list[Callable[[torch.Tensor], torch.Tensor]] | None:

@@ -42,8 +42,8 @@ TIMED_SIZE = 1024
 """Most rows and columns of the matrices that are timed. No measurement is on record."""
 TIMED_CODED = {"cpu": (64, TIMED_SIZE), "gpu": (256, 256)}
 """Most rows and columns of the matrices whose coding is timed, by kind of device: coding takes far longer than the
-rest. On a GPU a front costs its launches whatever its size: with 1024 x 1024, timing the sample took over a minute on an
-H200. Not tuned."""
+rest. On a GPU a front costs its launches whatever its size: with 1024 x 1024, timing the sample took over a minute on
+an H200. Not tuned."""
 TIMED_WINDOWS = (12, 15)
 """Trellis state bits with which coding is timed: the shortest, and most of those that `--effort default` chooses."""
 TIMING_REPEATS = {"cpu": 3, "gpu": 1}

@@ -106,7 +106,7 @@ class CudaLauncher:
         )
         major, minor = torch.cuda.get_device_capability(self.device)
         self.architecture = compiler.target(10 * major + minor)
-        self._can_start_early = major >= 9
+        self.can_start_early = major >= 9
         self._configs = threading.local()
         with torch.cuda.device(self.device):
             # This creates torch's context, which the driver calls below use.
@@ -133,7 +133,7 @@ class CudaLauncher:
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(launch.parameters))
         stream = torch.cuda.current_stream(self.device).cuda_stream
         with torch.cuda.device(self.device):
-            if launch.early and self._can_start_early:
+            if launch.early and self.can_start_early:
                 config = self._early_config()
                 config.gridDimX, config.gridDimY = launch.grid
                 config.blockDimX, config.sharedMemBytes = launch.threads, launch.shared_bytes

@@ -94,3 +94,17 @@ def test_models_run_in_both_forms(
     line = gpu_models.run(family, layers=2, device="cpu")
     assert 3.0 < line["bf16_bytes"] / line["bytes"] < 4.0
     assert line["layers"] == 2
+
+
+def test_losses_of_two_runs_are_compared(
+    gpu_checks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training, sample = importlib.import_module("gpu_training"), importlib.import_module("gpu_runs").SAMPLE
+    options = {"method": "full", "max_steps": 2, "sequence_len": 128}
+    both = training.on_both(sample, options, tmp_path, devices=("cpu", "cpu"))
+    assert both["largest_difference"] == 0.0 and len(both["losses"][0]) == 2
+    monkeypatch.setattr(
+        training, "LARGE_CONFIG", training.LARGE_CONFIG | {"num_hidden_layers": 1, "hidden_size": 64}
+    )
+    large = training.large(options, tmp_path, device="cpu")
+    assert large["gigabytes"] > 0 and len(large["losses"]) == 2
