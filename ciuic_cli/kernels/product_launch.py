@@ -20,11 +20,11 @@ RING_STEPS = 4
 WARP_COLUMNS = 16384
 """Most columns per warp: a column adds up to 4 * 255 * 127 to a 32-bit sum, which must not overflow."""
 
-_MAX_WARPS = 16
-"""Most warps per block: two such blocks fit a multiprocessor (docs/experiments/runtime/gpu-open-choices.md)."""
+_MAX_WARPS = 8
+"""Most warps that share the columns of a block (docs/experiments/runtime/gpu-open-choices.md)."""
 
 _LEAST_WARPS = 4
-"""Fewest warps that share the columns of a block (docs/experiments/runtime/gpu-product.md)."""
+"""Fewest warps that share the columns of a block (docs/experiments/runtime/gpu-open-choices.md)."""
 
 _SUM_ROWS = 20
 """Rows that a column of a warp's sums takes in shared memory; SUM_ROWS in linear.cu."""
