@@ -13,8 +13,7 @@ the scratch memory of the search (`encoder.SCRATCH_BYTES` at most, 0.6 GB at 4 b
 Occupancy: with feedback on both sides a matrix of I x J tiles has I + J - 1 fronts of at most min(I, J) tiles, on
 average I J / (I + J - 1): 163 tiles for 4096 x 7168, 26 for 576 x 1536. The search needs two tiles for each
 multiprocessor (264 on an H100), so these two keep 62 % and 10 % of it busy. `matrices_in_flight` says how many
-matrices, each with a stream of its own, fill the rest (measured on one H200: docs/experiments/runtime/
-gpu-other-kernels.md).
+matrices, each with a stream of its own, fill the rest. Measured: docs/experiments/runtime/gpu-other-kernels.md.
 """
 
 from __future__ import annotations

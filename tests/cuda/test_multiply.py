@@ -117,6 +117,17 @@ def test_matrices_that_share_their_input(emulator: Emulator, rng: np.random.Gene
         assert sum(name.startswith("linear_") for name in emulator.launched) == 2 + 2 + 1 + 1 + 3
 
 
+@pytest.mark.parametrize(
+    ("blocks", "width", "warps"),
+    [(10, 4096, 8), (10, 192, 3), (896, 4096, 4), (8016, 4096, 4), (300, 4096, 8)],
+)
+def test_as_many_warps_as_run_at_once_share_the_columns(
+    emulator: Emulator, blocks: int, width: int, warps: int
+) -> None:
+    emulator.limits = Limits(227 * 1024, multiprocessors=132)
+    assert product_launch.warps_for(product_launch.kernel_for(1), blocks, width, emulator) == warps
+
+
 def test_a_wide_matrix_of_many_bits_fits_a_small_block(emulator: Emulator, rng: np.random.Generator) -> None:
     emulator.limits = Limits(64 * 1024, FEW)  # sm_75
     matrix = random_matrix(32, 2000, (8, 2), rng=rng)
