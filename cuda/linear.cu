@@ -22,6 +22,11 @@
 
 #define RING_STEPS 4
 #define STEP_TILES 4
+#if defined(CIUIC_EMULATE) || __CUDA_ARCH__ >= 900
+#define INT8_STEPS 2  // steps of a warp per iteration with int8 activations; on older GPUs two would spill registers
+#else
+#define INT8_STEPS 1
+#endif
 #define SUM_ROWS 20  // 16 rows of a warp's sums in shared memory and four of padding, so that stores meet no bank conflicts
 #define RESIDUAL_UNIT (1.0f / 254.0f)  // a residual is at most 1/2 in magnitude, and 127 units are 1/2
 #define NO_ROW 0xFFFFFFFFu  // byte offset of a missing row of x; real offsets are multiples of 16
@@ -32,7 +37,7 @@ struct Int8Activations {
   static const int PAIRS = 4 * NT;
   typedef s32 Sum;
   static const int FRAGMENTS = NT;
-  static const int STEPS = 2;
+  static const int STEPS = INT8_STEPS;
   uint4 bytes[NT];  // of the tile's 16 columns
 
   // Byte offset in x of row `row` for column n of a fragment: the int8 values for n < 4, the residuals for n >= 4.
