@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,17 +171,21 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def build(device: torch.device) -> dict[str, float]:
-    """Seconds to compile each unit for this GPU without the cache. Also loads all kernels."""
+    """Seconds to compile the kernels of each unit for this GPU without the cache, one after another; then those of all
+    units in several threads. Also loads all kernels."""
     launcher = launcher_for(device)
     assert isinstance(launcher, CudaLauncher)
-    seconds = {}
-    for unit, names in sources.UNITS.items():
+
+    def compile_all(kernels: Iterable[str], threads: int) -> float:
         started = time.monotonic()
-        compiler.compile_unit(unit, launcher.architecture)
-        seconds[unit] = time.monotonic() - started
-        for L in (16, 13):
-            for name in names:
-                launcher.load(name, L)
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(partial(compiler.compile_kernel, architecture=launcher.architecture), kernels))
+        return time.monotonic() - started
+
+    seconds = {unit: compile_all(kernels, 1) for unit, kernels in sources.UNITS.items()}
+    threads = len(os.sched_getaffinity(0))
+    seconds[f"all, {threads} threads"] = compile_all(sources.UNIT_OF, threads)
+    launcher.load_all((kernel, L) for L in (16, 13) for kernel in sources.UNIT_OF)
     return seconds
 
 

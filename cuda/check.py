@@ -3,8 +3,8 @@
     python cuda/check.py            NVRTC for all architectures; also nvcc for one, if it is on the PATH
     python cuda/check.py --full     also nvcc for all architectures, and L = 12 (trellis state bits)
 
-Compilation units that passed are cached by the digest of their sources in build/cuda-check, so that only changes
-are assembled again.
+NVRTC compiles every kernel alone, as for a user; nvcc compiles whole files. What passed is cached by the digest of its
+sources in build/cuda-check, so that only changes are assembled again.
 """
 
 from __future__ import annotations
@@ -40,12 +40,16 @@ _REGISTERS = re.compile(r"Used (\d+) registers")
 
 @dataclass(frozen=True)
 class Job:
-    """One compilation unit (a `.cu` file) for one architecture and L."""
+    """One compilation for one architecture and L: of one kernel with NVRTC, of all kernels of a file with nvcc."""
 
     compiler: str
-    unit: str
+    kernels: tuple[str, ...]
     architecture: int
     L: int
+
+    @property
+    def unit(self) -> str:
+        return sources.UNIT_OF[self.kernels[0]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Kernel:
 
 
 def main() -> int:
-    """Prints registers per kernel and architecture. Returns 1 if a kernel spills or is missing, else 0."""
+    """Prints registers per kernel and architecture. Returns 1 if a kernel spills or a job lacks one, else 0."""
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--full", action="store_true", help="every architecture with nvcc too, and L = 12")
     options.add_argument("--jobs", type=int, default=min(4, os.cpu_count() or 1))
@@ -82,14 +86,13 @@ def main() -> int:
 
 def jobs_for(full: bool) -> list[Job]:
     """The jobs, the longest first, so that the workers finish at about the same time."""
-    jobs = [Job("nvrtc", unit, arch, 16) for unit in sources.UNITS for arch in ARCHITECTURES]
-    nvcc = shutil.which("nvcc") is not None
-    if nvcc:
+    jobs = []
+    if shutil.which("nvcc") is not None:
         for_nvcc = ARCHITECTURES if full else (NVCC_ARCHITECTURE,)
-        jobs += [Job("nvcc", unit, arch, 16) for unit in sources.UNITS for arch in for_nvcc]
-    if full:
-        jobs += [Job("nvrtc", unit, arch, 12) for unit in sources.UNITS for arch in ARCHITECTURES]
-    return sorted(jobs, key=lambda job: list(sources.UNITS).index(job.unit))
+        jobs += [Job("nvcc", kernels, arch, 16) for kernels in sources.UNITS.values() for arch in for_nvcc]
+    for L in (16, 12) if full else (16,):
+        jobs += [Job("nvrtc", (kernel,), arch, L) for kernel in sources.UNIT_OF for arch in ARCHITECTURES]
+    return sorted(jobs, key=lambda job: -len(job.kernels))
 
 
 def run(jobs: list[Job], workers: int) -> dict[Job, list[Kernel]]:
@@ -111,13 +114,14 @@ def run(jobs: list[Job], workers: int) -> dict[Job, list[Kernel]]:
 
 
 def assemble(job: Job) -> str:
-    """The report of `ptxas -v` on one unit.
+    """The report of `ptxas -v` on a job's kernels.
 
     Raises:
-        EnvironmentFault: the unit does not compile, or the compiler is missing.
+        EnvironmentFault: they do not compile, or the compiler is missing.
     """
     if job.compiler == "nvrtc":
-        return compiler.resource_report(job.unit, f"sm_{job.architecture}", job.L)
+        (kernel,) = job.kernels
+        return compiler.resource_report(kernel, f"sm_{job.architecture}", job.L)
     with tempfile.TemporaryDirectory() as folder:
         command = ["nvcc", "-std=c++17", f"-arch=sm_{job.architecture}", "-cubin", "-Xptxas", "-v"]
         command += [f"-DCIUIC_L={job.L}", f"-I{sources.folder()}", f"-I{ROOT / 'ciuic_cli/native'}"]
@@ -140,15 +144,20 @@ def parse(log: str) -> list[Kernel]:
 
 
 def problems_of(job: Job, kernels: Iterable[Kernel]) -> list[str]:
-    """Messages for kernels that spill or use a stack, and for kernels of the unit that the report lacks."""
+    """Messages for kernels that spill or use a stack, that the report lacks, and that it has beside the job's."""
     where = f"({job.compiler}, sm_{job.architecture}, L = {job.L})"
     by_name = {kernel.name: kernel for kernel in kernels}
-    missing = [f"{name} is missing {where}" for name in sources.UNITS[job.unit] if name not in by_name]
-    return missing + [
-        f"{kernel.name} spills {kernel.spill_bytes} bytes, stack frame {kernel.stack_bytes} {where}"
-        for kernel in by_name.values()
-        if kernel.spill_bytes or kernel.stack_bytes
-    ]
+    missing = [f"{name} is missing {where}" for name in job.kernels if name not in by_name]
+    others = [f"{name} is compiled beside {job.kernels} {where}" for name in by_name.keys() - {*job.kernels}]
+    return (
+        missing
+        + others
+        + [
+            f"{kernel.name} spills {kernel.spill_bytes} bytes, stack frame {kernel.stack_bytes} {where}"
+            for kernel in by_name.values()
+            if kernel.spill_bytes or kernel.stack_bytes
+        ]
+    )
 
 
 def print_table(results: dict[Job, list[Kernel]]) -> None:
@@ -182,7 +191,8 @@ def cache_file(job: Job) -> Path:
     tool: object = compiler.nvrtc_version()
     if job.compiler == "nvcc":
         tool = shutil.which("nvcc")
-    key = hashlib.sha256(repr((job, sources.digest(job.unit), tool)).encode()).hexdigest()
+    inputs = (job, sources.digest(job.unit), compiler.OPTIONS, tool)
+    key = hashlib.sha256(repr(inputs).encode()).hexdigest()
     return ROOT / "build" / "cuda-check" / f"{key[:32]}.json"
 
 

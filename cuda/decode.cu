@@ -1,5 +1,6 @@
 // Kernels that decode without tensor cores: a range of rows for torch's product (decode_rows), single rows of an embedding
 // (embedding_rows), and the product with the transposed left factor of a low-rank part (lowrank_columns).
+#include "one_kernel.h"
 #include "parameters.h"
 #include "decode_lane.h"
 #include "hadamard.h"
@@ -48,6 +49,7 @@ CIUIC_DEVICE void decode_two_rows(const CiuicDecode& p, const u8* tile, u32 g, u
 // out[r - row_begin][j] = weight (r, j) in the transformed basis. A block decodes one row group (grid y) and 4 tiles
 // per warp (grid x covers cols_padded); a lane decodes two rows of one tile (decode_lane.h) and writes 16 neighbouring
 // elements per row. out is 16-byte aligned. No shared memory, no barrier.
+#if !defined(CIUIC_ONE) || defined(CIUIC_ONE_decode_rows)
 CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) decode_rows(CIUIC_PARAM(CiuicDecode) p) {
   const u32 lane = thread_index() % 32, g = lane / 4, t = lane % 4;
   const u32 tile = (block_x() * (thread_count() / 32) + thread_index() / 32) * 4 + t;
@@ -65,11 +67,13 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) decode_rows(CIUIC_PARAM(CiuicDecode) p) {
   CIUIC_FOR_HALF_BITS(half_bits, DECODE)
 #undef DECODE
 }
+#endif
 
 // out[i] = row tokens[i] of the table, zeros for a token outside the table (a kernel cannot raise an error). A block
 // decodes one row (grid x: tokens). Its warps share the stripes of 1024 columns; a lane decodes the 32 positions of
 // hadamard.h. If log2_block is not 0, the row is transformed back and multiplied by signs and input factors. Dynamic
 // shared memory: EXCHANGE_FLOATS floats per warp.
+#if !defined(CIUIC_ONE) || defined(CIUIC_ONE_embedding_rows)
 CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding) p) {
   CIUIC_DYNAMIC_SHARED(memory);
   const u32 lane = thread_index() % 32, warp = thread_index() / 32, warps = thread_count() / 32;
@@ -107,6 +111,7 @@ CIUIC_KERNEL void CIUIC_BOUNDS(256, 1) embedding_rows(CIUIC_PARAM(CiuicEmbedding
     }
   }
 }
+#endif
 
 // sum[c] += z of two rows times their levels in column c of a tile.
 template <int H>
@@ -124,6 +129,7 @@ CIUIC_DEVICE void add_two_rows(float (&sum)[16], const LaneWords<H>& words, cons
 // over cols_padded, four tiles per warp; grid y: b. A lane sums over rows 2g and 2g + 1 of every row group for the 16
 // columns of its tile. Then the eight lanes of a tile add their sums by shuffles in a fixed order, so results are
 // reproducible.
+#if !defined(CIUIC_ONE) || defined(CIUIC_ONE_lowrank_columns)
 CIUIC_KERNEL void CIUIC_BOUNDS(128, 1) lowrank_columns(CIUIC_PARAM(CiuicLowRank) p) {
   const u32 lane = thread_index() % 32, g = lane / 4, t = lane % 4;
   const u32 tile = (block_x() * (thread_count() / 32) + thread_index() / 32) * 4 + t;
@@ -150,3 +156,4 @@ CIUIC_KERNEL void CIUIC_BOUNDS(128, 1) lowrank_columns(CIUIC_PARAM(CiuicLowRank)
     for (int mask = 4; mask < 32; mask *= 2) sum[c] += shuffle_xor(sum[c], mask);
   if (exists && g == 0) store16(p.out, (u64)block_y() * p.cols_padded + (u64)tile * CIUIC_TILE, sum, CIUIC_FLOAT);
 }
+#endif

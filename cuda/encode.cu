@@ -15,6 +15,7 @@
 // see close_path().
 //
 // Dynamic shared memory: 2^(L - floor(H / 2)) floats.
+#include "one_kernel.h"
 #include "parameters.h"
 #include "trellis_decode.h"
 
@@ -298,7 +299,8 @@ CIUIC_DEVICE void encode(const CiuicEncode& p) {
 // Two blocks per multiprocessor let one compute while the other traces back. At 1 to 3.5 bits a thread's minima need
 // the registers of both, so only one block fits.
 #define ENCODE(H, blocks) \
-  CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_h##H(CIUIC_PARAM(CiuicEncode) p) { encode<H>(p); }
+  CIUIC_IF_CHOSEN(encode_h##H)( \
+    CIUIC_KERNEL void CIUIC_BOUNDS(ENCODE_THREADS, blocks) encode_h##H(CIUIC_PARAM(CiuicEncode) p) { encode<H>(p); })
 
 ENCODE(2, 1)
 ENCODE(3, 1)

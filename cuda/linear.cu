@@ -17,6 +17,7 @@
 // one. Four columns hold the int8 values of the activations, four hold their residuals, in units of 1/254.
 //
 // Alignment: codes of a group at 16 bytes, x at 16 bytes. Dynamic shared memory: ciuic_cli/kernels/product_launch.py.
+#include "one_kernel.h"
 #include "parameters.h"
 #include "decode_lane.h"
 
@@ -373,7 +374,8 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
 
 // Blocks of 512 threads that fit a multiprocessor: two at 64 registers per thread, one at 128. Names: n = Act::PAIRS.
 #define LINEAR(name, Act, blocks) \
-  CIUIC_KERNEL void CIUIC_BOUNDS(512, blocks) name(CIUIC_PARAM(CiuicLinear) p) { linear<Act>(p); }
+  CIUIC_IF_CHOSEN(name)( \
+    CIUIC_KERNEL void CIUIC_BOUNDS(512, blocks) name(CIUIC_PARAM(CiuicLinear) p) { linear<Act>(p); })
 
 LINEAR(linear_bytes_n4, Int8Activations<1>, 2)
 LINEAR(linear_bytes_n8, Int8Activations<2>, 1)

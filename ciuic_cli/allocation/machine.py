@@ -8,7 +8,7 @@ where two paths have nearly the same error; both decode everywhere.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -41,6 +41,7 @@ class Machine:
         side_by_side: how many matrices like this one are in work at once.
         occupancy: (rows, columns, whether there is feedback between rows) to the share of the device that rounding one
             matrix keeps busy.
+        prepare: makes ready to search with each (bits per weight, L): compiles kernels for a GPU.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Machine:
     rounder: Rounder
     side_by_side: Callable[[WeightMatrix], int]
     occupancy: Callable[[int, int, bool], float] = lambda rows, cols, two_sided: 1.0
+    prepare: Callable[[Iterable[tuple[float, int]]], None] = lambda searches: None
 
     @contextmanager
     def own_stream(self) -> Iterator[None]:
@@ -79,10 +81,13 @@ def processor() -> Machine:
 
 
 def machine_for(device: torch.device, hint: Callable[[str], None] = lambda message: None) -> Machine:
-    """The machine for a run on `device`. If the GPU's kernels cannot be used, the processor, which `hint` announces."""
+    """The machine for a run on `device`. If the GPU's kernels cannot be used, the processor.
+
+    hint: called with a message for the user if they cannot, and before kernels are compiled.
+    """
     if device.type != "cuda":
         return processor()
-    works, reason = kernels.available(device)
+    works, reason = kernels.available(device, hint)
     if not works:
         hint(f"coding runs on the CPU, because the CUDA kernels cannot be used: {reason}")
         return processor()
@@ -94,6 +99,7 @@ def machine_for(device: torch.device, hint: Callable[[str], None] = lambda messa
         fronts.round_matrix,
         lambda matrix: in_flight(matrix, multiprocessors, free_bytes),
         lambda rows, cols, two_sided: fronts.occupancy(rows, cols, multiprocessors, two_sided=two_sided),
+        lambda searches: kernels.prepare(device, searches, hint),
     )
 
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import WeightMatrix
+from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.codecs.trellis import DEFAULT_L
-from ciuic_cli.passes import prune
+from ciuic_cli.passes import lowrank, prune
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,12 @@ class MatrixPlan:
     def is_zero(self) -> bool:
         """Whether the matrix is pruned as a whole."""
         return not self.row_bits.any() and not self.rank
+
+    @property
+    def widths(self) -> set[float]:
+        """Bits per weight of its codes, with those of the low-rank part."""
+        widths = set(bits_of(self.row_bits).tolist()) - {0.0}
+        return widths | {float(lowrank.FACTOR_BITS)} if self.rank else widths
 
 
 @dataclass(frozen=True)

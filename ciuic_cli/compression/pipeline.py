@@ -15,6 +15,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
+from ciuic_cli import kernels
 from ciuic_cli.allocation.artifact_size import require_readable
 from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.verification import verify
@@ -161,13 +162,14 @@ def _lead(request: _Request, workers: Workers) -> MemoryReport:
 def _checked_task(request: _Request) -> Task:
     """The task, after all checks that need no work."""
     options, out = request.options, request.out
-    choose_device(options.device)
+    device = choose_device(options.device)
     checkpoint = _opened(request.model)
     check_apart(out, checkpoint, options.calibration)
     if not options.dry_run:
         Journal(out).sweep()
         check_no_other_run(out)
         check_output(out, force=options.force)
+    kernels.available(device, request.hint)  # announces the first compilation, if any
     task = make_task(checkpoint, options, request.hint, Journal(out).unfinished())
     if not options.dry_run:
         atomic_files.require_space(out, task.codes_bytes)

@@ -211,6 +211,7 @@ class Run:
         """Round and code every matrix as the plan says."""
         return_freed_memory()  # of the plan, because the largest matrices come first
         machine = self.machine
+        machine.prepare(self._searches(plan))
         self._finish_matrices(
             "encode",
             lambda matrix, pools: _coded_by(
@@ -221,6 +222,15 @@ class Run:
             ),
             self._delete_statistics,
         )
+
+    def _searches(self, plan: Plan) -> set[tuple[float, int]]:
+        """(bits per weight, L) of the codes that are still to be found."""
+        missing = [
+            plan.matrices[matrix.key]
+            for number, matrix in enumerate(self.matrices)
+            if not self._steps.has("encode", number)
+        ]
+        return {(bits, matrix_plan.L) for matrix_plan in missing for bits in matrix_plan.widths}
 
     def _delete_statistics(self, number: int) -> None:
         """Delete the statistics of a parameter when all its matrices are coded: nothing reads them again."""

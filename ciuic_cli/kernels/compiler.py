@@ -1,6 +1,8 @@
-"""Compiling CUDA sources with NVRTC, and a cache of machine code on disk that many processes may share.
+"""Compiling CUDA kernels with NVRTC, and a cache of machine code on disk that many processes may share.
 
-NVRTC needs no toolkit, no headers and no GPU; it comes with torch's CUDA wheels or with `ciuic-cli[cuda]`.
+Kernels are compiled one by one, when they are needed, because a launch waits for its kernel. Threads can compile at the
+same time: the interpreter's lock is released. NVRTC needs no toolkit, no headers and no GPU; it comes with torch's CUDA
+wheels or with `ciuic-cli[cuda]`.
 """
 
 from __future__ import annotations
@@ -56,19 +58,19 @@ def target(capability: int) -> str:
     return f"{kind}_{newest}"
 
 
-def compile_unit(unit: str, architecture: str, L: int = 16) -> bytes:
-    """Machine code (cubin) of a unit, or PTX for a `compute_` architecture. Does not use the cache.
+def compile_kernel(kernel: str, architecture: str, L: int = 16) -> bytes:
+    """Machine code (cubin) of one kernel, or PTX for a `compute_` architecture. Does not use the cache.
 
     Args:
-        unit: key of `sources.UNITS`.
+        kernel: key of `sources.UNIT_OF`.
         architecture: "sm_90", "compute_120" and so on.
         L: trellis state bits, 12 to 16.
 
     Raises:
-        EnvironmentFault: there is no NVRTC, or the unit does not compile; the message contains the compiler's log.
+        EnvironmentFault: there is no NVRTC, or the kernel does not compile; the message contains the compiler's log.
     """
     nvrtc = _nvrtc()
-    with _compiled(nvrtc, unit, architecture, L) as program:
+    with _compiled(nvrtc, kernel, architecture, L) as program:
         if architecture.startswith("compute_"):
             size_of, read = nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX
         else:
@@ -80,15 +82,16 @@ def compile_unit(unit: str, architecture: str, L: int = 16) -> bytes:
         return code
 
 
-def resource_report(unit: str, architecture: str, L: int = 16) -> str:
-    """ptxas's report (`-v`) on a unit's kernels: registers, stack, spills. Raises as `compile_unit`."""
+def resource_report(kernel: str, architecture: str, L: int = 16) -> str:
+    """ptxas's report (`-v`) on a kernel: registers, stack, spills. Raises as `compile_kernel`."""
     nvrtc = _nvrtc()
-    with _compiled(nvrtc, unit, architecture, L, "--ptxas-options=-v") as program:
+    with _compiled(nvrtc, kernel, architecture, L, "--ptxas-options=-v") as program:
         return _log(nvrtc, program)
 
 
 @contextmanager
-def _compiled(nvrtc: Any, unit: str, architecture: str, L: int, *more: str) -> Iterator[Any]:
+def _compiled(nvrtc: Any, kernel: str, architecture: str, L: int, *more: str) -> Iterator[Any]:
+    unit = sources.UNIT_OF[kernel]
     names, texts = zip(*sources.headers().items(), strict=True)
     status, program = nvrtc.nvrtcCreateProgram(
         sources.source(unit).encode(),
@@ -99,28 +102,36 @@ def _compiled(nvrtc: Any, unit: str, architecture: str, L: int, *more: str) -> I
     )
     _checked(nvrtc, status)
     try:
-        options = [f"--gpu-architecture={architecture}", f"-DCIUIC_L={L}", *OPTIONS, *more]
+        macros = (f"-DCIUIC_L={L}", *sources.choice(kernel))
+        options = [f"--gpu-architecture={architecture}", *macros, *OPTIONS, *more]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            raise EnvironmentFault(f"{unit}.cu does not compile for {architecture}: {_log(nvrtc, program)}")
+            raise EnvironmentFault(
+                f"{kernel} in {unit}.cu does not compile for {architecture}: {_log(nvrtc, program)}"
+            )
         yield program
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def cached_unit(unit: str, architecture: str, L: int = 16) -> bytes:
-    """As `compile_unit`, but from the cache if possible.
+def cached_kernel(kernel: str, architecture: str, L: int = 16) -> bytes:
+    """As `compile_kernel`, but from the cache if possible.
 
     A cache file's name depends on everything that its content depends on. The file appears by renaming and begins with
     a digest of the rest. So concurrent and killed processes do no harm, and a damaged file is replaced. If the folder
     cannot be written, every process compiles.
     """
-    file = cache_folder() / _file_name(unit, architecture, L)
+    file = cache_folder() / _file_name(kernel, architecture, L)
     code = _read(file)
     if code is None:
-        code = compile_unit(unit, architecture, L)
+        code = compile_kernel(kernel, architecture, L)
         _write(file, code)
     return code
+
+
+def is_cached(kernel: str, architecture: str, L: int = 16) -> bool:
+    """Whether `cached_kernel` would find the kernel in the cache."""
+    return _read(cache_folder() / _file_name(kernel, architecture, L)) is not None
 
 
 def cache_folder() -> Path:
@@ -140,10 +151,11 @@ def nvrtc_version() -> tuple[int, int]:
     return major, minor
 
 
-def _file_name(unit: str, architecture: str, L: int) -> str:
-    inputs = (sources.digest(unit), architecture, L, OPTIONS, nvrtc_version())
+def _file_name(kernel: str, architecture: str, L: int) -> str:
+    source = sources.digest(sources.UNIT_OF[kernel])
+    inputs = (source, sources.choice(kernel), architecture, L, OPTIONS, nvrtc_version())
     key = hashlib.sha256(repr(inputs).encode()).hexdigest()
-    return f"{unit}-{architecture}-L{L}-{key[:32]}.bin"
+    return f"{kernel}-{architecture}-L{L}-{key[:32]}.bin"
 
 
 def _read(file: Path) -> bytes | None:

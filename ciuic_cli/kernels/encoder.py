@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from ciuic_cli.codecs.bits import BITS, TILE_BYTES_PER_BIT
@@ -9,7 +11,7 @@ from ciuic_cli.codecs.header import L_VALUES
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.errors import EnvironmentFault, UsageError
 from ciuic_cli.kernels import parameters as p
-from ciuic_cli.kernels.launcher import Launch, launcher_for
+from ciuic_cli.kernels.launcher import CudaLauncher, Launch, launcher_for
 
 _MAX_THREADS = 512
 """Most threads per block of the search (chosen, not tuned)."""
@@ -77,6 +79,28 @@ def encode(targets: torch.Tensor, bits: float, L: int = 16) -> tuple[torch.Tenso
         tiles=tiles,
     )
     threads = max(32, min(_MAX_THREADS, prefixes))
-    kernel = f"encode_h{int(2 * bits)}"
-    launcher.launch(Launch(kernel, (blocks, 1), threads, shared_bytes, parameters, L))
+    launcher.launch(Launch(_kernel(bits), (blocks, 1), threads, shared_bytes, parameters, L))
     return codes, decoded
+
+
+def prepare(
+    device: torch.device,
+    searches: Iterable[tuple[float, int]],
+    hint: Callable[[str], None] = lambda message: None,
+) -> None:
+    """Compile and load the kernels for (bits per weight, L), several at the same time.
+
+    Without it, `encode` compiles each one when it needs it.
+
+    hint: called with a message for the user before kernels are compiled.
+
+    Raises:
+        EnvironmentFault: a kernel cannot be compiled or loaded.
+    """
+    launcher = launcher_for(device)
+    if isinstance(launcher, CudaLauncher):
+        launcher.load_all(((_kernel(bits), L) for bits, L in searches), hint)
+
+
+def _kernel(bits: float) -> str:
+    return f"encode_h{int(2 * bits)}"

@@ -1,4 +1,4 @@
-"""Launching a kernel on a device; the driver's modules and functions are looked up once per device.
+"""Launching a kernel on a device; every kernel is compiled, loaded and looked up once per device.
 
 The functions of this package reach a device only through `launcher_for(device)`, so that tests can substitute an
 emulator.
@@ -7,14 +7,17 @@ emulator.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ciuic_cli.errors import EnvironmentFault, UsageError
-from ciuic_cli.kernels import compiler, sources
+from ciuic_cli.kernels import compiler
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,20 @@ def launcher_for(device: torch.device) -> Launcher:
         UsageError: not a CUDA device.
         EnvironmentFault: its GPU is too old, or the driver or NVRTC is missing.
     """
-    launcher = LAUNCHERS.get(device)
+    launcher = LAUNCHERS.get(device) or LAUNCHERS.get(indexed(device))
     if launcher is None:
         if device.type != "cuda":
             raise UsageError(f"the CUDA kernels cannot run on device '{device}'")
         with _lock:
-            launcher = LAUNCHERS.setdefault(device, CudaLauncher(device))
+            launcher = LAUNCHERS.setdefault(indexed(device), CudaLauncher(device))
     return launcher
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with its number: "cuda" is torch's current GPU."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 class CudaLauncher:
@@ -111,6 +121,7 @@ class CudaLauncher:
         with torch.cuda.device(self.device):
             # This creates torch's context, which the driver calls below use.
             torch.cuda.current_stream().synchronize()
+            self.context = self._call(self.driver.cuCtxGetCurrent())
             handle = self._call(self.driver.cuCtxGetDevice())
             names = self.driver.CUdevice_attribute
             shared = names.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
@@ -120,8 +131,7 @@ class CudaLauncher:
                 self._call(self.driver.cuDeviceGetAttribute(processors, handle)),
             )
         self.functions: dict[tuple[str, int], Any] = {}
-        self.modules: dict[tuple[str, int], Any] = {}
-        self.lock = threading.Lock()
+        self.locks: dict[tuple[str, int], threading.Lock] = {}
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
@@ -165,20 +175,20 @@ class CudaLauncher:
         return config
 
     def load(self, kernel: str, L: int) -> Any:
-        """The driver's handle of a kernel; compiles its unit if it is not in the cache.
+        """The driver's handle of a kernel; compiles it if it is not in the cache. A thread waits only for its kernel.
 
         Raises:
-            EnvironmentFault: the unit does not compile, or the driver refuses it.
+            EnvironmentFault: the kernel does not compile, or the driver refuses it.
         """
-        unit = sources.UNIT_OF[kernel]
-        with self.lock, torch.cuda.device(self.device):
-            module = self.modules.get((unit, L))
-            if module is None:
-                code = compiler.cached_unit(unit, self.architecture, L)
-                status, module = self.driver.cuModuleLoadData(code)
-                if status:
-                    self._fail(status, f"loading {unit}.cu compiled for {self.architecture}")
-                self.modules[unit, L] = module
+        lock = self.locks.setdefault((kernel, L), threading.Lock())
+        with lock, torch.cuda.device(self.device):
+            if (kernel, L) in self.functions:
+                return self.functions[kernel, L]
+            code = compiler.cached_kernel(kernel, self.architecture, L)
+            self._call(self.driver.cuCtxSetCurrent(self.context))  # torch leaves a new thread without one
+            status, module = self.driver.cuModuleLoadData(code)
+            if status:
+                self._fail(status, f"loading {kernel} compiled for {self.architecture}")
             function = self._call(self.driver.cuModuleGetFunction(module, kernel.encode()))
             names = self.driver.CUfunction_attribute
             static = self._call(
@@ -193,6 +203,21 @@ class CudaLauncher:
             )
             self.functions[kernel, L] = function
             return function
+
+    def load_all(
+        self, kernels: Iterable[tuple[str, int]], hint: Callable[[str], None] = lambda message: None
+    ) -> None:
+        """`load` for each (kernel, L), as many at the same time as there are processors.
+
+        hint: called with a message for the user if kernels have to be compiled, which takes about a second for each.
+        """
+        missing = set(kernels) - self.functions.keys()
+        count = sum(not compiler.is_cached(kernel, self.architecture, L) for kernel, L in missing)
+        if count:
+            hint(f"compiling CUDA kernels for {self.architecture}, once per machine: {count}")
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0)), "ciuic-compile") as pool:
+            for _ in pool.map(lambda one: self.load(*one), sorted(missing)):
+                pass
 
     def _call(self, result: tuple) -> Any:
         if result[0]:

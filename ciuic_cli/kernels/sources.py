@@ -20,13 +20,13 @@ UNITS: dict[str, tuple[str, ...]] = {
     "decode": ("decode_rows", "embedding_rows", "lowrank_columns"),
     "encode": tuple(f"encode_h{int(2 * bits)}" for bits in BITS[1:]),
 }
-"""Compilation units (`<name>.cu`) and the kernels in each."""
+"""Files (`<unit>.cu`) and the kernels in each."""
 
 UNIT_OF = {kernel: unit for unit, kernels in UNITS.items() for kernel in kernels}
-"""Compilation unit of each kernel."""
+"""The file of each kernel."""
 
 _PACKAGE = Path(__file__).resolve().parents[1]
-_HEADERS = ("device.h", "parameters.h", "decode_lane.h", "hadamard.h")
+_HEADERS = ("one_kernel.h", "device.h", "parameters.h", "decode_lane.h", "hadamard.h")
 _DECODER = "trellis_decode.h"
 """The decoder's arithmetic; the file is the native library's, so that there is one definition."""
 
@@ -58,6 +58,11 @@ def headers() -> dict[str, str]:
 def source(unit: str) -> str:
     """Text of `<unit>.cu`."""
     return (folder() / f"{unit}.cu").read_text()
+
+
+def choice(kernel: str) -> tuple[str, ...]:
+    """Compiler options with which a kernel's file defines this kernel only (`cuda/one_kernel.h`)."""
+    return "-DCIUIC_ONE", f"-DCIUIC_ONE_{kernel}=,"
 
 
 @lru_cache

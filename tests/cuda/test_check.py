@@ -34,7 +34,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_spills_and_missing_kernels_are_problems(check: ModuleType) -> None:
-    job = check.Job("nvrtc", "decode", 90, 16)
+    job = check.Job("nvcc", sources.UNITS["decode"], 90, 16)
     kernels = check.parse(REPORT.format(stack=16, stores=8, loads=12))
     assert [(kernel.name, kernel.registers, kernel.spill_bytes) for kernel in kernels] == [
         ("decode_rows", 46, 20),
@@ -45,21 +45,25 @@ def test_spills_and_missing_kernels_are_problems(check: ModuleType) -> None:
     assert "lowrank_columns is missing" in problems[0] and "decode_rows spills 20 bytes" in problems[1]
 
 
-def test_every_supported_gpu_and_unit_is_compiled(check: ModuleType) -> None:
+def test_a_second_kernel_is_a_problem(check: ModuleType) -> None:
+    kernels = check.parse(REPORT.format(stack=0, stores=0, loads=0))
+    (problem,) = check.problems_of(check.Job("nvrtc", ("decode_rows",), 90, 16), kernels)
+    assert "embedding_rows is compiled beside" in problem
+
+
+def test_every_kernel_is_compiled_alone_for_every_supported_gpu(check: ModuleType) -> None:
     assert check.ARCHITECTURES == (75, 80, 86, 89, 90, 100, 120)
-    jobs = check.jobs_for(full=False)
-    for unit in sources.UNITS:
-        assert {job.architecture for job in jobs if job.unit == unit and job.compiler == "nvrtc"} == set(
-            check.ARCHITECTURES
-        )
+    jobs = [job for job in check.jobs_for(full=False) if job.compiler == "nvrtc"]
+    for kernel in sources.UNIT_OF:
+        assert {job.architecture for job in jobs if job.kernels == (kernel,)} == set(check.ARCHITECTURES)
     assert {job.L for job in check.jobs_for(full=True)} == {12, 16}
 
 
-def test_one_unit_assembles_and_is_remembered(
+def test_one_kernel_assembles_and_is_remembered(
     check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "ROOT", tmp_path)
-    job = check.Job("nvrtc", "transform", 75, 16)
+    job = check.Job("nvrtc", ("transform",), 75, 16)
     (kernel,) = check.run([job], 1)[job]
     assert (kernel.name, kernel.architecture, kernel.spill_bytes, kernel.stack_bytes) == (
         "transform",

@@ -1,14 +1,17 @@
-"""NVRTC and its cache: targets, one compilation per input, damaged files and concurrent processes."""
+"""NVRTC and its cache: targets, one kernel per compilation, damaged files and concurrent processes."""
 
 from __future__ import annotations
 
 import multiprocessing
+import re
 from pathlib import Path
 
 import pytest
 
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.kernels import compiler, sources
+
+KERNEL = "linear_bytes_r1_n4"
 
 
 @pytest.fixture
@@ -22,11 +25,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Records compilations; replaces NVRTC, which takes seconds."""
     calls: list[str] = []
 
-    def fake(unit: str, architecture: str, L: int = 16) -> bytes:
-        calls.append(f"{unit} {architecture} {L}")
+    def fake(kernel: str, architecture: str, L: int = 16) -> bytes:
+        calls.append(f"{kernel} {architecture} {L}")
         return calls[-1].encode()
 
-    monkeypatch.setattr(compiler, "compile_unit", fake)
+    monkeypatch.setattr(compiler, "compile_kernel", fake)
     return calls
 
 
@@ -39,36 +42,45 @@ def test_targets() -> None:
 
 
 def test_nvrtc_compiles_and_its_log_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = compiler.compile_unit("transform", "sm_80")
+    code = compiler.compile_kernel("transform", "sm_80")
     assert code[:4] == b"\x7fELF" and b"transform" in code
     monkeypatch.setattr(sources, "source", lambda unit: "this is no kernel;")
     with pytest.raises(EnvironmentFault, match=r"does not compile for sm_80: .*error"):
-        compiler.compile_unit("transform", "sm_80")
+        compiler.compile_kernel("transform", "sm_80")
+
+
+@pytest.mark.parametrize("kernel", ["encode_h14", "linear_bytes_r1_n4", "lowrank_columns"])
+def test_a_kernel_is_compiled_without_the_others_of_its_file(kernel: str) -> None:
+    code = compiler.compile_kernel(kernel, "sm_90", 12)
+    assert set(re.findall(rb"\.text\.(\w+)", code)) == {kernel.encode()}
 
 
 def test_compiled_once_per_input(cache: Path, counted: list[str]) -> None:
-    first = compiler.cached_unit("linear", "sm_90")
-    assert compiler.cached_unit("linear", "sm_90") == first and len(counted) == 1
-    compiler.cached_unit("linear", "sm_80")
-    compiler.cached_unit("linear", "sm_90", 13)
-    assert len(counted) == 3 and len(list(cache.iterdir())) == 3
+    first = compiler.cached_kernel(KERNEL, "sm_90")
+    assert compiler.cached_kernel(KERNEL, "sm_90") == first and len(counted) == 1
+    compiler.cached_kernel(KERNEL, "sm_80")
+    compiler.cached_kernel(KERNEL, "sm_90", 13)
+    assert not compiler.is_cached("transform", "sm_90")
+    compiler.cached_kernel("transform", "sm_90")
+    assert compiler.is_cached("transform", "sm_90")
+    assert len(counted) == 4 and len(list(cache.iterdir())) == 4
 
 
 def test_changed_source_is_compiled_anew(
     cache: Path, counted: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler.cached_unit("linear", "sm_90")
+    compiler.cached_kernel(KERNEL, "sm_90")
     monkeypatch.setattr(sources, "digest", lambda unit: "another")
-    compiler.cached_unit("linear", "sm_90")
+    compiler.cached_kernel(KERNEL, "sm_90")
     assert len(counted) == 2
 
 
 def test_a_damaged_file_is_compiled_anew(cache: Path, counted: list[str]) -> None:
-    good = compiler.cached_unit("linear", "sm_90")
+    good = compiler.cached_kernel(KERNEL, "sm_90")
     (file,) = cache.iterdir()
     for damage in (b"", file.read_bytes()[:-1], b"\0" * 40):
         file.write_bytes(damage)
-        assert compiler.cached_unit("linear", "sm_90") == good
+        assert compiler.cached_kernel(KERNEL, "sm_90") == good
     assert len(counted) == 4
 
 
@@ -78,7 +90,7 @@ def test_a_folder_that_cannot_be_written_costs_only_time(
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     monkeypatch.setenv("CIUIC_CACHE", str(blocked))
-    assert compiler.cached_unit("linear", "sm_90") == compiler.cached_unit("linear", "sm_90")
+    assert compiler.cached_kernel(KERNEL, "sm_90") == compiler.cached_kernel(KERNEL, "sm_90")
     assert len(counted) == 2
 
 

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <dlfcn.h>
 #include <string>
+#include <thread>
 
 namespace {
 enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_FOUND = 500 };
@@ -17,9 +18,16 @@ void* emulated() {
   return handle;
 }
 
+// torch has made a context for the main thread; others have none until it is set.
+const std::thread::id main_thread = std::this_thread::get_id();
+void* const context = (void*)0xC0;
+thread_local void* current = std::this_thread::get_id() == main_thread ? context : nullptr;
+
 int init(unsigned) { return SUCCESS; }
 int driver_version(int* version) { *version = 13000; return SUCCESS; }
 int ctx_device(int* device) { *device = 0; return SUCCESS; }
+int get_current(void** found) { *found = current; return SUCCESS; }
+int set_current(void* wanted) { current = wanted; return SUCCESS; }
 int device_attribute(int* value, int attribute, int) {
   if (attribute == 97) *value = 232448;   // CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN
   else if (attribute == 16) *value = 132;  // CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
@@ -27,6 +35,7 @@ int device_attribute(int* value, int attribute, int) {
   return SUCCESS;
 }
 int load_data(void** module, const void* image) {
+  if (current != context) return 201;  // CUDA_ERROR_INVALID_CONTEXT
   if (std::memcmp(image, "\177ELF", 4)) return 200;  // CUDA_ERROR_INVALID_IMAGE
   *module = const_cast<void*>(image);
   return SUCCESS;
@@ -71,6 +80,8 @@ const struct { const char* name; void* function; } table[] = {
     {"cuInit", (void*)init},
     {"cuDriverGetVersion", (void*)driver_version},
     {"cuCtxGetDevice", (void*)ctx_device},
+    {"cuCtxGetCurrent", (void*)get_current},
+    {"cuCtxSetCurrent", (void*)set_current},
     {"cuDeviceGetAttribute", (void*)device_attribute},
     {"cuModuleLoadData", (void*)load_data},
     {"cuModuleGetFunction", (void*)get_function},

@@ -1,8 +1,12 @@
-"""A product through CudaLauncher; test_launcher.py runs this script with a stub libcuda in the library path."""
+"""CudaLauncher: a product, loading in threads, a refused module.
+
+test_launcher.py runs this script with a stub libcuda in the library path.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 
 import torch
@@ -20,7 +24,7 @@ torch.cuda.device = lambda device: contextlib.nullcontext()
 stream = types.SimpleNamespace(cuda_stream=0x5717, synchronize=lambda: None)
 torch.cuda.current_stream = lambda device=None: stream
 compiled: list[tuple] = []
-compiler.cached_unit = lambda *key: compiled.append(key) or b"\x7fELF"
+compiler.cached_kernel = lambda *key: compiled.append(key) or b"\x7fELF"
 
 launcher = CudaLauncher(torch.device("cuda"))
 assert (launcher.architecture, launcher.limits.shared_bytes) == ("sm_90", 232448)
@@ -34,11 +38,40 @@ x = torch.randn(3, 144)
 for _ in range(2):
     (y,) = linear([matrix], x)
     assert relative_error(y, x.double() @ exact_stored(packed).T) < 6e-5
-assert compiled == [("transform", "sm_90", 16), ("linear", "sm_90", 16)]  # once each
+assert compiled == [("transform", "sm_90", 16), ("linear_bytes_r1_n4", "sm_90", 16)]  # once each
 
-launcher.modules.clear()
+# Two kernels are compiled at the same time, and each once, though two threads want it. New threads have no context.
+both = threading.Barrier(2, timeout=30)
+
+
+def compiled_together(*key: object) -> bytes:
+    compiled.append(key)
+    both.wait()
+    return b"\x7fELF"
+
+
+compiled.clear()
+compiler.cached_kernel = compiled_together
+wanted = [("encode_h8", 16), ("encode_h8", 12)]
+failures: list[object] = []
+threading.excepthook = failures.append
+threads = [threading.Thread(target=launcher.load, args=one) for one in 2 * wanted]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures and sorted(compiled) == [("encode_h8", "sm_90", 12), ("encode_h8", "sm_90", 16)]
+
+compiler.cached_kernel = lambda *key: compiled.append(key) or b"\x7fELF"
+compiler.is_cached = lambda kernel, architecture, L: L == 14
+hints: list[str] = []
+launcher.load_all([*wanted, ("encode_h8", 14), ("encode_h9", 14)], hints.append)
+assert hints == [] and len(compiled) == 4  # all loaded, or in the cache
+launcher.load_all([("encode_h8", 13), ("encode_h9", 13)], hints.append)
+assert hints == ["compiling CUDA kernels for sm_90, once per machine: 2"] and len(compiled) == 6
+
 launcher.functions.clear()
-compiler.cached_unit = lambda *key: b"damaged"
+compiler.cached_kernel = lambda *key: b"damaged"
 try:
     linear([matrix], x)
 except EnvironmentFault as error:

@@ -30,16 +30,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _compile(place: Path, together: int) -> None:
     """In a forked process: ask the cache for a kernel; before compiling, wait until `together` processes compile."""
-    real, me = compiler.compile_unit, str(os.getpid())
+    real, me = compiler.compile_kernel, str(os.getpid())
 
-    def compile_unit(*arguments: str) -> bytes:
+    def compile_kernel(*arguments: str) -> bytes:
         (place / "meeting" / me).touch()
         while len(list((place / "meeting").iterdir())) < together:
             time.sleep(0.01)
         return real(*arguments)
 
-    compiler.compile_unit = compile_unit  # type: ignore[assignment]
-    (place / "results" / me).write_bytes(compiler.cached_unit(*ENTRY))
+    compiler.compile_kernel = compile_kernel  # type: ignore[assignment]
+    (place / "results" / me).write_bytes(compiler.cached_kernel(*ENTRY))
 
 
 def start(cache: Path, together: int = 1) -> BaseProcess:
@@ -99,14 +99,14 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         made.append(random.Random(len(made)).randbytes(100))
         return made[-1]
 
-    monkeypatch.setattr(compiler, "compile_unit", fake)
+    monkeypatch.setattr(compiler, "compile_kernel", fake)
     return made
 
 
 def test_a_file_torn_anywhere_or_with_any_byte_changed_is_compiled_anew(
     cache: Path, counted: list[bytes]
 ) -> None:
-    compiler.cached_unit(*ENTRY)
+    compiler.cached_kernel(*ENTRY)
     (file,) = cache.iterdir()
     generator = random.Random(BASE_SEED)
     good = file.read_bytes()
@@ -119,8 +119,8 @@ def test_a_file_torn_anywhere_or_with_any_byte_changed_is_compiled_anew(
     ]
     for number, damage in enumerate([*torn, *grown, *changed], start=1):
         file.write_bytes(damage)
-        assert compiler.cached_unit(*ENTRY) == counted[number] == only_entry(cache)
-        assert compiler.cached_unit(*ENTRY) == counted[number]
+        assert compiler.cached_kernel(*ENTRY) == counted[number] == only_entry(cache)
+        assert compiler.cached_kernel(*ENTRY) == counted[number]
     assert len(counted) == 1 + 2 * 132 + 3
 
 
@@ -132,14 +132,14 @@ def test_an_interrupt_while_writing_leaves_nothing(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("os.replace", interrupted)
-        compiler.cached_unit(*ENTRY)
+        compiler.cached_kernel(*ENTRY)
     assert list(cache.iterdir()) == []
-    assert compiler.cached_unit(*ENTRY) == counted[1] == only_entry(cache)
+    assert compiler.cached_kernel(*ENTRY) == counted[1] == only_entry(cache)
 
 
 def test_what_a_killed_process_left_is_removed_later(cache: Path, counted: list[bytes]) -> None:
     """Fresh temporary files stay: another process may be writing them."""
-    compiler.cached_unit(*ENTRY)
+    compiler.cached_kernel(*ENTRY)
     (file,) = cache.iterdir()
     old, fresh, foreign = (cache / name for name in (f".{file.stem}-old", f".{file.stem}-new", "other"))
     for path in (old, fresh, foreign):
@@ -147,5 +147,5 @@ def test_what_a_killed_process_left_is_removed_later(cache: Path, counted: list[
     for path in (old, foreign):
         os.utime(path, (time.time() - 7200,) * 2)
     file.write_bytes(b"damaged")
-    compiler.cached_unit(*ENTRY)
+    compiler.cached_kernel(*ENTRY)
     assert sorted(cache.iterdir()) == sorted([file, fresh, foreign])
