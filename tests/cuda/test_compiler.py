@@ -11,7 +11,7 @@ import pytest
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.kernels import compiler, sources
 
-KERNEL = "linear_bytes_r1_n4"
+KERNEL = "linear_bytes_n4"
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_nvrtc_compiles_and_its_log_is_shown(monkeypatch: pytest.MonkeyPatch) ->
         compiler.compile_kernel("transform", "sm_80")
 
 
-@pytest.mark.parametrize("kernel", ["encode_h14", "linear_bytes_r1_n4", "lowrank_columns"])
+@pytest.mark.parametrize("kernel", ["encode_h14", "linear_bytes_n4", "lowrank_columns"])
 def test_a_kernel_is_compiled_without_the_others_of_its_file(kernel: str) -> None:
     code = compiler.compile_kernel(kernel, "sm_90", 12)
     assert set(re.findall(rb"\.text\.(\w+)", code)) == {kernel.encode()}
