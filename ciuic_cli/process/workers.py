@@ -26,6 +26,8 @@ TIMEOUT = timedelta(days=14)
 ENDING = 1.0
 """Seconds between the moment when a process closes its connections and the one when the system knows that it has ended
 (chosen; measured: some milliseconds)."""
+_POLL = 0.02
+"""Seconds between two looks for workers that have not arrived (chosen)."""
 _run_numbers = itertools.count()
 _NOT_STARTED_RIGHT = "start the processes with torchrun; without it, unset TORCHELASTIC_RUN_ID"
 
@@ -161,6 +163,22 @@ def _lives(pid: int) -> bool:
         return False
 
 
+def _wait_for_all(store: dist.Store, size: int) -> None:
+    """Wait until all workers have called this.
+
+    A worker whose leader has refused the run waits here when torchrun ends it by SIGTERM. torch's own waits do not let
+    Python handle a signal, so the worker would stay until torchrun kills it, half a minute later.
+
+    Raises WorkerFault if the leader, where the store is, has ended.
+    """
+    try:
+        store.add("arrived", 1)
+        while store.add("arrived", 0) < size:
+            time.sleep(_POLL)
+    except RuntimeError as error:  # includes torch's DistError
+        raise _stopped() from error
+
+
 @contextmanager
 def join_workers(*, even_alone: bool = False) -> Iterator[Workers]:
     """The group of workers that torchrun started, connected for the time of the block. Without torchrun, one worker.
@@ -184,6 +202,7 @@ def join_workers(*, even_alone: bool = False) -> Iterator[Workers]:
         backend = "cpu:gloo,cuda:nccl"
     # A prefix per run: counters of an earlier run in the same processes must not be continued.
     run = dist.PrefixStore(f"ciuic.{next(_run_numbers)}", store)
+    _wait_for_all(run, size)
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", run), rank=rank, world_size=size, timeout=TIMEOUT
     )
