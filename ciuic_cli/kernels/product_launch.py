@@ -120,9 +120,8 @@ def launch(
         UsageError: too many columns or activations for the kernels' 32-bit numbers.
     """
     width = weights[0].cols_padded
-    max_words = max(
-        2, *(weight.max_words for weight in weights)
-    )  # the ring holds the widest group of every weight
+    # The ring must hold the widest group of every weight.
+    max_words = max(2, *(weight.max_words for weight in weights))
     # With experts every pair may be the first of its expert; without, rows of a batch fill whole fragments.
     count = x.values.shape[0] if pairs is None else pairs.expert.numel()
     repeats = count if pairs is not None else ceil_div(count, kernel.pairs)

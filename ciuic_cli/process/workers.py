@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -26,8 +28,6 @@ TIMEOUT = timedelta(days=14)
 ENDING = 1.0
 """Seconds between the moment when a process closes its connections and the one when the system knows that it has ended
 (chosen; measured: some milliseconds)."""
-_POLL = 0.02
-"""Seconds between two looks for workers that have not arrived (chosen)."""
 _run_numbers = itertools.count()
 _NOT_STARTED_RIGHT = "start the processes with torchrun; without it, unset TORCHELASTIC_RUN_ID"
 
@@ -163,20 +163,23 @@ def _lives(pid: int) -> bool:
         return False
 
 
-def _wait_for_all(store: dist.Store, size: int) -> None:
-    """Wait until all workers have called this.
+def _in_thread(action: Callable[[], Any]) -> Any:
+    """The result of a call, made in another thread.
 
-    A worker whose leader has refused the run waits here when torchrun ends it by SIGTERM. torch's own waits do not let
-    Python handle a signal, so the worker would stay until torchrun kills it, half a minute later.
-
-    Raises WorkerFault if the leader, where the store is, has ended.
+    The workers connect so. torch's waits do not let Python handle a signal: a worker whose leader has refused the run,
+    or has ended before it connected, would not notice the SIGTERM by which torchrun ends it, and stay until torchrun
+    kills it half a minute later. The thread is a daemon's: the process does not wait for it when it ends.
     """
-    try:
-        store.add("arrived", 1)
-        while store.add("arrived", 0) < size:
-            time.sleep(_POLL)
-    except RuntimeError as error:  # includes torch's DistError
-        raise _stopped() from error
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(action())
+        except BaseException as error:  # the caller raises it
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="ciuic-connect", daemon=True).start()
+    return done.result()
 
 
 @contextmanager
@@ -202,9 +205,9 @@ def join_workers(*, even_alone: bool = False) -> Iterator[Workers]:
         backend = "cpu:gloo,cuda:nccl"
     # A prefix per run: counters of an earlier run in the same processes must not be continued.
     run = dist.PrefixStore(f"ciuic.{next(_run_numbers)}", store)
-    _wait_for_all(run, size)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("group", run), rank=rank, world_size=size, timeout=TIMEOUT
+    group = dist.PrefixStore("group", run)
+    _in_thread(
+        lambda: dist.init_process_group(backend, store=group, rank=rank, world_size=size, timeout=TIMEOUT)
     )
     try:
         workers = Workers(rank, size, dist.PrefixStore("work", run))
