@@ -295,13 +295,14 @@ CIUIC_DEVICE void linear(const CiuicLinear& p) {
   if (p.pair_expert) {
     first = block_y();
     const s32 expert = p.pair_expert[first];
-    if (expert < 0 || (u32)expert >= p.experts) {
+    const bool is_missing = expert < 0 || (u32)expert >= p.experts;
+    if (is_missing || (first - lower_bound(p.pair_expert, first, expert)) % Act::PAIRS) {
+      grid_dependency_wait();  // every block waits: the kernel must not end before the transform does
       const u32 row = (block_x() - part.first_block) * CIUIC_TILE + thread_index();
-      if (thread_index() < CIUIC_TILE && row < part.rows)
+      if (is_missing && thread_index() < CIUIC_TILE && row < part.rows)
         store_as(part.y, (u64)(p.pair_y ? (u32)p.pair_y[first] : first) * part.y_stride + row, 0.0f, part.y_type);
       return;
     }
-    if ((first - lower_bound(p.pair_expert, first, expert)) % Act::PAIRS) return;
     count = 1;
     while (count < Act::PAIRS && first + count < p.pairs && p.pair_expert[first + count] == expert) ++count;
     blob += ((const u64*)(part.blob + CIUIC_STACK_OFFSETS))[expert];

@@ -53,8 +53,8 @@ class Launch:
     """Trellis state bits for which the kernel is compiled."""
 
     early: bool = False
-    """Whether it may begin while the kernel before it on the stream ends (programmatic dependent launch, from sm_90
-    on). Such a kernel itself waits for what that one writes."""
+    """True if the kernel may begin while the one before it on the stream ends (programmatic dependent launch, from
+    sm_90 on). It waits itself before it uses what that one writes."""
 
 
 class Launcher(Protocol):

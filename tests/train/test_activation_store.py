@@ -141,7 +141,7 @@ def test_a_changed_tensor_is_another_tensor() -> None:
 @pytest.mark.parametrize("code", [None, BlockCode()])
 @pytest.mark.parametrize("columns", [64, 60])
 def test_an_expanded_tensor_is_kept_once(code: BlockCode | None, columns: int) -> None:
-    """As torch expands the masks of a GPU over all heads. 60 columns are a part of rows with 64."""
+    """On a GPU, torch expands masks over all heads. With 60 columns, rows of 64 are kept in part."""
     wide = torch.randn(2, 1, 32, 64, generator=torch.Generator().manual_seed(0))
     once = wide[..., :columns]
     heads, leaf = once.expand(2, 8, 32, columns), torch.ones(2, 8, 32, columns, requires_grad=True)

@@ -55,7 +55,7 @@ def default_policy(module: nn.Module | None, tensor: torch.Tensor) -> BlockCode 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd keeps: the shared contents, and how this tensor is a view of them.
+    """Autograd keeps this for a saved tensor: the shared contents, and the view of them that the tensor is.
 
     Contents are in the order of memory, with `stride`, or in that of the tensor's own elements, with the shape `once`.
     """
