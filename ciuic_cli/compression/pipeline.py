@@ -35,6 +35,7 @@ from ciuic_cli.process.file_faults import environment_fault
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.numeric_libraries import make_products_reproducible
 from ciuic_cli.process.progress import Progress, no_progress
+from ciuic_cli.process.threads import renew_pool
 from ciuic_cli.process.torch_modes import default_modes
 from ciuic_cli.process.workers import Workers, is_distributed, join_workers
 from ciuic_cli.profiling.account import Account, keeping
@@ -79,6 +80,7 @@ def compress(
         CiuicError: see errors.py; the output is as it was before. A process makes one run at a time.
     """
     make_products_reproducible()
+    renew_pool()
     if not isinstance(model, Checkpoint):
         check_path("model", model)
     checked, started = CompressOptions(**options), time.monotonic()

@@ -1,5 +1,5 @@
 """Threads of torch: `one_thread` and `threads` fix their number for results that depend on it; `parallel_map` and
-`in_order` work on several items at once."""
+`in_order` work on several items at once; `renew_pool` prepares a forked process."""
 
 from __future__ import annotations
 
@@ -37,6 +37,15 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def renew_pool() -> None:
+    """Let torch make its pool of threads now, if this process is a fork whose pool stayed in the parent.
+
+    Otherwise torch makes it when a thread first computes, and if two threads begin at once, as in transformers' loader,
+    one finds no pool: "pool INTERNAL ASSERT FAILED ... Invalid thread pool". Changes no setting.
+    """
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def parallel_map(

@@ -35,6 +35,7 @@ from ciuic_cli.checkpoint.roles import classify
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.process.memory import reuse_activations
+from ciuic_cli.process.threads import renew_pool
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.mixed_classes import adapt_model
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
@@ -105,6 +106,7 @@ class CiuicQuantizer(HfQuantizer):
                 "a ciuic artifact is loaded from its files, not from a state dict",
                 remedy="call from_pretrained with the folder and without state_dict",
             )
+        renew_pool()  # transformers fills the parameters in several threads
         artifact = read_blobs([Path(file) for file in checkpoint_files])
         stack_flat_experts(model)
         expected = model.state_dict()
