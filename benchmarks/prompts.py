@@ -1,6 +1,6 @@
-"""Products with many rows of activations, as prompts have them, against torch's bfloat16 linear in the same run.
+"""Products with many rows of activations, as prompts have them, against torch's linear in the same run and dtype.
 
-    python benchmarks/prompts.py [--threads 2] [--size 2048] [--bits 4] [--rows 1,4,16,64,256,512,2048]
+    python benchmarks/prompts.py [--threads 2] [--size 2048] [--bits 4] [--rows 1,4,16,64,256,512] [--dtype float32]
 
 Our product is the one that a loaded model uses: straight from the codes or by decoded panels, whichever the number of
 rows selects. A second column shows the panels. Rounds take turns; times are lower quartiles, of processor time if there
@@ -32,20 +32,22 @@ def main() -> None:
     parser.add_argument("--bits", type=float, default=4)
     parser.add_argument("--rows", default="1,4,8,16,32,64,128,256,512,1024,2048")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--dtype", default="bfloat16", help="of activations, and of torch's weights")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     clock = time.thread_time if options.threads == 1 else time.perf_counter
     packed = random_matrix(options.size, options.size, options.bits)
     weight = weight_of(torch.frombuffer(bytearray(packed.to_bytes()), dtype=torch.uint8))
-    dense = torch.randn(options.size, options.size).to(torch.bfloat16)
+    dtype = getattr(torch, options.dtype)
+    dense = torch.randn(options.size, options.size).to(dtype)
     print(
         f"{options.size} x {options.size}, {options.bits} bits, {options.threads} threads, "
         f"kernels {native.cpu_kernels()}\n"
     )
-    print("| rows of activations | ours ms | panels ms | torch bf16 ms | of torch's speed |")
+    print(f"| rows of activations | ours ms | panels ms | torch {options.dtype} ms | of torch's speed |")
     print("|---|---|---|---|---|")
     for rows in map(int, options.rows.split(",")):
-        x = torch.randn(rows, options.size).to(torch.bfloat16)
+        x = torch.randn(rows, options.size).to(dtype)
         actions = (
             partial(weight.product, x),
             partial(product, weight.matrix, x, small_batch=0),

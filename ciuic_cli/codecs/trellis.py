@@ -286,20 +286,21 @@ class Factor:
         x: torch.Tensor,
         out_dtype: torch.dtype = torch.float32,
         *,
-        precise: bool | None = None,
+        exact: bool | None = None,
         threads: int | None = None,
     ) -> torch.Tensor:
         """y = (x * input_factors) W^T + bias straight from the codes.
 
         Activations are transformed and rounded per block of 256 inputs; the rest is exact but for float32 sums of
         blocks. On Gaussian activations the relative error against the product with the decoded matrix is 5e-5 with 15
-        bits and 6e-3 with int8. (The error of 4-bit weights is 7e-2.) int8 takes two thirds of the time for one row.
-        With AMX, 40 and more rows of activations are multiplied in bfloat16 unless `precise`: 3e-3.
+        bits and 6e-3 with int8. (The error of 4-bit weights is 7e-2.) With AMX, 40 and more rows of activations are
+        multiplied in bfloat16 unless `exact`: 3e-3.
 
         Args:
             x: float [..., cols], CPU, in the original basis.
-            precise: round activations to 15 bits for every row group; otherwise to int8 for groups of up to 4 bits per
-                weight. Default: True unless x is float16 or bfloat16.
+            exact: as exact as a float32 product (3e-7): activations are two numbers of 15 bits each, the second one
+                what rounding left of the first. Otherwise activations are rounded to int8 for row groups of up to 4
+                bits per weight, and to 15 bits for the others. Default: True unless x is float16 or bfloat16.
             threads: default torch.get_num_threads(). The result does not depend on it. But for products in bfloat16,
                 it does not depend on the instruction set either.
 
@@ -312,8 +313,8 @@ class Factor:
         shape = x.shape
         if not shape or shape[-1] != self.cols:
             raise UsageError(f"expected activations of shape [..., {self.cols}], got {tuple(shape)}")
-        if precise is None:
-            precise = is_precise(x.dtype)
+        if exact is None:
+            exact = is_exact(x.dtype)
         x_bf16, y_bf16 = x.dtype == torch.bfloat16, out_dtype == torch.bfloat16
         if not x_bf16 and x.dtype != torch.float32:
             x = x.to(torch.float32)
@@ -329,15 +330,15 @@ class Factor:
             batch,
             y.data_ptr(),
             y_bf16,
-            precise,
+            exact,
             threads or torch.get_num_threads(),
         )
         native.check(status, "multiplying")
         return y if y.dtype == out_dtype else y.to(out_dtype)
 
 
-def is_precise(dtype: torch.dtype) -> bool:
-    """True if products round activations of this dtype to 15 bits for every row group. 16-bit floats may get int8."""
+def is_exact(dtype: torch.dtype) -> bool:
+    """Whether products with activations of this dtype are as exact as in float32. 16-bit floats are rounded."""
     return dtype not in (torch.bfloat16, torch.float16)
 
 
@@ -347,11 +348,11 @@ def matmul(
     out_dtype: torch.dtype = torch.float32,
     *,
     order: torch.Tensor | None = None,
-    precise: bool | None = None,
+    exact: bool | None = None,
     threads: int | None = None,
 ) -> torch.Tensor:
     """One product with a matrix that is not multiplied again; see `Factor`."""
-    return Factor(packed, order=order).multiply(x, out_dtype, precise=precise, threads=threads)
+    return Factor(packed, order=order).multiply(x, out_dtype, exact=exact, threads=threads)
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:

@@ -2,8 +2,8 @@
 //
 // A row is quantized in blocks of 256 columns: x = scale * value. There are two integer precisions. int8 serves row groups
 // of up to 4 bits per weight, whose own error is ten times larger. 15-bit values serve the others: up to 16383 in
-// magnitude, a sum of 256 products with levels fits an int32. Matrix units multiply many rows faster in bfloat16, for any
-// number of bits.
+// magnitude, a sum of 256 products with levels fits an int32. Activations in float32 are two rows of 15 bits: the second has
+// what the first one's rounding left. Matrix units multiply many rows faster in bfloat16, for any number of bits.
 //
 // The integer kernels multiply values by sums of hash bytes, which are levels + 510. So their integer sums start from `offset`,
 // -510 times the sum of the block's values.
@@ -21,11 +21,15 @@ enum Precision { kInt8 = 0, kInt15 = 1, kBfloat16 = 2 };
 constexpr Precision kPrecisions[] = {kInt8, kInt15, kBfloat16};
 static constexpr float largest_activation(Precision precision) { return precision == kInt8 ? 127.0f : 16383.0f; }
 
-// How a product is computed: from the fewest bits per activation, from 15 bits for all row groups, or in bfloat16.
-enum Mode { kFast, kPrecise, kInBfloat16 };
+// How a product is computed: from the fewest bits per activation, as exactly as in float32, from 15 bits for all row groups,
+// or in bfloat16.
+enum Mode { kFast, kExact, kIn15Bits, kInBfloat16 };
 static constexpr Precision precision_for(int half_bits, Mode mode) {
-  return mode == kInBfloat16 ? kBfloat16 : mode == kPrecise || half_bits > 8 ? kInt15 : kInt8;
+  return mode == kInBfloat16 ? kBfloat16 : mode != kFast || half_bits > 8 ? kInt15 : kInt8;
 }
+
+// Quantized rows per row of activations.
+static constexpr long quantized_rows(Mode mode) { return mode == kExact ? 2 : 1; }
 
 // Signed bytes per value: value = low + 256 high, and int8 has no high byte.
 static constexpr int byte_planes(Precision precision) { return precision == kInt15 ? 2 : 1; }

@@ -105,15 +105,15 @@ int ciuic_decode_rows(const uint8_t* codes, const int64_t* group_offset, const u
   return CIUIC_OK;
 }
 
-int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batch, void* y, int y_bf16, int precise,
+int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batch, void* y, int y_bf16, int exact,
                  int threads) {
   using namespace ciuic;
   if (matrix == nullptr || x == nullptr || y == nullptr || batch < 1 || threads < 1) return CIUIC_BAD_ARGUMENT;
   const int status = check_product_matrix(*matrix);
   if (status != CIUIC_OK) return status;
   const long groups = output_groups(*matrix), cols = matrix->cols, cols_in = matrix->cols_in;
-  const Mode in_more_bits = kernels().bfloat16 ? kInBfloat16 : kPrecise;
-  const Mode mode = precise != 0 ? kPrecise : batch >= kFewestRowsInMoreBits ? in_more_bits : kFast;
+  const Mode in_more_bits = kernels().bfloat16 ? kInBfloat16 : kIn15Bits;
+  const Mode mode = exact != 0 ? kExact : batch >= kFewestRowsInMoreBits ? in_more_bits : kFast;
   Precisions precisions;
   precisions.add(*matrix, mode);
   const int threads_used = groups * kTile * cols < kWeightsWorthThreads ? 1 : threads;
@@ -125,7 +125,7 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
   const long most = reorder ? std::max(kReorderedBytes / row_bytes, kBandRows) : batch;
   const long together = std::min({batch, most, kMaxBatchTogether});
   const int preparers = static_cast<int>(std::min<long>(threads_used, together));
-  const PreparedLayout layout(precisions, cols, together);
+  const PreparedLayout layout(precisions, mode, cols, together);
   const long floats = (1 + preparers) * cols;  // the signs, rows of x
   Scratch scratch(Scratch::bytes_of<float>(floats) + Scratch::bytes_of<uint8_t>(layout.bytes) +
                   Scratch::bytes_of<uint8_t>(row_bytes * together) + Scratch::bytes_of<int32_t>(reordered) +
@@ -146,7 +146,7 @@ int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batc
     }
   }
   kernels().fill_signs(signs, cols, matrix->seed);
-  const long per_item = groups_per_item(groups, threads_used, batch);
+  const long per_item = groups_per_item(groups, threads_used, quantized_rows(mode) * batch);
   for (long begin = 0; begin < batch; begin += together) {
     const long count = std::min(batch - begin, together);
     parallel_for(preparers, preparers, [&](long item) {

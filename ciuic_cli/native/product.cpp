@@ -39,7 +39,9 @@ class Groups {
     return count_ != 0;
   }
 
-  // The sums of the groups' rows for `batch` rows of activations: per group, batch x 16.
+  int count() const { return count_; }
+
+  // The sums of the groups' rows for `batch` quantized rows: per group, batch x 16.
   void multiply(const Activations& activations, long first_row, long batch, float* sums) {
     RowGroup coded[kMaxGroupsTogether];
     int count = 0;
@@ -95,6 +97,17 @@ class Groups {
   float factors_[kMaxGroupsTogether][kTile];
 };
 
+// Leaves in `row` what its quantization lost.
+void subtract_quantized(const QuantizedRow& quantized, long cols, float* row) {
+  for (long j = 0; j < cols; ++j) row[j] -= quantized.scale(j / kActivationBlock) * quantized.value[j];
+}
+
+// Adds each row's second sums to its first, for `groups` groups of 2 x batch sums of kTile; they become batch x kTile each.
+void add_remainders(float* sums, long groups, long batch) {
+  for (long row = 0; row < groups * batch; ++row)
+    for (long r = 0; r < kTile; ++r) sums[kTile * row + r] = sums[kTile * 2 * row + r] + sums[kTile * (2 * row + 1) + r];
+}
+
 // One row in the order of the results. Reads from any place and writes eight bytes at a time: processors load from more
 // places per cycle than they store to.
 template <typename Value>
@@ -134,9 +147,11 @@ void Precisions::add(const CiuicMatrix& matrix, Mode mode) {
     if (matrix.row_bits[g] != 0) needed[precision_for(ciuic_half_bits_of(matrix.row_bits[g]), mode)] = true;
 }
 
-PreparedLayout::PreparedLayout(const Precisions& wanted, long cols, long batch) : precisions(wanted), bytes(0) {
+PreparedLayout::PreparedLayout(const Precisions& wanted, Mode mode, long cols, long batch)
+    : precisions(wanted), rows_each(quantized_rows(mode)), bytes(0) {
+  const long rows = rows_each * batch;
   for (const Precision precision : kPrecisions) {
-    layout[precision] = activation_layout(cols, precision, batch, batch <= kernels().byte_rows);
+    layout[precision] = activation_layout(cols, precision, rows, rows <= kernels().byte_rows);
     offset[precision] = bytes;
     if (precisions.needed[precision]) bytes += layout[precision].size;
   }
@@ -148,9 +163,14 @@ void prepare_row(const CiuicMatrix& matrix, const float* signs, float* row, cons
     for (long j = 0; j < matrix.cols_in; ++j) row[j] *= matrix.input_factors[j];
   std::memset(row + matrix.cols_in, 0, sizeof(float) * (matrix.cols - matrix.cols_in));
   kernels().hadamard_row(row, matrix.cols, matrix.log2_block, signs, 0);
-  for (const Precision precision : kPrecisions)
-    if (layout.precisions.needed[precision])
-      kernels().quantize_row(row, layout.at(precision, prepared), b);
+  for (const Precision precision : kPrecisions) {
+    if (!layout.precisions.needed[precision]) continue;
+    const Activations activations = layout.at(precision, prepared);
+    for (long r = layout.rows_each * b; r < layout.rows_each * (b + 1); ++r) {
+      kernels().quantize_row(row, activations, r);
+      if (layout.rows_each > 1) subtract_quantized(quantized_row(activations, r), matrix.cols, row);
+    }
+  }
 }
 
 void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout& layout, uint8_t* prepared, long batch,
@@ -159,9 +179,10 @@ void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout&
   alignas(64) float sums[kMaxGroupsTogether * kMaxBatchTogether * kTile];
   for (const Precision precision : kPrecisions)
     for (Groups groups(matrix, mode, precision, first, last); groups.next(k.groups_together);)
-      for (long begin = 0; begin < batch; begin += k.batch_together) {
-        const long count = std::min(batch - begin, k.batch_together);
-        groups.multiply(layout.at(precision, prepared), begin, count, sums);
+      for (long begin = 0, each = layout.rows_each; begin < batch; begin += k.batch_together / each) {
+        const long count = std::min(batch - begin, k.batch_together / each);
+        groups.multiply(layout.at(precision, prepared), each * begin, each * count, sums);
+        if (each > 1) add_remainders(sums, groups.count(), count);
         groups.store(output, begin, count, sums);
       }
 }
@@ -176,13 +197,13 @@ void put_in_order(const int32_t* position, long columns, const uint8_t* stored, 
                      static_cast<uint32_t*>(output.y) + to);
 }
 
-long groups_per_item(long groups, int threads, long batch) {
+long groups_per_item(long groups, int threads, long quantized) {
   const long evenly = std::min<long>(1 + groups / (kItemsPerThread * threads), kMaxGroupsPerItem);
   const long together = kernels().groups_together, items = (groups + together - 1) / together;
-  if (together == 1 || batch <= 2) return evenly;
-  if (batch > kFewRows && items % threads == 0) return together;
+  if (together == 1 || quantized <= 2) return evenly;
+  if (quantized > kFewRows && items % threads == 0) return together;
   if (evenly > together) return evenly - evenly % together;
-  return batch <= kFewRows ? evenly + evenly % 2 : evenly <= together / 2 ? together / 2 : together;
+  return quantized <= kFewRows ? evenly + evenly % 2 : evenly <= together / 2 ? together / 2 : together;
 }
 
 }  // namespace ciuic

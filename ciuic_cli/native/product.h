@@ -21,13 +21,14 @@ struct Precisions {
   void add(const CiuicMatrix& matrix, Mode mode);
 };
 
-// Where the `batch` prepared rows of one input lie: all rows at one precision after another.
+// Where the prepared rows of one input of `batch` rows lie: all rows at one precision after another.
 struct PreparedLayout {
   Precisions precisions;
+  long rows_each;  // quantized rows per row of the input
   ActivationLayout layout[3];
   size_t offset[3], bytes;
 
-  PreparedLayout(const Precisions& wanted, long cols, long batch);
+  PreparedLayout(const Precisions& wanted, Mode mode, long cols, long batch);
 
   Activations at(Precision precision, uint8_t* prepared) const { return {layout[precision], prepared + offset[precision]}; }
 };
@@ -47,7 +48,7 @@ struct Output {
   long first_row;
 };
 
-// y of the row groups first .. last - 1, for the first `batch` prepared rows; the bias is added.
+// y of the row groups first .. last - 1, for the first `batch` rows of the input; the bias is added.
 void multiply_groups(const CiuicMatrix& matrix, Mode mode, const PreparedLayout& layout, uint8_t* prepared,
                      long batch, long first, long last, const Output& output);
 
@@ -67,8 +68,8 @@ inline long output_groups(const CiuicMatrix& matrix) { return (matrix.rows_out +
 
 // Row groups per work item, so that threads finish at about the same time. Neighbouring groups stay together to avoid
 // false sharing: if the stored rows are sorted, neighbouring elements of y come from groups that are near each other.
-// With several rows of activations, an item fills the kernel's calls: it is even, or a multiple of `groups_together`.
-long groups_per_item(long groups, int threads, long batch);
+// With several quantized rows, an item fills the kernel's calls: it is even, or a multiple of `groups_together`.
+long groups_per_item(long groups, int threads, long quantized);
 
 // A stage of fewer weights runs on one thread: waking other threads takes about as long as multiplying this many. No
 // measurement is on record.

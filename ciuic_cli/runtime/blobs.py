@@ -23,13 +23,14 @@ from ciuic_cli.runtime.weights import PlainStack, PlainWeight, SmallBatch, Stack
 
 Value = TypeVar("Value", Weight, Stack)
 
-CPU_SMALL_BATCH = {"amx": 48, "avx512vnni": 48, "avx2": 24, "portable": 12}
-"""By native kernels: the most rows of x for which multiplying from the codes beat decoded panels (measured with one
-thread, a 4096 x 4096 matrix and 4 bits per weight)."""
-
-CPU_SMALL_BATCH_BFLOAT16 = {"amx": 512, "avx512vnni": sys.maxsize, "avx2": sys.maxsize}
-"""The same for x in bfloat16, where it differs (docs/experiments/runtime/matrix-units.md and many-rows.md): without AMX
-no number of rows is too large."""
+CPU_SMALL_BATCH = {
+    "amx": SmallBatch(bfloat16=512, float16=48, float32=40),
+    "avx512vnni": SmallBatch(bfloat16=sys.maxsize, float16=48, float32=48),
+    "avx2": SmallBatch(bfloat16=sys.maxsize, float16=24, float32=14),
+    "portable": SmallBatch(bfloat16=12, float16=12, float32=8),
+}
+"""By native kernels: the most rows of x for which multiplying from the codes beat decoded panels, with one thread and 4
+bits per weight (docs/experiments/runtime/matrix-units.md, many-rows.md and exact-products.md)."""
 
 _WEIGHT, _STACK = "weight", "experts"
 """Names in messages about damaged blobs."""
@@ -60,9 +61,7 @@ def _cpu_stack(blob: torch.Tensor) -> Stack:
 
 def small_batch() -> SmallBatch:
     """The most rows of x that the CPU's kernels multiply straight from the codes."""
-    kernels = native.cpu_kernels()
-    most = CPU_SMALL_BATCH[kernels]
-    return SmallBatch(bfloat16=CPU_SMALL_BATCH_BFLOAT16.get(kernels, most), others=most)
+    return CPU_SMALL_BATCH[native.cpu_kernels()]
 
 
 def _cuda_weight(blob: torch.Tensor) -> Weight:

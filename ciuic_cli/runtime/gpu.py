@@ -17,7 +17,7 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.runtime import products
 from ciuic_cli.runtime.weights import PlainStack, SmallBatch, Stack, Weight
 
-_ANY_BATCH = SmallBatch(sys.maxsize, sys.maxsize)
+_ANY_BATCH = SmallBatch(sys.maxsize, sys.maxsize, sys.maxsize)
 """The kernels' product is the faster one for any batch: it chooses between codes and decoded rows itself."""
 
 

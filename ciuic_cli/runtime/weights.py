@@ -43,10 +43,13 @@ class SmallBatch(NamedTuple):
     """The most rows of x that are multiplied straight from the codes, by the dtype of x."""
 
     bfloat16: int = products.SMALL_BATCH
-    others: int = products.SMALL_BATCH
+    float16: int = products.SMALL_BATCH
+    float32: int = products.SMALL_BATCH
 
     def of(self, dtype: torch.dtype) -> int:
-        return self.bfloat16 if dtype == torch.bfloat16 else self.others
+        if dtype == torch.bfloat16:
+            return self.bfloat16
+        return self.float16 if dtype == torch.float16 else self.float32
 
 
 SMALL_BATCH = SmallBatch()
@@ -93,11 +96,7 @@ class PlainStack:
     def product(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         tokens, k = ids.shape
         rows = self.experts[0].rows
-        # Products from the codes round activations to 15 bits. In float32 an expert with few of many tokens is as exact
-        # as the layer's linears, which get all tokens and are multiplied from decoded rows.
         small_batch = self.small_batch.of(x.dtype)
-        if x.dtype == torch.float32 and tokens > small_batch:
-            small_batch = 0
         y = torch.zeros((tokens * k, rows), dtype=x.dtype, device=x.device)
         flat = ids.reshape(-1)
         order = torch.argsort(flat, stable=True)

@@ -68,22 +68,22 @@ def test_each_row_equals_its_product_alone(rows: int) -> None:
     """In 15 bits: products in bfloat16 differ by their rounding."""
     matrix = random_matrix(75, 530, [4, 0, 3, 8, 2])
     x = gaussian(rows, 530)
-    y = trellis.matmul(matrix, x, precise=True)
+    y = trellis.matmul(matrix, x, exact=True)
     for row in (0, 8, rows - 1):
-        assert torch.equal(y[row], trellis.matmul(matrix, x[row], precise=True))
+        assert torch.equal(y[row], trellis.matmul(matrix, x[row], exact=True))
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("precise", [False, True])
-def test_largest_activations_do_not_overflow(bits: float, precise: bool) -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_largest_activations_do_not_overflow(bits: float, exact: bool) -> None:
     """The transform of a single one has the same magnitude everywhere, so all of its values are the largest."""
     matrix = random_matrix(48, 512, bits)
     x = torch.eye(512)[torch.arange(0, 512, 17)]
     dense = exact_stored(matrix)
     for some in (x, x[:9], -x):
-        y = trellis.matmul(matrix, some, precise=precise)
+        y = trellis.matmul(matrix, some, exact=exact)
         assert relative_error(y, some.double() @ dense.T) < 1e-4
-        assert torch.equal(y[8], trellis.matmul(matrix, some[8], precise=precise))
+        assert torch.equal(y[8], trellis.matmul(matrix, some[8], exact=exact))
 
 
 def test_rows_do_not_depend_on_each_other_or_on_threads() -> None:

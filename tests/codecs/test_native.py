@@ -34,8 +34,8 @@ for L in (12, 13, 14, 16):
         matrix = random_matrix(50, 600, bits, L=L)
         digest.update(trellis.decode(matrix).numpy().tobytes())
         digest.update(trellis.decode(matrix, out_dtype=torch.bfloat16).view(torch.int16).numpy().tobytes())
-        for batch, precise in ((1, False), (3, False), (17, False), (39, False), (1, True), (5, True), (60, True)):
-            product = trellis.matmul(matrix, gaussian(batch, 600, 3), precise=precise)
+        for batch, exact in ((1, False), (3, False), (17, False), (39, False), (1, True), (5, True), (60, True)):
+            product = trellis.matmul(matrix, gaussian(batch, 600, 3), exact=exact)
             digest.update(product.numpy().tobytes())
 for cols in (16, 48, 96, 4096):
     digest.update(transform.transform(gaussian(3, cols, 4)).numpy().tobytes())

@@ -15,7 +15,6 @@ from ciuic_cli import read_tensor
 from ciuic_cli.artifact.reader import open_artifact
 from ciuic_cli.compression.pipeline import compress
 from ciuic_cli.errors import TargetError
-from ciuic_cli.runtime import blobs
 
 IMAGE_TOKEN = 260
 """`image_token_id` of the tiny models."""
@@ -53,9 +52,7 @@ def _logits(model: Any, family: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("family", IMAGES)
-def test_text_and_images_as_the_dense_model_with_the_decoded_weights(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_and_images_as_the_dense_model_with_the_decoded_weights(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForImageTextToText
 
     source, out, report = _compressed(family, tmp_path)
@@ -70,14 +67,8 @@ def test_text_and_images_as_the_dense_model_with_the_decoded_weights(
     expected = _logits(dense, family)
     assert float((expected - blind).abs().max()) > 0  # the decoded weights are others than the original's
 
-    def difference_of(compressed: Any) -> float:
-        return float((_logits(compressed, family) - expected).abs().max() / expected.std())
-
-    # Products of few rows straight from the codes round activations to 15 bits.
-    assert difference_of(model) < 2e-3
-    monkeypatch.setattr(blobs, "CPU_SMALL_BATCH", dict.fromkeys(blobs.CPU_SMALL_BATCH, 0))
-    exact = AutoModelForImageTextToText.from_pretrained(out, dtype=torch.float32)
-    assert difference_of(exact) < 1e-5
+    difference = float((_logits(model, family) - expected).abs().max() / expected.std())
+    assert difference < 1e-4
     stored = load_file(out / "model.safetensors")
     original = load_file(source / "model.safetensors")
     towers = [row for row in report.components if row.role == "tower"]

@@ -18,10 +18,8 @@ from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
 
 from ciuic_cli import load
-from ciuic_cli.codecs import native
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.report.inspection import describe
-from ciuic_cli.runtime import blobs
 from ciuic_cli.runtime.experts import CompressedExperts
 from ciuic_cli.runtime.modules import CompressedEmbedding, CompressedLinear
 from ciuic_cli.runtime.routing import MASKED_SCORE
@@ -41,13 +39,6 @@ def test_logits_are_those_of_the_decoded_model(
     built = artifact(family, rank=5)
     dense = built.dense_model()
     expected = dense(prompt).logits
-    model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
-    ours = model(prompt).logits
-    # Products straight from the codes quantize the activations. This flips some choices of routers and indexers, which
-    # changes single tokens by any amount, so the median decides.
-    by_token = (ours - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert by_token.median() < 1e-3
-    monkeypatch.setitem(blobs.CPU_SMALL_BATCH, native.cpu_kernels(), 0)
     model = AutoModelForCausalLM.from_pretrained(built.folder, dtype=torch.float32)
     assert relative_error(model(prompt).logits, expected) < 5e-5  # only the order of sums differs
 

@@ -12,7 +12,6 @@ import torch
 
 import ciuic_cli
 from ciuic_cli.errors import UsageError
-from ciuic_cli.runtime import blobs
 
 peft = pytest.importorskip("peft")
 
@@ -39,18 +38,11 @@ def adapted(folder: Path, **options: Any) -> Any:
     return model.eval()
 
 
-@pytest.fixture
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes panels for any number of rows: products from codes round activations to 15 bits (5e-5)."""
-    monkeypatch.setattr(blobs, "CPU_SMALL_BATCH", dict.fromkeys(blobs.CPU_SMALL_BATCH, 0))
-
-
 def logits(model: Any, prompt: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         return model(input_ids=prompt).logits.float()
 
 
-@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize(
     "options",
     [

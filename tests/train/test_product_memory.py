@@ -75,7 +75,7 @@ def test_planned_bytes_are_those_of_the_allocator(
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: is_fast)
     packed = matrix(rows, cols, **{"is_sorted": False, "scaled": False, "rank": 0, **parts})
     compressed, kind = CpuMatrix(packed), MatrixKind.of(packed.header)
-    weight = PlainWeight(compressed, SmallBatch(48, 48))
+    weight = PlainWeight(compressed, SmallBatch(48, 48, 48))
     x, grad = torch.randn(batch, cols, dtype=dtype), torch.randn(batch, rows, dtype=dtype)
     forward = peak_bytes(lambda: weight.product(x))
     # oneDNN takes up to 160 kB for a bfloat16 product, by its shape, and with AMX memory like that of a panel.

@@ -47,7 +47,7 @@ void add_products(Program& program, std::vector<int>& sign_owners, int first, in
       ++input;
     if (input == static_cast<int>(program.inputs.size()))
       program.inputs.push_back({step.in, step.matrix, signs_for(program, sign_owners, step.matrix), {}});
-    for (const Mode mode : {kFast, kPrecise}) program.inputs[input].precisions[mode].add(matrix, mode);
+    for (const Mode mode : {kFast, kExact}) program.inputs[input].precisions[mode].add(matrix, mode);
     program.products.push_back({step.matrix, input, step.out});
   }
   program.stages.push_back({Stage::kPrepare, first_input, static_cast<int>(program.inputs.size())});
@@ -192,7 +192,7 @@ int ciuic_program_create(const CiuicMatrix* matrices, int matrix_count, const Ci
 void ciuic_program_free(void* program) { delete static_cast<ciuic::Program*>(program); }
 
 int ciuic_program_run(const void* program, void* const* arguments, int argument_count, const CiuicCaches* caches, long rows,
-                      int bf16, int precise, int threads) {
+                      int bf16, int exact, int threads) {
   using namespace ciuic;
   if (program == nullptr || rows < 1 || threads < 1) return CIUIC_BAD_ARGUMENT;
   const Program& known = *static_cast<const Program*>(program);
@@ -200,7 +200,7 @@ int ciuic_program_run(const void* program, void* const* arguments, int argument_
       !valid_caches(known, caches))
     return CIUIC_BAD_ARGUMENT;
   try {
-    return run_program(known, arguments, caches, rows, bf16 != 0, precise != 0 ? kPrecise : kFast, threads);
+    return run_program(known, arguments, caches, rows, bf16 != 0, exact != 0 ? kExact : kFast, threads);
   } catch (const std::bad_alloc&) {
     return CIUIC_NO_MEMORY;
   }

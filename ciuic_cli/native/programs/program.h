@@ -15,7 +15,7 @@ struct Input {
   int buffer;
   int matrix;  // one of the matrices that want it so
   int signs;   // number of the sign array
-  Precisions precisions[2];  // by mode: what its products read
+  Precisions precisions[2];  // in kFast and kExact: what its products read
 };
 
 // The work of the team of threads between two barriers.

@@ -61,7 +61,7 @@ class Run {
       size_t bytes = 0;
       for (int i = stage.first; i < stage.last; ++i) {
         const Input& input = program_.inputs[i];
-        layouts_.emplace_back(input.precisions[mode_], program_.matrices[input.matrix].cols, rows_);
+        layouts_.emplace_back(input.precisions[mode_], mode_, program_.matrices[input.matrix].cols, rows_);
         prepared_begin_.push_back(bytes);
         bytes += (layouts_.back().bytes + 63) / 64 * 64;
       }
@@ -108,7 +108,7 @@ class Run {
     if (stage.kind == Stage::kPrepare) return stage.last - stage.first;
     if (stage.kind == Stage::kAttend) return rows_ * ranges() * program_.steps[stage.first].heads;
     long total = 0;
-    const long per_item = groups_per_item(stage_groups(stage), threads_, rows_);
+    const long per_item = groups_per_item(stage_groups(stage), threads_, quantized_rows(mode_) * rows_);
     for (int p = stage.first; p < stage.last; ++p) total += product_items(p, per_item);
     return total;
   }
@@ -144,7 +144,7 @@ class Run {
         merge(program_.steps[stage.first]);
         break;
       case Stage::kMultiply: {
-        const long per_item = groups_per_item(stage_groups(stage), threads_, rows_);
+        const long per_item = groups_per_item(stage_groups(stage), threads_, quantized_rows(mode_) * rows_);
         int product = stage.first;
         while (item >= product_items(product, per_item)) item -= product_items(product++, per_item);
         multiply(program_.products[product], per_item * item, per_item * (item + 1));

@@ -50,7 +50,7 @@ STEPS = "_ciuic_steps"
 """The attribute of a layer and of the module that calls it, for steps of all layers (`step.py`)."""
 
 TRIAL_TOLERANCE = 2e-3
-"""Largest relative difference between the trial's two results. 15-bit activations cause 1e-4, a missing term 1e-1."""
+"""Largest relative difference between the trial's two results. Rounded activations cause 1e-4, a missing term 1e-1."""
 
 _TRIAL_CONTEXT = 6
 """Cached tokens of the trial: enough for scores and rotary embedding to matter."""

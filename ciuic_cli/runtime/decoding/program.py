@@ -15,7 +15,7 @@ from enum import IntEnum
 import torch
 
 from ciuic_cli.codecs import native
-from ciuic_cli.codecs.trellis import Factor, is_precise
+from ciuic_cli.codecs.trellis import Factor, is_exact
 
 MAX_ARGUMENTS = 8
 """Arrays of the caller that a program may use; more than any program here needs."""
@@ -195,7 +195,7 @@ class Program:
             None if caches is None else ctypes.byref(caches),
             rows,
             dtype == torch.bfloat16,
-            is_precise(dtype),
+            is_exact(dtype),
             threads or torch.get_num_threads(),
         )
         if status:

@@ -63,10 +63,6 @@ class Codes:
             return ops.linear(x, self.blob, rows)
         flat = x.reshape(-1, x.shape[-1])
         assert self.expert is not None
-        if len(flat) > 1 and x.dtype == torch.float32 and not (x.requires_grad and torch.is_grad_enabled()):
-            # As exact as float32: products from the codes round activations to 15 bits (see `PlainStack.product`).
-            y = products.product(self.matrices()[0], flat, small_batch=0)
-            return y.reshape(*x.shape[:-1], rows)
         ids = torch.full((len(flat), 1), self.expert, device=x.device)
         return ops.routed_linear(flat, self.blob, ids, rows).reshape(*x.shape[:-1], rows)
 

@@ -219,10 +219,10 @@ class Kernels:
             np.testing.assert_array_equal(out, decoded[chosen])
 
     def matmul(self, matrix: PackedMatrix, decoded: Array) -> None:
-        exact = np.random.default_rng(1)
-        for batch, half_in, half_out, precise in itertools.product((1, 2, 5, 9), (0, 1), (0, 1), (0, 1)):
+        numbers = np.random.default_rng(1)
+        for batch, half_in, half_out, exact in itertools.product((1, 2, 5, 9), (0, 1), (0, 1), (0, 1)):
             kind = self.random.choice(("gaussian", "gaussian", "zero", "largest", "smallest", "mixed"))
-            x = torch.from_numpy(exact.standard_normal((batch, matrix.cols)).astype(np.float32))
+            x = torch.from_numpy(numbers.standard_normal((batch, matrix.cols)).astype(np.float32))
             x = {
                 "gaussian": x,
                 "zero": 0 * x,
@@ -232,7 +232,7 @@ class Kernels:
             }[kind]
             given = x.to(torch.bfloat16).view(torch.int16).numpy() if half_in else x.numpy()
             y = self.guarded.empty((batch, matrix.rows), np.uint16 if half_out else np.float32)
-            order = exact.permutation(matrix.rows).astype(np.int32) if self.random.random() < 0.5 else None
+            order = numbers.permutation(matrix.rows).astype(np.int32) if self.random.random() < 0.5 else None
             order_in_place = None if order is None else self.guarded.copy(order)
             arrays, (rows, cols, L) = self.packed[:4], self.packed[4:]
             factor = native.CiuicMatrix(
@@ -242,7 +242,7 @@ class Kernels:
             )  # fmt: skip
             self.call(
                 "ciuic_matmul", ctypes.addressof(factor), self.guarded.copy(given), half_in, batch, y, half_out,
-                precise, self.random.choice(THREADS),
+                exact, self.random.choice(THREADS),
             )  # fmt: skip
             stored = y if order is None else y[:, order]
             signed = torch.from_numpy(stored.view(np.int16) if half_out else stored)
@@ -253,11 +253,11 @@ class Kernels:
                     x.to(torch.bfloat16).float() if half_in else x, matrix.header.seed
                 ).double()
                 weights = torch.from_numpy(decoded).double()
-                limit = (2e-4 if precise else 3e-2) + (4e-3 if half_out else 0)
+                limit = (2e-6 if exact else 3e-2) + (4e-3 if half_out else 0)
                 size = inputs.norm(dim=1, keepdim=True) * weights.norm(dim=1)
                 assert bool(((found.double() - inputs @ weights.T).abs() <= limit * size).all()), (
                     batch,
-                    precise,
+                    exact,
                 )
             elif kind == "zero":
                 assert not found.any()

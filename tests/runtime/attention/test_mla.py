@@ -13,20 +13,14 @@ from packed_weights import pack, relative_error
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
-from ciuic_cli.codecs import native, trellis
+from ciuic_cli.codecs import trellis
 from ciuic_cli.evaluation.bench_process import cache_keyword
-from ciuic_cli.runtime import blobs, ops
+from ciuic_cli.runtime import ops
 from ciuic_cli.runtime.attention import mla, mla_products
 from ciuic_cli.runtime.attention.mla import LatentAttention
 from ciuic_cli.runtime.matrices import CpuMatrix
 
 FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
-
-
-@pytest.fixture
-def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products with decoded float32 weights, so that a router or an indexer chooses as the dense model's does."""
-    monkeypatch.setitem(blobs.CPU_SMALL_BATCH, native.cpu_kernels(), 0)
 
 
 @pytest.fixture
@@ -167,7 +161,6 @@ def pair(artifact: Callable[..., Any]) -> Callable[..., tuple[Any, Any]]:
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_a_padded_batch(
@@ -199,7 +192,6 @@ def test_decoding_a_padded_batch(
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("exact_products")
 @pytest.mark.parametrize(
     "options",
     [
@@ -222,7 +214,6 @@ def test_generate(
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("exact_products")
 def test_static_cache_by_hand(pair: Callable[..., tuple[Any, Any]], prompt: torch.Tensor) -> None:
     dense, model = pair("deepseek_v3")
     found = []
@@ -242,7 +233,7 @@ def test_attention_weights_of_eager(pair: Callable[..., tuple[Any, Any]], prompt
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("exact_products", "always_absorbed")
+@pytest.mark.usefixtures("always_absorbed")
 @pytest.mark.parametrize("wrapped", ["hook", "adapter"])
 def test_whatever_wraps_the_projection_counts(
     wrapped: str, pair: Callable[..., tuple[Any, Any]], prompt: torch.Tensor
@@ -268,7 +259,6 @@ def test_whatever_wraps_the_projection_counts(
     assert relative_error(logits[1], logits[0]) < 5e-5
 
 
-@pytest.mark.usefixtures("exact_products")
 def test_gradients_pass_through(pair: Callable[..., tuple[Any, Any]], prompt: torch.Tensor) -> None:
     grads = []
     for m in pair("deepseek_v3"):
@@ -279,7 +269,6 @@ def test_gradients_pass_through(pair: Callable[..., tuple[Any, Any]], prompt: to
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("exact_products")
 def test_copies_and_pickles(pair: Callable[..., tuple[Any, Any]], prompt: torch.Tensor) -> None:
     _, model = pair("deepseek_v3")
     expected = model(prompt).logits
@@ -289,7 +278,6 @@ def test_copies_and_pickles(pair: Callable[..., tuple[Any, Any]], prompt: torch.
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("exact_products")
 def test_rows_stay_decoded_where_that_costs_little(
     artifact: Callable[..., Any], prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,7 +305,6 @@ def test_implementation_changed_after_loading(
 
 
 @torch.inference_mode()
-@pytest.mark.usefixtures("exact_products")
 def test_terms_that_are_not_computed_here_reach_transformers(
     pair: Callable[..., tuple[Any, Any]], prompt: torch.Tensor
 ) -> None:
