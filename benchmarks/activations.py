@@ -101,7 +101,9 @@ def step(
                 loss = chunked_loss(model, inputs, batch)
             else:
                 loss = model(**inputs, labels=batch, use_cache=False).loss
-        saved = store.live_bytes
+        saved = (
+            store.live_bytes if row.chunked else store.original_bytes
+        )  # transformers' own rows share no masks
         loss.backward()
     pairs = [calls for calls in seen.values() if len(calls) == 2]
     changed = sum(int((first != second).any(-1).sum()) for first, second in pairs)

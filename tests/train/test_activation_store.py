@@ -81,6 +81,21 @@ def test_masks_of_packed_rows_and_sliding_windows_stay_exact(
         assert 0 < relative_error(found, exact) < 0.02
 
 
+def test_layers_save_one_mask(tiny_checkpoint: Callable[..., Path], ids: torch.Tensor) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_checkpoint("llama", num_hidden_layers=4), dtype=torch.float32
+    ).train()
+    positions = torch.cat([torch.arange(length) for length in (20, 30, 14)]).repeat(2, 1)
+    exact = gradient(model, ids, position_ids=positions)
+    store = ActivationStore(model, policy=lambda module, tensor: None)
+    for _ in range(2):
+        store.reset()
+        assert torch.equal(gradient(model, ids, store, position_ids=positions), exact)
+        assert store.original_bytes - store.stored_bytes == 3 * 2 * 64 * 64 * 4
+
+
 def test_in_a_file_the_gradients_are_the_same(moe: Any, ids: torch.Tensor, tmp_path: Path) -> None:
     wanted = gradient(moe, ids, ActivationStore(moe))
     offload = FileOffload(tmp_path)

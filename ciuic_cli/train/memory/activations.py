@@ -5,7 +5,8 @@
     loss.backward()
 
 Works on any model of transformers, because it replaces tensors where autograd saves them
-(`torch.autograd.graph.saved_tensors_hooks`). A tensor that several operations save is stored once.
+(`torch.autograd.graph.saved_tensors_hooks`). A tensor that several operations save is stored once, and so is a mask of
+attention that torch makes anew in every layer.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ def default_policy(module: nn.Module | None, tensor: torch.Tensor) -> BlockCode 
     """
     if not tensor.is_floating_point() or tensor.numel() < SMALLEST or tensor.shape[-1] == 1:
         return None
-    if tensor.dim() >= 4 and not tensor.requires_grad:
+    if _may_be_mask(tensor):
         return None
     in_attention = module is not None and type(module).__name__.endswith("Attention")
     return None if in_attention and tensor.dim() < 4 else CODE
+
+
+def _may_be_mask(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.dim() >= 4 and not tensor.requires_grad
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,7 @@ class ActivationStore:
         self._model, self._policy, self._offload = model, policy, offload
         self._running: list[nn.Module] = []
         self._known: dict[tuple[Any, ...], tuple[StorageWeakRef, _Kept]] = {}
+        self._masks: dict[tuple[Any, ...], list[tuple[torch.Tensor, _Kept]]] = {}  # by layout
         self._handles: list[Any] = []
         self._weights: set[int] = set()
         self.live_bytes = 0
@@ -129,6 +135,7 @@ class ActivationStore:
             handle.remove()
         self._running.clear()
         self._known.clear()
+        self._masks.clear()
 
     def _leave(self) -> None:
         if self._running:
@@ -162,6 +169,8 @@ class ActivationStore:
         self.original_bytes += tensor.nbytes
         flat = tensor.as_strided((tensor.numel(),), (1,)) if is_dense else tensor
         content: torch.Tensor | Encoded | Place
+        if code is None and _may_be_mask(tensor):
+            return self._keep_mask(flat, (tensor.shape, tensor.stride(), tensor.dtype))
         if code is None:
             content, nbytes = flat, tensor.nbytes
         else:
@@ -170,6 +179,23 @@ class ActivationStore:
             content = encoded if self._offload is None else self._offload.put(encoded)
         self.stored_bytes += nbytes
         return _Kept(self, content, tensor.dtype, nbytes)
+
+    def _keep_mask(self, flat: torch.Tensor, layout: tuple[Any, ...]) -> _Kept:
+        """The contents of an earlier mask that is equal, or these."""
+        known = self._masks.setdefault(layout, [])
+        if isinstance(
+            flat, FakeTensor
+        ):  # without numbers: as many different masks as there are kinds of attention
+            kinds = getattr(getattr(self._model, "config", None), "layer_types", None) or [None]
+            equal = known[-1:] if len(known) == len(set(kinds)) else []
+        else:
+            equal = [(mask, kept) for mask, kept in known if torch.equal(mask, flat)]
+        if equal:
+            return equal[0][1]
+        kept = _Kept(self, flat, flat.dtype, flat.nbytes)
+        known.append((flat, kept))
+        self.stored_bytes += flat.nbytes
+        return kept
 
     def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
         if isinstance(saved, torch.Tensor):
