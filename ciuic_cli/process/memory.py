@@ -36,6 +36,8 @@ _NO_THREAD = ("can't start new thread", "threadpoolbuilderror")
 """Lower-case parts of messages that mean no more threads: of Python, and of rayon, which tokenizers use."""
 _NO_FILE = "too many open files"
 """Lower-case part of messages that mean no more file descriptors, also of the dynamic linker."""
+_TRIED_BYTES = 4
+"""Bytes of the file with which Python's tempfile tries whether a folder can be written to."""
 
 
 def exhaustion(error: BaseException) -> EnvironmentFault | None:
@@ -74,6 +76,12 @@ def machine_fault(error: BaseException) -> EnvironmentFault | None:
     if fault is not None or not isinstance(error, OSError):
         return fault
     is_temporary = "temporary directory" in str(error)
+    if is_temporary and 0 <= resource.getrlimit(resource.RLIMIT_FSIZE)[0] < _TRIED_BYTES:
+        return EnvironmentFault(
+            f"cannot write a temporary file: {os.strerror(errno.EFBIG)}",
+            file=os.environ.get("TMPDIR", "/tmp"),
+            remedy="raise the limit on the size of files (ulimit -f)",
+        )
     return EnvironmentFault(
         f"the operating system reports: {error.strerror or error}",
         file=None if error.filename is None else str(error.filename),

@@ -234,8 +234,15 @@ def test_fault_27_a_number_of_heads_that_the_model_cannot_have(
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3"]
-)
+    "family",
+    [
+        "deepseek_v2", "deepseek_v4", "gemma3",
+        *(
+            pytest.param(family, marks=pytest.mark.campaign)
+            for family in ("llama", "qwen2", "deepseek_v3", "deepseek_v32")
+        ),
+    ],
+)  # fmt: skip
 def test_fault_28_dimensions_that_no_block_divides(victim: Make, family: str) -> None:
     v = victim(0, family)
     done, report = v.succeeds()
