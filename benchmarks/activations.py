@@ -101,9 +101,8 @@ def step(
                 loss = chunked_loss(model, inputs, batch)
             else:
                 loss = model(**inputs, labels=batch, use_cache=False).loss
-        saved = (
-            store.live_bytes if row.chunked else store.original_bytes
-        )  # transformers' own rows share no masks
+        # In transformers' own step every layer saves a mask.
+        saved = store.live_bytes if row.chunked else store.original_bytes
         loss.backward()
     pairs = [calls for calls in seen.values() if len(calls) == 2]
     changed = sum(int((first != second).any(-1).sum()) for first, second in pairs)
