@@ -183,11 +183,9 @@ class ActivationStore:
     def _keep_mask(self, flat: torch.Tensor, layout: tuple[Any, ...]) -> _Kept:
         """The contents of an earlier mask that is equal, or these."""
         known = self._masks.setdefault(layout, [])
-        if isinstance(
-            flat, FakeTensor
-        ):  # without numbers: as many different masks as there are kinds of attention
-            kinds = getattr(getattr(self._model, "config", None), "layer_types", None) or [None]
-            equal = known[-1:] if len(known) == len(set(kinds)) else []
+        if isinstance(flat, FakeTensor):
+            # It has no numbers to compare. There are as many different masks as kinds of attention.
+            equal = known[-1:] if len(known) == _kinds_of_attention(self._model) else []
         else:
             equal = [(mask, kept) for mask, kept in known if torch.equal(mask, flat)]
         if equal:
@@ -207,6 +205,13 @@ class ActivationStore:
         if saved.stride is None:
             return flat.view(saved.once).expand(saved.shape)
         return flat.as_strided(saved.shape, saved.stride)
+
+
+def _kinds_of_attention(model: nn.Module) -> int:
+    """How many kinds the config names, such as full attention and a sliding window; 1 if it names none."""
+    config: Any = getattr(model, "config", None)
+    layers = None if config is None else getattr(config.get_text_config(), "layer_types", None)
+    return len(set(layers or [None]))
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
