@@ -338,7 +338,7 @@ class Factor:
 
 
 def is_exact(dtype: torch.dtype) -> bool:
-    """Whether products with activations of this dtype are as exact as in float32. 16-bit floats are rounded."""
+    """True if products keep activations of this dtype as exact as float32; those of 16-bit floats round them."""
     return dtype not in (torch.bfloat16, torch.float16)
 
 

@@ -71,10 +71,11 @@ struct CiuicMatrix {
 };
 
 // y (batch x rows_out) from x (batch x cols_in), each bfloat16 if x_bf16 or y_bf16 is not 0. The call quantizes T(x) per
-// block of 256 columns and multiplies straight from the codes. Fewer than 40 rows of x are quantized to int8 for row groups
-// of up to 4 bits unless `precise`, and to 15 bits for the others; more rows to 15 bits, or to bfloat16 with AMX.
+// block of 256 columns and multiplies straight from the codes. If `exact` is not 0, the product is as exact as in float32.
+// Otherwise fewer than 40 rows of x are quantized to int8 for row groups of up to 4 bits and to 15 bits for the others, and
+// more rows to 15 bits, or to bfloat16 with AMX.
 CIUIC_EXPORT int ciuic_matmul(const CiuicMatrix* matrix, const void* x, int x_bf16, long batch, void* y, int y_bf16,
-                              int precise, int threads);
+                              int exact, int threads);
 
 // A step of a program. Buffers are float32, one row per token; `in`, `second` and `out` are their numbers. Steps run in
 // order, but neighbouring CIUIC_MULTIPLY steps run together, so none of them may read what another of them writes.
@@ -119,9 +120,9 @@ struct CiuicCaches {
 };
 
 // Runs the steps for `rows` tokens, each of another sequence. `caches` may be null if no step reads them. `arguments` are arrays of the caller, each rows x size, bfloat16 if `bf16` is not 0 and
-// float32 otherwise. `precise` is as for ciuic_matmul. Several threads may run one program at once.
+// float32 otherwise. `exact` is as for ciuic_matmul. Several threads may run one program at once.
 CIUIC_EXPORT int ciuic_program_run(const void* program, void* const* arguments, int argument_count, const CiuicCaches* caches,
-                                   long rows, int bf16, int precise, int threads);
+                                   long rows, int bf16, int exact, int threads);
 
 // Scores of an indexer: for each query row and cached token, the weighted sum over heads of relu(query . key).
 struct CiuicIndexScores {
