@@ -38,7 +38,18 @@ def mixed_class(mixin: Any, original: Any) -> Any:
 
 def original_class(instance: Mixin) -> Any:
     """The class that the object had before it got the mixin."""
-    return type(instance).__bases__[1]
+    kind: Any = type(instance)
+    original: Any = _original(kind)
+    return original
+
+
+@functools.cache
+def _original(kind: Any) -> Any:
+    # FSDP2 gives a sharded module a subclass of its class.
+    mixed = next(
+        one for one in kind.__mro__ if len(one.__bases__) == 2 and issubclass(one.__bases__[0], Mixin)
+    )
+    return mixed.__bases__[1]
 
 
 def _new_instance(mixin: Any, original: Any) -> Any:

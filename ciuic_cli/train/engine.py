@@ -14,7 +14,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from ciuic_cli.train import full
 from ciuic_cli.train.examples import Example
 from ciuic_cli.train.history import best_step, evaluations, has_stopped, steps_of
 from ciuic_cli.train.memory.choice import activation_store, checkpointing_options
+from ciuic_cli.train.memory.updates import uncompiled
 from ciuic_cli.train.options import TrainOptions, option_name
 from ciuic_cli.train.packing import Row, batch_of
 from ciuic_cli.train.planning.limits import planned_batch, process_bytes, require_fits
@@ -239,7 +239,8 @@ def _continue(trainer: Any, run: RunFolder, options: TrainOptions, hint: Callabl
     if had_stopped:
         trainer.state = state  # transformers would take one more step
     else:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        with uncompiled(trainer.args.device):
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     best = best_step(trainer.state.log_history) if options.keeps_best else None
     if best is not None:
         hint(f"the adapter of step {best} has the lowest evaluation loss")
@@ -294,7 +295,7 @@ def _trainer(
     from transformers import PrinterCallback, TrainingArguments, set_seed
 
     from ciuic_cli.train.callbacks import Checkpoints, Display, EarlyStopping, Meter
-    from ciuic_cli.train.trainer import ChunkedLossTrainer, limit_memory
+    from ciuic_cli.train.trainer import limit_memory
 
     target = choose_device(device)
     base = (
@@ -342,8 +343,7 @@ def _trainer(
     callbacks: list[Any] = [meter, Checkpoints(run, with_evaluations=options.keeps_best)]
     if options.early_stopping_patience is not None:
         callbacks.append(EarlyStopping(options.early_stopping_patience))
-    make: Any = partial(full.LowBitTrainer, options=options) if options.weights else ChunkedLossTrainer
-    trainer = make(
+    trainer = full.trainer_class(options)(
         meter=meter,
         store=activation_store(adapted, options, target, run.path),
         model=adapted,

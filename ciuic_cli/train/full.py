@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,11 @@ def export(model: Any, state: dict[str, torch.Tensor], folder: Path, source: Pat
     model.config.dtype = dtype  # save_pretrained writes that of the parameters in memory
     model.config.save_pretrained(folder)
     open_tokenizer(source).save_pretrained(folder)
+
+
+def trainer_class(options: TrainOptions) -> Callable[..., ChunkedLossTrainer]:
+    """What makes the Trainer of a run in one process, from the arguments of `ChunkedLossTrainer`."""
+    return partial(LowBitTrainer, options=options) if options.weights else ChunkedLossTrainer
 
 
 def memory_of(trainer: Any) -> dict[str, int]:

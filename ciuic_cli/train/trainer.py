@@ -15,8 +15,9 @@ from ciuic_cli.train.callbacks import Meter
 from ciuic_cli.train.examples import IGNORED
 from ciuic_cli.train.loss import chunked_loss
 from ciuic_cli.train.memory.activations import ActivationStore
+from ciuic_cli.train.memory.updates import slice_updates
 
-FREED_BYTES = 256 << 20
+FREED_BYTES = 64 << 20
 """Growth of the process, in bytes, after which a layer gives freed pages back. Measured:
 docs/experiments/training/lora-memory.md."""
 
@@ -51,6 +52,12 @@ class ChunkedLossTrainer(Trainer):
         with nullcontext() if self._store is None else self._store:
             loss = chunked_loss(model, others, labels, num_items_in_batch)
         return (loss, {}) if return_outputs else loss
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The optimizer that `--optim` names; one with states in few bits updates large parameters slice by slice."""
+        optimizer: torch.optim.Optimizer = super().create_optimizer(model)
+        slice_updates(optimizer)
+        return optimizer
 
     def evaluate(
         self,

@@ -62,8 +62,11 @@ def test_a_plan_is_what_the_allocator_gives_out(
     assert plan.sent == found.sent and (plan.sent > 0) == (sharding is not None)
 
 
-def test_a_plan_of_shared_codes_is_what_the_allocator_gives_out(artifact: Callable[..., Any]) -> None:
-    folder, batch, processes = artifact("deepseek_v3").folder, Batch(2, 256, masked=False), 2
+@pytest.mark.parametrize("family", ["deepseek_v3", "llama"])
+def test_a_plan_of_shared_codes_is_what_the_allocator_gives_out(
+    artifact: Callable[..., Any], family: str
+) -> None:
+    folder, batch, processes = artifact(family).folder, Batch(2, 256, masked=False), 2
     model, chosen, sharding = PlannedModel.of_folder(folder), options(1, lora_r=8), Sharding(processes)
     alone, plan = (plan_memory(model, chosen, batch, sharding=one, whole=False) for one in (None, sharding))
     found = measure(folder, chosen, batch, sharding)

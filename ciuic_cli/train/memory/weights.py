@@ -22,6 +22,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ciuic_cli.train.memory.adaptive import AdaptiveQuantizer, group_sizes, narrow_errors
+from ciuic_cli.train.memory.updates import slice_updates, uncompiled
 from ciuic_cli.train.memory.weight_codes import WeightCodes
 
 SMALLEST = 4096
@@ -144,6 +145,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
         self._sync_steps, self.steps_done = sync_steps, 0
         self._named = named
         self._optimizers = {name: make_optimizer([p]) for name, p in named.items()}
+        for one in self._optimizers.values():
+            slice_updates(one)
         self._weights = {
             name: _Weight(name, p, seed + 0x9E3779B1 * number)
             for number, (name, p) in enumerate(named.items())
@@ -201,7 +204,8 @@ class LayerwiseOptimizer(torch.optim.Optimizer):
                 weight.need()
                 if self._quantizer is not None and parameter.grad is not None:
                     self._quantizer.observe(name, parameter.grad)
-            step_eagerly(optimizer, parameter.device)
+            with uncompiled(parameter.device):
+                optimizer.step()
             parameter.grad = None
             if weight is not None:
                 step = self.steps_done + 1
@@ -300,15 +304,6 @@ def _set_lr(group: dict[str, Any], lr: float) -> None:
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr
-
-
-def step_eagerly(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """One step. torchao compiles its steps, which on a CPU needs a C++ compiler and takes longer than training does."""
-    if device.type == "cpu":
-        with torch.compiler.set_stance("force_eager"):
-            optimizer.step()
-    else:
-        optimizer.step()
 
 
 def held_bytes(value: Any) -> int:

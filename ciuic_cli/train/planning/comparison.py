@@ -26,9 +26,8 @@ _TINY = {
 }  # fmt: skip
 """Config of a model that is negligible beside a process (chosen)."""
 
-_HOLES = FREED_BYTES // 4
-"""Freed pages that a process keeps on average, in bytes; it gives them back when they are FREED_BYTES. Measured:
-docs/experiments/training/strategies-plan.md."""
+_HOLES = FREED_BYTES
+"""Freed pages that a process keeps, in bytes. Measured: docs/experiments/training/strategies-plan.md."""
 
 
 def compared(

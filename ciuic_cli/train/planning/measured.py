@@ -33,11 +33,13 @@ from ciuic_cli.checkpoint.folder import read_config
 from ciuic_cli.errors import EnvironmentFault
 from ciuic_cli.process.memory import configure_allocators, peak_resident_bytes
 from ciuic_cli.train import full
+from ciuic_cli.train.callbacks import Meter
 from ciuic_cli.train.engine import load_for_adapter, with_adapter
 from ciuic_cli.train.loss import chunked_loss
 from ciuic_cli.train.memory.activations import ActivationStore
 from ciuic_cli.train.memory.choice import activation_store
-from ciuic_cli.train.memory.weights import LayerwiseOptimizer, held_bytes, step_eagerly
+from ciuic_cli.train.memory.updates import uncompiled
+from ciuic_cli.train.memory.weights import LayerwiseOptimizer, held_bytes
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.memory_plan import checkpointed, dtype_of
 from ciuic_cli.train.planning.step import Batch, Sharding
@@ -126,13 +128,12 @@ class _Run:
     def __init__(
         self, folder: Path, options: TrainOptions, batch: Batch, sharding: Sharding | None, scratch: Path
     ) -> None:
-        from transformers import Trainer, TrainingArguments
+        from transformers import TrainingArguments
 
         self.options, self.sharding = options, sharding
         torch.manual_seed(0)
         base = _loaded(folder, options)
-        if sharding is None:
-            limit_memory(base)
+        limit_memory(base)
         self.model = checkpointed(
             base if options.method == "full" else with_adapter(base, options), base, options
         )
@@ -146,13 +147,14 @@ class _Run:
         arguments = TrainingArguments(
             output_dir=str(scratch), optim=options.optim, use_cpu=True, report_to="none"
         )
-        kind, chosen = Trainer.get_optimizer_cls_and_kwargs(arguments, base)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer: torch.optim.Optimizer = (
-            LayerwiseOptimizer(self.model, lambda one: kind(one, **chosen), options.learning_rate)
-            if options.weights
-            else kind(trained, **chosen)
-        )
+        if sharding is None:
+            trainer = full.trainer_class(options)(
+                meter=Meter(torch.device("cpu")), model=self.model, args=arguments
+            )
+            self.optimizer = trainer.create_optimizer()
+        else:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self.optimizer = torch.optim.AdamW(trained)
         self._batch = _random_batch(batch, base.config.get_text_config().vocab_size)
 
     def step(self) -> None:
@@ -172,7 +174,7 @@ class _Run:
             loss.backward()
         if not self.options.weights:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        step_eagerly(self.optimizer, torch.device("cpu"))
+        self.optimizer.step()
         self.optimizer.zero_grad()
 
     def sent(self) -> int:
@@ -237,7 +239,7 @@ def main() -> None:
     sharding = None if specification["sharding"] is None else Sharding(**specification["sharding"])
     if sharding is not None:
         dist.init_process_group("gloo")
-    with TemporaryDirectory(prefix="ciuic-") as scratch:
+    with TemporaryDirectory(prefix="ciuic-") as scratch, uncompiled(torch.device("cpu")):
         run = _Run(
             Path(specification["folder"]), TrainOptions(**specification["options"]),
             Batch(**specification["batch"]), sharding, Path(scratch),

@@ -31,7 +31,12 @@ from ciuic_cli.train.planning.fake_model import make_fake
 from ciuic_cli.train.planning.layers import Depths
 from ciuic_cli.train.planning.product_memory import MatrixKind
 from ciuic_cli.train.planning.refusals import plannable
-from ciuic_cli.train.planning.states import PlannedOptimizer, state_bytes, update_bytes
+from ciuic_cli.train.planning.states import (
+    PlannedOptimizer,
+    keeps_embeddings_in_floats,
+    state_bytes,
+    update_bytes,
+)
 from ciuic_cli.train.sharding.shards import local_part, shard
 from ciuic_cli.train.sharding.wire import Traffic
 
@@ -175,6 +180,12 @@ class _FakeRun:
             fake.follow(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optim, self._sizes = options.optim, [local_part(parameter).numel() for parameter in trained]
+        floats = _embeddings(model) if sharding is None and _keeps_embeddings(options) else set()
+        self._states = state_bytes(
+            options.optim,
+            (local_part(one).numel() for one in trained if one not in floats),
+            (one.numel() for one in trained if one in floats),
+        )
         self._gradients = sum(local_part(parameter).nbytes for parameter in trained)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._count_gradient(1))
@@ -262,7 +273,7 @@ class _FakeRun:
             kept=kept,
             gradients=0 if optimizer is not None else self._gradients,
             update=0 if optimizer is not None else update_bytes(self._optim, self._sizes),
-            states=state_bytes(self._optim, self._sizes),
+            states=self._states,
             weights=low_bit["weights"],
             residuals=low_bit["residuals"],
             moved=0 if self._elsewhere is None else self._elsewhere.most,
@@ -289,6 +300,15 @@ class _FakeRun:
         if self._optimizer is not None:
             self._optimizer.step()
         return kept
+
+
+def _keeps_embeddings(options: TrainOptions) -> bool:
+    """Whether embeddings have float32 states beside the states in few bits of other parameters."""
+    return options.weights is None and keeps_embeddings_in_floats(options.optim)
+
+
+def _embeddings(model: nn.Module) -> set[torch.Tensor]:
+    return {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
 
 
 @contextmanager

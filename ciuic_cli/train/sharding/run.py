@@ -42,6 +42,7 @@ from ciuic_cli.train.run_folder import RunFolder
 from ciuic_cli.train.sharding import checkpoints
 from ciuic_cli.train.sharding.ended import naming_ended_workers
 from ciuic_cli.train.sharding.shards import COMM, gradient_bytes, local_bytes, shard
+from ciuic_cli.train.trainer import limit_memory
 
 CLIP = 1.0
 """Largest Euclidean norm of the gradient, as in transformers' Trainer."""
@@ -144,6 +145,8 @@ class _Loop:
             base = load_for_adapter(folder, device)
             set_seed(options.seed)  # the adapter's random factors
             self.model = with_adapter(base, options)
+        if device.type == "cpu":
+            limit_memory(base)
         self._padding, self._device = padding_of(base), device
         checkpointing = checkpointing_options(base, options)
         if checkpointing is not None:
