@@ -26,8 +26,9 @@ _TINY = {
 }  # fmt: skip
 """Config of a model that is negligible beside a process (chosen)."""
 
-_HOLES = FREED_BYTES
-"""Freed pages that a process keeps, in bytes. Measured: docs/experiments/training/strategies-plan.md."""
+_HOLES, _SHARED_HOLES = FREED_BYTES, 150_000_000
+"""Freed pages that a process keeps, in bytes: of a run in one process, and of one that shares the model with others,
+whose gathered layers come and go. Measured: docs/experiments/training/strategies-plan.md."""
 
 
 def compared(
@@ -57,7 +58,8 @@ def _compared(
         hint(f"{strategy.name}: not measured, for want of an artifact")
         return None
     try:
-        resident = tensors + _process_bytes(_libraries(strategy.options), strategy.sharding) + _HOLES
+        holes = _HOLES if strategy.sharding is None else _SHARED_HOLES
+        resident = tensors + _process_bytes(_libraries(strategy.options), strategy.sharding) + holes
         if resident * strategy.processes > psutil.virtual_memory().available:
             hint(
                 f"{strategy.name}: not measured, {strategy.processes} x {resident / 1e9:.3g} GB are not free"
