@@ -112,9 +112,10 @@ def test_every_optimizer_in_few_bits_is_sliced_as_the_plan_assumes() -> None:
 
 @pytest.mark.parametrize("optim", ["adamw_torch", *LOW_BIT])
 def test_states_are_planned_as_the_trainer_keeps_them(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, optim: str
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, optim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers lets bitsandbytes keep float32 states of embeddings."""
+    """transformers lets bitsandbytes keep float32 states of embeddings, of which each slice is told so."""
+    monkeypatch.setattr(updates, "SLICE", 8192)
     folder, batch = tiny_checkpoint("llama"), Batch(1, 16)
     options = TrainOptions(tmp_path, method="full", optim=optim)
     run = _Run(folder, options, batch, None, tmp_path)
