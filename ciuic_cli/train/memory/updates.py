@@ -30,7 +30,8 @@ def slice_updates(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of bitsandbytes or torchao update large parameters on a CPU slice by slice; leave others alone.
 
     Call it before the first step. The optimizer's groups and states are those of slices afterwards. Between steps the
-    slices hold no memory; in a step they are views of the parameter and of its gradient.
+    slices hold no memory; in a step they are views of the parameter and of its gradient. The model's `zero_grad` frees
+    gradients, as transformers' Trainer calls it; the optimizer's sees slices only.
     """
     if type(optimizer).__module__.partition(".")[0] not in _PACKAGES:
         return

@@ -175,7 +175,7 @@ class _Run:
         if not self.options.weights:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     def sent(self) -> int:
         """Bytes that this process sent to others in the last step."""
