@@ -148,7 +148,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         (gradient,), sums = ctx.saved_tensors, ctx.sums
+        ctx.sums = None  # the loss, which lives through the whole backward pass, would keep them
         of_hidden = None if gradient is None else gradient * grad.to(gradient.dtype)
-        of_weights = [sum_ * grad.to(sum_.dtype) for sum_ in sums]
+        of_weights = [sum_.mul_(grad.to(sum_.dtype)) for sum_ in sums]
         missing = len(ctx.needs_input_grad) - 5 - len(of_weights)
         return of_hidden, None, None, None, None, *of_weights, *[None] * missing

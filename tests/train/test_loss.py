@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import ciuic_cli
 from ciuic_cli.train import loss
 from ciuic_cli.train.examples import IGNORED
+from ciuic_cli.train.planning.measured import peak_bytes
 
 peft = pytest.importorskip("peft")
 
@@ -82,3 +84,17 @@ def test_the_head_sees_at_most_a_chunk(
     )
     loss.chunked_loss(model, {"input_ids": ids}, labels).backward()
     assert seen == [2, 16, 16, 16, 16]  # 64 of 78 tokens are learned
+
+
+def test_the_head_has_one_gradient_while_the_loss_lives(
+    tiny_checkpoint: Callable[..., Path], batch: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    """The backward pass takes over the sums of the forward pass instead of copying them."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_checkpoint("llama"), dtype=torch.float32)
+    model.model.requires_grad_(False)
+    found = loss.chunked_loss(model, {"input_ids": batch[0]}, batch[1])
+    taken = peak_bytes(found.backward)
+    assert model.lm_head.weight.grad is not None and model.lm_head.weight.grad.abs().max() > 0
+    assert taken < model.lm_head.weight.nbytes / 4 and found.requires_grad
