@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+from functools import partial
 from pathlib import Path
 
 from ciuic_cli.train.planning.comparison import compared
@@ -34,8 +36,10 @@ def main() -> None:
             rows=options.rows, rank=16, process=0,
         )  # fmt: skip
         chosen = [one for one in planned if not options.strategies or one.strategy.name in options.strategies]
+        if not chosen:
+            parser.error(f"no such strategy: there are {', '.join(one.strategy.name for one in planned)}")
         for one in chosen:
-            (row,) = compared(folder, [one], options.tokens, lambda *_: None, print)
+            (row,) = compared(folder, [one], options.tokens, lambda *_: None, partial(print, file=sys.stderr))
             if row is not None:
                 tensors.append(row["planned"] / row["peak"])
                 resident.append(row["planned_resident"] / row["resident"])

@@ -13,7 +13,7 @@ from torch import nn
 
 from ciuic_cli.train.engine import train
 from ciuic_cli.train.memory import updates
-from ciuic_cli.train.memory.updates import slice_sizes, slice_updates, uncompiled
+from ciuic_cli.train.memory.updates import slice_updates, uncompiled
 from ciuic_cli.train.memory.weights import held_bytes
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.measured import _Run, peak_bytes
@@ -50,7 +50,7 @@ def step(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], seed:
 
 @pytest.mark.parametrize("optim", LOW_BIT)
 def test_slices_are_updated_as_whole_parameters_are(optim: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every step, also after a state dict was loaded, and where a parameter has no gradient."""
+    """Also after a state dict was loaded, and where a parameter has no gradient."""
     monkeypatch.setattr(updates, "SLICE", 8192)
     shapes = [(6, 4096), (20, 1024), (70,)]  # the second has a slice of 4,096
     whole, parts = parameters_of(*shapes), parameters_of(*shapes)
@@ -64,7 +64,7 @@ def test_slices_are_updated_as_whole_parameters_are(optim: str, monkeypatch: pyt
             sliced = again
         step(plain, whole, seed)
         step(sliced, parts, seed)
-    assert all(torch.equal(one, two) for one, two in zip(whole, parts, strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(whole, parts, strict=True))
     assert len(sliced.param_groups[0]["params"]) == 3 + 3 + 1
     assert all(one.grad is None for group in sliced.param_groups for one in group["params"][:-1])
 
@@ -90,7 +90,7 @@ def test_other_optimizers_keep_their_parameters() -> None:
     assert optimizer.param_groups[0]["params"] == parameters
 
 
-def test_every_optimizer_in_few_bits_is_sliced_as_the_plan_assumes() -> None:
+def test_every_optimizer_is_sliced_as_the_plan_assumes() -> None:
     from transformers.training_args import OptimizerNames
 
     found = set()
@@ -104,9 +104,9 @@ def test_every_optimizer_in_few_bits_is_sliced_as_the_plan_assumes() -> None:
             continue
         slice_updates(optimizer)
         count = len(optimizer.param_groups[0]["params"])
-        if "bit" in optim:
-            assert count == len(slice_sizes(2 * updates.SLICE)) == 2, optim
-            found.add(optim)
+        whole, parts = (update_bytes(optim, [size]) for size in (2 * updates.SLICE, updates.SLICE))
+        assert count == (2 if whole == parts > 0 else 1) or whole == 0, optim
+        found |= {optim} if count == 2 else set()
     assert found >= set(LOW_BIT)
 
 

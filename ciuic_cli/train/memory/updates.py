@@ -3,6 +3,8 @@
 An optimizer with states in few bits decodes the states of the parameter that it updates. On a CPU, torchao's AdamW
 then holds 13 float32 copies of it, and bitsandbytes' holds 5: for an embedding, more than all states together. Both
 packages update every block of values by itself, so the update of a parameter's slices is that of the whole parameter.
+There are two exceptions. A last slice of fewer than 4,096 values keeps float32 states. Where torchao keeps float32
+states because a parameter's size is no multiple of its block, only the last slice keeps them.
 """
 
 from __future__ import annotations
@@ -81,6 +83,7 @@ def _keep_override(optimizer: Any, parameter: nn.Parameter, slices: list[nn.Para
 def uncompiled(device: torch.device) -> AbstractContextManager[Any]:
     """Within it, torch compiles nothing on a CPU.
 
-    torchao compiles its steps, which on a CPU needs a C++ compiler and takes longer than training does.
+    torchao compiles its step for every shape. On a CPU that needs a C++ compiler, and took 41 s for one shape
+    (measured: docs/experiments/training/sliced-updates.md).
     """
     return torch.compiler.set_stance("force_eager") if device.type == "cpu" else nullcontext()

@@ -26,9 +26,9 @@ _TINY = {
 }  # fmt: skip
 """Config of a model that is negligible beside a process (chosen)."""
 
-_HOLES, _SHARED_HOLES = FREED_BYTES, 150_000_000
-"""Freed pages that a process keeps, in bytes: of a run in one process, and of one that shares the model with others,
-whose gathered layers come and go. Measured: docs/experiments/training/strategies-plan.md."""
+_SHARED_FREED_BYTES = 150_000_000
+"""Freed pages that a process keeps if it shares the model with others, because gathered layers come and go; alone it
+keeps FREED_BYTES. Measured: docs/experiments/training/strategies-plan.md."""
 
 
 def compared(
@@ -58,8 +58,9 @@ def _compared(
         hint(f"{strategy.name}: not measured, for want of an artifact")
         return None
     try:
-        holes = _HOLES if strategy.sharding is None else _SHARED_HOLES
-        resident = tensors + _process_bytes(_libraries(strategy.options), strategy.sharding) + holes
+        freed = FREED_BYTES if strategy.sharding is None else _SHARED_FREED_BYTES
+        process = _process_bytes(_with_the_same_libraries(strategy.options), strategy.sharding)
+        resident = tensors + process + freed
         if resident * strategy.processes > psutil.virtual_memory().available:
             hint(
                 f"{strategy.name}: not measured, {strategy.processes} x {resident / 1e9:.3g} GB are not free"
@@ -78,8 +79,8 @@ def _compared(
     }
 
 
-def _libraries(options: TrainOptions) -> TrainOptions:
-    """These options without those that load no other libraries."""
+def _with_the_same_libraries(options: TrainOptions) -> TrainOptions:
+    """Options of a step that loads the same libraries; the same ones for many strategies, which are measured once."""
     return replace(
         options, activation_checkpointing=False, gradient_accumulation_steps=1, per_device_train_batch_size=1
     )

@@ -10,11 +10,13 @@ import torch
 from ciuic_cli.train.memory.updates import slice_sizes
 
 STATE_BYTES = {"8bit": 2.04, "4bit": 1.03, "lion": 4.0, "sgd": 0.0}
-"""Bytes of optimizer states per trained parameter, by a part of the optimizer's name in transformers; the first part
+"""Bytes of optimizer states per trained value, by a part of the optimizer's name in transformers; the first part
 that fits counts. Two states of one byte and their block scales; two of half a byte; one or no float32 state. Measured
 for 8 and 4 bits with bitsandbytes and torchao."""
 ADAM_BYTES = 8.0
 """The same for every other optimizer: Adam's two float32 states, the most that any common optimizer keeps."""
+SLICED = ("bit", "bnb", "ademamix")
+"""Parts of the names of bitsandbytes' and torchao's optimizers, which update large parameters slice by slice."""
 SMALL_STATE = 4096
 """Values of a parameter below which bitsandbytes and torchao keep float32 states."""
 TORCHAO_BLOCK = 256
@@ -58,8 +60,8 @@ def update_bytes(optim: str, sizes: Iterable[int]) -> int:
 
 
 def _updated(optim: str, size: int) -> list[int]:
-    """Numbers of values that the optimizer updates one after another of a parameter with `size` values."""
-    return slice_sizes(size) if "bit" in optim else [size]
+    """Numbers of values that the optimizer updates one after another, on a CPU, of a parameter with `size` values."""
+    return slice_sizes(size) if any(part in optim for part in SLICED) else [size]
 
 
 def _is_torchao(optim: str) -> bool:
