@@ -12,6 +12,7 @@ import torch
 
 from ciuic_cli.errors import UsageError
 from ciuic_cli.train.engine import train
+from ciuic_cli.train.memory import updates
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.run_folder import RunFolder
 
@@ -63,10 +64,20 @@ class Killed(Exception):
     """Stands for the death of the process between two steps."""
 
 
-def test_a_killed_run_with_8_bit_weights_ends_with_the_same_bytes(
-    tiny_checkpoint: Callable[..., Path], data: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "changed",
+    [{"weights": "int8", "sync_steps": 3}, {"optim": "adamw_bnb_8bit"}, {"optim": "adamw_torch_4bit"}],
+    ids=["8-bit weights", "8-bit states", "4-bit states"],
+)
+def test_a_killed_run_ends_with_the_same_bytes(
+    tiny_checkpoint: Callable[..., Path],
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any],
 ) -> None:
-    source, chosen = tiny_checkpoint("llama"), options(data, weights="int8", sync_steps=3)
+    monkeypatch.setattr(updates, "SLICE", 4096)  # so that even these parameters are updated slice by slice
+    source, chosen = tiny_checkpoint("llama"), options(data, **changed)
     whole = train(source, tmp_path / "whole", chosen, device="cpu")
 
     def die(_: str, done: int, total: int) -> None:
