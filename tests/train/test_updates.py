@@ -21,6 +21,9 @@ from ciuic_cli.train.planning.memory_plan import PlannedModel, plan_memory
 from ciuic_cli.train.planning.states import update_bytes
 from ciuic_cli.train.planning.step import Batch
 
+pytest.importorskip("bitsandbytes")
+pytest.importorskip("torchao")
+
 LOW_BIT = ["adamw_bnb_8bit", "adamw_torch_8bit", "adamw_torch_4bit"]
 CPU = torch.device("cpu")
 
