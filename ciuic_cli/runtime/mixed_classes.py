@@ -22,6 +22,9 @@ from ciuic_cli.runtime.modules import CompressedEmbedding
 class Mixin:
     """Base class of the mixins."""
 
+    _ciuic_original: Any
+    """The class behind the mixin. Subclasses inherit it, such as those that FSDP2 gives to sharded modules."""
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Protocol 2 and later start with a constructor call, which is replaced by one that finds the mixed class.
         reduced: Any = super().__reduce_ex__(max(2, protocol))
@@ -32,24 +35,17 @@ class Mixin:
 def mixed_class(mixin: Any, original: Any) -> Any:
     """The class with the bases (mixin, original); the same object for the same two classes."""
     # transformers finds a model's output class by the class name and writes the name into config.json.
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__}
+    names = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "_ciuic_original": original,
+    }
     return type(original.__name__, (mixin, original), names)
 
 
 def original_class(instance: Mixin) -> Any:
     """The class that the object had before it got the mixin."""
-    kind: Any = type(instance)
-    original: Any = _original(kind)
-    return original
-
-
-@functools.cache
-def _original(kind: Any) -> Any:
-    # FSDP2 gives a sharded module a subclass of its class.
-    mixed = next(
-        one for one in kind.__mro__ if len(one.__bases__) == 2 and issubclass(one.__bases__[0], Mixin)
-    )
-    return mixed.__bases__[1]
+    return type(instance)._ciuic_original
 
 
 def _new_instance(mixin: Any, original: Any) -> Any:

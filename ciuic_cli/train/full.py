@@ -73,7 +73,7 @@ def export(model: Any, state: dict[str, torch.Tensor], folder: Path, source: Pat
 
 
 def trainer_class(options: TrainOptions) -> Callable[..., ChunkedLossTrainer]:
-    """What makes the Trainer of a run in one process, from the arguments of `ChunkedLossTrainer`."""
+    """The class of the Trainer for a run in one process; it takes the arguments of `ChunkedLossTrainer`."""
     return partial(LowBitTrainer, options=options) if options.weights else ChunkedLossTrainer
 
 

@@ -117,7 +117,7 @@ def test_every_optimizer_is_sliced_as_the_plan_assumes() -> None:
 def test_states_are_planned_as_the_trainer_keeps_them(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, optim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers lets bitsandbytes keep float32 states of embeddings, of which each slice is told so."""
+    """Embeddings have float32 states with bitsandbytes, because transformers says so, and their slices have, too."""
     monkeypatch.setattr(updates, "SLICE", 8192)
     folder, batch = tiny_checkpoint("llama"), Batch(1, 16)
     options = TrainOptions(tmp_path, method="full", optim=optim)

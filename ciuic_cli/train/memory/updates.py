@@ -72,7 +72,7 @@ def _split(values: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _keep_override(optimizer: Any, parameter: nn.Parameter, slices: list[nn.Parameter]) -> None:
-    """What bitsandbytes was told about a module's parameter holds for its slices, such as the bits of embeddings."""
+    """Apply bitsandbytes' settings for a parameter to its slices. transformers sets 32 bits for embeddings."""
     manager = getattr(optimizer, "mng", None)
     if manager is not None:
         for module, name, config in manager.module_weight_config_triple:

@@ -44,7 +44,7 @@ def state_bytes(optim: str, sizes: Iterable[int], in_floats: Iterable[int] = ())
 
 
 def keeps_embeddings_in_floats(optim: str) -> bool:
-    """Whether transformers lets an optimizer with states in few bits keep float32 states of embeddings."""
+    """True if transformers makes this optimizer keep float32 states of embeddings: bitsandbytes' in 8 bits."""
     return "8bit" in optim and not _is_torchao(optim)
 
 

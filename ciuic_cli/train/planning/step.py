@@ -180,7 +180,8 @@ class _FakeRun:
             fake.follow(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._optim, self._sizes = options.optim, [local_part(parameter).numel() for parameter in trained]
-        floats = _embeddings(model) if sharding is None and _keeps_embeddings(options) else set()
+        uses_trainer = sharding is None and options.weights is None
+        floats = _embeddings(model) if uses_trainer and keeps_embeddings_in_floats(options.optim) else set()
         self._states = state_bytes(
             options.optim,
             (local_part(one).numel() for one in trained if one not in floats),
@@ -300,11 +301,6 @@ class _FakeRun:
         if self._optimizer is not None:
             self._optimizer.step()
         return kept
-
-
-def _keeps_embeddings(options: TrainOptions) -> bool:
-    """Whether embeddings have float32 states beside the states in few bits of other parameters."""
-    return options.weights is None and keeps_embeddings_in_floats(options.optim)
 
 
 def _embeddings(model: nn.Module) -> set[torch.Tensor]:
