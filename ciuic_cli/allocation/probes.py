@@ -38,9 +38,6 @@ CORRECTION_LIMITS = (0.33, 10.0)
 EMBEDDING_PROBE_SHARE = 0.3
 """The correction of an embedding or head is a geometric mean of its probe's ratio, with this share, and the mean
 correction of the other roles (measured: docs/experiments/allocation/embedding-share.md)."""
-PROBE_TOKENS = 256
-"""A role's probe runs the first so many tokens of every held-out sequence. The last probe runs all of them, because
-later tokens lose less (measured: docs/experiments/allocation/probe-tokens.md)."""
 ALL_ROLES = "together"
 """Key of the probe of all roles at once, in the corrections and in the report."""
 

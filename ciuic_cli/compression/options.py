@@ -23,24 +23,26 @@ class Effort:
 
     states: mean trellis states per weight, over which the search goes; the plan gives each matrix 2^12 to 2^16
     (`compression/windows.py`). nsamples: calibration sequences. probed_layers: most layers that a probe perturbs.
-    recovery_steps: optimizer steps that tune row scales and norms after rounding.
+    recovery_steps: optimizer steps that tune row scales and norms after rounding. probe_tokens: a role's probe runs the
+    first so many tokens of every held-out sequence; the last probe runs all of them, because later tokens lose less.
     """
 
     states: int
     nsamples: int
     probed_layers: int
     recovery_steps: int
+    probe_tokens: int = 256
 
 
 EFFORTS = {
-    "fast": Effort(1 << 12, 24, 8, 0),
+    "fast": Effort(1 << 12, 24, 8, 0, probe_tokens=128),
     "default": Effort(3 << 13, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost
 2 %, and 3 * 2^13 no more on SmolLM2 (docs/experiments/codes/windows.md). Sequences: docs/experiments/scale/account.md.
-The 8 probed layers of "fast" were chosen, not tuned. 90 recovery steps pass the package's own calibration text once
-(docs/experiments/recovery/factors-and-norms.md)."""
+Tokens of probes: docs/experiments/allocation/probe-tokens.md; the 8 probed layers of "fast" were chosen, not tuned. 90
+recovery steps pass the package's own calibration text once (docs/experiments/recovery/factors-and-norms.md)."""
 DEFAULT_EFFORT = "default"
 """The effort level that is taken if none is given."""
 MTP = ("keep", "drop")

@@ -22,13 +22,7 @@ from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.allocation.planning import make_plan, with_sorted_rows
 from ciuic_cli.allocation.pool_factors import PoolFactors
 from ciuic_cli.allocation.pricing import price_matrix
-from ciuic_cli.allocation.probes import (
-    PROBE_TOKENS,
-    perturbation,
-    probe_corrections,
-    probe_matrices,
-    role_correction,
-)
+from ciuic_cli.allocation.probes import perturbation, probe_corrections, probe_matrices, role_correction
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.journal import Journal
@@ -40,6 +34,7 @@ from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.layerwise.overrides import KeptValues
 from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.progress import Progress, no_progress
@@ -182,7 +177,7 @@ class Run:
         pools = PoolFactors(self.statistics, self.machine.device)
 
         length = self.task.held_out.shape[1]
-        tokens = [min(PROBE_TOKENS, length)] * (len(probes) - 1) + [length]
+        tokens = [min(self.options.level.probe_tokens, length)] * (len(probes) - 1) + [length]
         count = 1
         if not all(self._steps.has("probe", number) for number in range(len(probes))):
             self._free_meters = [self.meter()]
@@ -193,14 +188,20 @@ class Run:
             layers = tuple(self.map.layer_prefixes)
             return count if all(matrix.name.startswith(layers) for matrix in probes[number]) else 1
 
+        # The last probe perturbs the matrices of all others, with the same noise.
+        noise = KeptValues(
+            perturbation(self.map, self.statistics, plan, probes[-1], L=self.options.L, pools=pools),
+            self._own_folder("noise"),
+            self.machine.device,
+        )
+
         def measure(number: int) -> bytes:
-            noise = perturbation(
-                self.map, self.statistics, plan, probes[number], L=self.options.L, pools=pools
-            )
+            override = noise.only({(matrix.name, matrix.expert) for matrix in probes[number]})
             with self._free_meter() as meter, measured("probe", ""):
-                return json.dumps(meter.measure(noise, tokens=tokens[number]).value).encode()
+                return json.dumps(meter.measure(override, tokens=tokens[number]).value).encode()
 
         self._steps.finish("probe", tokens, measure, side_by_side)
+        noise.clear()
         self._free_meters.clear()
         kls = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
         return probe_corrections(plan, probes, kls)
@@ -302,8 +303,7 @@ class Run:
         """Tune row scales and norms, if the effort level has recovery steps."""
         if not self.options.level.recovery_steps:
             return
-        folder = self.journal.folder / f"recovery-{self.workers.number}"
-        remove_path(folder)  # left by a killed run
+        folder = self._own_folder("recovery")
         recovery = Recovery(
             self.map, self._encoded_or_none, self._expert_masks(plan), self.task.recovery, folder,
             device=self.device, workers=self.workers, state=self.journal.load(RECOVERY),
@@ -346,7 +346,7 @@ class Run:
         """The meter of KL on the held-out sequences. The first call makes it, which runs the original model."""
         if self._kl_meter is None:
             self._kl_meter = KLMeter(
-                self.map, self.task.held_out, self._meter_folder(),
+                self.map, self.task.held_out, self._own_folder("meter"),
                 device=self.device, progress=no_progress,
             )  # fmt: skip
         return self._kl_meter
@@ -357,12 +357,13 @@ class Run:
         try:
             meter = self._free_meters.pop()
         except IndexError:
-            meter = self.meter().twin(self._meter_folder(f"-{threading.get_ident()}"))
+            meter = self.meter().twin(self._own_folder("meter", f"-{threading.get_ident()}"))
         yield meter
         self._free_meters.append(meter)
 
-    def _meter_folder(self, suffix: str = "") -> Path:
-        folder = self.journal.folder / f"meter-{self.workers.number}{suffix}"
+    def _own_folder(self, name: str, suffix: str = "") -> Path:
+        """An empty folder of this worker, for files that no resumed run reads."""
+        folder = self.journal.folder / f"{name}-{self.workers.number}{suffix}"
         remove_path(folder)  # left by a killed run
         return folder
 

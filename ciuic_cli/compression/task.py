@@ -235,7 +235,8 @@ def _settled(
 
 
 def _text_size(options: CompressOptions, sequences: int, held_out: int, length: int) -> TextSize:
-    return TextSize(sequences, held_out, length, STEP_SEQUENCES * options.level.recovery_steps)
+    level = options.level
+    return TextSize(sequences, held_out, length, STEP_SEQUENCES * level.recovery_steps, level.probe_tokens)
 
 
 def _file_state(path: Path) -> list[Any] | None:

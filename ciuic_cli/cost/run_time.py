@@ -21,7 +21,6 @@ from ciuic_cli.allocation.matrices import (
     WeightMatrix,
     full_outputs,
 )
-from ciuic_cli.allocation.probes import PROBE_TOKENS
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
@@ -35,12 +34,16 @@ from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
 
 @dataclass(frozen=True)
 class TextSize:
-    """Numbers of sequences (statistics, held out, all recovery steps), and the tokens of each."""
+    """Numbers of sequences (statistics, held out, all recovery steps), and the tokens of each.
+
+    probe: tokens of each held-out sequence that a role's probe runs.
+    """
 
     sequences: int
     held_out: int
     length: int
     recovery: int = 0
+    probe: int = 256
 
     @property
     def tokens(self) -> int:
@@ -138,7 +141,7 @@ def phase_seconds(
         for p in executed_compressible(model_map)
     )
     held_out = text.held_out * text.length * active * product
-    probed = text.held_out * min(text.length, PROBE_TOKENS) * active * product
+    probed = text.held_out * min(text.length, text.probe) * active * product
     # Products of the forward sweep, of recomputing each layer, and of its gradients; then H and G of every token. Every
     # weight is read in both sweeps.
     total["statistics"] += text.tokens * (3 * active + moments) * product + 2 * reading

@@ -151,7 +151,8 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         pricing += area_growth * clock(
             lambda: lowrank.residual_energies(weight, weight.new_ones(rows), lowrank.RANKS)
         )
-    solve_growth = area_growth * (matrix.rows + matrix.cols) / (rows + cols)
+    solves = matrix.cols + (matrix.rows if full else 0), cols + (rows if full else 0)
+    solve_growth = area_growth * solves[0] / solves[1]
     perturbing = solve_growth * clock(
         lambda: with_rounding_noise(prepared, bits, TIMED_WINDOWS[0], torch.Generator().manual_seed(0))
     )

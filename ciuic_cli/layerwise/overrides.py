@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory, matrix_bytes
 from ciuic_cli.process.threads import parallel_map
 
 Override = Callable[[str, int | None], torch.Tensor | None]
 """Called with a parameter's name, and the number of an expert in a stack. Returns other values for the parameter or
 the expert; None keeps the original. Called from several threads."""
+
+KEPT_BYTES = 2 << 30
+"""Most bytes of values that `KeptValues` writes: the noise of all probes of a model of up to a billion weights (chosen,
+not tuned)."""
+
+
+class KeptValues:
+    """An override whose values are computed once: files in `folder` keep the first `limit` bytes of them.
+
+    device: of the values. Several threads may ask, at a time each for another matrix.
+    """
+
+    def __init__(
+        self, override: Override, folder: Path, device: torch.device, limit: int = KEPT_BYTES
+    ) -> None:
+        self._override, self._device, self._room = override, device, limit
+        self._files = ActivationStore(folder)
+        self._names: dict[tuple[str, int | None], str] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, name: str, expert: int | None) -> torch.Tensor | None:
+        with self._lock:
+            file = self._names.setdefault((name, expert), str(len(self._names)))
+        if file in self._files:
+            return self._files.get(file, self._device)
+        value = self._override(name, expert)
+        if value is None:
+            return None
+        with self._lock:
+            fits = value.nbytes <= self._room
+            if fits:
+                self._room -= value.nbytes
+        if fits:
+            self._files.put(file, value)
+        return value
+
+    def only(self, keys: Collection[tuple[str, int | None]]) -> Override:
+        """The override for these (name, expert) alone."""
+        return lambda name, expert: self(name, expert) if (name, expert) in keys else None
+
+    def clear(self) -> None:
+        """Delete the files."""
+        self._files.clear()
 
 
 def replace_weights(model_map: ModelMap, module: nn.Module, prefix: str, override: Override) -> None:

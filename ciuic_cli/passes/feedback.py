@@ -99,8 +99,7 @@ def factor_inputs(moment: torch.Tensor) -> FactoredInputs:
 
 
 def _factored(h: torch.Tensor) -> FactoredInputs:
-    """Damp, order and factor H (n, n) float32 in the transformed basis; overwrites it."""
-    h = h.add_(h.T.clone()).mul_(0.5)
+    """Damp, order and factor H (n, n) float32 in the transformed basis, symmetric but for rounding; overwrites it."""
     damp(h)
     block_order = rounding_order(h)
     columns = columns_of(block_order)

@@ -14,6 +14,9 @@ from ciuic_cli.process.threads import one_thread
 
 PANEL = 128
 """Columns of a panel, which one thread solves (chosen, not tuned)."""
+_INVERSE_COLUMNS = 8 * PANEL
+"""Columns of an inverse that are computed at a time, so that half of the products with zeros are left out (chosen, not
+tuned)."""
 DAMPINGS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of the mean diagonal that `damped_cholesky` adds, in the order in which it tries them (chosen, not tuned)."""
 
@@ -81,7 +84,9 @@ def inverse_lower(lower: torch.Tensor) -> torch.Tensor:
     x = torch.zeros_like(lower)
     for begin, end in _panels(len(lower)):
         residual = torch.zeros(end - begin, end, dtype=lower.dtype, device=lower.device)
-        residual[:, :begin] = -lower[begin:end, :begin] @ x[:begin, :begin]
+        for left in range(0, begin, _INVERSE_COLUMNS):
+            right = min(left + _INVERSE_COLUMNS, begin)  # the rows above `left` are zero in these columns
+            residual[:, left:right] = -lower[begin:end, left:begin] @ x[left:begin, left:right]
         residual[:, begin:].fill_diagonal_(1.0)
         with one_thread():
             x[begin:end, :end] = torch.linalg.solve_triangular(

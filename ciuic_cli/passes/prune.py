@@ -19,6 +19,7 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower, solve_transposed
+from ciuic_cli.process.threads import one_thread
 
 CORRECTION_DAMPING = 1e-2
 """Added to the diagonal of H of the kept inputs before the least-squares correction, as a share of its mean (chosen,
@@ -79,13 +80,15 @@ def channel_loss(down: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.floa
     """(ceil(n / 16),) KL per token of pruning each block of 16 inputs of a down projection (m, n), the others
     unchanged."""
     g, h = fisher.outputs, fisher.inputs
+    extra = -down.shape[1] % TILE
+    down = torch.nn.functional.pad(down, (0, extra))
     weighted = down * g[:, None] if g.dim() == 1 else g @ down
-    gram = down.T @ weighted  # (n, n): wᵢᵀ G wⱼ
-    count = ceil_div(down.shape[1], TILE)
-    losses = np.zeros(count)
-    for block in range(count):
-        columns = slice(block * TILE, min((block + 1) * TILE, down.shape[1]))
-        losses[block] = 0.5 * float((gram[columns, columns] * h[columns, columns]).sum())
+    left, right = (matrix.unflatten(1, (-1, TILE)).movedim(1, 0) for matrix in (down, weighted))
+    gram = left.transpose(1, 2) @ right  # (blocks, 16, 16): wᵢᵀ G wⱼ of the inputs in a block
+    inputs = torch.nn.functional.pad(h, (0, extra, 0, extra))
+    inputs = inputs.unfold(0, TILE, TILE).unfold(1, TILE, TILE).diagonal().permute(2, 0, 1)
+    with one_thread():
+        losses: NDArray[np.float64] = 0.5 * (gram * inputs).sum((1, 2)).double().cpu().numpy()
     return losses
 
 

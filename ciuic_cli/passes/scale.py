@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.scales import encode_input_scales, input_factors
-from ciuic_cli.codecs.transform import block_width, padded
+from ciuic_cli.codecs.transform import TILE, block_width, inverse_transform_inplace, padded
 from ciuic_cli.passes.chunk_size import scratch_slices
 from ciuic_cli.passes.effective_variance import effective_variance, log_variance_gradient
-from ciuic_cli.passes.feedback import FactoredInputs, damp, factor_inputs
+from ciuic_cli.passes.feedback import FactoredInputs, columns_of, factor_inputs
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
+from ciuic_cli.passes.linear_algebra import inverse_lower
 from ciuic_cli.process.threads import one_thread
 
 _ITERATIONS = 5
@@ -73,7 +73,7 @@ def input_scales(
     rows, cols = weight.shape
     if not bool(weight.any()):
         return None
-    inverse = _inverse_diagonal(fisher.inputs)
+    inverse = _inverse_diagonal(inputs, cols)
     if inverse is None:
         return None
     scales = torch.ones(cols, dtype=torch.float64, device=weight.device)
@@ -128,14 +128,19 @@ def _mean_log_variance(weight: torch.Tensor, factors: torch.Tensor) -> float:
         return float(variances[variances > _VARIANCE_FLOOR].double().log().mean())
 
 
-def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
-    """(n,) float64 diagonal of H⁻¹ for H (n, n), damped as for rounding; None if H cannot be factored."""
-    h = moment.clone()
-    damp(h)
-    lower, _ = damped_cholesky(h)
-    del h  # as large as the factor, and not needed any more
-    if lower is None:
+def _inverse_diagonal(inputs: FactoredInputs, cols: int) -> torch.Tensor | None:
+    """(n,) float64 diagonal of H⁻¹ for H (n, n), damped as for rounding; None if H could not be factored.
+
+    The factors are those of T H Tᵀ with its columns in another order. The lower triangular C⁻¹ of C Cᵀ = T H Tᵀ, with
+    its columns in their own order and transformed back, has H⁻¹ as its Gram matrix.
+    """
+    ldl = inputs.ldl
+    if ldl.factor is None or ldl.whitening is None:
         return None
-    columns = inverse_lower(lower)
+    inverse = inverse_lower(ldl.factor)
+    for block, rows in zip(ldl.whitening, inverse.split(TILE), strict=True):
+        rows.copy_(block @ rows)
+    inverse = inverse.index_select(1, columns_of(inputs.block_order).argsort())
+    inverse = inverse_transform_inplace(inverse, cols)
     with one_thread():
-        return columns.square_().sum(0, dtype=torch.float64)
+        return inverse.square_().sum(0, dtype=torch.float64)
