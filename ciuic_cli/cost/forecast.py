@@ -209,12 +209,13 @@ def peak_bytes(
         count = chunks_side_by_side(model_map, prefix, tokens, device, besides=sum(moments))
         stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
         others = sum(p.numel for p in parameters) - stacked
-        # Statistics: with bfloat16 products the stacks are bfloat16, and all other weights exist as float32 and as a
-        # bfloat16 copy for the backward pass. Moments exist of each segment of the text in work, and as sums.
+        linears = sum(p.numel for p in parameters if p.compress and len(p.shape) == 2)
+        # Statistics: with bfloat16 products, stacks and linears are bfloat16. Moments exist of each segment of the text
+        # in work, and as sums.
         # Probes: products are float32, and stacks have the model's own dtype. Matrices are perturbed at the same time.
         stacks = stacked * model_map.dtype.itemsize
         layers.append(
-            (2 * stacked + 6 * others if bfloat16 else stacks + 4 * others)
+            (2 * (stacked + linears) + 4 * (others - linears) if bfloat16 else stacks + 4 * others)
             + (count + 1) * sum(moments)
             + count * activations
         )

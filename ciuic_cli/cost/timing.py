@@ -143,8 +143,6 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         clock(lambda: prepared.with_weight(weight).row_sensitivity)
         + clock(lambda: pruning_loss(weight, fisher)) * matrix.cols / cols
     )
-    if sorts:
-        pricing += own_outputs
     if not matrix.role.startswith("expert") and matrix.role not in UNPROBED_ROLES:
         pricing += input_growth * clock(lambda: input_scales(weight, fisher, factored))
     if ranks and matrix.role not in UNPRUNED_ROLES:

@@ -12,8 +12,8 @@ A chunk is a batch of sequences that run through a layer together. The methods, 
    output on disk into the gradient at its input on disk. In memory: the layer, and autograd's graph of one chunk.
 5. `drop` and `delete_dropped` delete files that no later step reads.
 
-Weights are float32. Expert stacks are the exception: they stay in main memory (`expert_offload.py`), in the dtype that
-`_load_weights` explains. Matrix products are in `dtype`, the residual stream is float32.
+Weights are float32, but those of a layer's linears have the dtype of products. Expert stacks stay in main memory
+(`expert_offload.py`). Matrix products are in `dtype`, the residual stream is float32.
 """
 
 from __future__ import annotations
@@ -342,13 +342,13 @@ class LayerStream:
         return self.model.get_submodule(prefix.rstrip("."))
 
     def _load_weights(self, module: nn.Module, prefix: str) -> None:
-        # Experts are used in products only. With bfloat16 products, a bfloat16 stack gives the same bits as a float32
-        # stack. With float32 products, the stack has the model's own dtype; overrides and decoded experts are rounded
-        # to it.
+        # Linears and experts are used in products only: with bfloat16 products their dtype does not change a bit. With
+        # float32 products, a stack has the model's own dtype, to which overrides and decoded experts are rounded.
         stack_dtype = self.map.dtype if self.dtype == torch.float32 else self.dtype
         self.map.materialise(
-            module, prefix, torch.float32, self.device, stack_dtype=stack_dtype, stack_device="cpu"
-        )
+            module, prefix, torch.float32, self.device,
+            linear_dtype=self.dtype if prefix else None, stack_dtype=stack_dtype, stack_device="cpu",
+        )  # fmt: skip
         module.requires_grad_(False)
         if self.override is not None:
             replace_weights(self.map, module, prefix, self.override)

@@ -57,21 +57,6 @@ class PreparedMatrix:
         """(m16,) float32 KL per token of each row, per unit of the code's normalised error."""
         return 0.5 * self.outputs.d_diagonal * self.rms.square() * self.input_trace
 
-    def reordered(self, fisher: KroneckerFisher, order: torch.Tensor) -> PreparedMatrix:
-        """The same matrix with its rows in another order, without row feedback: only for predicting its loss.
-
-        The factors of H stay; G is factored again.
-
-        Args:
-            fisher: the Fisher information in this matrix's present order.
-            order: (rows,) int64.
-        """
-        padding = torch.arange(self.rows, len(self.weight), device=order.device)
-        order = torch.cat((order, padding))
-        outputs = factor_outputs(fisher.reordered(order[: self.rows]).outputs.float())
-        weight, trace = self.weight[order], self.input_trace[order]
-        return replace(self, weight=weight, outputs=outputs, row_feedback=None, input_trace=trace)
-
     def with_weight(self, weight: torch.Tensor) -> PreparedMatrix:
         """Another matrix (rows, cols) with the same, already factored, Fisher information."""
         return replace(self, weight=_with_blocks(_transformed(weight), self.block_order))

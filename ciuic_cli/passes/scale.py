@@ -143,4 +143,5 @@ def _inverse_diagonal(inputs: FactoredInputs, cols: int) -> torch.Tensor | None:
     inverse = inverse.index_select(1, columns_of(inputs.block_order).argsort())
     inverse = inverse_transform_inplace(inverse, cols)
     with one_thread():
-        return inverse.square_().sum(0, dtype=torch.float64)
+        # A float64 sum of float32 numbers takes five times as long as the float32 sums of blocks of rows.
+        return inverse.square_().unflatten(0, (-1, TILE)).sum(1).sum(0, dtype=torch.float64)

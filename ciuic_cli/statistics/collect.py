@@ -62,7 +62,7 @@ from ciuic_cli.statistics.head_fisher import (
     token_frequency,
 )
 from ciuic_cli.statistics.marks import Journal, Marks
-from ciuic_cli.statistics.moments import MomentRecorder, Moments, recorded_bytes
+from ciuic_cli.statistics.moments import MomentRecorder, Moments, SpareMemory, recorded_bytes
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
 
 CHUNK_SEQUENCES = 4
@@ -230,10 +230,11 @@ class _Collection:
         prefix = self.stream.prefixes[number]
         with self.stream.backward_layer(number) as (layer, run_chunks):
             watched = linears_of(layer, prefix, self.map.parameters)
-            sums = self._ordered_sums([item.name for item in watched])
+            spare = SpareMemory()
+            sums = self._ordered_sums([item.name for item in watched], spare)
 
             def record(segment: range) -> dict[Key, Moments]:
-                recorder = MomentRecorder(watched, self.stream.dtype, self.length)
+                recorder = MomentRecorder(watched, self.stream.dtype, self.length, spare)
                 with recorder:
                     run_chunks(segment)
                 return recorder.moments
@@ -241,6 +242,7 @@ class _Collection:
             count = self.stream.side_by_side(number, besides=recorded_bytes(watched))
             for moments in in_order(self.segments, counted_here(record), count):
                 sums.add(moments)
+        spare.clear()
         self.writer.write(sums.totals)
 
     def _record_embedding(self) -> None:
@@ -261,8 +263,8 @@ class _Collection:
             self.writer.write_single(EMBEDDING, name, embedding_moment(total))
             self.writer.write_single(TOKEN_FISHER, name, token_fisher(total, self.writer.tokens))
 
-    def _ordered_sums(self, names: Sequence[str]) -> OrderedSums:
-        return OrderedSums(self.workers, names, self.stream.device)
+    def _ordered_sums(self, names: Sequence[str], spare: SpareMemory | None = None) -> OrderedSums:
+        return OrderedSums(self.workers, names, self.stream.device, spare)
 
     def _embedding_name(self) -> str:
         table = self.stream.model.get_input_embeddings()

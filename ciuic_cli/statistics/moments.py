@@ -43,7 +43,8 @@ docs/experiments/statistics/damping.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,11 +83,19 @@ class MomentRecorder(LinearHook):
     Args:
         dtype: of the layer's products; see `symmetric_product`.
         length: tokens per sequence.
+        spare: memory for the sums.
     """
 
-    def __init__(self, watched: Sequence[WatchedLinear], dtype: torch.dtype, length: int) -> None:
+    def __init__(
+        self,
+        watched: Sequence[WatchedLinear],
+        dtype: torch.dtype,
+        length: int,
+        spare: SpareMemory | None = None,
+    ) -> None:
         super().__init__(watched)
         self.dtype, self.length = dtype, length
+        self._zeros = torch.zeros if spare is None else spare.zeros
         self.moments: dict[Key, Moments] = {}
         self._roles = {item.name: item.role for item in watched}
         stacks = [item for item in watched if item.tensor.dim() == 3]
@@ -129,10 +138,37 @@ class MomentRecorder(LinearHook):
         if key not in self.moments:
             rows, cols = shape
             self.moments[key] = Moments.zeros(
-                rows, cols, device, self.dtype,
+                rows, cols, device, self.dtype, make=self._zeros,
                 full_inputs=not diagonals, full_outputs=not diagonals and rows <= FULL_FISHER_LIMIT,
             )  # fmt: skip
         return self.moments[key]
+
+
+class SpareMemory:
+    """Memory of sums that are not needed any more, for new sums.
+
+    Memory from the system must be mapped and cleared page by page, which took a tenth of the statistics' time where
+    matrices have 8,960 rows (measured: docs/experiments/scale/large-matrices.md). Several threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._spare: dict[tuple[tuple[int, ...], torch.device], list[torch.Tensor]] = defaultdict(list)
+
+    def zeros(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """A float32 tensor of zeros."""
+        try:
+            return self._spare[shape, device].pop().zero_()
+        except IndexError:
+            return torch.zeros(shape, device=device)
+
+    def keep(self, moments: Moments) -> None:
+        """Take the memory of these sums, which nobody reads any more."""
+        for tensor in (moments.inputs, moments.outputs):
+            self._spare[tuple(tensor.shape), tensor.device].append(tensor)
+
+    def clear(self) -> None:
+        """Free the memory."""
+        self._spare.clear()
 
 
 @dataclass
@@ -163,10 +199,11 @@ class Moments:
         *,
         full_inputs: bool = True,
         full_outputs: bool,
+        make: Callable[..., torch.Tensor] = torch.zeros,
     ) -> Moments:
-        """Empty sums; without full_inputs or full_outputs, diagonals."""
-        inputs = torch.zeros((cols, cols) if full_inputs else (cols,), device=device)
-        outputs = torch.zeros((rows, rows) if full_outputs else (rows,), device=device)
+        """Empty sums; without full_inputs or full_outputs, diagonals. make: as `torch.zeros`."""
+        inputs = make((cols, cols) if full_inputs else (cols,), device=device)
+        outputs = make((rows, rows) if full_outputs else (rows,), device=device)
         return cls(inputs, outputs, dtype=dtype)
 
     @property

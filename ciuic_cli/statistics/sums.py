@@ -14,7 +14,7 @@ import torch
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.moments import Moments, SpareMemory
 
 SEGMENTS = 8
 """Segments of the text, and so the most workers that have work in the statistics. No measurement is on record."""
@@ -39,10 +39,17 @@ class OrderedSums:
 
     Args:
         names: all parameters, in the same order for all workers.
+        spare: receives the memory of sums that were added to others.
     """
 
-    def __init__(self, workers: Workers, names: Sequence[str], device: torch.device) -> None:
-        self.workers, self.device = workers, device
+    def __init__(
+        self,
+        workers: Workers,
+        names: Sequence[str],
+        device: torch.device,
+        spare: SpareMemory | None = None,
+    ) -> None:
+        self.workers, self.device, self._spare = workers, device, spare
         self.owner = {name: number % workers.size for number, name in enumerate(names)}
         self.totals: dict[Key, Moments] = {}
 
@@ -79,6 +86,8 @@ class OrderedSums:
     def _include(self, key: Key, more: Moments) -> None:
         if key in self.totals:
             self.totals[key].include(more)
+            if self._spare is not None:
+                self._spare.keep(more)
         else:
             self.totals[key] = more
 

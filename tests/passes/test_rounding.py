@@ -195,9 +195,8 @@ def test_contexts_follow_their_rows() -> None:
     weight, contexts = torch.randn(37, 83, generator=generator), torch.randn(37, 83, generator=generator)
     fisher = KroneckerFisher(random_moment(83, 18), torch.rand(37, generator=generator), contexts)
     order = torch.randperm(37, generator=generator)
-    reordered = prepare(weight, fisher).reordered(fisher, order)
     prepared = prepare(weight[order], fisher.reordered(order))
-    torch.testing.assert_close(reordered.row_sensitivity, prepared.row_sensitivity)
-    assert reordered.row_feedback is None and prepared.row_feedback is not None
+    in_order = prepare(weight, fisher).row_sensitivity[:37][order]
+    torch.testing.assert_close(in_order, prepared.row_sensitivity[:37])
     plain = prepare(weight, dataclasses.replace(fisher, contexts=None))
     assert not torch.allclose(plain.row_sensitivity[order], prepared.row_sensitivity[:37])
