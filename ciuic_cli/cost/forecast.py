@@ -31,10 +31,12 @@ from ciuic_cli.cost.run_time import (
     measure_rates,
     phase_seconds,
     pools_statistics,
+    probed_share,
 )
 from ciuic_cli.layerwise.chunk_threads import activation_bytes, chunks_side_by_side
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.overrides import KEPT_BYTES
 from ciuic_cli.process.memory import SLACK, resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
@@ -102,7 +104,7 @@ def forecast(
     rates = rates or measure_rates(model_map, matrices, ranks=ranks, device=device)
     return Forecast(
         phase_seconds(model_map, rates, text, states=states, probed_layers=probed_layers),
-        disk_bytes(model_map, matrices, text, budget),
+        disk_bytes(model_map, matrices, text, budget, probed_layers),
         peak_bytes(
             model_map,
             matrices,
@@ -146,7 +148,9 @@ def stored_vocabulary_bytes(model_map: ModelMap) -> int:
     return 2 * vocabulary * hidden + 4 * (vocabulary + hidden * hidden)
 
 
-def disk_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, budget: int) -> int:
+def disk_bytes(
+    model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, budget: int, probed_layers: int
+) -> int:
     """The most bytes that journal and output take on disk at a time.
 
     There are three such moments: the middle of the two sweeps, the end of the plan, and the end of the run. A matrix's
@@ -161,11 +165,14 @@ def disk_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: Text
     step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     statistics = moments + stored_vocabulary_bytes(model_map)
+    noise = min(
+        KEPT_BYTES, int(4 * sum(m.weights * probed_share(model_map, m, probed_layers) for m in matrices))
+    )
     return max(
         sweeps,
         predictions
         + arms
-        + max(statistics, stored_codes_bytes(budget, recovers=text.recovery > 0) + recovery),
+        + max(statistics + noise, stored_codes_bytes(budget, recovers=text.recovery > 0) + recovery),
     )
 
 

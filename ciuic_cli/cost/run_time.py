@@ -24,12 +24,25 @@ from ciuic_cli.allocation.matrices import (
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
-from ciuic_cli.cost.timing import role_of_timing, time_matrix, time_products, time_reading
+from ciuic_cli.cost.timing import (
+    role_of_timing,
+    time_activations,
+    time_matrix,
+    time_moments,
+    time_products,
+    time_reading,
+)
 from ciuic_cli.layerwise.chunk_threads import hidden_width
+from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.overrides import KEPT_BYTES
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
+
+ACTIVATION_PASSES = 12
+"""Operations on activations between the products of the statistics: forward, recomputing and backward. Fitted to runs
+of SmolLM2-135M and of a random model of 1.5 billion weights (docs/experiments/scale/large-matrices.md)."""
 
 
 @dataclass(frozen=True)
@@ -80,12 +93,18 @@ class Rates:
     Attributes:
         matrices: matrices of equal shape and treatment, how many there are, and the seconds of each
             (`timing.time_matrix`).
-        product: seconds per weight and token of a product.
+        product: seconds per weight and token of a product in the KL measurements, float32.
+        statistics: the same in the statistics, which may be bfloat16.
+        moments: seconds per number of H or G and token.
+        activations: seconds of an operation on activations, per number.
         read: seconds per weight that is read.
     """
 
     matrices: tuple[tuple[WeightMatrix, int, dict[str, float]], ...]
     product: float
+    statistics: float
+    moments: float
+    activations: float
     read: float
 
 
@@ -93,7 +112,7 @@ def measure_rates(
     model_map: ModelMap, matrices: Sequence[WeightMatrix], *, ranks: bool, device: torch.device
 ) -> Rates:
     """Time matrices of all shapes; takes seconds. ranks: whether arms with a low-rank part are priced."""
-    machine = machine_for(device)
+    machine, dtype = machine_for(device), compute_dtype(device)
     timed: dict[tuple[Any, ...], dict[str, float]] = {}
 
     def seconds_of(matrix: WeightMatrix, *, pooled: bool) -> dict[str, float]:
@@ -109,7 +128,10 @@ def measure_rates(
         tuple(
             (matrix, count, seconds_of(matrix, pooled=pooled)) for (matrix, pooled), count in shapes.items()
         ),
-        time_products(device),
+        time_products(device, torch.float32),
+        time_products(device, dtype),
+        time_moments(device, dtype),
+        time_activations(_widest(model_map), device),
         time_reading(model_map, matrices),
     )
 
@@ -120,17 +142,18 @@ def phase_seconds(
     """Seconds of each phase. states: mean trellis states per weight. probed_layers: most layers of a probe."""
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
-    probed_share = min(1.0, probed_layers / max(1, len(model_map.layer_prefixes)))
+    shares = [probed_share(model_map, matrix, probed_layers) for matrix, _, _ in rates.matrices]
+    noise = 4 * sum(
+        share * count * m.weights for share, (m, count, _) in zip(shares, rates.matrices, strict=True)
+    )
+    # The probe of a matrix's role and the last one perturb it with the same noise, which is kept while there is room.
+    draws = 2.0 - min(1.0, KEPT_BYTES / noise if noise else 1.0)
     roles = set()
-    for matrix, count, time_of in rates.matrices:
+    for share, (matrix, count, time_of) in zip(shares, rates.matrices, strict=True):
         total["arms"] += count * time_of["arms"]
-        # The probe of the matrix's role, and the last one, perturb it in some of the layers.
-        probes = 0.0 if matrix.role in UNPROBED_ROLES else 2.0
-        if matrix.role not in EMBEDDING_ROLES:
-            probes *= probed_share
-        if probes:
+        if share:
             roles.add(matrix.role)
-        total["probe"] += count * probes * time_of["probe"]
+        total["probe"] += count * share * draws * time_of["probe"]
         total["encode"] += count * (time_of["encode"] + time_of["state"] * states)
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
     active = _active_weights(model_map)
@@ -142,9 +165,11 @@ def phase_seconds(
     )
     held_out = text.held_out * text.length * active * product
     probed = text.held_out * min(text.length, text.probe) * active * product
-    # Products of the forward sweep, of recomputing each layer, and of its gradients; then H and G of every token. Every
-    # weight is read in both sweeps.
-    total["statistics"] += text.tokens * (3 * active + moments) * product + 2 * reading
+    # Products of the forward sweep, of recomputing each layer, and of its gradients; H and G of every token; and what
+    # is between the products. Every weight is read in both sweeps.
+    per_token = 3 * active * rates.statistics + moments * rates.moments
+    per_token += ACTIVATION_PASSES * _activations(model_map) * rates.activations
+    total["statistics"] += text.tokens * per_token + 2 * reading
     # Every role, all roles together, and the original.
     total["probe"] += len(roles) * probed + 2 * held_out + (len(roles) + 2) * reading
     total["measure"] += held_out + reading + decoding
@@ -159,12 +184,37 @@ def phase_seconds(
     return total
 
 
+def probed_share(model_map: ModelMap, matrix: WeightMatrix, probed_layers: int) -> float:
+    """Share of the matrices like this one that probes perturb. probed_layers: most layers of a probe."""
+    if matrix.role in UNPROBED_ROLES:
+        return 0.0
+    if matrix.role in EMBEDDING_ROLES:
+        return 1.0
+    return min(1.0, probed_layers / max(1, len(model_map.layer_prefixes)))
+
+
 def _moment_work(parameter: Parameter, length: int) -> float:
     """Multiplications per token for a parameter's H and G; length: tokens per sequence."""
     rows, cols = parameter.shape[-2:]
     tokens = min(length, PAIR_TOKENS)
     pairs = min(pair_sum_work(tokens, rows, cols)) / tokens if len(parameter.shape) < 3 else 0.0
     return float(pairs + cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
+
+
+def _activations(model_map: ModelMap) -> float:
+    """Inputs and outputs of all products that a token passes."""
+    return sum(
+        sum(p.shape[-2:]) * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
+        for p in executed_compressible(model_map)
+    )
+
+
+def _widest(model_map: ModelMap) -> int:
+    """Most inputs or outputs of a matrix in a layer; 1 without any."""
+    layers = tuple(model_map.layer_prefixes)
+    return max(
+        (max(p.shape[-2:]) for p in executed_compressible(model_map) if p.name.startswith(layers)), default=1
+    )
 
 
 def experts_of(parameter: Parameter) -> int:

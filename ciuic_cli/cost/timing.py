@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,8 @@ from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import input_scales
 from ciuic_cli.passes.shared_factors import share_inputs, share_outputs
 from ciuic_cli.process.threads import parallel_map
+from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
+from ciuic_cli.statistics.symmetric_product import add_symmetric_product
 
 TIMED_SIZE = 1024
 """Most rows and columns of the matrices that are timed. No measurement is on record."""
@@ -203,18 +206,38 @@ def _filled(rows: int, cols: int, two_sided: bool, parallel: int, machine: Machi
     return min(1.0, parallel * machine.occupancy(rows, cols, two_sided))
 
 
-def time_products(device: torch.device) -> float:
-    """Seconds per weight and token of a float32 product; bfloat16 products are not slower."""
-    x, w = (
-        torch.randn(_TIMED_TOKENS, TIMED_SIZE, device=device),
-        torch.randn(TIMED_SIZE, TIMED_SIZE, device=device),
-    )
-    torch.nn.functional.linear(x, w)
-    best = min(
-        _clock(lambda: float(torch.nn.functional.linear(x, w).sum()))
-        for _ in range(TIMING_REPEATS[_kind(device)])
-    )
+def time_products(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds per weight and token of a product in `dtype`."""
+    x, w = (torch.randn(rows, TIMED_SIZE, device=device).to(dtype) for rows in (_TIMED_TOKENS, TIMED_SIZE))
+    best = _least_time(lambda: float(torch.nn.functional.linear(x, w)[-1, -1]), device)
     return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
+
+
+def time_moments(device: torch.device, dtype: torch.dtype) -> float:
+    """Seconds per number of H or G (as if both halves were computed) and token; mean of H and G. dtype: of products."""
+    vectors = torch.randn(_TIMED_TOKENS, TIMED_SIZE, device=device).to(dtype)
+    moment = torch.zeros(TIMED_SIZE, TIMED_SIZE, device=device)
+
+    def add(*, rounded: bool) -> float:
+        add_symmetric_product(moment, vectors, vectors, dtype, rounded=rounded)
+        return float(moment[-1, -1])
+
+    best = sum(_least_time(partial(add, rounded=rounded), device) for rounded in (False, True)) / 2
+    return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
+
+
+def time_activations(width: int, device: torch.device) -> float:
+    """Seconds per number for an operation on the float32 activations of a chunk of text, (tokens, width).
+
+    The system maps and clears the memory of large activations anew every time.
+    """
+    x = torch.randn(CHUNK_SEQUENCES * _TIMED_TOKENS, width, device=device)
+    return _least_time(lambda: float((x * 2.0)[-1, -1]), device) / x.numel()
+
+
+def _least_time(run: Callable[[], Any], device: torch.device) -> float:
+    run()
+    return min(_clock(run) for _ in range(TIMING_REPEATS[_kind(device)]))
 
 
 def time_reading(model_map: ModelMap, matrices: Iterable[WeightMatrix]) -> float:

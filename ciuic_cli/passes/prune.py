@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.integers import ceil_div
+from ciuic_cli.passes.feedback import pad_square
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower, solve_transposed
 from ciuic_cli.process.threads import one_thread
@@ -85,7 +86,7 @@ def channel_loss(down: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.floa
     weighted = down * g[:, None] if g.dim() == 1 else g @ down
     left, right = (matrix.unflatten(1, (-1, TILE)).movedim(1, 0) for matrix in (down, weighted))
     gram = left.transpose(1, 2) @ right  # (blocks, 16, 16): wᵢᵀ G wⱼ of the inputs in a block
-    inputs = torch.nn.functional.pad(h, (0, extra, 0, extra))
+    inputs = pad_square(h)  # by any values, because they multiply zeros
     inputs = inputs.unfold(0, TILE, TILE).unfold(1, TILE, TILE).diagonal().permute(2, 0, 1)
     with one_thread():
         losses: NDArray[np.float64] = 0.5 * (gram * inputs).sum((1, 2)).double().cpu().numpy()
