@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import LayerStream
 from ciuic_cli.layerwise.linear_hooks import Key, linears_of
@@ -66,7 +67,7 @@ from ciuic_cli.statistics.moments import MomentRecorder, Moments, SpareMemory, r
 from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
 
 CHUNK_SEQUENCES = 4
-"""Sequences that run through a layer at a time. No measurement is on record."""
+"""Most sequences that run through a layer at a time. No measurement is on record."""
 
 
 def collect_statistics(
@@ -87,7 +88,7 @@ def collect_statistics(
         batches: LongTensor (sequences, length).
         folder: receives one safetensors file per parameter and `statistics.json`; shared by all workers.
         seed: for the sampled labels.
-        chunk: sequences that run through a layer at a time.
+        chunk: most sequences that run through a layer at a time.
         workers: share the sequences; the files have the same bytes for any number of them.
         journal: if given, a killed collection continues after its last finished step.
 
@@ -95,27 +96,37 @@ def collect_statistics(
         InputError: the text drives activations or statistics to NaN or infinity.
     """
     workers = workers or Workers()
-    chunks = batches.split(chunk)
+    chunks = chunks_of(batches, chunk)
+    firsts = list(itertools.accumulate((len(each) for each in chunks), initial=0))
     shares = share_of(segments_of(len(chunks)), workers)
-    chunk_numbers = [number for share in shares for number in share]
+    numbers = [number for share in shares for number in share]
     ends = itertools.accumulate((len(share) for share in shares), initial=0)
     stream = LayerStream(
-        model_map, [chunks[number] for number in chunk_numbers], folder / f"stream-{workers.number}",
+        model_map, [chunks[number] for number in numbers], folder / f"stream-{workers.number}",
         device=device, dtype=compute_dtype(device),
     )  # fmt: skip
     writer = StatisticsWriter(folder, batches.numel(), model_map.checkpoint.folder)
     return _Collection(
         model_map, stream, writer, workers, Marks(journal, workers), seed, progress,
-        chunk, batches.shape[1], chunk_numbers, [range(begin, end) for begin, end in itertools.pairwise(ends)],
+        batches.shape[1], [firsts[number] for number in numbers],
+        [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
+
+
+def chunks_of(batches: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
+    """Cut sequences (s, length) into nearly equal chunks of at most `most`, an even number of them where that can be.
+
+    Chunks and segments run side by side: five chunks keep two threads as long as six.
+    """
+    return batches.tensor_split(min(2 * ceil_div(len(batches), 2 * most), len(batches)))
 
 
 @dataclass(frozen=True)
 class _Collection:
     """One worker's part of both sweeps: its segments of the text, and the matrices whose sums it owns.
 
-    chunk: sequences per chunk. length: tokens per sequence. chunk_numbers: of each of the stream's chunks, its number
-    in the whole text. segments: of this worker, one per round, as ranges of the stream's chunks.
+    length: tokens per sequence. first_sequences: for each of the stream's chunks, the number of its first sequence in
+    the whole text. segments: of this worker, one per round, as ranges of the stream's chunks.
     """
 
     map: ModelMap
@@ -125,9 +136,8 @@ class _Collection:
     marks: Marks
     seed: int
     progress: Progress
-    chunk: int
     length: int
-    chunk_numbers: list[int]
+    first_sequences: list[int]
     segments: list[range]
 
     def run(self) -> Statistics:
@@ -202,7 +212,7 @@ class _Collection:
         def visit(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
             slope = squared_slope(logits, outputs.pop())
             if span.begin == 0:
-                sequence = self.chunk_numbers[span.chunk] * self.chunk + span.sequence
+                sequence = self.first_sequences[span.chunk] + span.sequence
                 generator.manual_seed(sequence_seed(self.seed, sequence))
             draws = torch.rand((logits.shape[1], 1), generator=generator, device=device)
             gradient = current[0].add(inputs.pop()[0].float(), logits.detach()[0], slope, draws)

@@ -17,7 +17,7 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise import logits as layer_logits
 from ciuic_cli.statistics import collect, moments
-from ciuic_cli.statistics.collect import collect_statistics
+from ciuic_cli.statistics.collect import chunks_of, collect_statistics
 from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
 from ciuic_cli.statistics.head_fisher import sequence_seed
@@ -97,6 +97,16 @@ def _moments(inputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> tuple
     """H with unit trace, and G per token."""
     h, g, loss, weighted_loss = _sums(inputs, gradients)
     return h / h.trace(), g * (loss / weighted_loss) / sum(len(x) for x in inputs)
+
+
+@pytest.mark.parametrize(("sequences", "most"), [(1, 4), (2, 4), (5, 1), (20, 4), (60, 4), (7, 7), (9, 2)])
+def test_chunks_are_nearly_equal_and_keep_two_threads_busy(sequences: int, most: int) -> None:
+    batches = _batches(sequences)
+    chunks = chunks_of(batches, most)
+    sizes = [len(chunk) for chunk in chunks]
+    assert torch.equal(torch.cat(chunks), batches)
+    assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
+    assert len(chunks) % 2 == 0 or len(chunks) == sequences
 
 
 def test_gradients_of_sampled_labels_have_the_fisher_information_of_the_prediction() -> None:
