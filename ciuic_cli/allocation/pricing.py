@@ -119,8 +119,8 @@ def _sorted_table(
     """The table with rows sorted by class. All arguments are in natural order.
 
     Rows keep the sensitivity that they have in natural order. Feedback between rows depends on their order, but the
-    best bits of a group of 16 rows change by 0.03 only, and factoring G again takes a fifth of the time of pricing
-    (measured: docs/experiments/scale/large-matrices.md).
+    best bits of a group of 16 rows hardly do, and factoring G again takes a fifth of the time of pricing (measured:
+    docs/experiments/scale/large-matrices.md).
 
     sensitivity, pruning: (m,) per row, the latter from `pruning_loss`. energies: `lowrank.residual_energies` by rank;
     empty: no low-rank parts. outputs: the factors of G.

@@ -184,8 +184,11 @@ class Run:
             count = self.meter().meters_side_by_side()
 
         def side_by_side(number: int) -> int:
-            """Probes of layers run beside others; those of an embedding or a head, whose noise is large, run alone."""
+            """The last probe makes the noise of all and runs alone, as do an embedding's and a head's, whose noise is
+            large."""
             layers = tuple(self.map.layer_prefixes)
+            if number == len(probes) - 1:
+                return 1
             return count if all(matrix.name.startswith(layers) for matrix in probes[number]) else 1
 
         # The last probe perturbs the matrices of all others, with the same noise.

@@ -216,7 +216,7 @@ def peak_bytes(
         count = chunks_side_by_side(model_map, prefix, tokens, device, besides=sum(moments))
         stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
         others = sum(p.numel for p in parameters) - stacked
-        linears = sum(p.numel for p in parameters if p.compress and len(p.shape) == 2)
+        linears = sum(p.numel for p in parameters if p.compress and len(p.shape) == 2 and not p.transposed)
         # Statistics: with bfloat16 products, stacks and linears are bfloat16. Moments exist of each segment of the text
         # in work, and as sums.
         # Probes: products are float32, and stacks have the model's own dtype. Matrices are perturbed at the same time.

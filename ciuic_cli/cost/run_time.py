@@ -49,14 +49,14 @@ of SmolLM2-135M and of a random model of 1.5 billion weights (docs/experiments/s
 class TextSize:
     """Numbers of sequences (statistics, held out, all recovery steps), and the tokens of each.
 
-    probe: tokens of each held-out sequence that a role's probe runs.
+    probe: tokens of each held-out sequence that a role's probe runs; 0: all.
     """
 
     sequences: int
     held_out: int
     length: int
     recovery: int = 0
-    probe: int = 256
+    probe: int = 0
 
     @property
     def tokens(self) -> int:
@@ -113,6 +113,7 @@ def measure_rates(
 ) -> Rates:
     """Time matrices of all shapes; takes seconds. ranks: whether arms with a low-rank part are priced."""
     machine, dtype = machine_for(device), compute_dtype(device)
+    product = time_products(device, torch.float32)
     timed: dict[tuple[Any, ...], dict[str, float]] = {}
 
     def seconds_of(matrix: WeightMatrix, *, pooled: bool) -> dict[str, float]:
@@ -128,8 +129,8 @@ def measure_rates(
         tuple(
             (matrix, count, seconds_of(matrix, pooled=pooled)) for (matrix, pooled), count in shapes.items()
         ),
-        time_products(device, torch.float32),
-        time_products(device, dtype),
+        product,
+        product if dtype == torch.float32 else time_products(device, dtype),
         time_moments(device, dtype),
         time_activations(_widest(model_map), device),
         time_reading(model_map, matrices),
@@ -164,7 +165,7 @@ def phase_seconds(
         for p in executed_compressible(model_map)
     )
     held_out = text.held_out * text.length * active * product
-    probed = text.held_out * min(text.length, text.probe) * active * product
+    probed = text.held_out * min(text.length, text.probe or text.length) * active * product
     # Products of the forward sweep, of recomputing each layer, and of its gradients; H and G of every token; and what
     # is between the products. Every weight is read in both sweeps.
     per_token = 3 * active * rates.statistics + moments * rates.moments
@@ -176,7 +177,7 @@ def phase_seconds(
     if text.recovery:
         # Products of the original, of the forward pass, of recomputing each layer, and of its gradients. Every step
         # reads and decodes every layer twice.
-        total["recovery"] += 4 * text.recovery * text.length * active * product
+        total["recovery"] += 4 * text.recovery * text.length * active * rates.statistics
         total["recovery"] += 2 * (text.recovery // STEP_SEQUENCES) * (reading + decoding)
         total["recovery"] += (EVALUATIONS + 1) * total["measure"]
     # The finished artifact runs once more, from its codes.
@@ -206,6 +207,7 @@ def _activations(model_map: ModelMap) -> float:
     return sum(
         sum(p.shape[-2:]) * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
         for p in executed_compressible(model_map)
+        if p.role != "embedding"
     )
 
 

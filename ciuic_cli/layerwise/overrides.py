@@ -19,8 +19,7 @@ Override = Callable[[str, int | None], torch.Tensor | None]
 the expert; None keeps the original. Called from several threads."""
 
 KEPT_BYTES = 2 << 30
-"""Most bytes of values that `KeptValues` writes: the noise of all probes of a model of up to a billion weights (chosen,
-not tuned)."""
+"""Most bytes of values that one `KeptValues` writes: half a billion weights (chosen, not tuned)."""
 
 
 class KeptValues:

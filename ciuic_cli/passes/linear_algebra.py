@@ -15,8 +15,8 @@ from ciuic_cli.process.threads import one_thread
 PANEL = 128
 """Columns of a panel, which one thread solves (chosen, not tuned)."""
 _INVERSE_COLUMNS = 8 * PANEL
-"""Columns of an inverse that are computed at a time, so that half of the products with zeros are left out (chosen, not
-tuned)."""
+"""Columns of an inverse that are computed at a time, so that most products with the zeros above its diagonal are left
+out: nearly half of all products (chosen, not tuned)."""
 DAMPINGS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of the mean diagonal that `damped_cholesky` adds, in the order in which it tries them (chosen, not tuned)."""
 

@@ -39,7 +39,7 @@ class OrderedSums:
 
     Args:
         names: all parameters, in the same order for all workers.
-        spare: receives the memory of sums that were added to others.
+        spare: receives the memory of this worker's sums that were added to others or sent.
     """
 
     def __init__(
@@ -82,12 +82,13 @@ class OrderedSums:
                             *scalars,
                         ),
                     )
+        for key, own in moments.items():
+            if self._spare is not None and self.totals.get(key) is not own:
+                self._spare.keep(own)
 
     def _include(self, key: Key, more: Moments) -> None:
         if key in self.totals:
             self.totals[key].include(more)
-            if self._spare is not None:
-                self._spare.keep(more)
         else:
             self.totals[key] = more
 

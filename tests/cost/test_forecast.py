@@ -13,7 +13,7 @@ import torch
 from second_device import DEVICE, SecondDevice
 
 from ciuic_cli.allocation.machine import Machine, processor
-from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
+from ciuic_cli.allocation.matrices import UNPRUNED_ROLES, WeightMatrix, weight_matrices
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.compression.pipeline import compress
@@ -72,6 +72,10 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(
         disk[name] = disk_bytes(model_map, matrices, text, model_map.stored_numel // 2, 16)
         peak[name] = peak_bytes(model_map, matrices, text, 0, device=torch.device("cpu"), bfloat16=True)
     assert disk["many"] > 2.4 * disk["few"]
+    matrices = weight_matrices(many.parameters.values())
+    with_noise, without = (disk_bytes(many, matrices, text, 1, layers) for layers in (16, 0))
+    probed = sum(m.weights for m in matrices if m.role not in UNPRUNED_ROLES)
+    assert with_noise - without == 4 * probed
     assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])  # other work must not decide
     monkeypatch.setattr(timing, "TIMING_REPEATS", {"cpu": 1, "gpu": 1})

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from random_moments import random_moment
 
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.passes import effective_variance
-from ciuic_cli.passes.feedback import factor_inputs
+from ciuic_cli.passes import effective_variance, scale
+from ciuic_cli.passes.feedback import factor_inputs, input_damping
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss
 from ciuic_cli.passes.prepare import prepare
@@ -40,6 +41,21 @@ def real_loss(weight: torch.Tensor, fisher: KroneckerFisher, codes: np.ndarray |
     error = decode_dense(round_prepared(prepared, bits, input_scale=codes, L=12)) - weight
     predicted = predicted_loss(group_sums(prepared.row_sensitivity), np.zeros(ROWS // 16), (3,), 12)
     return float(predicted.sum()), float(0.5 * ((error @ fisher.inputs) * error).sum())
+
+
+@pytest.mark.parametrize("cols", [64, 100, 300])
+def test_the_diagonal_of_the_inverse_comes_from_the_factors(cols: int) -> None:
+    moment = random_moment(cols, 2 * cols)
+    found = scale._inverse_diagonal(factor_inputs(moment), cols)
+    damped = moment.double()
+    damped.diagonal().add_(input_damping(padded_mean(moment)))
+    assert found is not None
+    torch.testing.assert_close(found, torch.linalg.inv(damped).diagonal(), rtol=1e-4, atol=0.0)
+
+
+def padded_mean(moment: torch.Tensor) -> torch.Tensor:
+    """Mean diagonal of a moment that is padded with zeros to a multiple of 16, as H is when it is damped."""
+    return moment.diagonal().double().sum() / (len(moment) + -len(moment) % 16)
 
 
 def test_the_loss_falls_as_predicted() -> None:

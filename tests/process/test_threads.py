@@ -17,6 +17,7 @@ from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import cholesky, inverse_lower, solve_lower, solve_transposed
 from ciuic_cli.passes.prepare import prepare
+from ciuic_cli.passes.prune import channel_loss
 from ciuic_cli.process.threads import in_order, one_thread, parallel_map, renew_pool
 from ciuic_cli.statistics.symmetric_product import add_symmetric_product, symmetric_product
 
@@ -64,7 +65,15 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
         _lower(g), solve_lower(_lower(g), torch.randn(SIZE, 300, generator=g))
     ),
     "prepared matrix": _prepared,
+    "losses of channels": lambda g: torch.from_numpy(
+        channel_loss(torch.randn(300, 1030, generator=g), KroneckerFisher(_moment(g, 1030), _moment(g, 300)))
+    ),
 }
+
+
+def _moment(generator: torch.Generator, size: int) -> torch.Tensor:
+    x = torch.randn(size, 64, generator=generator)
+    return x @ x.T
 
 
 def _added_moment(factor: torch.Tensor, *, rounded: bool) -> torch.Tensor:
