@@ -40,7 +40,7 @@ from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
 
-ACTIVATION_PASSES = 12
+ACTIVATION_PASSES = 16
 """Operations on activations between the products of the statistics: forward, recomputing and backward. Fitted to runs
 of SmolLM2-135M and of a random model of 1.5 billion weights (docs/experiments/scale/large-matrices.md)."""
 
