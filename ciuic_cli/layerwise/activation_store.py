@@ -1,4 +1,4 @@
-"""Activations and gradients between layers, kept in files, so that memory does not grow with the text."""
+"""Activations and gradients between layers, and values of overrides, kept in files instead of memory."""
 
 from __future__ import annotations
 
