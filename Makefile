@@ -72,7 +72,7 @@ demo-train: $(OUT)/config.json
 $(OUT)/config.json: $(VENV)/.installed
 	$(BIN)/ciuic compress $(SAMPLE) $(OUT) --calibration samples/text/calibration.txt --calibration-only --force
 
-# All tests except the fault campaigns: about 20 minutes on two cores, one process for each.
+# All tests except the fault campaigns: 20 to 30 minutes on two cores, one process for each.
 test: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 
