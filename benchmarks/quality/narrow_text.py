@@ -2,9 +2,9 @@
 
     python benchmarks/quality/narrow_text.py MODEL --texts code.txt web.txt ... --narrow web.txt --out FOLDER
 
-The first half of each narrow text is given to `ciuic compress` as `--calibration`; KL is measured on the second half of
-every text. One artifact is made with the package's mix, and two per narrow text: blended (the default) and with
-`--calibration-only`. Artifacts that are in FOLDER already are used again.
+The first half of each narrow text is given to `ciuic compress` as `--calibration`; KL is measured on windows of the
+second half of every text, at even distances, in float32. One artifact is made with the package's mix, and two per
+narrow text: blended (the default) and with `--calibration-only`. Artifacts that are in FOLDER already are used again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import ciuic_cli  # noqa: F401  registers artifacts with transformers
 from ciuic_cli.compression.pipeline import compress
-from ciuic_cli.evaluation.perplexity import evaluate
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 
 
@@ -28,23 +31,44 @@ def halves(file: Path, folder: Path) -> tuple[Path, Path]:
     return parts
 
 
-def kls(artifact: Path, texts: dict[str, Path], options: argparse.Namespace) -> dict[str, float]:
-    """Mean KL in nats per token by name of the text; measured once, then read from the artifact's side file."""
+def spread_windows(file: Path, model: Path, seqlen: int, limit: int) -> torch.Tensor:
+    """At most `limit` windows of the text, LongTensor (n, seqlen), at even distances."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor(tokenizer(file.read_text(encoding="utf-8"), verbose=False)["input_ids"])
+    count = min(limit, len(ids) // seqlen)
+    distance = len(ids) // max(count, 1)
+    return torch.stack([ids[number * distance :][:seqlen] for number in range(count)])
+
+
+@torch.inference_mode()
+def measured(artifact: Path, texts: dict[str, torch.Tensor], model: Path) -> dict[str, list[float]]:
+    """KL in nats per token of every window, by name of the text; kept in a file beside the artifact."""
     record = artifact.with_suffix(".json")
-    known: dict[str, float] = json.loads(record.read_text()) if record.exists() else {}
-    for name, text in texts.items():
-        if name not in known:
-            found = evaluate(
-                artifact,
-                base=options.model,
-                text=text,
-                seqlen=options.seqlen,
-                limit=options.limit,
-                device="cpu",
-            )
-            known[name] = found["kl_mean"]
-            record.write_text(json.dumps(known))
+    known: dict[str, list[float]] = json.loads(record.read_text()) if record.exists() else {}
+    if missing := [name for name in texts if name not in known]:
+        original, compressed = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+            for folder in (model, artifact)
+        )
+        for name in missing:
+            known[name] = []
+            for window in texts[name].split(1):
+                p, q = (each(window).logits[0].log_softmax(-1) for each in (original, compressed))
+                known[name].append(float((p.exp() * (p - q)).sum(-1).mean()))
+        record.write_text(json.dumps(known))
     return known
+
+
+def mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def ratio(above: list[float], below: list[float]) -> str:
+    """Ratio of the means of the same windows, with its standard error (delta method)."""
+    found = mean(above) / mean(below)
+    differences = torch.tensor(above) - found * torch.tensor(below)
+    error = float(differences.std()) / len(above) ** 0.5 / mean(below)
+    return f"{found:.2f} ± {error:.2f}"
 
 
 def made(name: str, options: argparse.Namespace, **calibration: object) -> Path:
@@ -83,19 +107,23 @@ def main() -> None:
     configure_numeric_libraries()
     options.out.mkdir(parents=True, exist_ok=True)
     parts = {text.stem: halves(text, options.out) for text in options.texts}
-    measured = {name: second for name, (_, second) in parts.items()}
-    mix = kls(made("mix", options), measured, options)
+    texts = {
+        name: spread_windows(second, options.model, options.seqlen, options.limit)
+        for name, (_, second) in parts.items()
+    }
+    mix = measured(made("mix", options), texts, options.model)
     print(
         "| calibration | text | mix | blend | alone | blend / mix | blend / alone |\n|---|---|---|---|---|---|---|"
     )
     for name in (text.stem for text in options.narrow):
         own = {"calibration": parts[name][0]}
-        blend = kls(made(f"{name}-blend", options, **own), measured, options)
-        alone = kls(made(f"{name}-alone", options, **own, calibration_only=True), measured, options)
-        for text in measured:
+        blend = measured(made(f"{name}-blend", options, **own), texts, options.model)
+        alone = measured(made(f"{name}-alone", options, **own, calibration_only=True), texts, options.model)
+        for text in texts:
+            kls = " | ".join(f"{mean(each[text]):.4f}" for each in (mix, blend, alone))
             print(
-                f"| {name} | {text} | {mix[text]:.4f} | {blend[text]:.4f} | {alone[text]:.4f} | "
-                f"{blend[text] / mix[text]:.2f} | {blend[text] / alone[text]:.2f} |",
+                f"| {name} | {text} | {kls} | {ratio(blend[text], mix[text])} | "
+                f"{ratio(blend[text], alone[text])} |",
                 flush=True,
             )
 

@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L, WINDOWS, nominal_window
 from ciuic_cli.errors import UsageError
+from ciuic_cli.text.shares import with_mix
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class CompressOptions:
             of ratio, target_bpw and target_size; with none of them the ratio is 4.
         target_bpw: stored bits per parameter, at most 16.
         target_size: bytes of the artifact's safetensors files.
-        calibration: UTF-8 text files. The package's own mix of texts adds half as many sequences. None: the mix alone.
+        calibration: UTF-8 text files. The package's mix adds half as many sequences. None: the mix alone.
         calibration_only: whether all sequences are from `calibration`.
         nsamples: calibration sequences, without those that the mix adds; None: those of the effort level.
         seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.
@@ -172,7 +173,7 @@ class CompressOptions:
     def sequences(self) -> int:
         """Calibration sequences, including those held out for measuring KL, and those that the package's mix adds."""
         count = self.nsamples or self.level.nsamples
-        return count + count // 2 if self.calibration and not self.calibration_only else count
+        return with_mix(count) if self.calibration and not self.calibration_only else count
 
     def budget(self, original: int) -> int:
         """Bytes that the artifact's safetensors files may take. original: bytes of all parameters at 2 bytes each."""

@@ -13,7 +13,9 @@ import torch
 
 from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.text.documents import builtin_calibration_text
+from ciuic_cli.text.mix_selection import complementing
 from ciuic_cli.text.records import read_text_or_records
+from ciuic_cli.text.shares import shares_of
 from ciuic_cli.text.tokenizer import (
     leading_special_tokens,
     require_known_tokens,
@@ -23,11 +25,6 @@ from ciuic_cli.text.tokenizer import (
 
 MINIMUM_TOKENS = 256
 """Fewest calibration tokens that are accepted. Chosen, not tuned."""
-
-
-MIX_DIVISOR = 3
-"""One in so many sequences is from the package's mix, if the user gives a text. With one in two, a model loses more on
-that text (measured: docs/experiments/statistics/narrow-text.md)."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +46,6 @@ class CalibrationSequences:
         return torch.cat((_even(from_mix, mix), mix + _even(from_own, self.own)))
 
 
-def shares_of(count: int, mix: int, own: int) -> tuple[int, int]:
-    """How many of `count` sequences are from the package's mix, a third, and from the user's text, two thirds.
-
-    mix, own: sequences that there are. Where one text is too short, the other fills up.
-    """
-    from_own = min(own, count - count // MIX_DIVISOR)
-    from_mix = min(mix, count - from_own)
-    return from_mix, min(own, count - from_mix)
-
-
 def _even(count: int, available: int) -> torch.Tensor:
     return torch.arange(count) * available // max(count, 1)
 
@@ -68,8 +55,9 @@ def calibration_sequences(
 ) -> CalibrationSequences:
     """At most `nsamples` sequences of the user's files and the package's mix, in the shares of `shares_of`.
 
-    Without files all are from the mix; with `only` none is. Sequences are as those of `calibration_batch`. A text that
-    is shorter than a sequence is filled up with tokens of the other text. Raises as `calibration_batch` does.
+    Without files all are from the mix; with `only` none is. The user's sequences are as those of `calibration_batch`;
+    those of the mix are the ones that complete them (`mix_selection.complementing`). A text that is shorter than a
+    sequence is filled up with tokens of the other text. Raises as `calibration_batch` does.
     """
     if only or not files:
         tokens = calibration_batch(tokenizer, files, nsamples=nsamples, seqlen=seqlen, vocab_size=vocab_size)
@@ -81,8 +69,10 @@ def calibration_sequences(
     body = _body(tokenizer, leading, seqlen, max(len(mix), len(own)))
     mix, own = _filled(mix, own, body), _filled(own, mix, body)
     from_mix, from_own = shares_of(nsamples, len(mix) // body, len(own) // body)
-    parts = [_sequences(leading, mix, body, from_mix), _sequences(leading, own, body, from_own)]
-    return CalibrationSequences(torch.cat(parts), from_own)
+    of_the_user = _sequences(leading, own, body, from_own)
+    candidates = _sequences(leading, mix, body, len(mix) // body)
+    of_the_mix = candidates[complementing(candidates, of_the_user, from_mix, vocab_size)]
+    return CalibrationSequences(torch.cat((of_the_mix, of_the_user)), from_own)
 
 
 def calibration_batch(

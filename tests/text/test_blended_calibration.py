@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ciuic_cli.text import calibration
-from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences, shares_of
+from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences
+from ciuic_cli.text.shares import shares_of, with_mix
 
 MIX, OWN = "a", "Z"
 
@@ -59,6 +60,16 @@ def test_a_text_that_is_too_short_is_filled_up_by_the_other(tmp_path: Path) -> N
     assert int((long.tokens[-1] == ord(OWN)).sum()) == 398
 
 
+def test_sequences_of_the_mix_have_the_kinds_that_the_user_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mix = ("a" * 100 + OWN * 300 + "b" * 100) * 9
+    monkeypatch.setattr(calibration, "builtin_calibration_text", lambda: mix)
+    found = _sequences(tmp_path, 3000, nsamples=12)
+    assert found.own == 8 and _kinds(found.tokens[4:]) == [OWN] * 8
+    assert sorted(chr(row[50]) for row in found.tokens[:4]) == ["a", "a", "b", "b"]
+
+
 def test_only_the_user_s_text(tmp_path: Path) -> None:
     found = _sequences(tmp_path, 3000, only=True)
     assert _kinds(found.tokens) == [OWN] * 20 and found.own == 20
@@ -81,6 +92,11 @@ def test_only_the_user_s_text(tmp_path: Path) -> None:
 )
 def test_shares(count: int, mix: int, own: int, shares: tuple[int, int]) -> None:
     assert shares_of(count, mix, own) == shares
+
+
+@pytest.mark.parametrize("own", [2, 3, 4, 5, 6, 7, 24, 64, 128, 1 << 20])
+def test_the_mix_replaces_none_of_the_user_s_sequences(own: int) -> None:
+    assert shares_of(with_mix(own), 1 << 30, 1 << 30) == (with_mix(own) - own, own)
 
 
 def test_a_sample_takes_all_of_a_short_text_and_spreads_over_a_long_one() -> None:
