@@ -78,10 +78,13 @@ def test_planned_bytes_are_those_of_the_allocator(
     weight = PlainWeight(compressed, SmallBatch(48, 48, 48))
     x, grad = torch.randn(batch, cols, dtype=dtype), torch.randn(batch, rows, dtype=dtype)
     forward = peak_bytes(lambda: weight.product(x))
-    # oneDNN takes up to 160 kB for a bfloat16 product, by its shape, and with AMX memory like that of a panel.
+    # For a bfloat16 product oneDNN takes up to 160 kB on Intel's processors and 290 kB on AMD's with AVX-512, by its
+    # shape, and with AMX memory like that of a panel.
     scratch = 200_000.0
-    if native.cpu_kernels() == "amx" and dtype == torch.bfloat16 and is_fast:
-        scratch += 1.2 * kind.panel_rows(2, reorders_rows=True) * kind.cols_padded * 2
+    if dtype == torch.bfloat16 and is_fast:
+        scratch = 300_000.0
+        if native.cpu_kernels() == "amx":
+            scratch += 1.2 * kind.panel_rows(2, reorders_rows=True) * kind.cols_padded * 2
     assert product_bytes(kind, batch, dtype, 48) == pytest.approx(forward, rel=0.065, abs=scratch)
     backward = peak_bytes(lambda: gradient(compressed, grad))
     assert gradient_bytes(kind, batch, dtype) == pytest.approx(backward, rel=0.065, abs=scratch)
