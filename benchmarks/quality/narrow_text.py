@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -59,15 +60,11 @@ def measured(artifact: Path, texts: dict[str, torch.Tensor], model: Path) -> dic
     return known
 
 
-def mean(values: list[float]) -> float:
-    return sum(values) / len(values)
-
-
 def ratio(above: list[float], below: list[float]) -> str:
     """Ratio of the means of the same windows, with its standard error (delta method)."""
-    found = mean(above) / mean(below)
-    differences = torch.tensor(above) - found * torch.tensor(below)
-    error = float(differences.std()) / len(above) ** 0.5 / mean(below)
+    found = fmean(above) / fmean(below)
+    differences = [a - found * b for a, b in zip(above, below, strict=True)]
+    error = stdev(differences) / len(above) ** 0.5 / fmean(below)
     return f"{found:.2f} ± {error:.2f}"
 
 
@@ -120,7 +117,7 @@ def main() -> None:
         blend = measured(made(f"{name}-blend", options, **own), texts, options.model)
         alone = measured(made(f"{name}-alone", options, **own, calibration_only=True), texts, options.model)
         for text in texts:
-            kls = " | ".join(f"{mean(each[text]):.4f}" for each in (mix, blend, alone))
+            kls = " | ".join(f"{fmean(each[text]):.4f}" for each in (mix, blend, alone))
             print(
                 f"| {name} | {text} | {kls} | {ratio(blend[text], mix[text])} | "
                 f"{ratio(blend[text], alone[text])} |",

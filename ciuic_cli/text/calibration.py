@@ -34,16 +34,25 @@ class CalibrationSequences:
     Attributes:
         tokens: LongTensor (sequences, length).
         own: how many of them, the last ones, are from the user's files.
+        best_first: LongTensor of the numbers of the mix's sequences, that which completes the user's text best first;
+            None: all complete it alike.
     """
 
     tokens: torch.Tensor
     own: int
+    best_first: torch.Tensor | None = None
 
     def sample(self, count: int) -> torch.Tensor:
-        """Indices (LongTensor) of `count` sequences: as many of each text as `shares_of` says, evenly spaced."""
+        """Indices (LongTensor) of `count` sequences: as many of each text as `shares_of` says.
+
+        Those of the user's text are evenly spaced, those of the mix the ones that complete it best.
+        """
         mix = len(self.tokens) - self.own
         from_mix, from_own = shares_of(count, mix, self.own)
-        return torch.cat((_even(from_mix, mix), mix + _even(from_own, self.own)))
+        of_the_mix = (
+            _even(from_mix, mix) if self.best_first is None else self.best_first[:from_mix].sort().values
+        )
+        return torch.cat((of_the_mix, mix + _even(from_own, self.own)))
 
 
 def _even(count: int, available: int) -> torch.Tensor:
@@ -71,8 +80,10 @@ def calibration_sequences(
     from_mix, from_own = shares_of(nsamples, len(mix) // body, len(own) // body)
     of_the_user = _sequences(leading, own, body, from_own)
     candidates = _sequences(leading, mix, body, len(mix) // body)
-    of_the_mix = candidates[complementing(candidates, of_the_user, from_mix, vocab_size)]
-    return CalibrationSequences(torch.cat((of_the_mix, of_the_user)), from_own)
+    chosen = complementing(candidates, of_the_user, from_mix, vocab_size)
+    in_order = chosen.sort().values
+    tokens = torch.cat((candidates[in_order], of_the_user))
+    return CalibrationSequences(tokens, from_own, torch.searchsorted(in_order, chosen))
 
 
 def calibration_batch(

@@ -18,7 +18,9 @@ SMOOTHING = 0.5
 
 
 def complementing(candidates: torch.Tensor, own: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:
-    """Indices (LongTensor, ascending) of the `count` candidates that complete `own` best.
+    """Indices (LongTensor) of the `count` candidates that complete `own` best, the best one first.
+
+    So the first k of them are what a smaller count of k gives.
 
     The sum over the mix's tokens t of log(SMOOTHING + occurrences of t) grows by less with each sequence that is
     added (it is submodular), so adding the best one at a time comes within 1 - 1/e of the largest sum (Nemhauser,
@@ -42,7 +44,7 @@ def complementing(candidates: torch.Tensor, own: torch.Tensor, count: int, vocab
         chosen.append(int(gain.argmax()))
         added = candidate == chosen[-1]
         present[token[added]] += occurrences[added]
-    return torch.tensor(sorted(chosen), dtype=torch.long)
+    return torch.tensor(chosen, dtype=torch.long)
 
 
 def _counts(tokens: torch.Tensor, vocab_size: int) -> NDArray[np.float64]:

@@ -70,6 +70,19 @@ def test_sequences_of_the_mix_have_the_kinds_that_the_user_lacks(
     assert sorted(chr(row[50]) for row in found.tokens[:4]) == ["a", "a", "b", "b"]
 
 
+def test_a_sample_of_many_sequences_has_the_kinds_that_the_user_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With recovery nearly the whole mix is chosen; the statistics see a few of its sequences."""
+    mix = "a" * 100 + OWN * 4000 + "b" * 100
+    monkeypatch.setattr(calibration, "builtin_calibration_text", lambda: mix)
+    found = _sequences(tmp_path, 9000, nsamples=120)
+    assert len(found.tokens) - found.own == 40
+    sampled = found.sample(6).tolist()
+    assert sampled[:2] == sorted(sampled[:2])
+    assert [chr(found.tokens[number][50]) for number in sampled] == ["a", "b"] + [OWN] * 4
+
+
 def test_only_the_user_s_text(tmp_path: Path) -> None:
     found = _sequences(tmp_path, 3000, only=True)
     assert _kinds(found.tokens) == [OWN] * 20 and found.own == 20
