@@ -21,7 +21,7 @@ PACKAGE = "ciuic_cli"
 
 FLOORS = (
     ("errors", "_version"),
-    ("integers",),
+    ("integers", "source_code"),
     ("process",),
     ("profiling",),
     ("hub",),

@@ -16,11 +16,12 @@ import ast
 import enum
 import functools
 import inspect
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
+
+from ciuic_cli.source_code import syntax_tree
 
 EXPERT_STACKS = ("gate_up_proj", "down_proj")
 """The parameters of an experts module that are stored as stacks of blobs."""
@@ -98,7 +99,7 @@ def weight_use(kind: type[nn.Module], name: str) -> Use | None:
 def _use_in_class(kind: type, weight: str) -> Use | None:
     """How the code of this class uses `weight`: "self.<name>", or the name of a variable."""
     uses = {
-        use for cls in _classes(kind) for node in ast.walk(_parsed(cls)) for use in _uses_in(node, weight)
+        use for cls in _classes(kind) for node in ast.walk(syntax_tree(cls)) for use in _uses_in(node, weight)
     }
     return uses.pop() if len(uses) == 1 else None
 
@@ -109,14 +110,6 @@ def _classes(kind: type) -> Iterator[type]:
         if cls is nn.Module:
             return
         yield cls
-
-
-@functools.cache
-def _parsed(cls: type) -> ast.AST:
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except (OSError, TypeError, SyntaxError):  # a class made at run time has no source
-        return ast.Module([], [])
 
 
 def _uses_in(node: ast.AST, name: str) -> set[Use]:
@@ -243,7 +236,7 @@ def _stack_experts_of(parent: nn.Module, name: str, child: nn.Module) -> None:
 def _flat_uses(kind: type) -> tuple[_FlatUse, ...]:
     found = []
     for cls in _classes(kind):
-        for function in (node for node in ast.walk(_parsed(cls)) if isinstance(node, ast.FunctionDef)):
+        for function in (node for node in ast.walk(syntax_tree(cls)) if isinstance(node, ast.FunctionDef)):
             assigned = {
                 node.targets[0].id: node.value
                 for node in ast.walk(function)

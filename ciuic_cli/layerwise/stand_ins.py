@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import textwrap
 from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from ciuic_cli.errors import InputError
+from ciuic_cli.source_code import syntax_tree
 
 
 class StandIn(nn.Module):
@@ -67,15 +67,10 @@ def returned_extras(kind: type[nn.Module]) -> int | None:
     Read from the source. Parts that are added to a tuple later, which only some calls ask for, do not count; those of
     an `else` do.
     """
-    forward = inspect.unwrap(kind.forward)
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
-    except (OSError, TypeError, SyntaxError):  # a class made at run time has no source
-        return None
     tuples: dict[str, int] = {}
     added: dict[str, int] = {}
     returned: ast.AST | None = None
-    for node in ast.walk(tree):
+    for node in ast.walk(syntax_tree(inspect.unwrap(kind.forward))):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             value = node.value.left if isinstance(node.value, ast.BinOp) else node.value
             if isinstance(value, ast.Tuple | ast.List):
