@@ -56,7 +56,7 @@ class Comparison:
         from ciuic_cli.checkpoint.model_map import map_model
         from ciuic_cli.checkpoint.reader import open_checkpoint
         from ciuic_cli.export.gguf.llama_cpp import find_llama_cpp
-        from ciuic_cli.export.gguf.writing import GgufOptions, calibration_tokens
+        from ciuic_cli.export.gguf.writing import GgufOptions, calibration_text
 
         self.work, self.chunks, self.without = options.work, options.chunks, set(options.without)
         self.work.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class Comparison:
         self.programs = find_llama_cpp(options.llama_cpp)
         self.map = map_model(open_checkpoint(self.model))
         self.settings = GgufOptions(nsamples=options.nsamples)
-        self.tokens = calibration_tokens(self.map, self.settings)
+        self.calibration = calibration_text(self.map, self.settings)
         self.texts = dict(item.split("=", 1) for item in options.text)
         self._results_file = self.work / "results.json"
         self.results = json.loads(self._results_file.read_text()) if self._results_file.exists() else {}
@@ -76,7 +76,7 @@ class Comparison:
         subprocess.run(["rm", "-rf", folder], check=True)
         folder.mkdir()
         return GgufPlanner(
-            self.map, self.tokens, folder, self.programs, device=torch.device("cpu"), without=self.without,
+            self.map, self.calibration, folder, self.programs, device=torch.device("cpu"), without=self.without,
             progress=lambda *step: print(*step, flush=True),
         )  # fmt: skip
 
@@ -98,7 +98,9 @@ class Comparison:
         if not path.exists():
             text = self.work / "calibration.txt"
             tokenizer = AutoTokenizer.from_pretrained(self.model)
-            text.write_text("\n".join(tokenizer.batch_decode(self.tokens, skip_special_tokens=True)))
+            text.write_text(
+                "\n".join(tokenizer.batch_decode(self.calibration.tokens, skip_special_tokens=True))
+            )
             run(
                 self.program("llama-imatrix"), "-m", self.original(), "-f", text, "-c", CONTEXT, "-o", path,
                 "--process-output", "--no-ppl",

@@ -22,7 +22,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.export.gguf.feedback import Feedback, feedback_of, rounded
-from ciuic_cli.export.gguf.writing import GgufOptions, calibration_tokens
+from ciuic_cli.export.gguf.writing import GgufOptions, calibration_text
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.process.progress import no_progress
 from ciuic_cli.statistics.collect import collect_statistics
@@ -71,8 +71,16 @@ def main() -> None:
         statistics = Statistics(kept)
     else:
         kept.mkdir(parents=True)
-        tokens = calibration_tokens(original, GgufOptions(nsamples=options.nsamples))
-        statistics = collect_statistics(original, tokens, kept, device=cpu, progress=no_progress)
+        calibration = calibration_text(original, GgufOptions(nsamples=options.nsamples))
+        statistics = collect_statistics(
+            original,
+            calibration.tokens,
+            kept,
+            device=cpu,
+            seed=0,
+            weights=calibration.weights,
+            progress=no_progress,
+        )
     text = calibration_batch(
         open_tokenizer(options.model), [options.text], nsamples=options.sequences, seqlen=512,
         vocab_size=original.config.get_text_config().vocab_size,

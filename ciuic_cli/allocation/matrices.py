@@ -28,8 +28,8 @@ draws negative samples with 0.75."""
 EMBEDDING_ROLES = ("embedding", "head")
 """Matrices whose rows are tokens."""
 EMBEDDING_COPIES = 3
-"""Float32 copies of an embedding or head that are held whole: the matrix, its contexts, and the result (measured:
-docs/experiments/scale/vocabulary-chunks.md)."""
+"""Float32 copies of an embedding or head that are held whole: the matrix, its contexts, and the result, which a probe
+writes over the matrix (measured: docs/experiments/scale/vocabulary-chunks.md)."""
 _TINY = 1e-30
 """Floor of divisors that are sums of Fisher information: without any, shares become 0 instead of NaN (chosen, not
 tuned)."""

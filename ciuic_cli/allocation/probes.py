@@ -108,7 +108,7 @@ def perturbation(
         weight, fisher = scaled(weight, fisher, matrix_plan.input_scale)
         factored = factors.inputs(matrix, fisher)
         generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode()))
-        noisy_weight, structure_mask = torch.empty_like(weight), plan.structure_masks.get(matrix.key)
+        structure_mask = plan.structure_masks.get(matrix.key)
         for chunk in row_chunks(
             weight, fisher, matrix, matrix_plan.row_class, factored=factored, pools=factors
         ):
@@ -125,9 +125,9 @@ def perturbation(
                 kept = torch.from_numpy(structure_mask[chunk.groups]).repeat_interleave(TILE)[: len(noisy)]
                 kept = kept.to(noisy.device)
                 noisy[kept] = chunk.weight[kept]
-            noisy_weight[chunk.rows] = noisy
+            weight[chunk.rows] = noisy  # no other chunk reads these rows
         scale = matrix_plan.input_scale
-        return noisy_weight if scale is None else noisy_weight.mul_(input_factors(scale).to(weight.device))
+        return weight if scale is None else weight.mul_(input_factors(scale).to(weight.device))
 
     return override
 

@@ -7,7 +7,7 @@ with its weights and `release` frees them; the result equals a full `from_pretra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -221,24 +221,24 @@ class ModelMap:
         dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         *,
-        linear_dtype: torch.dtype | None = None,
+        weight_dtypes: Mapping[type[nn.Module], torch.dtype] | None = None,
         stack_dtype: torch.dtype | None = None,
         stack_device: torch.device | str | None = None,
     ) -> None:
         """Fill `module` with its weights, in place. It is the submodule of a `skeleton` at the name `prefix`.
 
         Weights are converted to `dtype` (default: the model's), except those that transformers keeps in another one,
-        and require no gradient. Weights of `nn.Linear` get `linear_dtype`, expert stacks `stack_dtype` and
-        `stack_device`, if these are given. Non-persistent buffers move to `device`. Raises ValueError if they are on
-        the meta device, as in a module of `meta_model`.
+        and require no gradient. `weight` of a module whose class is a key of `weight_dtypes` gets the dtype there,
+        expert stacks get `stack_dtype` and `stack_device`, if given. Non-persistent buffers move to `device`. Raises
+        ValueError if they are on the meta device, as in a module of `meta_model`.
         """
         loaded: dict[str, torch.Tensor] = {}
         for owner, short, name, is_buffer in stored_tensors(module, prefix):
             key = self.parameters[name].tied_to or name
             if key not in loaded:
                 is_stack = self.parameters[key].is_stack
-                is_linear = type(owner) is nn.Linear and short == "weight"
-                wanted = (is_stack and stack_dtype) or (is_linear and linear_dtype) or dtype
+                of_class = short == "weight" and (weight_dtypes or {}).get(type(owner))
+                wanted = (is_stack and stack_dtype) or of_class or dtype
                 value = self._load(name, wanted, (is_stack and stack_device) or device)
                 loaded[key] = value if is_buffer else nn.Parameter(value, requires_grad=False)
             setattr(owner, short, loaded[key])

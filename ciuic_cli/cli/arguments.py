@@ -43,7 +43,8 @@ CalibrationFiles = Annotated[
         rich_help_panel=CALIBRATION,
         show_default="only the package's mix",
         help="UTF-8 text like the text that the model will see, or training data as for ciuic train (.jsonl or a "
-        "folder); may be repeated. The package's own mix of texts adds half as many sequences.",
+        "folder); may be repeated. The package's own mix of texts adds half as many sequences, "
+        "which count less.",
     ),
 ]
 CalibrationOnly = Annotated[

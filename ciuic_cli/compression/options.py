@@ -82,7 +82,8 @@ class CompressOptions:
             of ratio, target_bpw and target_size; with none of them the ratio is 4.
         target_bpw: stored bits per parameter, at most 16.
         target_size: bytes of the artifact's safetensors files.
-        calibration: UTF-8 text files. The package's mix adds half as many sequences. None: the mix alone.
+        calibration: UTF-8 text files. The package's mix adds half as many sequences, which count less
+            (`text/shares.py`). None: the mix alone.
         calibration_only: whether all sequences are from `calibration`.
         nsamples: calibration sequences, without those that the mix adds; None: those of the effort level.
         seqlen: tokens per calibration sequence; None: 512, or as many as the model has positions.

@@ -104,7 +104,7 @@ class Run:
             self.workers.barrier()
             collect_statistics(
                 self.map, self.task.calibration, folder, device=self.device, seed=self.options.seed,
-                progress=self.progress, workers=self.workers, journal=self.journal,
+                weights=self.task.sequence_weights, progress=self.progress, workers=self.workers, journal=self.journal,
             )  # fmt: skip
             if self.workers.is_leader:
                 self.journal.seal(STATISTICS, folder)

@@ -79,8 +79,12 @@ class Task:
     @property
     def calibration(self) -> torch.Tensor:
         """LongTensor: the sequences for the statistics."""
-        sampled = self.text.tokens[self._sampled]
-        return sampled if len(sampled) == 1 else sampled[~_held_out(len(sampled))]
+        return self.text.tokens[self._in_statistics]
+
+    @property
+    def sequence_weights(self) -> torch.Tensor:
+        """(sequences,) float32: what each sequence of `calibration` counts in the statistics."""
+        return self.text.weights[self._in_statistics]
 
     @property
     def vocabulary_seen(self) -> float:
@@ -108,6 +112,12 @@ class Task:
     def _sampled(self) -> torch.Tensor:
         """LongTensor: indices of the sequences for the statistics and of the held-out ones."""
         return self.text.sample(min(self.options.sequences, len(self.text.tokens)))
+
+    @property
+    def _in_statistics(self) -> torch.Tensor:
+        """LongTensor: indices of the sequences for the statistics."""
+        sampled = self._sampled
+        return sampled if len(sampled) == 1 else sampled[~_held_out(len(sampled))]
 
     def settled_options(self) -> dict[str, Any]:
         """The options that decide the artifact's bytes. Defaults that depend on the model are filled in."""

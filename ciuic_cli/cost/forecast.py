@@ -158,7 +158,8 @@ def disk_bytes(
     """
     hidden, vocabulary = hidden_and_vocabulary(model_map)
     state = 4 * text.tokens * hidden
-    sweeps = state * (len(model_map.layer_prefixes) + 3)
+    head_sums = 4 * vocabulary * hidden
+    sweeps = state * (len(model_map.layer_prefixes) + 3) + head_sums
     moments = sum(stored_moment_bytes(parameter) for parameter in executed_compressible(model_map))
     predictions = 4 * text.held_out * text.length * vocabulary
     arms = sum(_ARM_FIELDS * 8 * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
@@ -227,12 +228,15 @@ def peak_bytes(
             + count * activations
         )
         layers.append(stacks + 4 * others + max(activations, largest_in_layers))
-    embedding_and_head = 4 * sum(
+    embedding_and_head = sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
     logits = LOGIT_COPIES * 4 * min(text.length, logit_tokens(vocabulary)) * vocabulary
-    head_sums = WEIGHT_BYTES + 2 * vocabulary_bytes(model_map)
-    outside_layers = embedding_and_head + max(logits + head_sums, largest_outside)
+    head_sums = WEIGHT_BYTES + vocabulary_bytes(model_map)  # of a segment; the totals are on the disk
+    outside_layers = max(
+        (2 if bfloat16 else 4) * embedding_and_head + logits + head_sums,
+        4 * embedding_and_head + max(logits, largest_outside),
+    )
     plan = PLAN_BYTES * sum(matrix.groups for matrix in matrices)
     tuning = TUNING_BYTES * sum(matrix.rows for matrix in matrices) if text.recovery else 0
     return base + SLACK + tuning + max([*layers, outside_layers, plan])

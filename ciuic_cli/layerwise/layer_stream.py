@@ -12,13 +12,13 @@ A chunk is a batch of sequences that run through a layer together. The methods, 
    output on disk into the gradient at its input on disk. In memory: the layer, and autograd's graph of one chunk.
 5. `drop` and `delete_dropped` delete files that no later step reads.
 
-Weights are float32, but those of a layer's linears have the dtype of products. Expert stacks stay in main memory
-(`expert_offload.py`). Matrix products are in `dtype`, the residual stream is float32.
+Weights are float32, but those of a layer's linears have the dtype of products, as embedding and head in `tail` have.
+Expert stacks stay in main memory (`expert_offload.py`). Matrix products are in `dtype`, the residual stream is float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
@@ -36,7 +36,7 @@ from ciuic_cli.layerwise.chunk_threads import chunks_side_by_side
 from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
-from ciuic_cli.layerwise.mixed_precision import mixed_precision
+from ciuic_cli.layerwise.mixed_precision import float32_outputs, mixed_precision
 from ciuic_cli.layerwise.overrides import Override, replace_weights
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
@@ -125,16 +125,13 @@ class LayerStream:
         with self._without_layers() as stand_ins, torch.no_grad(), self._autocast():
             for index, tokens in enumerate(self.chunks):
                 self._run_without_layers(tokens, stand_ins)
-                assert stand_ins[0].hidden is not None
+                first = stand_ins[0].hidden
+                assert first is not None
                 if index == 0:
                     rows = self.model.get_input_embeddings().weight[tokens.to(self.device)]
-                    hidden = stand_ins[0].hidden
-                    self._streams_first = (
-                        hidden.shape[:2] != tokens.shape and hidden.shape[1:3] == tokens.shape
-                    )
-                    self._projects_rows = hidden.shape[-1] != rows.shape[-1]
-                    self.embedding_scale = embedding_factor(self._streams_last(hidden), rows)
-                first = stand_ins[0].hidden
+                    self._streams_first = first.shape[:2] != tokens.shape and first.shape[1:3] == tokens.shape
+                    self._projects_rows = first.shape[-1] != rows.shape[-1]
+                    self.embedding_scale = embedding_factor(self._streams_last(first), rows)
                 if f"0.{index}" not in self.hidden:
                     self.hidden.put(f"0.{index}", self._streams_last(first))
                 for number, (prefix, stand_in) in enumerate(zip(self.prefixes, stand_ins, strict=True)):
@@ -210,10 +207,9 @@ class LayerStream:
     @contextmanager
     def tail_logits(self) -> Iterator[LogitsOfChunk]:
         """Context that yields a function from a chunk to its spans, hidden states and logits after the last layer."""
-        last, head = len(self.prefixes), self.model.get_output_embeddings()
-        with self._without_layers() as stand_ins:
-            # Cast once, as autocast would for every span: repeated casting takes longer than the product.
-            head.weight = nn.Parameter(head.weight.to(self.dtype), requires_grad=False)
+        last, model = len(self.prefixes), self.model
+        table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        with self._without_layers(table, head) as stand_ins, float32_outputs(table):
 
             def logits_of_chunk(index: int) -> Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]:
                 hidden = self.hidden.get(f"{last}.{index}", self.device)
@@ -223,7 +219,7 @@ class LayerStream:
                     stand_ins[-1].replacement = self._as_the_model(part)
                     with self._autocast(), self._blaming_config(self._head_name):
                         tokens = self.chunks[index][where].to(self.device)
-                        logits = self.model(input_ids=tokens, use_cache=False).logits
+                        logits = model(input_ids=tokens, use_cache=False).logits
                     self._require_finite(logits, self._head_name)
                     yield TokenSpan(index, row, begin), part, logits
                     del part, logits  # frees them before the next ones are made
@@ -313,7 +309,7 @@ class LayerStream:
     def _layer_with_weights(self, prefix: str) -> Iterator[nn.Module]:
         """One decoder layer, with its weights in memory inside the block."""
         module = self._layer(prefix)
-        self._load_weights(module, prefix)
+        self._load_weights(module, prefix, [nn.Linear])
         try:
             adjusted = self.adjust(prefix, module) if self.adjust is not None else nullcontext()
             with adjusted, ExpertsOnUse(module, self.device):
@@ -323,15 +319,18 @@ class LayerStream:
             limit_freed_memory()
 
     @contextmanager
-    def _without_layers(self) -> Iterator[list[StandIn]]:
-        """The model with stand-ins for its decoder layers, and all other weights in memory inside the block."""
+    def _without_layers(self, *rounded: nn.Module) -> Iterator[list[StandIn]]:
+        """The model with stand-ins for its decoder layers, and all other weights in memory inside the block.
+
+        rounded: modules whose weights have `dtype`, with all others of the same class.
+        """
         stand_ins, layers = [], []
         for prefix in self.prefixes:
             layers.append(self._layer(prefix))
             stand_ins.append(StandIn(layers[-1]))
             self.model.set_submodule(prefix.rstrip("."), stand_ins[-1])
         try:
-            self._load_weights(self.model, "")
+            self._load_weights(self.model, "", {type(module) for module in rounded})
             yield stand_ins
         finally:
             self.map.release(self.model)
@@ -341,13 +340,14 @@ class LayerStream:
     def _layer(self, prefix: str) -> nn.Module:
         return self.model.get_submodule(prefix.rstrip("."))
 
-    def _load_weights(self, module: nn.Module, prefix: str) -> None:
-        # Linears and experts are used in products only: with bfloat16 products their dtype does not change a bit. With
-        # float32 products, a stack has the model's own dtype, to which overrides and decoded experts are rounded.
+    def _load_weights(self, module: nn.Module, prefix: str, rounded: Collection[type[nn.Module]]) -> None:
+        # Linears and experts are used in products only: with bfloat16 products their dtype does not change a bit. After
+        # the layers, no result depends on the embedding's rows. With float32 products, a stack has the model's own
+        # dtype, to which overrides and decoded experts are rounded.
         stack_dtype = self.map.dtype if self.dtype == torch.float32 else self.dtype
         self.map.materialise(
             module, prefix, torch.float32, self.device,
-            linear_dtype=self.dtype if prefix else None, stack_dtype=stack_dtype, stack_device="cpu",
+            weight_dtypes=dict.fromkeys(rounded, self.dtype), stack_dtype=stack_dtype, stack_device="cpu",
         )  # fmt: skip
         module.requires_grad_(False)
         if self.override is not None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ciuic_cli.process.processor import multiplies_bfloat16
@@ -30,6 +31,16 @@ def compute_dtype(device: torch.device) -> torch.dtype:
     if device.type == "cuda":
         return torch.bfloat16
     return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+
+
+@contextmanager
+def float32_outputs(module: nn.Module) -> Iterator[None]:
+    """Context in which the module returns float32. Some models compute in the dtype of the embedding's output."""
+    handle = module.register_forward_hook(lambda module, args, output: output.float())
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 class _WritesInOwnDtype(TorchFunctionMode):

@@ -12,6 +12,7 @@ The steps, in the order in which `_Collection.run` takes them:
 
 In memory at a time: one layer, one chunk of sequences, and the layer's statistics twice: of the current segment of the
 text, and the sum over the earlier ones. Of small layers, every thread runs a segment of its own (`chunk_threads.py`).
+Some sums are as large as the head; of these, the one over the earlier segments is on the disk (`StoredSums`).
 
 Workers share the text by segments. The sums of segments are added in their order, so that the files have the same bytes
 for any number of workers (`sums.py`). Each finished step is marked in the journal, from which a killed run continues
@@ -64,7 +65,7 @@ from ciuic_cli.statistics.head_fisher import (
 )
 from ciuic_cli.statistics.marks import Journal, Marks
 from ciuic_cli.statistics.moments import MomentRecorder, Moments, SpareMemory, recorded_bytes
-from ciuic_cli.statistics.sums import OrderedSums, segments_of, share_of
+from ciuic_cli.statistics.sums import OrderedSums, StoredSums, segments_of, share_of
 
 CHUNK_SEQUENCES = 4
 """Most sequences that run through a layer at a time. No measurement is on record."""
@@ -78,6 +79,7 @@ def collect_statistics(
     device: torch.device,
     seed: int,
     progress: Progress,
+    weights: torch.Tensor | None = None,
     chunk: int = CHUNK_SEQUENCES,
     workers: Workers | None = None,
     journal: Journal | None = None,
@@ -88,6 +90,9 @@ def collect_statistics(
         batches: LongTensor (sequences, length).
         folder: receives one safetensors file per parameter and `statistics.json`; shared by all workers.
         seed: for the sampled labels.
+        weights: (sequences,) what the loss on each sequence counts; default: all the same. In the layers a token counts
+            with the root of its energy (`moments.py`), so a sequence counts with the root of its weight there. The
+            frequencies of tokens ignore weights.
         chunk: most sequences that run through a layer at a time.
         workers: share the sequences; the files have the same bytes for any number of them.
         journal: if given, a killed collection continues after its last finished step.
@@ -108,6 +113,7 @@ def collect_statistics(
     writer = StatisticsWriter(folder, batches.numel(), model_map.checkpoint.folder)
     return _Collection(
         model_map, stream, writer, workers, Marks(journal, workers), seed, progress,
+        len(batches) * [1.0] if weights is None else (weights / weights.mean()).tolist(),
         batches.shape[1], [firsts[number] for number in numbers],
         [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
@@ -125,8 +131,9 @@ def chunks_of(batches: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
 class _Collection:
     """One worker's part of both sweeps: its segments of the text, and the matrices whose sums it owns.
 
-    length: tokens per sequence. first_sequences: for each of the stream's chunks, the number of its first sequence in
-    the whole text. segments: of this worker, one per round, as ranges of the stream's chunks.
+    weights: of all sequences, 1 on average. length: tokens per sequence. first_sequences: for each of the stream's
+    chunks, the number of its first sequence in the whole text. segments: of this worker, one per round, as ranges of
+    the stream's chunks.
     """
 
     map: ModelMap
@@ -136,6 +143,7 @@ class _Collection:
     marks: Marks
     seed: int
     progress: Progress
+    weights: list[float]
     length: int
     first_sequences: list[int]
     segments: list[range]
@@ -211,14 +219,25 @@ class _Collection:
 
         def visit(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
             slope = squared_slope(logits, outputs.pop())
+            x = inputs.pop()[0].float()
+            sequence = self.first_sequences[span.chunk] + span.sequence
             if span.begin == 0:
-                sequence = self.first_sequences[span.chunk] + span.sequence
                 generator.manual_seed(sequence_seed(self.seed, sequence))
             draws = torch.rand((logits.shape[1], 1), generator=generator, device=device)
-            gradient = current[0].add(inputs.pop()[0].float(), logits.detach()[0], slope, draws)
+            weight = self.weights[sequence]
+            if weight != 1.0:  # it multiplies squared gradients, as the slope does
+                slope = torch.ones(logits.shape[1:], device=device) if slope is None else slope
+                slope *= weight
+            gradient = current[0].add(x, logits.detach()[0], slope, draws)
             logits.backward(gradient[None])
+            assert hidden.grad is not None
+            if weight != 1.0:
+                hidden.grad *= weight**0.5
 
-        moments, rows = self._ordered_sums([name]), self._ordered_sums([name])
+        moments = self._ordered_sums([name])
+        folder = self.stream.folder / "head"
+        folder.mkdir(exist_ok=True)
+        rows = StoredSums(self.workers, [name], device, folder)
         with self.stream.tail(visit) as run_chunks:
             for segment in self.segments:
                 current.clear()  # before the next sums are made: they are as large as the vocabulary
@@ -227,12 +246,14 @@ class _Collection:
                 moments.add({(name, None): current[0].moments} if segment else {})
                 rows.add({(name, None): current[0].rows()} if segment else {})
         handle.remove()
+        current.clear()
         if rows.totals:  # this worker owns the head
-            row_sums, fisher = rows.totals[name, None], moments.totals[name, None].outputs
+            row_sums, fisher = rows.load(name), moments.totals[name, None].outputs
             table = self._embedding_name()
             frequency = token_frequency(row_sums, self.map.parameters[table].shape[0])
             self.writer.write_single(FREQUENCY, table, frequency)
             self.writer.write_single(CONTEXTS, name, context_vectors(row_sums, fisher))
+        shutil.rmtree(folder)
         self.writer.write(moments.totals)
 
     def _record_layer(self, number: int) -> None:
@@ -252,6 +273,7 @@ class _Collection:
             count = self.stream.side_by_side(number, besides=recorded_bytes(watched))
             for moments in in_order(self.segments, counted_here(record), count):
                 sums.add(moments)
+                del moments  # the last ones' memory would not be freed by `spare.clear`
         spare.clear()
         self.writer.write(sums.totals)
 

@@ -15,7 +15,7 @@ from ciuic_cli.errors import InputError, UsageError
 from ciuic_cli.text.documents import builtin_calibration_text
 from ciuic_cli.text.mix_selection import complementing
 from ciuic_cli.text.records import read_text_or_records
-from ciuic_cli.text.shares import shares_of
+from ciuic_cli.text.shares import MIX_WEIGHT, shares_of
 from ciuic_cli.text.tokenizer import (
     leading_special_tokens,
     require_known_tokens,
@@ -41,6 +41,14 @@ class CalibrationSequences:
     tokens: torch.Tensor
     own: int
     best_first: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """(sequences,) float32, what each counts in the statistics: 1, beside a user's text MIX_WEIGHT for the mix."""
+        weights = torch.ones(len(self.tokens))
+        if self.own:
+            weights[: -self.own] = MIX_WEIGHT
+        return weights
 
     def sample(self, count: int) -> torch.Tensor:
         """Indices (LongTensor) of `count` sequences: as many of each text as `shares_of` says.

@@ -1,8 +1,11 @@
-"""How many calibration sequences are from the user's text, and how many from the package's mix."""
+"""How many calibration sequences are from the user's text, how many from the package's mix, and what these count."""
 
 MIX_DIVISOR = 3
 """One in so many sequences is from the package's mix, if the user gives a text (measured:
 docs/experiments/statistics/narrow-text.md)."""
+MIX_WEIGHT = 0.5
+"""What the loss on a sequence of the mix counts in the statistics, if that on one of the user's text counts 1 (measured
+on the same page). In probes and recovery all sequences count the same."""
 
 
 def with_mix(count: int) -> int:

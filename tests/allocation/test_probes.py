@@ -117,7 +117,7 @@ def test_the_loss_of_pruned_structures_does_not_count_as_rounding_loss() -> None
 def _perturbed(monkeypatch: pytest.MonkeyPatch, weight: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The weight of the plan's only matrix as its probe perturbs it, with white inputs and outputs."""
     fisher = KroneckerFisher(torch.eye(weight.shape[1]), torch.eye(weight.shape[0]))
-    monkeypatch.setattr(probes_module, "read_matrix", lambda model_map, matrix: weight)
+    monkeypatch.setattr(probes_module, "read_matrix", lambda model_map, matrix: weight.clone())
     monkeypatch.setattr(probes_module, "fisher_of", lambda matrix, statistics: fisher)
     (matrix,) = (matrix_plan.matrix for matrix_plan in plan.matrices.values())
     unused = cast(Any, None)

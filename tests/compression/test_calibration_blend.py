@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from tiny_runs import compress_tiny
 
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.compression import run
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.compression.task import make_task
 from ciuic_cli.report.losses import read_losses
 from ciuic_cli.report.sentences import vocabulary_sentence
+from ciuic_cli.text.shares import MIX_WEIGHT
 
 
 def test_the_mix_adds_half_as_many_sequences(
@@ -25,9 +29,26 @@ def test_the_mix_adds_half_as_many_sequences(
     assert len(task.text.tokens) == 12 and task.text.own == 8
     assert torch.equal(task.text.tokens[-8:], alone.text.tokens)
     assert len(task.calibration) == 8 and torch.equal(task.held_out, task.text.tokens[2::3])
+    assert task.sequence_weights.tolist() == pytest.approx(3 * [MIX_WEIGHT] + 5 * [1.0])
+    assert alone.sequence_weights.tolist() == len(alone.calibration) * [1.0]
     assert alone.vocabulary_seen < task.vocabulary_seen < 1
     assert alone.vocabulary_seen == len(set(alone.calibration.flatten().tolist())) / 263
     assert task.fingerprint() != alone.fingerprint()
+
+
+def test_the_statistics_know_what_each_sequence_counts(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[torch.Tensor] = []
+
+    def stop(*args: Any, weights: torch.Tensor, **options: Any) -> None:
+        given.append(weights)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "collect_statistics", stop)
+    with pytest.raises(KeyboardInterrupt):
+        compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, nsamples=8, calibration_only=False)
+    assert given[0].tolist() == pytest.approx(3 * [MIX_WEIGHT] + 5 * [1.0])
 
 
 def test_the_report_says_which_share_of_the_vocabulary_was_seen(

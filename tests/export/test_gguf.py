@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from ciuic_cli.export.gguf.tensors import GgufFile, match_tensors, padded
 from ciuic_cli.export.gguf.types import TYPES, candidates
 from ciuic_cli.export.gguf.writing import GgufOptions, GgufPlanner, export_gguf
 from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.text.shares import MIX_WEIGHT
 
 gguf = pytest.importorskip("gguf")
 from stand_in_llama_cpp import StandIn  # noqa: E402 (needs gguf)
@@ -40,12 +42,29 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def planner(checkpoint: Path, text: Path, tmp_path_factory: pytest.TempPathFactory) -> GgufPlanner:
     model_map = map_model(open_checkpoint(checkpoint))
-    tokens = writing.calibration_tokens(
+    sequences = writing.calibration_text(
         model_map, GgufOptions(calibration=(text,), calibration_only=True, nsamples=4, seqlen=64)
     )
     return GgufPlanner(
-        model_map, tokens, tmp_path_factory.mktemp("work"), StandIn(), device=torch.device("cpu")
+        model_map, sequences, tmp_path_factory.mktemp("work"), StandIn(), device=torch.device("cpu")
     )
+
+
+def test_the_statistics_know_what_each_sequence_counts(
+    checkpoint: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_map = map_model(open_checkpoint(checkpoint))
+    sequences = writing.calibration_text(model_map, GgufOptions(calibration=(text,), nsamples=4, seqlen=64))
+    given: list[torch.Tensor] = []
+
+    def stop(*args: Any, weights: torch.Tensor, **options: Any) -> None:
+        given.append(weights)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(writing, "collect_statistics", stop)
+    with pytest.raises(KeyboardInterrupt):
+        GgufPlanner(model_map, sequences, tmp_path, StandIn(), device=torch.device("cpu"))
+    assert given[0].tolist() == pytest.approx(2 * [MIX_WEIGHT] + 4 * [1.0])
 
 
 def test_types_fit_the_rows() -> None:

@@ -26,6 +26,7 @@ from ciuic_cli.export.gguf.tensors import GgufFile
 from ciuic_cli.export.gguf.types import TYPES, GgufType
 from ciuic_cli.export.gguf.writing import GgufOptions, GgufPlanner, export_gguf
 from ciuic_cli.statistics.files import Statistics
+from ciuic_cli.text.calibration import CalibrationSequences
 
 gguf = pytest.importorskip("gguf")
 from stand_in_llama_cpp import StandIn  # noqa: E402 (needs gguf)
@@ -51,17 +52,20 @@ def programs() -> LlamaCpp:
 
 
 @pytest.fixture(scope="module")
-def tokens(checkpoint: Path, text: Path) -> torch.Tensor:
+def sequences(checkpoint: Path, text: Path) -> CalibrationSequences:
     options = GgufOptions(calibration=(text,), calibration_only=True, nsamples=8, seqlen=128)
-    return writing.calibration_tokens(map_model(open_checkpoint(checkpoint)), options)
+    return writing.calibration_text(map_model(open_checkpoint(checkpoint)), options)
 
 
 @pytest.fixture(scope="module")
 def planner(
-    checkpoint: Path, programs: LlamaCpp, tokens: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+    checkpoint: Path,
+    programs: LlamaCpp,
+    sequences: CalibrationSequences,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> GgufPlanner:
     model_map, work = map_model(open_checkpoint(checkpoint)), tmp_path_factory.mktemp("work")
-    return GgufPlanner(model_map, tokens, work, programs, device=torch.device("cpu"))
+    return GgufPlanner(model_map, sequences, work, programs, device=torch.device("cpu"))
 
 
 def _decoded(planner: GgufPlanner, file: Path) -> GgufFile:
@@ -113,7 +117,7 @@ def _by_llama_quantize(planner: GgufPlanner, out: Path, types: dict[str, str]) -
 
 @pytest.mark.parametrize("uniform", ["IQ3_XXS", "Q4_K"])
 def test_the_plan_costs_what_it_predicts_and_less_than_llama_quantize(
-    planner: GgufPlanner, tokens: torch.Tensor, tmp_path: Path, uniform: str
+    planner: GgufPlanner, sequences: CalibrationSequences, tmp_path: Path, uniform: str
 ) -> None:
     ours, names = tmp_path / "ours.gguf", [tensor.name for tensor in planner.tensors]
     one_type = _by_llama_quantize(planner, tmp_path / "one.gguf", dict.fromkeys(names, uniform))
@@ -125,7 +129,7 @@ def test_the_plan_costs_what_it_predicts_and_less_than_llama_quantize(
     same_types = _by_llama_quantize(planner, tmp_path / "same.gguf", written.types)
     assert same_types.stat().st_size == written.file_bytes
     assert written.predicted_kl < 0.95 * _loss(planner, same_types)  # error feedback
-    kls = [_kl(planner, file, tokens) for file in (ours, one_type)]
+    kls = [_kl(planner, file, sequences.tokens) for file in (ours, one_type)]
     assert kls[0] < 0.75 * kls[1]
 
 

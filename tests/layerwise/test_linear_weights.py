@@ -42,14 +42,14 @@ def test_linears_in_bfloat16_change_no_bit(
     checkpoint = tiny_checkpoint(kind)
     found, dtypes = _hidden_and_gradient(checkpoint, tmp_path / "bfloat16")
     assert dtypes == {torch.bfloat16, torch.float32}
-    materialise = partialmethod(_without_linear_dtype, ModelMap.materialise)
+    materialise = partialmethod(_without_weight_dtypes, ModelMap.materialise)
     monkeypatch.setattr(ModelMap, "materialise", materialise)
     expected, dtypes = _hidden_and_gradient(checkpoint, tmp_path / "float32")
     assert dtypes == {torch.float32}
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def _without_linear_dtype(
+def _without_weight_dtypes(
     model_map: ModelMap, materialise: Callable[..., None], *args: object, **options: object
 ) -> None:
-    materialise(model_map, *args, **{**options, "linear_dtype": None})
+    materialise(model_map, *args, **{**options, "weight_dtypes": None})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 10 * 4 * 256)
 
 
-def _collect(checkpoint: Path, folder: Path, batches: torch.Tensor, chunk: int = 4) -> Statistics:
+def _collect(checkpoint: Path, folder: Path, batches: torch.Tensor, **options: Any) -> Statistics:
     folder.mkdir()
     model_map = map_model(open_checkpoint(checkpoint))
     return collect_statistics(
-        model_map, batches, folder, device=torch.device("cpu"), seed=0, progress=_silent, chunk=chunk
+        model_map, batches, folder, device=torch.device("cpu"), seed=0, progress=_silent, **options
     )
 
 
@@ -52,18 +52,23 @@ def _draws(tokens: int, generator: torch.Generator) -> torch.Tensor:
     return torch.rand((tokens, 1), generator=generator)
 
 
-def _reference(checkpoint: Path, batches: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """H and G of one linear from a full forward and backward pass, with the same sampled labels."""
+def _reference(
+    checkpoint: Path, batches: torch.Tensor, name: str, roots: Sequence[float] = (1.0, 1.0, 1.0)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """H and G of one linear from a full forward and backward pass, with the same sampled labels.
+
+    roots: of the sequences' weights; they multiply gradients.
+    """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     module = model.get_submodule(name.removesuffix(".weight"))
     x_parts, g_parts = [], []
     module.register_forward_hook(lambda m, args, out: x_parts.append(args[0].detach()))
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach()))
     generator = torch.Generator()
-    for number, row in enumerate(batches):
+    for number, (row, root) in enumerate(zip(batches, roots, strict=True)):
         generator.manual_seed(sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
-        logits.backward(sampled_gradient(logits.detach().softmax(-1), _draws(len(row), generator)))
+        logits.backward(root * sampled_gradient(logits.detach().softmax(-1), _draws(len(row), generator)))
     return _moments(
         [part.reshape(-1, part.shape[-1]) for part in x_parts],
         [part.reshape(-1, part.shape[-1]) for part in g_parts],
@@ -145,6 +150,41 @@ def test_moments_equal_a_full_backward_pass(
     assert found_h is not None and found_g is not None
     torch.testing.assert_close(found_h, h, rtol=1e-3, atol=2e-5 * float(h.abs().max()))
     torch.testing.assert_close(found_g, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
+
+
+def test_the_loss_on_a_sequence_counts_as_its_weight_says(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint, name = tiny_checkpoint("llama"), "model.layers.0.mlp.down_proj.weight"
+    weights = torch.tensor([2.5, 0.4, 0.1])
+    statistics = _collect(checkpoint, tmp_path / "s", _batches(), weights=2 * weights)
+    h, g = _reference(checkpoint, _batches(), name, roots=weights.sqrt().tolist())
+    found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
+    assert found_h is not None and found_g is not None
+    torch.testing.assert_close(found_h, h, rtol=1e-3, atol=2e-5 * float(h.abs().max()))
+    torch.testing.assert_close(found_g, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "name"),
+    [
+        ("llama", {}, "lm_head.weight"),
+        ("llama", {}, "model.layers.1.self_attn.o_proj.weight"),
+        ("gemma3", {"final_logit_softcapping": 0.5}, "model.embed_tokens.weight"),
+    ],
+)
+def test_sequences_without_weight_do_not_count(
+    kind: str, options: dict[str, Any], name: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    checkpoint = tiny_checkpoint(kind, **options)
+    whole = _collect(checkpoint, tmp_path / "s", _batches(), weights=torch.tensor([1.0, 1.0, 0.0]))
+    first = _collect(checkpoint, tmp_path / "first", _batches()[:2])
+    torch.testing.assert_close(whole.input_moment(name), first.input_moment(name), rtol=1e-3, atol=1e-6)
+    g, g_of_first = whole.output_fisher(name), first.output_fisher(name)
+    assert g is not None and g_of_first is not None
+    torch.testing.assert_close(g, g_of_first, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
+    if "layers" not in name:
+        torch.testing.assert_close(whole.contexts(name), first.contexts(name), rtol=0.02, atol=1e-4)
 
 
 def test_a_grouped_linear_has_the_moments_of_its_groups(
@@ -271,10 +311,10 @@ def test_the_heads_diagonal_is_the_exact_expectation(
     torch.testing.assert_close(contexts.double(), mean * share.sqrt()[:, None], rtol=2**-8, atol=1e-6)
 
 
-def test_at_most_two_copies_of_a_vocabularys_sums_exist(
+def test_the_sums_of_one_segment_of_the_vocabulary_are_in_memory(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The sums of one segment of the text, and of all before it; each is as large as the embedding."""
+    """They are as large as the embedding. The totals are on the disk."""
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
     zeros, vocabulary = torch.zeros, (VOCABULARY, 48)
@@ -289,7 +329,7 @@ def test_at_most_two_copies_of_a_vocabularys_sums_exist(
 
     monkeypatch.setattr(torch, "zeros", counted)
     _collect(tiny_checkpoint("llama"), tmp_path / "out", _batches(), chunk=1)
-    assert alive == [0, 1, 1]
+    assert alive == [0, 0, 0]
 
 
 def test_the_heads_fisher_includes_a_soft_cap_of_the_logits(

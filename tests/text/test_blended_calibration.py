@@ -11,7 +11,7 @@ import torch
 
 from ciuic_cli.text import calibration
 from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences
-from ciuic_cli.text.shares import shares_of, with_mix
+from ciuic_cli.text.shares import MIX_WEIGHT, shares_of, with_mix
 
 MIX, OWN = "a", "Z"
 
@@ -118,5 +118,7 @@ def test_a_sample_takes_all_of_a_short_text_and_spreads_over_a_long_one() -> Non
     chosen = text.sample(128).tolist()
     assert chosen[-10:] == list(range(478, 488)) and len(set(chosen)) == 128
     assert max(after - before for before, after in itertools.pairwise(chosen[:118])) <= 6
+    assert text.weights.tolist() == pytest.approx(478 * [MIX_WEIGHT] + 10 * [1.0])
     alone = CalibrationSequences(torch.arange(488)[:, None], own=0)
+    assert alone.weights.tolist() == 488 * [1.0]
     assert alone.sample(128).tolist() == [index * 488 // 128 for index in range(128)]

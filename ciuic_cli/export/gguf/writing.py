@@ -36,7 +36,7 @@ from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.report.model_card import original_of
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.statistics.collect import collect_statistics
-from ciuic_cli.text.calibration import calibration_sequences
+from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences
 from ciuic_cli.text.tokenizer import open_tokenizer
 
 _BYTES_PER_WEIGHT = 8
@@ -132,13 +132,13 @@ def export_gguf(
     model_map = map_model(open_checkpoint(folder))
     for warning in model_map.warnings:
         hint(warning)
-    tokens = calibration_tokens(model_map, settings)
+    text = calibration_text(model_map, settings)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         require_space(out, _BYTES_PER_WEIGHT * model_map.stored_numel)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
             planner = GgufPlanner(
-                model_map, tokens, Path(work), programs, device=device, seed=settings.seed, progress=progress
+                model_map, text, Path(work), programs, device=device, seed=settings.seed, progress=progress
             )
             if planner.unmatched:
                 hint(
@@ -156,7 +156,7 @@ class GgufPlanner:
     The constructor converts the checkpoint, collects statistics and prices all types.
 
     Args:
-        tokens: LongTensor (sequences, length), the calibration text.
+        text: for the statistics, all of its sequences.
         without: names of types that are not used.
         work: an empty folder; its files are needed as long as the object is.
 
@@ -168,7 +168,7 @@ class GgufPlanner:
     def __init__(
         self,
         model_map: ModelMap,
-        tokens: torch.Tensor,
+        text: CalibrationSequences,
         work: Path,
         programs: LlamaCpp,
         *,
@@ -185,10 +185,11 @@ class GgufPlanner:
         self.tensors, self.unmatched = match_tensors(model_map, self.source, known, without)
         statistics_folder.mkdir()
         self.statistics = statistics = collect_statistics(
-            model_map, tokens, statistics_folder, device=device, seed=seed, progress=progress
-        )
+            model_map, text.tokens, statistics_folder,
+            device=device, seed=seed, weights=text.weights, progress=progress,
+        )  # fmt: skip
         self.importance = work / "importance.gguf"
-        write_importance(self.importance, self.tensors, statistics, *tokens.shape)
+        write_importance(self.importance, self.tensors, statistics, *text.tokens.shape)
         self.loss, self.nbytes, self.rest = price_types(
             self.tensors, self.source, statistics, programs, self.importance, work, progress
         )
@@ -251,8 +252,8 @@ def _require_dense(folder: Path, destination: str | Path) -> None:
     )
 
 
-def calibration_tokens(model_map: ModelMap, settings: GgufOptions) -> torch.Tensor:
-    """The calibration sequences, LongTensor (sequences, length)."""
+def calibration_text(model_map: ModelMap, settings: GgufOptions) -> CalibrationSequences:
+    """The calibration sequences of an export."""
     text = settings.text
     return calibration_sequences(
         open_tokenizer(model_map.checkpoint.folder),
@@ -261,4 +262,4 @@ def calibration_tokens(model_map: ModelMap, settings: GgufOptions) -> torch.Tens
         nsamples=text.sequences,
         seqlen=text.sequence_length(max_positions(model_map.config)),
         vocab_size=model_map.config.get_text_config().vocab_size,
-    ).tokens
+    )
