@@ -187,7 +187,7 @@ def _probe_chart(report: MemoryReport) -> BarChart | None:
         Bars(
             role,
             (probe.predicted_kl, probe.measured_kl),
-            f"{readable_kl(probe.predicted_kl)}, measured {readable_kl(probe.measured_kl)}; "
+            f"{readable_kl(probe.predicted_kl)} → {readable_kl(probe.measured_kl)}; "
             f"correction {probe.correction:.2f}",
         )
         for role, probe in report.statistics.roles.items()

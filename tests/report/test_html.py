@@ -145,7 +145,7 @@ def test_no_measured_loss(report: dict[str, Any]) -> None:
 def test_every_component_layer_pass_and_reason_is_shown(report: dict[str, Any]) -> None:
     text = Page(render(report)).text
     assert "65.5 kB → 24.6 kB, 6.00 bits" in text  # the embedding, before and after
-    assert "0.00111, measured 0.00222; correction 2.00" in text
+    assert "0.00111 → 0.00222; correction 2.00" in text
     for step in MemoryReport.from_dict(report).passes:
         assert pass_sentence(step) in text
     assert "norm: one number per channel" in text and "model.norm.weight" in text
