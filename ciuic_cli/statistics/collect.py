@@ -90,9 +90,9 @@ def collect_statistics(
         batches: LongTensor (sequences, length).
         folder: receives one safetensors file per parameter and `statistics.json`; shared by all workers.
         seed: for the sampled labels.
-        weights: (sequences,) what the loss on each sequence counts; default: all the same. In the layers a token counts
-            with the root of its energy (`moments.py`), so a sequence counts with the root of its weight there. The
-            frequencies of tokens ignore weights.
+        weights: (sequences,) of the loss on each sequence; default: all equal. In the layers a token counts with the
+            root of its energy (`moments.py`), so a sequence counts with the root of its weight there. The frequencies
+            of tokens ignore weights.
         chunk: most sequences that run through a layer at a time.
         workers: share the sequences; the files have the same bytes for any number of them.
         journal: if given, a killed collection continues after its last finished step.
@@ -230,8 +230,8 @@ class _Collection:
                 slope *= weight
             gradient = current[0].add(x, logits.detach()[0], slope, draws)
             logits.backward(gradient[None])
-            assert hidden.grad is not None
             if weight != 1.0:
+                assert hidden.grad is not None
                 hidden.grad *= weight**0.5
 
         moments = self._ordered_sums([name])

@@ -20,7 +20,7 @@ SMOOTHING = 0.5
 def complementing(candidates: torch.Tensor, own: torch.Tensor, count: int, vocab_size: int) -> torch.Tensor:
     """Indices (LongTensor) of the `count` candidates that complete `own` best, the best one first.
 
-    So the first k of them are what a smaller count of k gives.
+    The first k of them are the result for a count of k.
 
     The sum over the mix's tokens t of log(SMOOTHING + occurrences of t) grows by less with each sequence that is
     added (it is submodular), so adding the best one at a time comes within 1 - 1/e of the largest sum (Nemhauser,
