@@ -4,8 +4,8 @@ MIX_DIVISOR = 3
 """One in so many sequences is from the package's mix, if the user gives a text (measured:
 docs/experiments/statistics/narrow-text.md)."""
 MIX_WEIGHT = 0.5
-"""Weight of the loss on a sequence of the mix in the statistics; a sequence of the user's text has the weight 1 (measured
-on the same page). Probes and recovery have no weights."""
+"""Weight of the loss on a sequence of the mix in the statistics; a sequence of the user's text has the weight 1
+(measured on the same page). Probes and recovery have no weights."""
 
 
 def with_mix(count: int) -> int:
