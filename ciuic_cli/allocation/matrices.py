@@ -12,7 +12,7 @@ from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.transform import TILE, padded
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.chunk_size import chunk_rows
-from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes.fisher import Contexts, KroneckerFisher
 from ciuic_cli.process.memory import matrix_bytes
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.files import Statistics
@@ -27,9 +27,9 @@ text, above all of rare tokens (measured: docs/experiments/allocation/token-weig
 draws negative samples with 0.75."""
 EMBEDDING_ROLES = ("embedding", "head")
 """Matrices whose rows are tokens."""
-EMBEDDING_COPIES = 3
-"""Float32 copies of an embedding or head that are held whole: the matrix, its contexts, and the result, which a probe
-writes over the matrix (measured: docs/experiments/scale/vocabulary-chunks.md)."""
+EMBEDDING_WEIGHT_BYTES = 4 + 2
+"""Bytes per weight of an embedding or head that are held whole: the matrix in float32, over which a probe writes its
+result, and the contexts in bfloat16 (measured: docs/experiments/scale/large-matrices.md)."""
 _TINY = 1e-30
 """Floor of divisors that are sums of Fisher information: without any, shares become 0 instead of NaN (chosen, not
 tuned)."""
@@ -91,7 +91,7 @@ def working_bytes(matrix: WeightMatrix) -> int:
     if matrix.role not in EMBEDDING_ROLES:
         return matrix_bytes(matrix.rows, matrix.cols, full_outputs=full)
     chunk = row_slices(matrix)[0].stop
-    whole = 4 * EMBEDDING_COPIES * matrix.weights
+    whole = EMBEDDING_WEIGHT_BYTES * matrix.weights
     return whole + matrix_bytes(chunk, matrix.cols, full_outputs=full, contexts=True)
 
 
@@ -122,8 +122,8 @@ def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
     h = statistics.input_moment(matrix.name, matrix.expert)
     g = statistics.output_fisher(matrix.name, matrix.expert)
     use = statistics.embedding_use(matrix.name)
-    contexts = statistics.contexts(matrix.name)
-    as_head = None if contexts is None or g is None else (1 - UNIFORM_SHARE) * g
+    vectors, contexts = statistics.contexts(matrix.name), None
+    as_head = None if vectors is None or g is None else (1 - UNIFORM_SHARE) * g
     if g is not None and g.dim() == 1:
         g = (1 - UNIFORM_SHARE) * g + UNIFORM_SHARE * g.mean()
     if use is not None:
@@ -138,11 +138,11 @@ def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
     if h is None or g is None:
         h = torch.eye(matrix.cols) / matrix.cols
         g = torch.ones(matrix.rows)
-    if contexts is not None and as_head is not None:
+    if vectors is not None and as_head is not None:
         # Only the head's share of a row's loss depends on contexts. The mean of v vᵀ over the rows is subtracted from
         # H, so that the mean of H + v vᵀ is the H of the statistics.
-        contexts *= (as_head / g.clamp_min(_TINY)).sqrt()[:, None]
-        h = h - (contexts * (g / g.sum().clamp_min(_TINY))[:, None]).T @ contexts
+        contexts = Contexts(vectors, (as_head / g.clamp_min(_TINY)).sqrt())
+        h = h - contexts.second_moment(g / g.sum().clamp_min(_TINY))
     if matrix.role in EMBEDDING_ROLES and g.dim() == 1:
         g = tempered(g)
     return KroneckerFisher(h, g, contexts)

@@ -28,6 +28,7 @@ from ciuic_cli.checkpoint.architecture import (
     transient_buffers,
 )
 from ciuic_cli.checkpoint.compressible import file_shape
+from ciuic_cli.checkpoint.config.dtypes import MODEL_DTYPES, model_dtype
 from ciuic_cli.checkpoint.expert_ids import expert_tables, require_expert_table
 from ciuic_cli.checkpoint.formats import TORCH_DTYPES, can_hold
 from ciuic_cli.checkpoint.mtp import COUNT_KEY, PredictionLayers, sort_unexpected
@@ -36,9 +37,6 @@ from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.checkpoint.roles import TOWER, classify
 from ciuic_cli.checkpoint.tying import resolve_ties
 from ciuic_cli.errors import InputError
-
-_MODEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes in which transformers can build the model."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ class ModelMap:
         found = {self.checkpoint.tensors[source].dtype for source in parameter.sources}
         stored = TORCH_DTYPES.get(found.pop()) if len(found) == 1 else None
         decoded = any(self.checkpoint.format_of(source) is not None for source in parameter.sources)
-        if stored not in _MODEL_DTYPES or decoded or parameter.role == TOWER:
+        if stored not in MODEL_DTYPES or decoded or parameter.role == TOWER:
             return self.memory_dtype(name)
         return stored
 
@@ -224,6 +222,7 @@ class ModelMap:
         weight_dtypes: Mapping[type[nn.Module], torch.dtype] | None = None,
         stack_dtype: torch.dtype | None = None,
         stack_device: torch.device | str | None = None,
+        values: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         """Fill `module` with its weights, in place. It is the submodule of a `skeleton` at the name `prefix`.
 
@@ -231,6 +230,9 @@ class ModelMap:
         and require no gradient. `weight` of a module whose class is a key of `weight_dtypes` gets the dtype there,
         expert stacks get `stack_dtype` and `stack_device`, if given. Non-persistent buffers move to `device`. Raises
         ValueError if they are on the meta device, as in a module of `meta_model`.
+
+        values: other values for parameters, by the name under which they are stored. The stored ones
+            are not read. The module takes the memory of a value that has its dtype and device.
         """
         loaded: dict[str, torch.Tensor] = {}
         for owner, short, name, is_buffer in stored_tensors(module, prefix):
@@ -239,7 +241,9 @@ class ModelMap:
                 is_stack = self.parameters[key].is_stack
                 of_class = short == "weight" and (weight_dtypes or {}).get(type(owner))
                 wanted = (is_stack and stack_dtype) or of_class or dtype
-                value = self._load(name, wanted, (is_stack and stack_device) or device)
+                value = self._load(
+                    name, wanted, (is_stack and stack_device) or device, (values or {}).get(key)
+                )
                 loaded[key] = value if is_buffer else nn.Parameter(value, requires_grad=False)
             setattr(owner, short, loaded[key])
         for owner, short, buffer in transient_buffers(module):
@@ -270,11 +274,19 @@ class ModelMap:
             return requested
         return fixed
 
-    def _load(self, name: str, requested: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
+    def _load(
+        self,
+        name: str,
+        requested: torch.dtype | None,
+        device: torch.device | str,
+        value: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """A parameter as in the model. value: in its stored shape; None: read it."""
         dtype = self._dtype(name, requested or self.dtype)
         parameter = self.parameters[name]
-        if not self._assembly(name).stacks_experts:
-            return parameter.in_memory(self.read(name)).to(device=device, dtype=dtype).contiguous()
+        if value is not None or not self._assembly(name).stacks_experts:
+            value = self.read(name) if value is None else value
+            return parameter.in_memory(value).to(device=device, dtype=dtype).contiguous()
         shape = parameter.memory_shape
         stack = torch.empty(shape, dtype=dtype, device=device)
         for expert in range(shape[0]):
@@ -291,7 +303,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
     file = checkpoint.folder / "config.json"
     config = build_config(checkpoint.config, file)
     require_plausible(config, [entry.shape for entry in checkpoint.tensors.values()], file)
-    dtype = _model_dtype(config, checkpoint)
+    dtype = model_dtype(config, checkpoint)
     model = build_meta_model(config, dtype, file)
     scales = set(checkpoint.scales.values())
     shapes = {name: checkpoint.decoded_shape(name) for name in checkpoint.tensors if name not in scales}
@@ -317,7 +329,7 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
             )
     _require_complete(parameters, checkpoint)
     _require_shapes(model, parameters, assemblies, checkpoint)
-    dtype_rules = {requested: fixed_dtypes(model, dtype, requested) for requested in _MODEL_DTYPES}
+    dtype_rules = {requested: fixed_dtypes(model, dtype, requested) for requested in MODEL_DTYPES}
     for parameter in parameters.values():
         _require_kind(parameter, dtype_rules[dtype].get(parameter.name, dtype), checkpoint)
     for name, experts in expert_tables(classified).items():
@@ -337,20 +349,6 @@ def map_model(checkpoint: Checkpoint) -> ModelMap:
         assemblies=assemblies,
         dtype_rules=dtype_rules,
     )
-
-
-def _model_dtype(config: PretrainedConfig, checkpoint: Checkpoint) -> torch.dtype:
-    """The config's dtype, else the first stored one that the model can have, else bfloat16 (FP8 or FP4 only)."""
-    dtype = config.dtype
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype.removeprefix("torch."), None)
-    if dtype in _MODEL_DTYPES:
-        return dtype
-    for entry in checkpoint.tensors.values():
-        stored = TORCH_DTYPES.get(entry.dtype)
-        if stored in _MODEL_DTYPES and entry.name not in checkpoint.scales.values():
-            return stored
-    return torch.bfloat16
 
 
 def _require_complete(parameters: dict[str, Parameter], checkpoint: Checkpoint) -> None:

@@ -18,7 +18,7 @@ from ciuic_cli.codecs import native
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.sizes import codes_nbytes, group_offsets
-from ciuic_cli.codecs.transform import TILE, inverse_transform
+from ciuic_cli.codecs.transform import TILE, inverse_transform_inplace
 from ciuic_cli.errors import UsageError
 from ciuic_cli.process.signals import defer_signals
 
@@ -172,7 +172,7 @@ def decode(
     )
     native.check(status, "decoding")
     if original_basis:
-        out = inverse_transform(out, header.cols, header.seed)
+        out = inverse_transform_inplace(out, header.cols, header.seed)
     return out.to(out_dtype)
 
 
@@ -186,7 +186,7 @@ def decode_dense(packed: PackedMatrix, row_begin: int = 0, row_end: int | None =
     if stored is None:
         weight = decode(packed, row_begin, row_end, original_basis=True)
     else:
-        weight = inverse_transform(decode_rows(packed, stored), header.cols, header.seed)
+        weight = inverse_transform_inplace(decode_rows(packed, stored), header.cols, header.seed)
     if packed.lowrank is not None:
         right, left = (decode(factor, original_basis=True) for factor in packed.lowrank)
         weight += (left[:, row_begin:row_end] if stored is None else left[:, stored]).T @ right

@@ -37,7 +37,7 @@ from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected,
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
 from ciuic_cli.layerwise.mixed_precision import float32_outputs, mixed_precision
-from ciuic_cli.layerwise.overrides import Override, replace_weights
+from ciuic_cli.layerwise.overrides import Override, new_values, replace_experts
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
     is_of_the_chunk,
@@ -346,12 +346,12 @@ class LayerStream:
         # dtype, to which overrides and decoded experts are rounded.
         stack_dtype = self.map.dtype if self.dtype == torch.float32 else self.dtype
         self.map.materialise(
-            module, prefix, torch.float32, self.device,
-            weight_dtypes=dict.fromkeys(rounded, self.dtype), stack_dtype=stack_dtype, stack_device="cpu",
+            module, prefix, torch.float32, self.device, weight_dtypes=dict.fromkeys(rounded, self.dtype),
+            stack_dtype=stack_dtype, stack_device="cpu",
+            values=self.override and new_values(self.map, module, prefix, self.override),
         )  # fmt: skip
-        module.requires_grad_(False)
         if self.override is not None:
-            replace_weights(self.map, module, prefix, self.override)
+            replace_experts(self.map, module, prefix, self.override)
 
     # --- running
 

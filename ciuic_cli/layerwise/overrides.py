@@ -1,16 +1,17 @@
-"""Other values for the weights of a module that has its weights in memory."""
+"""Other values for the weights of a module."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from ciuic_cli.checkpoint.model_map import ModelMap
+from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.layerwise.activation_store import ActivationStore
+from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory, matrix_bytes
 from ciuic_cli.process.threads import parallel_map
 
@@ -33,7 +34,7 @@ class KeptValues:
     ) -> None:
         self._override, self._device, self._room = override, device, limit
         self._files = ActivationStore(folder)
-        self._names: dict[tuple[str, int | None], str] = {}
+        self._names: dict[Key, str] = {}
         self._lock = threading.Lock()
 
     def __call__(self, name: str, expert: int | None) -> torch.Tensor | None:
@@ -52,7 +53,7 @@ class KeptValues:
             self._files.put(file, value)
         return value
 
-    def only(self, keys: Collection[tuple[str, int | None]]) -> Override:
+    def only(self, keys: Collection[Key]) -> Override:
         """The override for these (name, expert) alone."""
         return lambda name, expert: self(name, expert) if (name, expert) in keys else None
 
@@ -61,29 +62,53 @@ class KeptValues:
         self._files.clear()
 
 
-def replace_weights(model_map: ModelMap, module: nn.Module, prefix: str, override: Override) -> None:
-    """Copy the values of `override` into the module's parameters, expert by expert; small ones in parallel.
+def new_values(
+    model_map: ModelMap, module: nn.Module, prefix: str, override: Override
+) -> dict[str, torch.Tensor]:
+    """The values of `override` for the module's parameters but its expert stacks, as `ModelMap.materialise` takes them.
 
-    Tied parameters are one tensor in memory, which may carry the name of either. `override` gets the name under which
-    the values are stored.
+    The module may be without its weights, which are not read. Small values are computed in parallel.
     """
-    targets: dict[tuple[str, int | None], torch.Tensor] = {}
+    shapes: dict[Key, tuple[int, ...]] = {
+        (parameter.name, None): parameter.shape
+        for parameter, _ in _stored(model_map, module, prefix)
+        if len(parameter.shape) != 3
+    }
+    return {name: value for (name, _), value in _computed(override, shapes)}
+
+
+def replace_experts(model_map: ModelMap, module: nn.Module, prefix: str, override: Override) -> None:
+    """Copy the values of `override` into the module's expert stacks, expert by expert; small ones in parallel."""
+    targets: dict[Key, torch.Tensor] = {
+        (parameter.name, expert): part
+        for parameter, tensor in _stored(model_map, module, prefix)
+        if len(parameter.shape) == 3
+        for expert, part in enumerate(parameter.in_memory(tensor))
+    }
+    for key, value in _computed(override, {key: tuple(part.shape) for key, part in targets.items()}):
+        targets[key].copy_(value)
+
+
+def _stored(model_map: ModelMap, module: nn.Module, prefix: str) -> Iterator[tuple[Parameter, torch.Tensor]]:
+    """The module's parameters; of tied ones that under whose name the values are stored, with the tensor of either."""
     for name, tensor in module.named_parameters():
         parameter = model_map.parameters[prefix + name]
-        parameter = model_map.parameters[parameter.tied_to or parameter.name]
-        stored = parameter.in_memory(tensor)
-        experts = enumerate(stored) if stored.dim() == 3 else [(None, stored)]
-        targets |= {(parameter.name, expert): part for expert, part in experts}
+        yield model_map.parameters[parameter.tied_to or parameter.name], tensor
 
+
+def _computed(
+    override: Override, shapes: Mapping[Key, tuple[int, ...]]
+) -> Iterator[tuple[Key, torch.Tensor]]:
+    """(key, value) wherever the override has one. shapes: by key, of the values."""
     threads = torch.get_num_threads()
 
-    def side_by_side(key: tuple[str, int | None]) -> int:
-        shape = targets[key].shape
+    def side_by_side(key: Key) -> int:
+        shape = shapes[key]
         is_large = len(shape) == 2 and matrix_bytes(*shape, full_outputs=True) > PARALLEL_WORK_BYTES
         return 1 if is_large else threads
 
-    keys = sorted(targets, key=side_by_side, reverse=True)
+    keys = sorted(shapes, key=side_by_side, reverse=True)
     for key, value in parallel_map(keys, lambda key: override(*key), side_by_side):
         if value is not None:
-            targets[key].copy_(value)
+            yield key, value
         limit_freed_memory()

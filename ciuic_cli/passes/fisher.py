@@ -6,6 +6,47 @@ from dataclasses import dataclass
 
 import torch
 
+from ciuic_cli.passes.chunk_size import scratch_slices
+
+
+@dataclass(frozen=True)
+class Contexts:
+    """Context vectors v (m, n) of a head's rows, in bfloat16 as the statistics store them: row r is
+
+        v_r = row_factors_r · vectors_r · column_factors
+
+    Attributes:
+        vectors: (m, n) bfloat16.
+        row_factors: (m,) float32. column_factors: (n,) float32; None: 1.
+    """
+
+    vectors: torch.Tensor
+    row_factors: torch.Tensor
+    column_factors: torch.Tensor | None = None
+
+    def rows(self, which: slice | torch.Tensor) -> Contexts:
+        """Those of some rows. which: a slice, or (k,) int64 row numbers."""
+        return Contexts(self.vectors[which], self.row_factors[which], self.column_factors)
+
+    def to(self, device: torch.device) -> Contexts:
+        """The same on a device; without a copy if they are there."""
+        columns = None if self.column_factors is None else self.column_factors.to(device)
+        return Contexts(self.vectors.to(device), self.row_factors.to(device), columns)
+
+    def float32(self) -> torch.Tensor:
+        """v (m, n) float32, a new tensor: twice the memory of `vectors`."""
+        v = self.vectors.to(torch.float32, copy=True).mul_(self.row_factors[:, None])
+        return v if self.column_factors is None else v.mul_(self.column_factors)
+
+    def second_moment(self, weights: torch.Tensor) -> torch.Tensor:
+        """Σ weights_r v_r v_rᵀ, (n, n) float32. weights: (m,)."""
+        cols = self.vectors.shape[1]
+        total = self.row_factors.new_zeros(cols, cols)
+        for part in scratch_slices(len(self.vectors)):
+            v = self.rows(part).float32()
+            total.addmm_((v * weights[part, None]).T, v)
+        return total
+
 
 @dataclass(frozen=True)
 class KroneckerFisher:
@@ -16,12 +57,12 @@ class KroneckerFisher:
     Attributes:
         inputs: H, (n, n) float32.
         outputs: G, (m, m) float32, or its diagonal, (m,).
-        contexts: v, (m, n) float32, or None. With contexts the input moment of row r is H + v_r v_rᵀ.
+        contexts: v (m, n), or None. With contexts the input moment of row r is H + v_r v_rᵀ.
     """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
-    contexts: torch.Tensor | None = None
+    contexts: Contexts | None = None
 
     def to(self, device: torch.device) -> KroneckerFisher:
         """The same on a device; itself if it is there."""
@@ -31,5 +72,5 @@ class KroneckerFisher:
     def reordered(self, order: torch.Tensor) -> KroneckerFisher:
         """The Fisher information of W[order]; order: (k,) int64, distinct row numbers."""
         outputs = self.outputs[order]
-        contexts = None if self.contexts is None else self.contexts[order]
+        contexts = None if self.contexts is None else self.contexts.rows(order)
         return KroneckerFisher(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order], contexts)

@@ -81,7 +81,8 @@ def prepare(
     block_order, inputs = factored or factor_inputs(fisher.inputs)
     row_feedback = None
     if fisher.contexts is not None:
-        row_feedback = factor_contexts(inputs, _with_blocks(_transformed(fisher.contexts), block_order))
+        contexts = _transformed(fisher.contexts.float32())
+        row_feedback = factor_contexts(inputs, _with_blocks(contexts, block_order))
     with one_thread():
         trace = inputs.d_diagonal.sum()
     input_trace = trace.expand(len(w)) if row_feedback is None else trace + row_feedback.trace

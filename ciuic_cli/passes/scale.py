@@ -47,14 +47,14 @@ def scaled(
 ) -> tuple[torch.Tensor, KroneckerFisher]:
     """Divide the columns of a weight (m, n) by the input scales and transform its Fisher information accordingly.
 
-    `weight` and `fisher.contexts` are changed in place. input_scale: (n,) codes; None changes nothing.
+    `weight` is changed in place. input_scale: (n,) codes; None changes nothing.
     """
     if input_scale is None:
         return weight, fisher
     factors = input_factors(input_scale).to(weight.device)
-    if fisher.contexts is not None:
-        fisher.contexts.mul_(factors)
-    return weight.div_(factors), replace(fisher, inputs=_scaled_moment(fisher.inputs, factors))
+    contexts = None if fisher.contexts is None else replace(fisher.contexts, column_factors=factors)
+    inputs = _scaled_moment(fisher.inputs, factors)
+    return weight.div_(factors), replace(fisher, inputs=inputs, contexts=contexts)
 
 
 def input_scales(

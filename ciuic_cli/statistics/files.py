@@ -235,7 +235,7 @@ class Statistics:
         return None if mixed is None else root_ratios(*mixed)
 
     def contexts(self, name: str) -> torch.Tensor | None:
-        """Vectors v (vocabulary, n) float32, one per row of a head; None for other matrices.
+        """Vectors v (vocabulary, n) bfloat16, one per row of a head; None for other matrices.
 
         For each row, with p its token's probability and x the head's inputs,
 
@@ -306,7 +306,7 @@ class Statistics:
     def _single(self, kind: str, name: str) -> torch.Tensor:
         path = self.folder / self._files[kind][name]
         with _damage(path):
-            return load_file(path)[kind].float()
+            return load_file(path)[kind]
 
 
 @contextmanager

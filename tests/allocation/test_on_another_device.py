@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from random_moments import random_contexts
 from second_device import DEVICE, OnDevice, SecondDevice
 from stand_in_statistics import known_statistics
 
@@ -90,8 +91,8 @@ def test_an_embedding_is_coded_in_row_chunks_there(
     statistics = known_statistics(
         model_map, inputs=_moment, outputs=lambda rows: torch.linspace(1.0, 2.0, rows)
     )
-    contexts = 0.1 * torch.randn(matrix.rows, matrix.cols, generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(statistics, "contexts", lambda name: contexts.clone(), raising=False)
+    contexts = random_contexts(matrix.rows, matrix.cols, 0.1)
+    monkeypatch.setattr(statistics, "contexts", lambda name: contexts.vectors, raising=False)
     plan = Plan(
         {matrix.key: MatrixPlan(matrix, np.full(matrix.groups, 4, np.uint8), 0, 0, 0.1, L=12)}, {}, 0, 0, 0.0
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_moments import random_contexts
 from tiny_checkpoints import make_checkpoint
 
 from ciuic_cli.checkpoint.model_map import map_model
@@ -92,13 +93,14 @@ def test_types_fit_the_rows() -> None:
 def test_the_loss_is_the_quadratic_form() -> None:
     torch.manual_seed(0)
     error, root = torch.randn(6, 4), torch.randn(4, 4)
-    h, g, contexts = root @ root.T, torch.rand(6), torch.randn(6, 4)
+    h, g, contexts = root @ root.T, torch.rand(6), random_contexts(6, 4)
+    v = contexts.float32()
     expected = 0.5 * torch.trace(error.T @ torch.diag(g) @ error @ h)
     assert quadratic_loss(error, KroneckerFisher(h, g)) == pytest.approx(float(expected), rel=1e-5)
     full = torch.diag(g) + 0.1
     expected = 0.5 * torch.trace(error.T @ full @ error @ h)
     assert quadratic_loss(error, KroneckerFisher(h, full)) == pytest.approx(float(expected), rel=1e-5)
-    rows = [g[r] * error[r] @ (h + torch.outer(contexts[r], contexts[r])) @ error[r] for r in range(6)]
+    rows = [g[r] * error[r] @ (h + torch.outer(v[r], v[r])) @ error[r] for r in range(6)]
     assert quadratic_loss(error, KroneckerFisher(h, g, contexts)) == pytest.approx(
         0.5 * float(sum(rows)), rel=1e-5
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from random_moments import random_contexts
 
 from ciuic_cli.export.gguf.blocks import layout_of
 from ciuic_cli.export.gguf.feedback import feedback_of, rounded, rounded_to_grid
@@ -138,8 +139,9 @@ def test_feedback_lowers_the_quadratic_loss() -> None:
 
 def test_contexts_enter_by_their_mean() -> None:
     torch.manual_seed(0)
-    h, contexts, g = torch.eye(6), torch.randn(9, 6), torch.rand(9)
-    whole = h + sum(g[row] / g.sum() * torch.outer(contexts[row], contexts[row]) for row in range(9))
+    h, contexts, g = torch.eye(6), random_contexts(9, 6), torch.rand(9)
+    v = contexts.float32()
+    whole = h + sum(g[row] / g.sum() * torch.outer(v[row], v[row]) for row in range(9))
     one, other = feedback_of(KroneckerFisher(h, g, contexts)), feedback_of(KroneckerFisher(whole, g))
     assert torch.equal(one.order, other.order)
     assert one.factor is not None and other.factor is not None

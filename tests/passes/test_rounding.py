@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from random_moments import random_matrix, random_moment
+from random_moments import random_contexts, random_matrix, random_moment
 
 from ciuic_cli.allocation.probes import with_rounding_noise
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L
@@ -158,7 +158,7 @@ def test_a_row_of_zeros_among_others_stays_close_to_zero() -> None:
 def _loss_with_contexts(error: torch.Tensor, fisher: KroneckerFisher) -> float:
     """½ Σ_r g_r e_r H_r e_rᵀ, H_r = H + v_r v_rᵀ, for a diagonal G and damped H."""
     assert fisher.contexts is not None
-    along = (error * fisher.contexts).sum(1).square()
+    along = (error * fisher.contexts.float32()).sum(1).square()
     return float(0.5 * (fisher.outputs * (((error @ _damped(fisher.inputs)) * error).sum(1) + along)).sum())
 
 
@@ -167,7 +167,7 @@ def test_the_measured_loss_with_row_feedback_equals_the_predicted_one(rows: int,
     """Row feedback removes most of the loss along the contexts."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(rows, cols, generator=generator)
-    contexts = torch.randn(rows, cols, generator=generator) / cols**0.5  # as much energy as all of H
+    contexts = random_contexts(rows, cols, cols**-0.5)  # as much energy as all of H
     fisher = KroneckerFisher(random_moment(cols, 18) / cols, torch.rand(rows, generator=generator), contexts)
     prepared = prepare(weight, fisher)
     bits = np.full(prepared.weight.shape[0] // 16, 4, np.uint8)
@@ -192,8 +192,9 @@ def test_the_measured_loss_with_row_feedback_equals_the_predicted_one(rows: int,
 
 def test_contexts_follow_their_rows() -> None:
     generator = torch.Generator().manual_seed(6)
-    weight, contexts = torch.randn(37, 83, generator=generator), torch.randn(37, 83, generator=generator)
-    fisher = KroneckerFisher(random_moment(83, 18), torch.rand(37, generator=generator), contexts)
+    weight = torch.randn(37, 83, generator=generator)
+    outputs = torch.rand(37, generator=generator)
+    fisher = KroneckerFisher(random_moment(83, 18), outputs, random_contexts(37, 83))
     order = torch.randperm(37, generator=generator)
     prepared = prepare(weight[order], fisher.reordered(order))
     in_order = prepare(weight, fisher).row_sensitivity[:37][order]

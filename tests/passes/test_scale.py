@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from random_moments import random_moment
+from random_moments import random_contexts, random_moment
 
 from ciuic_cli.codecs.scales import input_factors
 from ciuic_cli.codecs.trellis import decode_dense
@@ -127,16 +127,16 @@ def test_columns_of_zeros_and_dead_inputs_stay_finite() -> None:
 
 def test_scaling_keeps_the_loss_with_contexts() -> None:
     weight, fisher = uneven()
-    contexts = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(1))
-    fisher = KroneckerFisher(fisher.inputs, fisher.outputs, contexts.clone())
+    contexts = random_contexts(ROWS, COLS)
+    fisher = KroneckerFisher(fisher.inputs, fisher.outputs, contexts)
     codes = np.arange(COLS).astype(np.uint8)
     stored, moved = scaled(weight.clone(), fisher, codes)
     factors = input_factors(codes)
     error = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(2))
-    before = ((error @ fisher.inputs) * error).sum() + ((error * contexts).sum(1) ** 2).sum()
+    before = ((error @ fisher.inputs) * error).sum() + ((error * contexts.float32()).sum(1) ** 2).sum()
     assert moved.contexts is not None
     error = error / factors
-    after = ((error @ moved.inputs) * error).sum() + ((error * moved.contexts).sum(1) ** 2).sum()
+    after = ((error @ moved.inputs) * error).sum() + ((error * moved.contexts.float32()).sum(1) ** 2).sum()
     assert float(after) == pytest.approx(float(before), rel=1e-3)
     assert torch.allclose(stored * factors, weight, rtol=1e-5)
 

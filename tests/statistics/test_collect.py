@@ -392,7 +392,8 @@ def test_contexts_are_subtracted_from_the_common_moment(
     assert without.contexts is None
     assert torch.equal(with_contexts.outputs, without.outputs)
     weight = without.outputs ** (1 / TOKEN_WEIGHT_EXPONENT)  # before it was tempered, up to a factor
-    context_part = (contexts * (weight / weight.sum())[:, None]).T @ contexts
+    v = contexts.float32()
+    context_part = (v * (weight / weight.sum())[:, None]).T @ v
     torch.testing.assert_close(with_contexts.inputs + context_part, without.inputs, rtol=1e-3, atol=1e-5)
     assert float(torch.linalg.eigvalsh(with_contexts.inputs).min()) > -1e-6
     assert 0.01 < float(context_part.trace() / without.inputs.trace()) < 1.0

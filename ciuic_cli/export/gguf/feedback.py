@@ -57,8 +57,7 @@ def feedback_of(fisher: KroneckerFisher, group: int = 1) -> Feedback:
     """
     h = fisher.inputs.clone()
     if fisher.contexts is not None:
-        share = fisher.outputs / fisher.outputs.sum()
-        h += (fisher.contexts * share[:, None]).T @ fisher.contexts
+        h += fisher.contexts.second_moment(fisher.outputs / fisher.outputs.sum())
     damp(h)
     groups = torch.argsort(h.diagonal().reshape(-1, group).sum(1), descending=True, stable=True)
     order = (group * groups[:, None] + torch.arange(group)).reshape(-1)

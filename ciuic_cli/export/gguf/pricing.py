@@ -86,6 +86,6 @@ def quadratic_loss(error: torch.Tensor, fisher: KroneckerFisher) -> float:
         rows = slice(begin, begin + _ROWS)
         energy = ((error[rows] @ fisher.inputs) * error[rows]).sum(1)
         if fisher.contexts is not None:
-            energy += (error[rows] * fisher.contexts[rows]).sum(1).square()
+            energy += (error[rows] * fisher.contexts.rows(rows).float32()).sum(1).square()
         total += float((energy * fisher.outputs[rows]).sum(dtype=torch.float64))
     return 0.5 * total
