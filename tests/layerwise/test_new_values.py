@@ -29,7 +29,7 @@ def test_a_value_replaces_the_stored_one_which_is_not_read(
     def halved(name: str, expert: int | None) -> torch.Tensor | None:
         parameter = model_map.parameters[name]
         if not parameter.compress or expert == 1:
-            return None
+            return None  # the stored value
         value = read(model_map, name) if expert is None else model_map.read_expert(name, expert)
         return value.float() / 2
 
@@ -50,11 +50,13 @@ def test_a_value_replaces_the_stored_one_which_is_not_read(
                 expected = read(model_map, parameter.name).float()
                 if parameter.compress:
                     changed += 1
-                    which = [e for e in range(len(expected)) if parameter.is_stack is False or e != 1]
-                    expected[which] /= 2
+                    expected[[e for e in range(len(expected)) if e != 1 or not parameter.is_stack]] /= 2
                 assert torch.allclose(parameter.in_memory(tensor).float(), expected, rtol=1e-2), name
                 assert not tensor.requires_grad
     assert changed > 5
-    assert not {name for name in reads if model_map.parameters[name].compress} - {
-        name for name, parameter in model_map.parameters.items() if parameter.is_stack
-    }
+    replaced = [
+        name
+        for name, parameter in model_map.parameters.items()
+        if parameter.compress and not parameter.is_stack
+    ]
+    assert not {*reads} & {*replaced}
