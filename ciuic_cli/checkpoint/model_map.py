@@ -231,8 +231,8 @@ class ModelMap:
         expert stacks get `stack_dtype` and `stack_device`, if given. Non-persistent buffers move to `device`. Raises
         ValueError if they are on the meta device, as in a module of `meta_model`.
 
-        values: other values for parameters, by the name under which these are stored; what is stored is not read. A value
-            that has the wanted dtype and device becomes the parameter itself, without a copy.
+        values: other values for parameters, by the name under which these are stored; what is stored is not read. A
+            value that has the wanted dtype and device becomes the parameter itself, without a copy.
         """
         loaded: dict[str, torch.Tensor] = {}
         for owner, short, name, is_buffer in stored_tensors(module, prefix):
