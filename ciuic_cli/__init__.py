@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ciuic_cli._version import __version__
+from ciuic_cli.errors import CiuicError
 from ciuic_cli.runtime.registration import install as _install
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CiuicConfig",
+    "CiuicError",
     "__version__",
     "apply_ciuic_compression",
     "compress",

@@ -33,6 +33,7 @@ from ciuic_cli.compression.options import (
     BITS,
     DEFAULT_BITS,
     DEFAULT_RATIO,
+    EFFORTS,
     CompressOptions,
     bits_text,
 )
@@ -138,8 +139,9 @@ def compress(
         EffortLevel,
         typer.Option(
             rich_help_panel=RUN,
-            help="Time spent on quality. fast: 4096 trellis states per weight, 24 calibration sequences; default: "
-            "32768, 64; best: 65536, 128, then recovery: row scales and norms are tuned on more text.",
+            help="Time spent on quality, as mean trellis states per weight and calibration sequences. "
+            + "; ".join(f"{name}: {level.states}, {level.nsamples}" for name, level in EFFORTS.items())
+            + ", then recovery: row scales and norms are tuned on more text.",
         ),
     ] = EffortLevel.default,
     states: Annotated[

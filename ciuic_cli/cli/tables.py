@@ -90,8 +90,8 @@ def _show_notes(console: Console, report: MemoryReport) -> None:
     singular = report.statistics.singular_hessians
     if singular:
         console.hint(
-            f"{singular} matrices have inputs whose importance the calibration text does not show (too few tokens, or "
-            "inputs that are always 0); these inputs count as equally important: more text may help"
+            f"the calibration text does not show how important some inputs are, in {singular} of the matrices (too few "
+            "tokens, or inputs that are always 0); these inputs count as equally important: more text may help"
         )
     if warning := large_loss_warning(report):
         console.warning(warning)

@@ -16,6 +16,7 @@ from ciuic_cli.integers import parse_size
 from ciuic_cli.process.libraries import require_training
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 from ciuic_cli.recipes import read_recipe
+from ciuic_cli.report.readable import count_of
 from ciuic_cli.train.options import KEYS, TrainOptions
 
 MERGED = "merged"
@@ -234,7 +235,7 @@ def _options(context: typer.Context, config: Path | None) -> dict[str, Any]:
 
 def _show(console: Console, out: Path, report: dict[str, Any]) -> None:
     losses, evaluations = report["losses"], report["evaluations"]
-    line = f"{out}: {report['steps']} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}"
+    line = f"{out}: {count_of(report['steps'], 'step')}, loss {losses[0]:.4f} to {losses[-1]:.4f}"
     if evaluations:
         line += f"; evaluation loss {evaluations[0]['loss']:.4f} to {evaluations[-1]['loss']:.4f}"
     console.data(line)
@@ -256,4 +257,4 @@ def _train_sharded(
     if report is not None:
         console.json(report)
         losses = f", last loss {report['losses'][-1]:.4f}" if report["losses"] else ""
-        console.data(f"{out}: {report['steps']} steps in {report['processes']} processes{losses}")
+        console.data(f"{out}: {count_of(report['steps'], 'step')} in {report['processes']} processes{losses}")

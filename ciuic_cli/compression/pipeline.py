@@ -203,6 +203,8 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         if resumed:
             request.hint(f"continuing the unfinished run in {journal.folder}")
         else:
+            if task.time_budget is not None:
+                request.hint(task.choice_sentence())
             request.hint(task.forecast().sentence())
         report = _published_report(journal, out, replace=force) if resumed else None
         if resumed and report is None and not FinishedFiles.are_intact(journal):

@@ -13,9 +13,9 @@ KEYS = tuple(item.name for item in fields(CompressOptions) if item.name not in (
 """The options that a recipe may have."""
 
 
-def read_recipe(file: Path) -> dict[str, Any]:
+def read_recipe(file: Path | str) -> dict[str, Any]:
     """The options in a recipe, as `recipes.read_recipe` gives them. `CompressOptions` checks the values."""
-    found = recipes.read_recipe(file, KEYS)
+    found = recipes.read_recipe(Path(file), KEYS)
     # YAML reads `off` as false.
     return {
         name: "off" if value is False and name in ("prune", "rank") else value

@@ -163,6 +163,14 @@ class Task:
         names = ("effort", "nsamples", "states")
         return {"time_budget": self.time_budget, **{name: getattr(self.options, name) for name in names}}
 
+    def choice_sentence(self) -> str:
+        """What `--time-budget` chose."""
+        chosen = self.options
+        return (
+            f"--time-budget chose --effort {chosen.effort} with {chosen.sequences} calibration sequences and "
+            f"{chosen.mean_states:,} trellis states per weight"
+        )
+
     @cached_property
     def _file_states(self) -> dict[Path, list[Any] | None]:
         """The state of every source file and every file copied into the artifact, at the first call."""

@@ -76,7 +76,9 @@ class Forecast:
     def sentence(self) -> str:
         """One sentence for the terminal."""
         hours, minutes = divmod(round(self.total_seconds / 60), 60)
-        spent = f"{hours} h {minutes:02d} min" if hours else f"{max(1, minutes)} min"
+        spent = f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+        if self.total_seconds < 90:
+            spent = f"{max(1, round(self.total_seconds))} s"
         return (
             f"a whole run is expected to take {spent}, {self.peak_rss_bytes / 1e9:.1f} GB of memory at its peak, "
             f"and {self.disk_bytes / 1e9:.1f} GB of disk"

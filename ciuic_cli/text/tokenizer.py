@@ -16,6 +16,8 @@ from ciuic_cli.text.documents import split_documents
 PIECE_CHARACTERS = 2 << 20
 """Most characters that are tokenized at a time: the tokenizer library takes up to 200 times their size in memory. The
 documents of the package's own texts are shorter, so none is cut. Chosen, not tuned."""
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.bpe")
+"""Patterns of the names of files that hold a tokenizer, of all kinds that transformers loads."""
 WHOLE_CHARACTERS = 16 << 20
 """Longest text, in characters, that `tokenize_evenly` tokenizes completely: about ten seconds of work. Chosen."""
 
@@ -109,6 +111,8 @@ def tokenizer_faults(folder: str | Path) -> Iterator[None]:
         if fault is not None:
             raise fault from error
         reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if Path(folder).is_dir() and not any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZER_FILES):
+            reason = "there are no files of a tokenizer"
         raise InputError(
             f"the tokenizer does not work: {reason:.300}",
             file=tokenizer_file(folder),

@@ -99,8 +99,9 @@ def test_a_run_that_continues_keeps_its_choice(
     assert not any("expected to take" in hint for hint in hints)
     assert report.options == whole.options
     assert weights_of(out) == weights_of(tmp_path / "whole")
-    recipe = read_recipe(out / "recipe.yaml")
+    recipe = read_recipe(str(out / "recipe.yaml"))
     assert recipe["nsamples"] == 12 and "time_budget" not in recipe
     fresh = compress_tiny(source, tmp_path / "fresh", text, hint=hints.append, **options)
     assert fresh.options["nsamples"] == 96
+    assert any("with 96 calibration sequences and 65,536 trellis states" in hint for hint in hints)
     assert any("expected to take" in hint for hint in hints)

@@ -197,6 +197,8 @@ def test_the_search_takes_time_in_proportion_to_its_states(monkeypatch: pytest.M
     assert times["encode"] == pytest.approx(3 + 2.0)  # factors of H and G and preparation, one second each
 
 
-def test_long_times_are_printed_in_hours() -> None:
+def test_times_are_printed_in_their_unit() -> None:
     assert "2 h 05 min" in module.Forecast({"encode": 7500.0}, 10**9, 10**9).sentence()
-    assert "take 1 min" in module.Forecast({"encode": 3.0}, 10**9, 10**9).sentence()
+    assert "take 3 min" in module.Forecast({"encode": 185.0}, 10**9, 10**9).sentence()
+    assert "take 43 s," in module.Forecast({"encode": 43.4}, 10**9, 10**9).sentence()
+    assert "take 1 s," in module.Forecast({"encode": 0.0}, 10**9, 10**9).sentence()

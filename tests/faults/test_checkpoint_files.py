@@ -185,6 +185,13 @@ def test_a_tokenizer_that_fails_in_use_is_named(victim: Make, damage: dict[str, 
     assert snapshot(v.folder) == before
 
 
+def test_a_folder_without_a_tokenizer_is_named(victim: Make) -> None:
+    v = victim(0, "llama")
+    for file in v.model.glob("*token*"):
+        file.unlink()
+    v.refused("there are no files of a tokenizer", remedy="copy", commands=["compress"])
+
+
 def test_a_tokenizer_of_another_model_is_named(victim: Make) -> None:
     v = victim(0, "llama", vocab_size=64)
     v.refused("the model has only 64", file="tokenizer.json", commands=["compress"])

@@ -148,7 +148,13 @@ def test_what_does_not_fit_ends_with_code_4_after_the_table(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("wrong", "code"), [(["--gpus", "0"], 2), (["--gpu-memory", "much"], 2), (["--seqlen", "1"], 2)]
+    ("wrong", "code"),
+    [
+        (["--gpus", "0"], 2),
+        (["--gpu-memory", "much"], 2),
+        (["--gpu-memory", "24"], 2),  # without its unit
+        (["--seqlen", "1"], 2),
+    ],
 )
 def test_wrong_options(tmp_path: Path, wrong: list[str], code: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))

@@ -20,6 +20,8 @@ from ciuic_cli.process.libraries import require_training
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
 from ciuic_cli.report.readable import count_of, readable_bytes
 
+LEAST_MEMORY = 1_000_000
+"""Least bytes of --gpu-memory: fewer are a number whose unit was forgotten (chosen)."""
 if TYPE_CHECKING:
     from ciuic_cli.train.planning.strategies import PlannedStrategy
 
@@ -63,8 +65,11 @@ def plan(
 
     def action() -> None:
         limit, counts = parse_size(gpu_memory), _processes(gpus)
-        if limit < 1:
-            raise UsageError("--gpu-memory must be a positive number of bytes")
+        if limit < LEAST_MEMORY:
+            raise UsageError(
+                f"--gpu-memory {gpu_memory}: this is {limit} bytes, too few for any model",
+                remedy="give a unit, such as 24GB",
+            )
         if page is not None and page.is_dir():
             raise UsageError(f"--page {page} is a folder", remedy="give the name of a file")
         configure_numeric_libraries()
