@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ciuic_cli._version import __version__
-from ciuic_cli.errors import CiuicError
 from ciuic_cli.runtime.registration import install as _install
 
 if TYPE_CHECKING:
     from ciuic_cli.artifact.tensors import read_tensor
     from ciuic_cli.compression.in_place import apply_ciuic_compression
     from ciuic_cli.compression.pipeline import compress
+    from ciuic_cli.errors import CiuicError
     from ciuic_cli.export.dense import export_dense
     from ciuic_cli.export.gguf.writing import export_gguf
     from ciuic_cli.runtime.loading import load
@@ -43,8 +43,9 @@ _MODULES = {
     "CiuicConfig": "ciuic_cli.runtime.plugin",
     "read_tensor": "ciuic_cli.artifact.tensors",
     "apply_ciuic_compression": "ciuic_cli.compression.in_place",
+    "CiuicError": "ciuic_cli.errors",
 }
-"""Where the public functions are defined; they are imported on first access."""
+"""Where the public functions and classes are defined; they are imported on first access."""
 
 _install()
 
