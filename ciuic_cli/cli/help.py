@@ -10,6 +10,9 @@ BUDGET, CALIBRATION, PASSES, RUN = "Budget", "Calibration", "Passes", "Run"
 """Titles of the groups of `compress`'s options."""
 TEXT, TASKS = "On a text", "On tasks"
 """Titles of the groups of `eval`'s options."""
+DATA, STEPS, LORA, EVALUATION, MEMORY = "Data", "Steps", "LoRA", "Evaluation", "Memory"
+"""Titles of the groups of `train`'s options. A group with long names has no short ones like -q, nor pairs like --no-x:
+Typer has a column for these, and cuts the long names in a narrow terminal."""
 
 
 def example(*commands: str) -> str:

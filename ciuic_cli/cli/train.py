@@ -9,6 +9,7 @@ import typer
 
 from ciuic_cli.cli.arguments import Device, Json, Quiet, announce_device, execute, given_options
 from ciuic_cli.cli.console import Console
+from ciuic_cli.cli.help import DATA, EVALUATION, LORA, MEMORY, STEPS
 from ciuic_cli.cli.merge import METHOD_HELP, MergeMethod, merged
 from ciuic_cli.compression.options import check_device
 from ciuic_cli.errors import UsageError
@@ -38,6 +39,7 @@ def train(
             metavar="FILE",
             readable=False,
             show_default=False,
+            rich_help_panel=DATA,
             help="JSON lines, or a folder: messages, prompt and completion, or text. Required, here or in the recipe.",
         ),
     ] = None,
@@ -46,77 +48,107 @@ def train(
         typer.Option(
             metavar="FILE",
             readable=False,
+            rich_help_panel=DATA,
             help="The same kind of file; the loss on it is measured every --eval-steps steps.",
         ),
     ] = TrainOptions.eval_file,
     method: Annotated[
-        str, typer.Option(help="lora, or full: all weights of a dense checkpoint.")
+        str, typer.Option(rich_help_panel=STEPS, help="lora, or full: all weights of a dense checkpoint.")
     ] = TrainOptions.method,
-    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = TrainOptions.learning_rate,
+    learning_rate: Annotated[
+        float, typer.Option(rich_help_panel=STEPS, help="Highest learning rate.")
+    ] = TrainOptions.learning_rate,
     num_train_epochs: Annotated[
-        float, typer.Option(help="Passes over the data.")
+        float, typer.Option(rich_help_panel=STEPS, help="Passes over the data.")
     ] = TrainOptions.num_train_epochs,
     max_steps: Annotated[
-        int, typer.Option(help="Steps in total, instead of epochs.", show_default="all")
+        int,
+        typer.Option(rich_help_panel=STEPS, help="Steps in total, instead of epochs.", show_default="all"),
     ] = TrainOptions.max_steps,
     per_device_train_batch_size: Annotated[
-        int, typer.Option(help="Rows per forward pass.")
+        int, typer.Option(rich_help_panel=STEPS, help="Rows per forward pass.")
     ] = TrainOptions.per_device_train_batch_size,
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(help="Forward passes per step.")
+        int, typer.Option(rich_help_panel=STEPS, help="Forward passes per step.")
     ] = TrainOptions.gradient_accumulation_steps,
     warmup_steps: Annotated[
-        int, typer.Option(help="Steps until the highest learning rate.")
+        int, typer.Option(rich_help_panel=STEPS, help="Steps until the highest learning rate.")
     ] = TrainOptions.warmup_steps,
     lr_scheduler_type: Annotated[
-        str, typer.Option(help="Any schedule of transformers.")
+        str, typer.Option(rich_help_panel=STEPS, help="Any schedule of transformers.")
     ] = TrainOptions.lr_scheduler_type,
-    optim: Annotated[str, typer.Option(help="Any optimizer of transformers.")] = TrainOptions.optim,
+    optim: Annotated[
+        str, typer.Option(rich_help_panel=STEPS, help="Any optimizer of transformers.")
+    ] = TrainOptions.optim,
     sequence_len: Annotated[
-        int, typer.Option("--sequence-len", "--seqlen", metavar="N", help="Most tokens of a row.")
+        int,
+        typer.Option(
+            "--sequence-len", "--seqlen", metavar="N", rich_help_panel=STEPS, help="Most tokens of a row."
+        ),
     ] = TrainOptions.sequence_len,
     sample_packing: Annotated[
-        bool, typer.Option(help="Put several examples into a row.")
+        bool, typer.Option(rich_help_panel=DATA, help="Put several examples into a row.")
     ] = TrainOptions.sample_packing,
     train_on_inputs: Annotated[
-        bool, typer.Option("--train-on-inputs", help="Learn prompts, too.")
+        bool, typer.Option("--train-on-inputs", rich_help_panel=DATA, help="Learn prompts, too.")
     ] = TrainOptions.train_on_inputs,
-    lora_r: Annotated[int, typer.Option(help="Rank of the adapter.")] = TrainOptions.lora_r,
+    lora_r: Annotated[
+        int, typer.Option(rich_help_panel=LORA, help="Rank of the adapter.")
+    ] = TrainOptions.lora_r,
     lora_alpha: Annotated[
-        int, typer.Option(help="The adapter is scaled by alpha / r.")
+        int, typer.Option(rich_help_panel=LORA, help="The adapter is scaled by alpha / r.")
     ] = TrainOptions.lora_alpha,
-    lora_dropout: Annotated[float, typer.Option(help="Share of inputs dropped.")] = TrainOptions.lora_dropout,
+    lora_dropout: Annotated[
+        float, typer.Option(rich_help_panel=LORA, help="Share of inputs dropped.")
+    ] = TrainOptions.lora_dropout,
     lora_target_modules: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", show_default="all", help="Linear layer or expert stack; repeatable."),
+        typer.Option(
+            metavar="NAME",
+            show_default="all",
+            rich_help_panel=LORA,
+            help="Linear layer or expert stack; repeatable.",
+        ),
     ] = None,
     activation_checkpointing: Annotated[
         bool,
-        typer.Option("--activation-checkpointing", help="Compute activations again in the backward pass."),
+        typer.Option(
+            "--activation-checkpointing",
+            rich_help_panel=MEMORY,
+            help="Compute activations again in the backward pass.",
+        ),
     ] = TrainOptions.activation_checkpointing,
     every_n_layers: Annotated[
-        int, typer.Option(help="Layers between two checkpoints of activations.")
+        int, typer.Option(rich_help_panel=MEMORY, help="Layers between two checkpoints of activations.")
     ] = TrainOptions.every_n_layers,
-    eval_steps: Annotated[int, typer.Option(help="Steps between two evaluations.")] = TrainOptions.eval_steps,
+    eval_steps: Annotated[
+        int, typer.Option(rich_help_panel=EVALUATION, help="Steps between two evaluations.")
+    ] = TrainOptions.eval_steps,
     per_device_eval_batch_size: Annotated[
-        int, typer.Option(help="Rows per pass of an evaluation.")
+        int, typer.Option(rich_help_panel=EVALUATION, help="Rows per pass of an evaluation.")
     ] = TrainOptions.per_device_eval_batch_size,
     early_stopping_patience: Annotated[
         int | None,
         typer.Option(
             metavar="N",
+            rich_help_panel=EVALUATION,
             help="End after N evaluations in a row without a lower loss, and keep the best adapter.",
         ),
     ] = TrainOptions.early_stopping_patience,
     load_best_model_at_end: Annotated[
         bool,
-        typer.Option("--load-best-model-at-end", help="Keep the adapter with the lowest evaluation loss."),
+        typer.Option(
+            "--load-best-model-at-end",
+            rich_help_panel=EVALUATION,
+            help="Keep the adapter with the lowest evaluation loss.",
+        ),
     ] = TrainOptions.load_best_model_at_end,
     activations: Annotated[
         str | None,
         typer.Option(
             metavar="STORE",
             show_default="exact",
+            rich_help_panel=MEMORY,
             help="Keep activations in 8 bits: int8, or int8-offload (in main memory; on a CPU, on disk).",
         ),
     ] = TrainOptions.activations,
@@ -125,24 +157,33 @@ def train(
         typer.Option(
             metavar="CODE",
             show_default="float32",
+            rich_help_panel=MEMORY,
             help="With --method full: store weights in 8 bits: int8; or in 8 and 4: adaptive.",
         ),
     ] = TrainOptions.weights,
     sync_steps: Annotated[
         int,
-        typer.Option(help="Steps between two corrections of weights in few bits by their rounding errors."),
+        typer.Option(
+            rich_help_panel=MEMORY,
+            help="Steps between two corrections of weights in few bits by their rounding errors.",
+        ),
     ] = TrainOptions.sync_steps,
     fsdp: Annotated[
-        bool, typer.Option("--fsdp", help="With torchrun: divide the model among the processes.")
+        bool,
+        typer.Option(
+            "--fsdp", rich_help_panel=MEMORY, help="With torchrun: divide the model among the processes."
+        ),
     ] = False,
     comm: Annotated[
-        str, typer.Option(metavar="WIRE", help="What --fsdp sends: fp32, bf16 or int8.")
+        str,
+        typer.Option(metavar="WIRE", rich_help_panel=MEMORY, help="What --fsdp sends: fp32, bf16 or int8."),
     ] = "fp32",
     save_steps: Annotated[
         int, typer.Option(help="Steps between two resumable checkpoints.")
     ] = TrainOptions.save_steps,
     seed: Annotated[
-        int, typer.Option(help="Random seed of the adapter and of the order of the data.")
+        int,
+        typer.Option(rich_help_panel=STEPS, help="Random seed of the adapter and of the order of the data."),
     ] = TrainOptions.seed,
     report_to: Annotated[
         list[str] | None,
@@ -157,12 +198,17 @@ def train(
         typer.Option(
             metavar="SIZE",
             show_default="no limit",
+            rich_help_panel=MEMORY,
             help="Memory that the run may take, such as 11GB; planned first.",
         ),
     ] = None,
     merge: Annotated[
         MergeMethod | None,
-        typer.Option(show_default="off", help=f"Then merge the adapter into OUT/merged: {METHOD_HELP}"),
+        typer.Option(
+            show_default="off",
+            rich_help_panel=LORA,
+            help=f"Then merge the adapter into OUT/merged: {METHOD_HELP}",
+        ),
     ] = None,
     device: Device = "auto",
     config: Annotated[

@@ -16,9 +16,9 @@ SNAPSHOTS = Path(__file__).parent / "help"
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
 
 
-def help_of(*command: str) -> str:
-    """The help page in 100 columns; trailing spaces are removed."""
-    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": "100", "TERM": "dumb"})
+def help_of(*command: str, columns: int = 100) -> str:
+    """The help page in so many columns; trailing spaces are removed."""
+    result = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": str(columns), "TERM": "dumb"})
     assert result.exit_code == 0, result.stderr
     return "\n".join(line.rstrip() for line in result.stdout.strip().splitlines()) + "\n"
 
