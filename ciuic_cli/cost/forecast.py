@@ -207,7 +207,7 @@ def peak_bytes(
     pooled = (m for m in matrices if m.expert == 0 and pools_statistics(model_map, m))
     # The factors of a pool are as large as the two moments that they replace.
     largest_in_layers += KEPT_POOLS * max((8 * max(m.rows, m.cols) ** 2 for m in pooled), default=0)
-    # Of an embedding or head that is perturbed or decoded, the original is not in memory.
+    # While new values of an embedding or head are computed, its stored values are not in memory.
     largest_outside = max(
         (_side_by_side_bytes(m) - 4 * m.weights for m in matrices if m.role in EMBEDDING_ROLES), default=0
     )

@@ -16,8 +16,8 @@ from ciuic_cli.text.documents import split_documents
 PIECE_CHARACTERS = 2 << 20
 """Most characters that are tokenized at a time: the tokenizer library takes up to 200 times their size in memory. The
 documents of the package's own texts are shorter, so none is cut. Chosen, not tuned."""
-_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.bpe")
-"""Patterns of the names of files that hold a tokenizer, of all kinds that transformers loads."""
+_TOKENIZER_FILES = ("*token*", "*vocab*", "*.model", "*.bpe", "*.spm", "tekken*")
+"""Patterns of file names. A folder in which no name fits any of them has no tokenizer."""
 WHOLE_CHARACTERS = 16 << 20
 """Longest text, in characters, that `tokenize_evenly` tokenizes completely: about ten seconds of work. Chosen."""
 

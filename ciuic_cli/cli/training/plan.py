@@ -67,7 +67,7 @@ def plan(
         limit, counts = parse_size(gpu_memory), _processes(gpus)
         if limit < LEAST_MEMORY:
             raise UsageError(
-                f"--gpu-memory {gpu_memory}: this is {limit} bytes, too few for any model",
+                f"--gpu-memory {gpu_memory}: {count_of(limit, 'byte')} are too few for any model",
                 remedy="give a unit, such as 24GB",
             )
         if page is not None and page.is_dir():
