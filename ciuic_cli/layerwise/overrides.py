@@ -65,9 +65,9 @@ class KeptValues:
 def new_values(
     model_map: ModelMap, module: nn.Module, prefix: str, override: Override
 ) -> dict[str, torch.Tensor]:
-    """The values of `override` for the module's parameters but its expert stacks, as `ModelMap.materialise` takes them.
+    """The values of `override` for all parameters but expert stacks: the argument `values` of `ModelMap.materialise`.
 
-    The module may be without its weights, which are not read. Small values are computed in parallel.
+    The module's own weights may be missing. Small values are computed in parallel.
     """
     shapes: dict[Key, tuple[int, ...]] = {
         (parameter.name, None): parameter.shape
@@ -90,7 +90,7 @@ def replace_experts(model_map: ModelMap, module: nn.Module, prefix: str, overrid
 
 
 def _stored(model_map: ModelMap, module: nn.Module, prefix: str) -> Iterator[tuple[Parameter, torch.Tensor]]:
-    """The module's parameters; of tied ones that under whose name the values are stored, with the tensor of either."""
+    """The module's parameters with their tensors. Instead of a tied parameter, the one that is stored for both."""
     for name, tensor in module.named_parameters():
         parameter = model_map.parameters[prefix + name]
         yield model_map.parameters[parameter.tied_to or parameter.name], tensor
@@ -99,7 +99,7 @@ def _stored(model_map: ModelMap, module: nn.Module, prefix: str) -> Iterator[tup
 def _computed(
     override: Override, shapes: Mapping[Key, tuple[int, ...]]
 ) -> Iterator[tuple[Key, torch.Tensor]]:
-    """(key, value) wherever the override has one. shapes: by key, of the values."""
+    """(key, value) for every key for which the override has a value. shapes: of the values, by key."""
     threads = torch.get_num_threads()
 
     def side_by_side(key: Key) -> int:

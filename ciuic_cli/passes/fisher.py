@@ -11,7 +11,7 @@ from ciuic_cli.passes.chunk_size import scratch_slices
 
 @dataclass(frozen=True)
 class Contexts:
-    """Context vectors v (m, n) of a head's rows, in bfloat16 as the statistics store them: row r is
+    """Context vectors v (m, n) of a head's rows, in bfloat16 as the statistics store them. That of row r is
 
         v_r = row_factors_r · vectors_r · column_factors
 

@@ -44,7 +44,8 @@ class CalibrationSequences:
 
     @property
     def weights(self) -> torch.Tensor:
-        """(sequences,) float32, of the loss in the statistics: MIX_WEIGHT for the mix beside a user's text, else 1."""
+        """(sequences,) float32 weights of their losses in the statistics: MIX_WEIGHT for the mix beside a user's text,
+        1 for all others."""
         weights = torch.ones(len(self.tokens))
         if self.own:
             weights[: -self.own] = MIX_WEIGHT
