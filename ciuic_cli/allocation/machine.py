@@ -110,7 +110,7 @@ def in_flight(matrix: WeightMatrix, multiprocessors: int, free_bytes: int) -> in
     return fronts.matrices_in_flight(
         matrix.rows,
         matrix.cols,
-        two_sided=full_outputs(matrix.role, matrix.rows),
+        two_sided=full_outputs(matrix.role, matrix.rows, matrix.cols),
         multiprocessors=multiprocessors,
         working_bytes=working_bytes(matrix),
         free_bytes=free_bytes,

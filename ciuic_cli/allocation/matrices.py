@@ -16,7 +16,7 @@ from ciuic_cli.passes.fisher import Contexts, KroneckerFisher
 from ciuic_cli.process.memory import matrix_bytes
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.moments import FULL_FISHER_LIMIT
+from ciuic_cli.statistics.moments import records_full_outputs
 
 UNIFORM_SHARE = 0.02
 """Share of a uniform distribution that is mixed into the token frequencies, so that rare tokens count a little
@@ -73,10 +73,14 @@ class WeightMatrix:
         return self.rows * self.cols
 
 
-def full_outputs(role: str, rows: int) -> bool:
+def full_outputs(role: str, rows: int, cols: int, *, tall_outputs: bool = True) -> bool:
     """Whether G is a full matrix. It is diagonal for embeddings and heads, for very many outputs, and without
-    statistics."""
-    return role not in UNPRUNED_ROLES and rows <= FULL_FISHER_LIMIT
+    statistics.
+
+    tall_outputs: whether it is full where a matrix that is no expert has more rows than columns.
+    """
+    tall = tall_outputs or role.startswith("expert")
+    return role not in UNPRUNED_ROLES and records_full_outputs(rows, cols, tall=tall)
 
 
 def row_slices(matrix: WeightMatrix) -> list[slice]:
@@ -87,7 +91,7 @@ def row_slices(matrix: WeightMatrix) -> list[slice]:
 
 def working_bytes(matrix: WeightMatrix) -> int:
     """Peak bytes of preparing, probing or rounding the matrix."""
-    full = full_outputs(matrix.role, matrix.rows)
+    full = full_outputs(matrix.role, matrix.rows, matrix.cols)
     if matrix.role not in EMBEDDING_ROLES:
         return matrix_bytes(matrix.rows, matrix.cols, full_outputs=full)
     chunk = row_slices(matrix)[0].stop

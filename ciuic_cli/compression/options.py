@@ -26,6 +26,10 @@ class Effort:
     (`compression/windows.py`). nsamples: calibration sequences. probed_layers: most layers that a probe perturbs.
     recovery_steps: optimizer steps that tune row scales and norms after rounding. probe_tokens: a role's probe runs the
     first so many tokens of every held-out sequence; the last probe runs all of them, because later tokens lose less.
+    passages: of each calibration sequence (`text/calibration.py`). least_held_out: sequences that are held out where 16
+    times as many are not to be had; with two of one passage, the probes followed the kind of text that these happened
+    to be (docs/experiments/scale/account.md). tall_outputs: whether the statistics have all of G, not its diagonal
+    alone, where a matrix has more rows than columns.
     """
 
     states: int
@@ -33,17 +37,21 @@ class Effort:
     probed_layers: int
     recovery_steps: int
     probe_tokens: int = 256
+    passages: int = 1
+    least_held_out: int = 4
+    tall_outputs: bool = True
 
 
 EFFORTS = {
-    "fast": Effort(1 << 12, 24, 8, 0, probe_tokens=128),
+    "fast": Effort(1 << 12, 20, 8, 0, passages=4, least_held_out=2, tall_outputs=False),
     "default": Effort(3 << 13, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost
-2 %, and 3 * 2^13 no more on SmolLM2 (docs/experiments/codes/windows.md). Sequences: docs/experiments/scale/account.md.
-Tokens of probes: docs/experiments/allocation/probe-tokens.md; the 8 probed layers of "fast" were chosen, not tuned. 90
-recovery steps pass the package's own calibration text once (docs/experiments/recovery/factors-and-norms.md)."""
+2 %, and 3 * 2^13 no more on SmolLM2 (docs/experiments/codes/windows.md). Sequences:
+docs/experiments/statistics/passages.md. Tokens of probes: docs/experiments/allocation/probe-tokens.md; the 8 probed
+layers of "fast" were chosen, not tuned. Tall matrices: docs/experiments/statistics/tall-matrices.md. 90 recovery steps
+pass the package's own calibration text once (docs/experiments/recovery/factors-and-norms.md)."""
 DEFAULT_EFFORT = "default"
 """The effort level that is taken if none is given."""
 MTP = ("keep", "drop")

@@ -104,7 +104,8 @@ class Run:
             self.workers.barrier()
             collect_statistics(
                 self.map, self.task.calibration, folder, device=self.device, seed=self.options.seed,
-                weights=self.task.sequence_weights, progress=self.progress, workers=self.workers, journal=self.journal,
+                weights=self.task.sequence_weights, tall_outputs=self.options.level.tall_outputs,
+                progress=self.progress, workers=self.workers, journal=self.journal,
             )  # fmt: skip
             if self.workers.is_leader:
                 self.journal.seal(STATISTICS, folder)
@@ -175,7 +176,6 @@ class Run:
         """Measure every probe on the held-out sequences, see allocation/probes.py."""
         probes = probe_matrices(plan, self.map.layer_prefixes, self.options.level.probed_layers)
         pools = PoolFactors(self.statistics, self.machine.device)
-
         length = self.task.held_out.shape[1]
         tokens = [min(self.options.level.probe_tokens, length)] * (len(probes) - 1) + [length]
         count = 1
@@ -348,10 +348,10 @@ class Run:
     def meter(self) -> KLMeter:
         """The meter of KL on the held-out sequences. The first call makes it, which runs the original model."""
         if self._kl_meter is None:
+            folder = self._own_folder("meter")
             self._kl_meter = KLMeter(
-                self.map, self.task.held_out, self._own_folder("meter"),
-                device=self.device, progress=no_progress,
-            )  # fmt: skip
+                self.map, self.task.held_out, folder, device=self.device, progress=no_progress
+            )
         return self._kl_meter
 
     @contextmanager

@@ -42,9 +42,6 @@ CHOICE = "chosen by time"
 """Key of the fingerprint: the time budget in seconds, and what it chose."""
 HELD_OUT_EVERY = 16
 """With 64 calibration sequences and more, every 16th is held out for measuring KL (chosen, not tuned)."""
-LEAST_HELD_OUT = 4
-"""Held-out sequences of a smaller text, of which at most every third is held out. With two, the probes followed the
-kind of text that these happened to be (measured: docs/experiments/scale/account.md)."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Task:
     def held_out(self) -> torch.Tensor:
         """LongTensor: the sequences for measuring KL, unseen by statistics and recovery unless there is only one."""
         sampled = self.text.tokens[self._sampled]
-        return sampled[_held_out(len(sampled))]
+        return sampled[self._held_out(len(sampled))]
 
     @property
     def calibration(self) -> torch.Tensor:
@@ -117,7 +114,10 @@ class Task:
     def _in_statistics(self) -> torch.Tensor:
         """LongTensor: indices of the sequences for the statistics."""
         sampled = self._sampled
-        return sampled if len(sampled) == 1 else sampled[~_held_out(len(sampled))]
+        return sampled if len(sampled) == 1 else sampled[~self._held_out(len(sampled))]
+
+    def _held_out(self, count: int) -> torch.Tensor:
+        return _held_out(count, self.options.level.least_held_out)
 
     def settled_options(self) -> dict[str, Any]:
         """The options that decide the artifact's bytes. Defaults that depend on the model are filled in."""
@@ -133,8 +133,7 @@ class Task:
         """Expected time, memory and disk space of the run."""
         text = _text_size(self.options, len(self.calibration), len(self.held_out), self.text.tokens.shape[1])
         return forecast(
-            self.map, text, states=self.options.mean_states,
-            probed_layers=self.options.level.probed_layers, ranks=self.options.rank != "off", budget=self.budget,
+            self.map, text, **_work(self.options), ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device), rates=self.rates,
         )  # fmt: skip
 
@@ -225,6 +224,7 @@ def make_task(
         nsamples=options.sequences + STEP_SEQUENCES * options.level.recovery_steps,
         seqlen=seqlen,
         vocab_size=model_map.config.get_text_config().vocab_size,
+        passages=options.level.passages,
     )
     return Task(checkpoint, model_map, options, passes, text, budget, time_budget, rates)
 
@@ -244,12 +244,19 @@ def _settled(
     rates = measure_rates(model_map, matrices, ranks=options.rank != "off", device=device)
 
     def seconds_of(choice: CompressOptions) -> float:
-        held_out = int(_held_out(choice.sequences).sum())
+        held_out = int(_held_out(choice.sequences, choice.level.least_held_out).sum())
         text = _text_size(choice, choice.sequences - held_out, held_out, seqlen)
-        work = {"states": choice.mean_states, "probed_layers": choice.level.probed_layers}
-        return sum(phase_seconds(model_map, rates, text, **work).values())
+        return sum(phase_seconds(model_map, rates, text, **_work(choice)).values())
 
     return within_time(options, seconds_of), seconds, rates
+
+
+def _work(options: CompressOptions) -> dict[str, Any]:
+    """Arguments of `forecast` and `phase_seconds`: the work besides the text."""
+    level = options.level
+    return {
+        "states": options.mean_states, "probed_layers": level.probed_layers, "tall_outputs": level.tall_outputs,
+    }  # fmt: skip
 
 
 def _text_size(options: CompressOptions, sequences: int, held_out: int, length: int) -> TextSize:
@@ -270,7 +277,7 @@ def _file_state(path: Path) -> list[Any] | None:
     return None
 
 
-def _held_out(count: int) -> torch.Tensor:
-    """Mask (count,) of the held-out sequences, evenly spaced: at least one."""
-    every = count if count < 2 * LEAST_HELD_OUT else min(HELD_OUT_EVERY, max(3, count // LEAST_HELD_OUT))
+def _held_out(count: int, least: int) -> torch.Tensor:
+    """Mask (count,) of the held-out sequences, evenly spaced: one in HELD_OUT_EVERY, or `least` if a third suffices."""
+    every = count if count < 2 * least else min(HELD_OUT_EVERY, max(3, count // least))
     return torch.arange(count) % every == every - 1

@@ -17,12 +17,13 @@ from ciuic_cli.integers import duration_text
 SEQUENCES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Calibration sequences to choose from (chosen; more than 128 gain nothing:
 docs/experiments/statistics/calibration-text.md)."""
-TEXT_LOSS = 7.0
-"""Share of KL that n sequences lose, times n. A rough fit to two runs with fewer sequences (SmolLM2, four texts), which
-lost 15 to 16 % (docs/experiments/scale/account.md)."""
-FACTORS = {"fast": 1.02, "default": 1.0, "best": 0.96}
+TEXT_LOSS = 4.0
+"""Share of KL that n sequences lose, times n. A rough fit to runs with 12 and 24 sequences (SmolLM2, six texts), of
+which the former lost 15 % more (docs/experiments/statistics/passages.md)."""
+FACTORS = {"fast": 1.03, "default": 1.0, "best": 0.96}
 """KL by effort level apart from states and text, over that of default. Fewer probed layers count like no probes, which
-cost 2 % (docs/experiments/versions/ablation.md), an assumption; recovery gains 4 % (docs/QUALITY.md)."""
+cost 2 % (docs/experiments/versions/ablation.md), an assumption; diagonals of G for tall matrices cost 1 %
+(docs/experiments/statistics/tall-matrices.md); recovery gains 4 % (docs/QUALITY.md)."""
 _TYPICAL_BITS = 4
 """Bits per weight at which windows are compared."""
 

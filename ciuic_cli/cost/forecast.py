@@ -94,19 +94,23 @@ def forecast(
     ranks: bool,
     budget: int,
     device: torch.device,
+    tall_outputs: bool = True,
     rates: Rates | None = None,
 ) -> Forecast:
     """Predict a run of `compress`; takes seconds, because it times matrices.
 
     states: mean trellis states per weight. probed_layers: most layers of a probe. ranks: whether arms with a low-rank
-    part are priced. budget: bytes of the artifact. rates: of this model, if they have been measured.
+    part are priced. budget: bytes of the artifact. tall_outputs: see `allocation.matrices.full_outputs`. rates: of this
+    model, if they have been measured.
     """
     matrices = weight_matrices(model_map.parameters.values())
     base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     rates = rates or measure_rates(model_map, matrices, ranks=ranks, device=device)
     return Forecast(
-        phase_seconds(model_map, rates, text, states=states, probed_layers=probed_layers),
-        disk_bytes(model_map, matrices, text, budget, probed_layers),
+        phase_seconds(
+            model_map, rates, text, states=states, probed_layers=probed_layers, tall_outputs=tall_outputs
+        ),
+        disk_bytes(model_map, matrices, text, budget, probed_layers, tall_outputs=tall_outputs),
         peak_bytes(
             model_map,
             matrices,
@@ -114,24 +118,29 @@ def forecast(
             base,
             device=device,
             bfloat16=compute_dtype(device) == torch.bfloat16,
+            tall_outputs=tall_outputs,
         ),
     )
 
 
-def moment_bytes(parameter: Parameter) -> int:
-    """Bytes of H and G of one parameter in memory; of a stack those of all experts and of their pool."""
-    return _moment_bytes(parameter, lambda size: 4 * size * size)
+def moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> int:
+    """Bytes of H and G of one parameter in memory; of a stack those of all experts and of their pool.
+
+    tall_outputs: see `allocation.matrices.full_outputs`.
+    """
+    return _moment_bytes(parameter, lambda size: 4 * size * size, tall_outputs=tall_outputs)
 
 
-def stored_moment_bytes(parameter: Parameter) -> int:
+def stored_moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> int:
     """As `moment_bytes`, but on the disk."""
-    return _moment_bytes(parameter, compact_bytes)
+    return _moment_bytes(parameter, compact_bytes, tall_outputs=tall_outputs)
 
 
-def _moment_bytes(parameter: Parameter, of_moment: Callable[[int], int]) -> int:
+def _moment_bytes(parameter: Parameter, of_moment: Callable[[int], int], *, tall_outputs: bool) -> int:
     """of_moment: bytes of a full moment by its number of rows."""
     rows, cols = parameter.shape[-2:]
-    full = of_moment(cols) + (of_moment(rows) if full_outputs(parameter.role, rows) else 4 * rows)
+    has_full_outputs = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
+    full = of_moment(cols) + (of_moment(rows) if has_full_outputs else 4 * rows)
     if len(parameter.shape) < 3:
         return full
     experts = parameter.shape[0]
@@ -151,9 +160,15 @@ def stored_vocabulary_bytes(model_map: ModelMap) -> int:
 
 
 def disk_bytes(
-    model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, budget: int, probed_layers: int
+    model_map: ModelMap,
+    matrices: Sequence[WeightMatrix],
+    text: TextSize,
+    budget: int,
+    probed_layers: int,
+    *,
+    tall_outputs: bool = True,
 ) -> int:
-    """The most bytes that journal and output take on disk at a time.
+    """The most bytes that journal and output take on disk at a time. tall_outputs: as in `moment_bytes`.
 
     There are three such moments: the middle of the two sweeps, the end of the plan, and the end of the run. A matrix's
     statistics are deleted when it is coded, so codes replace them.
@@ -162,7 +177,10 @@ def disk_bytes(
     state = 4 * text.tokens * hidden
     head_sums = 4 * vocabulary * hidden
     sweeps = state * (len(model_map.layer_prefixes) + 3) + head_sums
-    moments = sum(stored_moment_bytes(parameter) for parameter in executed_compressible(model_map))
+    moments = sum(
+        stored_moment_bytes(parameter, tall_outputs=tall_outputs)
+        for parameter in executed_compressible(model_map)
+    )
     predictions = 4 * text.held_out * text.length * vocabulary
     arms = sum(_ARM_FIELDS * 8 * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
     step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
@@ -195,10 +213,12 @@ def peak_bytes(
     *,
     device: torch.device,
     bfloat16: bool,
+    tall_outputs: bool = True,
 ) -> int:
     """The most resident bytes: `base`, which are resident before the run, the largest phase, and freed memory.
 
     bfloat16: whether the statistics' matrix products are in bfloat16 on this device.
+    tall_outputs: as in `moment_bytes`.
     """
     _, vocabulary = hidden_and_vocabulary(model_map)
     largest_in_layers = max(
@@ -214,7 +234,7 @@ def peak_bytes(
     layers = []
     for prefix in model_map.layer_prefixes:
         parameters = [p for p in model_map.parameters.values() if p.name.startswith(prefix)]
-        moments = [moment_bytes(p) for p in parameters if p.compress]
+        moments = [moment_bytes(p, tall_outputs=tall_outputs) for p in parameters if p.compress]
         tokens = min(CHUNK_SEQUENCES, text.sequences) * text.length
         activations = activation_bytes(model_map, prefix, tokens)
         count = chunks_side_by_side(model_map, prefix, tokens, device, besides=sum(moments))

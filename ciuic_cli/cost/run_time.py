@@ -138,9 +138,16 @@ def measure_rates(
 
 
 def phase_seconds(
-    model_map: ModelMap, rates: Rates, text: TextSize, *, states: int, probed_layers: int
+    model_map: ModelMap,
+    rates: Rates,
+    text: TextSize,
+    *,
+    states: int,
+    probed_layers: int,
+    tall_outputs: bool = True,
 ) -> dict[str, float]:
-    """Seconds of each phase. states: mean trellis states per weight. probed_layers: most layers of a probe."""
+    """Seconds of each phase. states: mean trellis states per weight. probed_layers: most layers of a probe.
+    tall_outputs: see `allocation.matrices.full_outputs`."""
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
     shares = [probed_share(model_map, matrix, probed_layers) for matrix, _, _ in rates.matrices]
@@ -151,17 +158,20 @@ def phase_seconds(
     draws = 2.0 - min(1.0, KEPT_BYTES / noise if noise else 1.0)
     roles = set()
     for share, (matrix, count, time_of) in zip(shares, rates.matrices, strict=True):
-        total["arms"] += count * time_of["arms"]
+        full = full_outputs(matrix.role, matrix.rows, matrix.cols, tall_outputs=tall_outputs)
+        outputs = time_of["outputs"] if full else 0.0
+        total["arms"] += count * (time_of["arms"] + (time_of["outputs of arms"] if full else 0.0))
         if share:
             roles.add(matrix.role)
-        total["probe"] += count * share * draws * time_of["probe"]
-        total["encode"] += count * (time_of["encode"] + time_of["state"] * states)
+        total["probe"] += count * share * draws * (time_of["probe"] + outputs)
+        total["encode"] += count * (time_of["encode"] + outputs + time_of["state"] * states)
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
     active = _active_weights(model_map)
     product, reading = rates.product, rates.read * sum(parameter.numel for parameter in executed(model_map))
     contexts = math.prod(hidden_and_vocabulary(model_map))
     moments = contexts + sum(
-        _moment_work(p, text.length) * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
+        _moment_work(p, text.length, tall_outputs=tall_outputs)
+        * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
         for p in executed_compressible(model_map)
     )
     held_out = text.held_out * text.length * active * product
@@ -194,12 +204,13 @@ def probed_share(model_map: ModelMap, matrix: WeightMatrix, probed_layers: int) 
     return min(1.0, probed_layers / max(1, len(model_map.layer_prefixes)))
 
 
-def _moment_work(parameter: Parameter, length: int) -> float:
+def _moment_work(parameter: Parameter, length: int, *, tall_outputs: bool) -> float:
     """Multiplications per token for a parameter's H and G; length: tokens per sequence."""
     rows, cols = parameter.shape[-2:]
     tokens = min(length, PAIR_TOKENS)
     pairs = min(pair_sum_work(tokens, rows, cols)) / tokens if len(parameter.shape) < 3 else 0.0
-    return float(pairs + cols * cols + (rows * rows if full_outputs(parameter.role, rows) else rows))
+    full = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
+    return float(pairs + cols * cols + (rows * rows if full else rows))
 
 
 def _activations(model_map: ModelMap) -> float:

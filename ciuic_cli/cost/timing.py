@@ -71,7 +71,8 @@ def role_of_timing(role: str) -> str:
 def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: bool) -> dict[str, float]:
     """Seconds for pricing the "arms" of one matrix, one "probe" of it, to "encode" and to "decode" it.
 
-    The search takes "state" seconds more for each mean state per weight: it is timed with two windows.
+    Where G is full, pricing takes "outputs of arms" seconds more, and a probe and coding "outputs" seconds. The search
+    takes "state" seconds more for each mean state per weight: it is timed with two windows.
 
     Matrices are timed side by side as in the run, and the time is divided by their number.
 
@@ -79,7 +80,7 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         ranks: whether arms with a low-rank part are priced.
         pooled: whether it is an expert that has only diagonals of moments beside its pool's.
     """
-    full, kind = full_outputs(matrix.role, matrix.rows), _kind(machine.device)
+    full, kind = full_outputs(matrix.role, matrix.rows, matrix.cols), _kind(machine.device)
     rows, cols = min(matrix.rows, TIMED_SIZE), min(matrix.cols, TIMED_SIZE)
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(machine.device)
     fisher = KroneckerFisher(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
@@ -176,9 +177,11 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
     without_states = max(0.0, seconds[short] - per_state * (1 << short))
     decoding = clock(lambda: decode_dense(packed[0])) * matrix.weights / (packed[0].rows * packed[0].cols)
     return {
-        "arms": predicted_inputs + outputs + rest + pricing,
-        "probe": predicted_inputs + planned_outputs + rest + perturbing,
-        "encode": own_inputs + planned_outputs + rest + without_states,
+        "arms": predicted_inputs + rest + pricing,
+        "outputs of arms": outputs,
+        "probe": predicted_inputs + rest + perturbing,
+        "encode": own_inputs + rest + without_states,
+        "outputs": planned_outputs,
         "state": per_state,
         "decode": decoding,
     }

@@ -80,6 +80,7 @@ def collect_statistics(
     seed: int,
     progress: Progress,
     weights: torch.Tensor | None = None,
+    tall_outputs: bool = True,
     chunk: int = CHUNK_SEQUENCES,
     workers: Workers | None = None,
     journal: Journal | None = None,
@@ -93,6 +94,7 @@ def collect_statistics(
         weights: (sequences,) of the loss on each sequence; default: all equal. In the layers a token counts with the
             root of its energy (`moments.py`), so a sequence counts with the root of its weight there. The frequencies
             of tokens ignore weights.
+        tall_outputs: whether G is full, and not a diagonal, where a matrix outside stacks has more rows than columns.
         chunk: most sequences that run through a layer at a time.
         workers: share the sequences; the files have the same bytes for any number of them.
         journal: if given, a killed collection continues after its last finished step.
@@ -112,7 +114,7 @@ def collect_statistics(
     )  # fmt: skip
     writer = StatisticsWriter(folder, batches.numel(), model_map.checkpoint.folder)
     return _Collection(
-        model_map, stream, writer, workers, Marks(journal, workers), seed, progress,
+        model_map, stream, writer, workers, Marks(journal, workers), seed, tall_outputs, progress,
         len(batches) * [1.0] if weights is None else (weights / weights.mean()).tolist(),
         batches.shape[1], [firsts[number] for number in numbers],
         [range(begin, end) for begin, end in itertools.pairwise(ends)],
@@ -142,6 +144,7 @@ class _Collection:
     workers: Workers
     marks: Marks
     seed: int
+    tall_outputs: bool
     progress: Progress
     weights: list[float]
     length: int
@@ -265,12 +268,15 @@ class _Collection:
             sums = self._ordered_sums([item.name for item in watched], spare)
 
             def record(segment: range) -> dict[Key, Moments]:
-                recorder = MomentRecorder(watched, self.stream.dtype, self.length, spare)
+                recorder = MomentRecorder(
+                    watched, self.stream.dtype, self.length, spare, tall_outputs=self.tall_outputs
+                )
                 with recorder:
                     run_chunks(segment)
                 return recorder.moments
 
-            count = self.stream.side_by_side(number, besides=recorded_bytes(watched))
+            besides = recorded_bytes(watched, tall_outputs=self.tall_outputs)
+            count = self.stream.side_by_side(number, besides=besides)
             for moments in in_order(self.segments, counted_here(record), count):
                 sums.add(moments)
                 del moments  # the last ones' memory would not be freed by `spare.clear`

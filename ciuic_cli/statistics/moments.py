@@ -74,6 +74,15 @@ PAIR_TOKENS = 128
 square of the length (measured: docs/experiments/scale/account.md)."""
 
 
+def records_full_outputs(rows: int, cols: int, *, tall: bool) -> bool:
+    """Whether G of a matrix (rows, cols) is recorded in full, or only its diagonal.
+
+    tall: whether it is recorded in full where there are more rows than columns. The sums for G then take more time than
+    the matrix's own products (measured: docs/experiments/statistics/tall-matrices.md).
+    """
+    return rows <= FULL_FISHER_LIMIT and (tall or rows <= cols)
+
+
 class MomentRecorder(LinearHook):
     """While active, every product with a watched weight adds its inputs and output gradients to `moments`.
 
@@ -84,6 +93,7 @@ class MomentRecorder(LinearHook):
         dtype: of the layer's products; see `symmetric_product`.
         length: tokens per sequence.
         spare: memory for the sums.
+        tall_outputs: `tall` of `records_full_outputs` for matrices outside stacks; in stacks it is True.
     """
 
     def __init__(
@@ -92,6 +102,8 @@ class MomentRecorder(LinearHook):
         dtype: torch.dtype,
         length: int,
         spare: SpareMemory | None = None,
+        *,
+        tall_outputs: bool = True,
     ) -> None:
         super().__init__(watched)
         self.dtype, self.length = dtype, length
@@ -99,6 +111,7 @@ class MomentRecorder(LinearHook):
         self.moments: dict[Key, Moments] = {}
         self._roles = {item.name: item.role for item in watched}
         stacks = [item for item in watched if item.tensor.dim() == 3]
+        self._tall = {item.name: tall_outputs or item.tensor.dim() == 3 for item in watched}
         self._pooled = {item.name for item in stacks if not full_moments_fit(*item.tensor.shape)}
 
     def watch(self, product: Product) -> Hook:
@@ -137,9 +150,10 @@ class MomentRecorder(LinearHook):
     ) -> Moments:
         if key not in self.moments:
             rows, cols = shape
+            full = records_full_outputs(rows, cols, tall=self._tall.get(key[0], True))
             self.moments[key] = Moments.zeros(
                 rows, cols, device, self.dtype, make=self._zeros,
-                full_inputs=not diagonals, full_outputs=not diagonals and rows <= FULL_FISHER_LIMIT,
+                full_inputs=not diagonals, full_outputs=full and not diagonals,
             )  # fmt: skip
         return self.moments[key]
 
@@ -330,11 +344,12 @@ def _parts(sequences: torch.Tensor) -> list[torch.Tensor]:
     return [part for part in (parts, sequences[:, whole:]) if part.numel()]
 
 
-def recorded_bytes(watched: Sequence[WatchedLinear]) -> int:
-    """Bytes of the full moments of these matrices; stacks are left out."""
+def recorded_bytes(watched: Sequence[WatchedLinear], *, tall_outputs: bool) -> int:
+    """Bytes of the full moments of these matrices; stacks are left out. tall_outputs: see `records_full_outputs`."""
     shapes = [item.tensor.shape for item in watched if item.tensor.dim() == 2]
     return sum(
-        4 * sum(size * size if size <= FULL_FISHER_LIMIT else size for size in shape) for shape in shapes
+        4 * (cols * cols + (rows * rows if records_full_outputs(rows, cols, tall=tall_outputs) else 0))
+        for rows, cols in shapes
     )
 
 

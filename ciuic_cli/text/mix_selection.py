@@ -1,12 +1,14 @@
-"""Which sequences of the package's mix complete a user's calibration text.
+"""Which passages of the package's mix complete a user's calibration text, or passages at even distances.
 
-The mix has many kinds of text, and the user's text is often one of them. Sequences of that kind add little, and a few
-sequences at even distances can miss a kind that the user's text lacks (measured:
-docs/experiments/statistics/narrow-text.md). So those are chosen that, with the user's sequences, give the tokens of the
+The mix has many kinds of text, and the user's text is often one of them. Passages of that kind add little, and a few
+passages at even distances can miss a kind (measured:
+docs/experiments/statistics/narrow-text.md). So those are chosen that, with the others, give the tokens of the
 whole mix the highest likelihood, if every token is drawn by itself.
 """
 
 from __future__ import annotations
+
+import heapq
 
 import numpy as np
 import torch
@@ -22,28 +24,40 @@ def complementing(candidates: torch.Tensor, own: torch.Tensor, count: int, vocab
 
     The first k of them are the result for a count of k.
 
-    The sum over the mix's tokens t of log(SMOOTHING + occurrences of t) grows by less with each sequence that is
+    The sum over the mix's tokens t of log(SMOOTHING + occurrences of t) grows by less with each passage that is
     added (it is submodular), so adding the best one at a time comes within 1 - 1/e of the largest sum (Nemhauser,
-    Wolsey and Fisher 1978).
+    Wolsey and Fisher 1978). What a passage added to fewer others is a bound of what it adds now, so few are looked at
+    again for each choice (Minoux 1978).
 
-    candidates: LongTensor (n, length), sequences of the mix, with n >= count. own: LongTensor (m, length) of the user's
-    sequences. Tokens are below `vocab_size`.
+    candidates: LongTensor (n, length), passages of the mix, with n >= count. own: LongTensor (m, any) of what is to be
+    completed. Tokens are below `vocab_size`.
     """
-    length = candidates.shape[1]
-    sequence = np.repeat(np.arange(len(candidates)), length)
+    passage = np.repeat(np.arange(len(candidates)), candidates.shape[1])
     # One entry for each token of each candidate: (candidate, token) and how often it occurs there.
-    pairs, occurrences = np.unique(sequence * vocab_size + candidates.numpy().reshape(-1), return_counts=True)
-    candidate, token = pairs // vocab_size, pairs % vocab_size
+    pairs, occurrences = np.unique(passage * vocab_size + candidates.numpy().reshape(-1), return_counts=True)
+    token = pairs % vocab_size
+    bounds = np.searchsorted(pairs // vocab_size, np.arange(len(candidates) + 1))
     of_the_mix = _counts(candidates, vocab_size)
     present = _counts(own, vocab_size) + SMOOTHING
+
+    def gain(number: int) -> float:
+        part = slice(bounds[number], bounds[number + 1])
+        return float(of_the_mix[token[part]] @ np.log1p(occurrences[part] / present[token[part]]))
+
+    # (-gain, candidate) when it was computed. The heap's first entry is the largest gain.
+    heap = [(-gain(number), number) for number in range(len(candidates))]
+    heapq.heapify(heap)
     chosen: list[int] = []
-    for _ in range(count):
-        gains = of_the_mix[token] * np.log1p(occurrences / present[token])
-        gain = np.bincount(candidate, weights=gains, minlength=len(candidates))
-        gain[chosen] = -1.0  # every gain is positive
-        chosen.append(int(gain.argmax()))
-        added = candidate == chosen[-1]
-        present[token[added]] += occurrences[added]
+    while len(chosen) < count:
+        stale, number = heap[0]
+        now = -gain(number)
+        if now > stale:
+            heapq.heapreplace(heap, (now, number))
+            continue
+        heapq.heappop(heap)
+        chosen.append(number)
+        part = slice(bounds[number], bounds[number + 1])
+        present[token[part]] += occurrences[part]
     return torch.tensor(chosen, dtype=torch.long)
 
 

@@ -122,3 +122,17 @@ def test_a_sample_takes_all_of_a_short_text_and_spreads_over_a_long_one() -> Non
     alone = CalibrationSequences(torch.arange(488)[:, None], own=0)
     assert alone.weights.tolist() == 488 * [1.0]
     assert alone.sample(128).tolist() == [index * 488 // 128 for index in range(128)]
+
+
+def test_sequences_of_several_passages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a user's text all passages of the mix have what that lacks; alone, one of four completes the others."""
+    mix = ("a" * 100 + OWN * 300 + "b" * 100) * 9
+    monkeypatch.setattr(calibration, "builtin_calibration_text", lambda: mix)
+    found = _sequences(tmp_path, 3000, nsamples=12, passages=4)
+    assert found.own == 8 and _kinds(found.tokens) == ["ab"] * 4 + [OWN] * 8
+    monkeypatch.setattr(calibration, "builtin_calibration_text", lambda: "a" * 20_000 + "bcde" * 25)
+    alone = calibration_sequences(
+        Characters(), [], only=False, nsamples=20, seqlen=101, vocab_size=256, passages=4
+    )
+    assert alone.own == 0 and alone.tokens.shape == (20, 101)
+    assert "abcde" in _kinds(alone.tokens) and bool((alone.tokens[:, 0] == 1).all())

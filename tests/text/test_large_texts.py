@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from ciuic_cli.text import tokenizer
 from ciuic_cli.text.calibration import calibration_batch
-from ciuic_cli.text.documents import builtin_calibration_text, split_documents
+from ciuic_cli.text.documents import split_documents
 from ciuic_cli.text.tokenizer import leading_special_tokens, open_tokenizer, tokenize, tokenize_evenly
 
 SAMPLES = Path(__file__).parents[2] / "samples"
@@ -35,27 +36,39 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokenizer, "WHOLE_CHARACTERS", 16_000)
 
 
-@pytest.mark.parametrize("file", [None, SAMPLES / "text" / "calibration.txt"])
-@pytest.mark.parametrize(("nsamples", "seqlen"), [(24, 512), (64, 512), (848, 512), (16, 100_000)])
-def test_tokens_of_texts_of_ordinary_size_are_those_of_whole_documents(
-    file: Path | None, nsamples: int, seqlen: int
+@pytest.mark.parametrize("passages", [1, 4])
+@pytest.mark.parametrize(("nsamples", "seqlen"), [(24, 512), (64, 511), (848, 514), (16, 100_000)])
+def test_passages_of_texts_of_ordinary_size_are_those_of_whole_documents(
+    nsamples: int, seqlen: int, passages: int
 ) -> None:
+    """Passages are at even distances over the text; together they are the text if all of it fits."""
     words = open_tokenizer(SAMPLES / "deepseek-v3-tiny")
-    text = builtin_calibration_text() if file is None else file.read_text()
+    file = SAMPLES / "text" / "calibration.txt"
     ids = [
         token
-        for document in split_documents(text)
+        for document in split_documents(file.read_text())
         for token in words(document, add_special_tokens=False, verbose=False)["input_ids"]
     ]
     prefix = leading_special_tokens(words)
+    batch = calibration_batch(
+        words, [file], nsamples=nsamples, seqlen=seqlen, vocab_size=1 << 20, passages=passages
+    )
     body = min(seqlen, len(ids) + len(prefix)) - len(prefix)
     count = min(nsamples, len(ids) // body)
-    starts = [min(int(index * (len(ids) / count)), len(ids) - body) for index in range(count)]
-    expected = torch.tensor([prefix + ids[start : start + body] for start in starts])
-    batch = calibration_batch(
-        words, [] if file is None else [file], nsamples=nsamples, seqlen=seqlen, vocab_size=1 << 20
-    )
-    assert batch.dtype == torch.long and torch.equal(batch, expected)
+    assert batch.dtype == torch.long and batch.shape == (count, len(prefix) + body)
+    assert batch[:, : len(prefix)].tolist() == count * [prefix]
+    ends = [body * passage // passages for passage in range(passages + 1)]
+    found = [
+        part.tolist()
+        for begin, end in itertools.pairwise(ends)
+        for part in batch[:, len(prefix) :][:, begin:end]
+    ]
+    unused = len(ids) - sum(map(len, found))
+    begin = 0
+    for place, passage in enumerate(found):
+        start = begin + unused * place // len(found)
+        assert passage == ids[start : start + len(passage)]
+        begin += len(passage)
 
 
 @pytest.mark.parametrize(("needed", "most"), [(1000, 34_000), (60_000, 130_000), (10**6, 300_000)])
