@@ -26,10 +26,10 @@ class Effort:
     (`compression/windows.py`). nsamples: calibration sequences. probed_layers: most layers that a probe perturbs.
     recovery_steps: optimizer steps that tune row scales and norms after rounding. probe_tokens: a role's probe runs the
     first so many tokens of every held-out sequence; the last probe runs all of them, because later tokens lose less.
-    passages: of each calibration sequence (`text/calibration.py`). least_held_out: sequences that are held out where 16
-    times as many are not to be had; with two of one passage, the probes followed the kind of text that these happened
-    to be (docs/experiments/scale/account.md). tall_outputs: whether the statistics have all of G, not its diagonal
-    alone, where a matrix has more rows than columns.
+    passages: of each calibration sequence (`text/calibration.py`). least_held_out: at least so many sequences are held
+    out for probes and measuring, unless that is more than a third of all. With two of one passage, the probes followed
+    the kind of text that these happened to be (docs/experiments/scale/account.md). tall_outputs: whether the statistics
+    have all of G, not its diagonal alone, where a matrix has more rows than columns.
     """
 
     states: int

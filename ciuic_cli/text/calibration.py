@@ -105,9 +105,10 @@ def calibration_sequences(
     from_mix, from_own = shares_of(nsamples, len(mix) // body, len(own) // body)
     of_the_user = _sequences(leading, own, body, from_own, passages)
     candidates = _candidates(mix, body, from_mix, passages)
-    best_first = complementing(candidates, of_the_user, from_mix * passages, vocab_size).reshape(-1, passages)
-    order = best_first[:, 0].argsort()
-    of_the_mix = _joined(leading, candidates, best_first[order], body)
+    best_first = complementing(candidates, of_the_user, from_mix * passages, vocab_size)
+    chosen = best_first.reshape(from_mix, passages)
+    order = chosen[:, 0].argsort()
+    of_the_mix = _joined(leading, candidates, chosen[order], body)
     return CalibrationSequences(torch.cat((of_the_mix, of_the_user)), from_own, order.argsort())
 
 

@@ -1,9 +1,8 @@
 """Which passages of the package's mix complete a user's calibration text, or passages at even distances.
 
 The mix has many kinds of text, and the user's text is often one of them. Passages of that kind add little, and a few
-passages at even distances can miss a kind (measured:
-docs/experiments/statistics/narrow-text.md). So those are chosen that, with the others, give the tokens of the
-whole mix the highest likelihood, if every token is drawn by itself.
+passages at even distances can miss a kind (measured: docs/experiments/statistics/narrow-text.md). So those are chosen
+that, with the others, give the tokens of the whole mix the highest likelihood, if every token is drawn by itself.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ciuic_cli.layerwise.linear_hooks import Product
+from ciuic_cli.layerwise.linear_hooks import Product, WatchedLinear
 from ciuic_cli.statistics.moments import MomentRecorder, Moments
 
 ROWS, COLS = 6, 9
@@ -58,3 +58,24 @@ def test_a_batch_is_the_sum_of_its_sequences() -> None:
     for number in (1, 2):
         total.include(recorded(x[number : number + 1], gradient[number : number + 1]))
     assert_equal(together, total)
+
+
+def test_tall_matrices_may_have_only_the_diagonal_of_g() -> None:
+    """The diagonal, H and the trace are those of the full statistics."""
+    x, gradient = tokens(2, 64)
+    narrow, narrow_gradient = x[..., :4], gradient[..., :4]
+
+    def moments(x: torch.Tensor, gradient: torch.Tensor, *, tall_outputs: bool) -> Moments:
+        weight = torch.zeros(gradient.shape[2], x.shape[2])
+        watched = [WatchedLinear(KEY[0], weight)]
+        recorder = MomentRecorder(watched, torch.float32, 64, tall_outputs=tall_outputs)
+        recorder.watch(Product(KEY, weight.shape, slice(0, len(weight)), weight, x, gradient))(gradient)
+        return recorder.moments[KEY]
+
+    full = moments(narrow, gradient, tall_outputs=True)
+    found = moments(narrow, gradient, tall_outputs=False)
+    assert full.outputs.shape == (ROWS, ROWS) and found.outputs.shape == (ROWS,)
+    torch.testing.assert_close(found.outputs, full.outputs.diagonal(), rtol=1e-4, atol=0)
+    torch.testing.assert_close(found.inputs.tril(), full.inputs.tril())
+    assert found.trace == pytest.approx(full.trace, rel=1e-5)
+    assert moments(narrow, narrow_gradient, tall_outputs=False).outputs.shape == (4, 4)
