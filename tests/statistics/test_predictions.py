@@ -54,7 +54,8 @@ def test_the_kernel_equals_torchs_operations(
     # Labels may differ where a draw falls on the boundary of two; no other gradient differs.
     same = ((gradient < 0) == (expected[2] < 0)).all(1)
     assert int((~same).sum()) <= 1
-    torch.testing.assert_close(gradient[same], expected[2][same], rtol=rounding, atol=1e-6)
+    # Without AVX-512, torch's softmax of 40,000 logits is off by 1.2e-5 of float64's, the kernel by 2e-7.
+    torch.testing.assert_close(gradient[same], expected[2][same], rtol=rounding, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
