@@ -17,9 +17,10 @@ from ciuic_cli.integers import duration_text
 SEQUENCES = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Calibration sequences to choose from (chosen; more than 128 gain nothing:
 docs/experiments/statistics/calibration-text.md)."""
-TEXT_LOSS = 4.0
-"""Share of KL that n sequences lose, times n. A rough fit to runs with 12 and 24 sequences (SmolLM2, six texts), of
-which the former lost 15 % more (docs/experiments/statistics/passages.md)."""
+TEXT_LOSS = {1: 7.0, 4: 4.0}
+"""Share of KL that n sequences lose, times n, by passages of a sequence. Rough fits to runs of SmolLM2: 15 to 16 % with
+fewer sequences of one passage (four texts, docs/experiments/scale/account.md), and 15 % with 12 instead of 24 sequences
+of four (six texts, docs/experiments/statistics/passages.md)."""
 FACTORS = {"fast": 1.03, "default": 1.0, "best": 0.96}
 """KL by effort level apart from states and text, over that of default. Fewer probed layers count like no probes, which
 cost 2 % (docs/experiments/versions/ablation.md), an assumption; diagonals of G for tall matrices cost 1 %
@@ -31,7 +32,8 @@ _TYPICAL_BITS = 4
 def predicted_loss(options: CompressOptions) -> float:
     """Relative KL of a choice; 1 would be the best text, windows of 16 bits and no recovery."""
     code = MSE_BY_L[nominal_window(options.mean_states)][_TYPICAL_BITS] / MSE_BY_L[16][_TYPICAL_BITS]
-    return code * (1 + TEXT_LOSS / options.sequences) * FACTORS[options.effort]
+    text = 1 + TEXT_LOSS[options.level.passages] / options.sequences
+    return code * text * FACTORS[options.effort]
 
 
 def within_time(options: CompressOptions, seconds_of: Callable[[CompressOptions], float]) -> CompressOptions:

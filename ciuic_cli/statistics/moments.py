@@ -77,8 +77,8 @@ square of the length (measured: docs/experiments/scale/account.md)."""
 def records_full_outputs(rows: int, cols: int, *, tall: bool) -> bool:
     """Whether G of a matrix (rows, cols) is recorded in full, or only its diagonal.
 
-    tall: whether it is recorded in full where there are more rows than columns. The sums for G then take more time than
-    the matrix's own products (measured: docs/experiments/statistics/tall-matrices.md).
+    tall: whether it is recorded in full where there are more rows than columns
+    (docs/experiments/statistics/tall-matrices.md has what that gains and costs).
     """
     return rows <= FULL_FISHER_LIMIT and (tall or rows <= cols)
 

@@ -41,7 +41,10 @@ def complementing(candidates: torch.Tensor, own: torch.Tensor, count: int, vocab
 
     def gain(number: int) -> float:
         part = slice(bounds[number], bounds[number + 1])
-        return float(of_the_mix[token[part]] @ np.log1p(occurrences[part] / present[token[part]]))
+        terms = of_the_mix[token[part]] * np.log1p(occurrences[part] / present[token[part]])
+        return float(
+            terms.cumsum()[-1]
+        )  # in this order: a library's product rounds differently on other processors
 
     # (-gain, candidate) when it was computed. The heap's first entry is the largest gain.
     heap = [(-gain(number), number) for number in range(len(candidates))]

@@ -86,9 +86,8 @@ def test_a_sample_of_many_sequences_has_the_kinds_that_the_user_lacks(
 def test_only_the_user_s_text(tmp_path: Path) -> None:
     found = _sequences(tmp_path, 3000, only=True)
     assert _kinds(found.tokens) == [OWN] * 20 and found.own == 20
-    assert calibration_sequences(
-        Characters(), [], only=False, nsamples=20, seqlen=101, vocab_size=256
-    ).tokens.shape == (20, 101)
+    alone = calibration_sequences(Characters(), [], only=False, nsamples=20, seqlen=101, vocab_size=256)
+    assert alone.tokens.shape == (20, 101) and alone.own == 0
 
 
 @pytest.mark.parametrize(
@@ -136,3 +135,13 @@ def test_sequences_of_several_passages(tmp_path: Path, monkeypatch: pytest.Monke
     )
     assert alone.own == 0 and alone.tokens.shape == (20, 101)
     assert "abcde" in _kinds(alone.tokens) and bool((alone.tokens[:, 0] == 1).all())
+
+
+def test_one_passage_of_the_mix_alone_is_a_stretch_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    mix = "".join(map(chr, range(32, 127))) * 20
+    monkeypatch.setattr(calibration, "builtin_calibration_text", lambda: mix)
+    found = calibration_sequences(Characters(), [], only=False, nsamples=6, seqlen=101, vocab_size=256)
+    stretches = ["".join(map(chr, row[1:])) for row in found.tokens.tolist()]
+    assert stretches == [
+        (mix + "\n\n")[start : start + 100] for start in (100 * i + 1302 * i // 6 for i in range(6))
+    ]
