@@ -28,8 +28,8 @@ def test_the_mix_adds_half_as_many_sequences(
     alone = make_task(checkpoint, CompressOptions(**given, calibration_only=True), lambda hint: None)
     assert len(task.text.tokens) == 12 and task.text.own == 8
     assert torch.equal(task.text.tokens[-8:], alone.text.tokens)
-    assert len(task.calibration) == 8 and torch.equal(task.held_out, task.text.tokens[2::3])
-    assert task.sequence_weights.tolist() == pytest.approx(3 * [MIX_WEIGHT] + 5 * [1.0])
+    assert len(task.calibration) == 10 and torch.equal(task.held_out, task.text.tokens[5::6])
+    assert task.sequence_weights.tolist() == pytest.approx(4 * [MIX_WEIGHT] + 6 * [1.0])
     assert alone.sequence_weights.tolist() == len(alone.calibration) * [1.0]
     assert alone.vocabulary_seen < task.vocabulary_seen < 1
     assert alone.vocabulary_seen == len(set(alone.calibration.flatten().tolist())) / 263
@@ -48,7 +48,7 @@ def test_the_statistics_know_what_each_sequence_counts(
     monkeypatch.setattr(run, "collect_statistics", stop)
     with pytest.raises(KeyboardInterrupt):
         compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, nsamples=8, calibration_only=False)
-    assert given[0].tolist() == pytest.approx(3 * [MIX_WEIGHT] + 5 * [1.0])
+    assert given[0].tolist() == pytest.approx(4 * [MIX_WEIGHT] + 6 * [1.0])
 
 
 def test_the_report_says_which_share_of_the_vocabulary_was_seen(

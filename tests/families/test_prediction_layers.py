@@ -291,7 +291,10 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     monkeypatch.setattr(
         run_time,
         "time_matrix",
-        lambda *_, **__: {**dict.fromkeys(("arms", "probe", "encode", "decode"), 1.0), "state": 0.0},
+        lambda *_, **__: {
+            **dict.fromkeys(("arms", "probe", "encode", "decode"), 1.0),
+            **dict.fromkeys(("state", "outputs", "outputs of arms"), 0.0),
+        },
     )
     dropped = map_model(open_checkpoint(predicting("deepseek_v3_fp8")))
     maps = (dropped, keep_mtp(dropped))
