@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
@@ -27,6 +28,8 @@ from ciuic_cli.process.signals import raise_if_interrupted
 
 _PIPE_WIDTH = 4096
 """Characters per line if stdout is not a terminal (chosen): wide enough that no table is folded."""
+_BETWEEN_COLUMNS = 3
+"""Characters between two columns of a table: a line and a space on either side."""
 
 
 def to_json(value: object) -> str:
@@ -76,20 +79,47 @@ class Console:
             self._out.file.write("\n".join(printable(line, limit=1 << 20) for line in text.split("\n")))
             self._out.file.flush()
 
-    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print a table to stdout, except in JSON mode. Columns of numbers are aligned to the right."""
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[object]],
+        *,
+        optional: Sequence[str] = (),
+    ) -> None:
+        """Print a table to stdout, except in JSON mode. Columns of numbers are aligned to the right.
+
+        optional: columns that are left out, the first one first, until the table fits the terminal; a hint names them.
+        """
         if self.json_mode:
             return
         cells = [list(row) for row in rows]
+        texts = [[_cell(value) for value in row] for row in cells]
+        widths = {
+            column: max(map(cell_len, (column, *(row[index] for row in texts))))
+            for index, column in enumerate(columns)
+        }
+        left_out: list[str] = []
+        for column in optional:
+            if sum(widths.values()) + _BETWEEN_COLUMNS * (len(widths) - 1) <= self._out.width:
+                break
+            del widths[column]
+            left_out.append(column)
         table = Table(show_edge=False, pad_edge=False)
-        for index, column in enumerate(columns):
+        shown = [index for index, column in enumerate(columns) if column in widths]
+        for index in shown:
             numbers = all(isinstance(row[index], (int, float)) or row[index] is None for row in cells)
-            table.add_column(Text(column), justify="right" if numbers else "left", overflow="fold")
-        for row in cells:
-            table.add_row(*(Text(_cell(value)) for value in row))
+            table.add_column(Text(columns[index]), justify="right" if numbers else "left", overflow="fold")
+        for row in texts:
+            table.add_row(*(Text(row[index]) for index in shown))
         # Printed separately, because Rich wraps a table's title to the table's width.
         self._out.print(Text(printable(title)), soft_wrap=True)
         self._out.print(table)
+        if left_out:
+            names = ", ".join(column for column in columns if column in left_out)
+            self.hint(
+                f"the terminal is too narrow for {names}: --json has them, and so has a pipe (| less -S)"
+            )
 
     def json(self, value: object) -> None:
         """Print the command's JSON object to stdout, in JSON mode only."""

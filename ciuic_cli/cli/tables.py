@@ -204,6 +204,7 @@ def show_description(console: Console, description: Description, tensors: bool) 
                  f"{100 * row.pruned:.1f} %" if row.pruned else "", _kl(row.predicted_kl)]
                 for row in description.rows
             ],
+            optional=["row groups", "rank", "pruned", "component", "predicted KL", "shape", "stored", "bits"],
         )  # fmt: skip
         reasons = Counter(row.reason for row in description.rows if row.reason)
         for reason, count in reasons.items():

@@ -34,6 +34,7 @@ from ciuic_cli.integers import ceil_div
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
+from ciuic_cli.report.readable import readable_bytes
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences
 from ciuic_cli.text.tokenizer import open_tokenizer
@@ -215,7 +216,13 @@ def make_task(
     passes = PassOptions(options.bits, options.L, options.prune, options.rank)
     budget = options.budget(2 * model_map.stored_numel)
     check_reachable(model_map, budget, passes)
-    budget = min(budget, largest_bytes(model_map, passes))
+    largest = largest_bytes(model_map, passes)
+    if budget > largest:
+        hint(
+            f"the artifact will have {readable_bytes(largest)} instead of {readable_bytes(budget)}: all weights get the "
+            "most bits that --bits allows"
+        )
+    budget = min(budget, largest)
     open_generation_config(checkpoint.folder)  # copied into the artifact; raises if it is damaged
     text = calibration_sequences(
         open_tokenizer(checkpoint.folder),

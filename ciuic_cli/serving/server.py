@@ -32,7 +32,7 @@ def serve(folder: Path, host: str, port: int, options: Sequence[str], hint: Call
         folder: artifact or checkpoint.
         host, port: where to listen.
         options: further options of `transformers serve`, as its command line takes them.
-        hint: called with remarks.
+        hint: called with remarks; with the address as soon as the server listens there.
 
     Raises:
         EnvironmentFault: a library is missing, or the port cannot be used.
@@ -47,7 +47,7 @@ def serve(folder: Path, host: str, port: int, options: Sequence[str], hint: Call
     refusal = no_chat_template(open_tokenizer(folder), folder)
     if refusal is not None:
         hint(f"{refusal.message}; /v1/completions works")
-    command = _command(refusal)
+    command = _command(refusal, lambda: hint(f"serving {folder} at http://{host}:{port}/v1; Ctrl-C ends it"))
     arguments = [str(folder), "--host", host, "--port", str(port), "--non-blocking", *options]
     try:
         command(args=arguments, prog_name="ciuic serve", standalone_mode=False)
@@ -62,8 +62,8 @@ def serve(folder: Path, host: str, port: int, options: Sequence[str], hint: Call
             ) from end
 
 
-def _command(refusal: CiuicError | None) -> Any:
-    """The click command of a `transformers serve` that refuses chats with this error."""
+def _command(refusal: CiuicError | None, announce: Callable[[], None]) -> Any:
+    """The click command of a `transformers serve` that refuses chats with this error, and announces that it listens."""
     from transformers.cli.serve import Serve
 
     class Server(Serve):
@@ -72,6 +72,14 @@ def _command(refusal: CiuicError | None) -> Any:
         def start_server(self) -> None:
             if refusal is not None:
                 self.server.config.app = _refusing_chats(self.server.config.app, refusal)
+            listen = self.server.startup
+
+            async def startup(*args: Any, **options: Any) -> None:
+                await listen(*args, **options)
+                if self.server.started:
+                    announce()
+
+            self.server.startup = startup  # type: ignore[method-assign]
             self.server.run()
 
     app = typer.Typer(pretty_exceptions_enable=False, add_completion=False)

@@ -104,9 +104,14 @@ def generate(
         disable_progress_bar()  # of loading, in transformers
         announce_device(console, device)
         opened = TextModel(folder, device, open_folder=opener(adapter))
-        console.part(prompt)
-        answer = opened.complete(prompt, Sampling(max_new_tokens, temperature, top_p, seed), console.part)
-        console.part("\n")
+        unwritten = [prompt]  # until the model accepts it: an error gets its own line
+
+        def write(part: str) -> None:
+            console.part("".join(unwritten) + part)
+            unwritten.clear()
+
+        answer = opened.complete(prompt, Sampling(max_new_tokens, temperature, top_p, seed), write)
+        write("\n")
         console.json({"prompt": prompt, **asdict(answer)})
 
     execute(console, action)

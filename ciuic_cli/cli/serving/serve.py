@@ -29,7 +29,6 @@ def serve(
         configure_numeric_libraries()
         from ciuic_cli.serving.server import serve as run_server
 
-        console.hint(f"serving {folder} at http://{host}:{port}/v1; Ctrl-C ends it")
         run_server(folder, host, port, context.args, console.hint)
 
     execute(console, action)

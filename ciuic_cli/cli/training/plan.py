@@ -151,14 +151,14 @@ def _show(console: Console, report: dict[str, Any], planned: list[PlannedStrateg
     console.table(
         f"{report['model']}: {count_of(report['rows'], 'row')} of {report['sequence_len']} tokens per process and "
         f"step, {readable_bytes(report['gpu_memory'])} per process",
-        ["strategy", "weights", "gradients", "states", "activations", "scratch", "total", "sent per step", "time",
-         "fits", "bound"],
+        ["strategy", "weights", "gradients", "states", "activations", "scratch", "process", "total", "sent per step",
+         "time", "fits", "bound"],
         [
             [
                 one.strategy.name,
                 readable_bytes(one.memory.weights + one.memory.adapter),
                 *(readable_bytes(getattr(one.memory, name)) for name in
-                  ("gradients", "states", "activations", "scratch", "total")),
+                  ("gradients", "states", "activations", "scratch", "process", "total")),
                 readable_bytes(one.memory.sent),
                 f"{one.slowdown:.2f}",
                 "yes" if one.fits else "no",
@@ -166,7 +166,11 @@ def _show(console: Console, report: dict[str, Any], planned: list[PlannedStrateg
             ]
             for one in planned
         ],
+        optional=["scratch", "process", "gradients", "bound", "sent per step", "states", "weights", "activations"],
     )  # fmt: skip
+    console.hint(
+        "time: per token, relative to the first strategy on one GPU, by arithmetic with the data sheet of an NVIDIA A100"
+    )
     rows = [
         [
             row["name"],
