@@ -219,8 +219,8 @@ def make_task(
     largest = largest_bytes(model_map, passes)
     if budget > largest:
         hint(
-            f"the artifact will have {readable_bytes(largest)} instead of {readable_bytes(budget)}: all weights get the "
-            "most bits that --bits allows"
+            f"the artifact will have {readable_bytes(largest)}, less than you asked for: all weights get the most bits "
+            "that --bits allows"
         )
     budget = min(budget, largest)
     open_generation_config(checkpoint.folder)  # copied into the artifact; raises if it is damaged

@@ -12,8 +12,11 @@ LOGIT_BYTES = 12 << 20
 which the C library maps every block anew (`process/memory.py`), so that the pages of earlier logits are reused
 (measured: docs/experiments/scale/freed-memory.md)."""
 LEAST_TOKENS = 64
-"""A part has at least this many tokens, however large the vocabulary, because the head's weights are read once for each
-part. Chosen, not tuned; see also docs/experiments/scale/vocabulary-chunks.md."""
+"""Fewest tokens for which LOGIT_BYTES counts. Chosen, not tuned; see also
+docs/experiments/scale/vocabulary-chunks.md."""
+LARGE_VOCABULARY_TOKENS = 128
+"""Tokens of a part where the vocabulary is so large that LOGIT_BYTES has room for fewer than LEAST_TOKENS. The head's
+weights are read and reordered once for each part (measured: docs/experiments/scale/head-sums.md)."""
 
 
 class TokenSpan(NamedTuple):
@@ -38,4 +41,5 @@ LogitsOfChunk = Callable[[int], Iterator[tuple[TokenSpan, torch.Tensor, torch.Te
 
 def logit_tokens(vocabulary: int, dtype: torch.dtype = torch.float32) -> int:
     """The most tokens whose logits exist at a time. dtype: of the head's product."""
-    return max(LEAST_TOKENS, LOGIT_BYTES // (dtype.itemsize * vocabulary))
+    fitting = LOGIT_BYTES // (dtype.itemsize * vocabulary)
+    return fitting if fitting >= LEAST_TOKENS else LARGE_VOCABULARY_TOKENS

@@ -103,7 +103,7 @@ class HeadSums:
         weights, inputs = self._weights[: self._kept], self._inputs[: self._kept]
         for begin in range(0, weights.shape[1], ROWS_AT_ONCE):
             rows = slice(begin, begin + ROWS_AT_ONCE)
-            self._rows.inputs[rows] += weights[:, rows].T @ inputs
+            self._rows.inputs[rows].addmm_(weights[:, rows].T, inputs)
         self._kept = 0
 
 

@@ -51,6 +51,21 @@ def test_a_table_in_a_pipe_is_not_folded() -> None:
     assert any(all(name in line for name in names) for line in out.getvalue().splitlines())
 
 
+@pytest.mark.parametrize(("width", "left_out"), [(31, []), (30, ["bits"]), (20, ["bits", "shape"])])
+def test_a_narrow_terminal_gets_fewer_columns(
+    monkeypatch: pytest.MonkeyPatch, width: int, left_out: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    sink, out, err = pair()
+    columns = ["name", "bits", "shape", "bytes"]
+    sink.table("t", columns, [["model.w1", 4.5, "64x64", 2048]], optional=["bits", "shape", "name"])
+    lines = out.getvalue().splitlines()
+    assert lines[1].replace("┃", " ").split() == [name for name in columns if name not in left_out]
+    assert len(lines) == 4 and "model.w1" in lines[3] and all(len(line) <= width for line in lines)
+    named = err.getvalue()
+    assert all(name in named for name in left_out) and bool(named) == bool(left_out)
+
+
 def test_data_to_stdout_hints_to_stderr() -> None:
     sink, out, err = pair()
     sink.data("perplexity 18.67")

@@ -240,7 +240,10 @@ def test_required_disk_space_is_limited_by_the_largest_artifact(
     monkeypatch.setattr(
         "ciuic_cli.process.atomic_files.require_space", lambda out, nbytes: required.append(nbytes)
     )
-    report = compress_tiny(tiny_checkpoint("llama"), tmp_path / "out", text, target_size=size)
+    remarks: list[str] = []
+    source = tiny_checkpoint("llama")
+    report = compress_tiny(source, tmp_path / "out", text, target_size=size, hint=remarks.append)
+    assert any(remark.startswith("the artifact will have") and "--bits" in remark for remark in remarks)
     assert required == [2 * report.budget_bytes]
     assert 0.8 * report.budget_bytes < report.artifact_bytes <= report.budget_bytes
     assert report.budget_bytes < report.original_bytes

@@ -119,7 +119,9 @@ def test_a_model_without_a_template_completes_and_refuses_chats(sample: Path) ->
         status, body = client.post("/v1/completions", prompt="The island was", temperature=0, max_tokens=4)
         assert status == 200 and json.loads(body)["choices"][0]["text"]
         process.kill()
-        assert process.stderr is not None and "no chat template" in process.stderr.read()
+        assert process.stderr is not None
+        remarks = process.stderr.read()
+        assert "no chat template" in remarks and f"serving {sample} at {client.base}/v1" in remarks
 
 
 def test_options_and_libraries_are_checked_first(sample: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +139,4 @@ def test_a_port_in_use_is_a_fault_of_the_machine(sample: Path) -> None:
         port = str(other.getsockname()[1])
         done = CliRunner().invoke(app, ["serve", str(sample), "--port", port, "--host", "127.0.0.1"])
     assert done.exit_code == 5 and port in done.stderr and "--port" in done.stderr
+    assert "serving" not in done.stderr

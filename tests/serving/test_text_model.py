@@ -92,6 +92,8 @@ def test_generate_prints_prompt_and_continuation(sample: Path) -> None:
     report = json.loads(invoke("generate", sample, *options, "--json").stdout)
     assert report["text"] == expected(sample, PROMPT, 12) and report["new_tokens"] == 12
     assert invoke("generate", sample, "--prompt", " ").exit_code == 2
+    too_many = invoke("generate", sample, "--prompt", PROMPT, "--max-new-tokens", 100_000, "--device", "cpu")
+    assert too_many.exit_code == 2 and too_many.stdout == "" and too_many.stderr.count("error:") == 1
 
 
 def test_chat_answers_each_line_and_clears(chatting: Path) -> None:

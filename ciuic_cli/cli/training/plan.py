@@ -169,7 +169,7 @@ def _show(console: Console, report: dict[str, Any], planned: list[PlannedStrateg
         optional=["scratch", "process", "gradients", "bound", "sent per step", "states", "weights", "activations"],
     )  # fmt: skip
     console.hint(
-        "time: per token, relative to the first strategy on one GPU, by arithmetic with the data sheet of an NVIDIA A100"
+        "time: per token, relative to the first strategy on one GPU, by arithmetic with an NVIDIA A100's data sheet"
     )
     rows = [
         [
