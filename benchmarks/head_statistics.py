@@ -2,8 +2,8 @@
 
     python benchmarks/head_statistics.py MODEL [--sequences 2] [--tokens 128]
 
-Prints the tokens of a part, seconds, seconds of the processor, and the peak of resident memory. --tokens sets the tokens
-of a part, whatever the vocabulary.
+Prints the tokens of a part, seconds, seconds of the processor, and the peak of resident memory. --tokens sets the
+tokens of a part, whatever the vocabulary.
 """
 
 from __future__ import annotations
