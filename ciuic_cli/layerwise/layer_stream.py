@@ -36,7 +36,7 @@ from ciuic_cli.layerwise.chunk_threads import chunks_side_by_side
 from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
 from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
-from ciuic_cli.layerwise.mixed_precision import float32_outputs, mixed_precision
+from ciuic_cli.layerwise.mixed_precision import float32_outputs, mixed_precision, stable_bits
 from ciuic_cli.layerwise.overrides import Override, new_values, replace_experts
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
@@ -85,11 +85,8 @@ class LayerStream:
         self.device, self.dtype = device, dtype
         self.override: Override | None = None
         self.adjust: Adjust | None = None
-        self.model = (
-            model_map.skeleton(dtype=torch.float32, experts_implementation="eager")
-            .eval()
-            .requires_grad_(False)
-        )
+        skeleton = model_map.skeleton(dtype=torch.float32, experts_implementation="eager")
+        self.model = skeleton.eval().requires_grad_(False)
         self.chunks = list(chunks)
         self.folder = folder
         self.hidden = ActivationStore(folder / "hidden")
@@ -190,6 +187,7 @@ class LayerStream:
         last = len(self.prefixes)
         with self.tail_logits() as logits_of_chunk:
 
+            @stable_bits()
             def run_chunks(chunks: Sequence[int]) -> None:
                 for index in chunks:
                     gradients = []
@@ -235,6 +233,7 @@ class LayerStream:
         prefix = self.prefixes[number]
         with self._layer_with_weights(prefix) as layer:
 
+            @stable_bits()
             def run_chunks(chunks: Sequence[int]) -> None:
                 for index in chunks:
                     hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)

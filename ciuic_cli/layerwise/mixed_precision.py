@@ -9,9 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ciuic_cli.process.processor import multiplies_bfloat16
 
+aten = torch.ops.aten
+_EVEN, _MANY = 16, 128
+"""MKL's products keep their bits if rows, columns and inputs are multiples of the first number, and not in batches also
+at least the second: 670 products with up to 64 threads did, many others did not (measured:
+docs/experiments/statistics/thread-bits.md)."""
 _WRITES = {
     torch.Tensor.__setitem__: 2,
     torch.Tensor.index_add_: 3,
@@ -71,37 +77,91 @@ class _WritesInOwnDtype(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _OneDnnProducts(TorchFunctionMode):
-    """While active, `F.linear` of float32 tensors on a CPU is computed by oneDNN, if no gradient is needed.
+class _StableBits(TorchDispatchMode):
+    """While active, operations on a CPU have the same bits for any number of threads.
 
-    torch itself calls MKL, which is slower on AMD processors (measured: docs/experiments/statistics/faster-moments.md).
+    Of torch's own, these have not (measured: docs/experiments/statistics/thread-bits.md):
+
+    - Float32 products of MKL, on processors without AVX-512, if sizes are small or odd. Those of oneDNN have. oneDNN
+      also multiplies with weights as they lie in memory, because with AVX-512 it is the faster library (measured:
+      docs/experiments/statistics/faster-moments.md).
+    - The gradient of softmax.
     """
 
-    def __torch_function__(
+    def __torch_dispatch__(
         self,
         func: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is torch.nn.functional.linear and not torch.is_grad_enabled():
-            given = {**dict(zip(("input", "weight", "bias"), args, strict=False)), **(kwargs or {})}
-            tensors = [tensor for tensor in given.values() if tensor is not None]
-            if given["weight"].dim() == 2 and all(
-                type(tensor) in (torch.Tensor, torch.nn.Parameter)
-                and tensor.dtype == torch.float32
-                and tensor.device.type == "cpu"
-                for tensor in tensors
-            ):
-                return torch.ops.mkldnn._linear_pointwise(
-                    given["input"].contiguous(),
-                    given["weight"].contiguous(),
-                    given.get("bias"),
-                    "none",
-                    [],
-                    "",
-                )
-        return func(*args, **(kwargs or {}))
+        stable = None
+        if func is aten._softmax_backward_data.default:
+            stable = _softmax_gradient(*args)
+        elif func is aten.mm.default and _is_in_float32(*args):
+            stable = _product(*args)
+        elif func is aten.addmm.default and not kwargs and _is_in_float32(*args[1:]):
+            bias, left, right = args
+            stable = _product(left, right, bias)
+        elif func is aten.addmm_.default and not kwargs and _is_in_float32(*args[1:]):
+            stable = _added_product(*args)
+        elif func is aten.bmm.default and _is_in_float32(*args):
+            stable = _products(*args)
+        return func(*args, **(kwargs or {})) if stable is None else stable
+
+
+def _softmax_gradient(
+    gradient: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    if output.device.type != "cpu":
+        return None
+    product = gradient * output
+    return product.sub_(output * product.sum(dim, keepdim=True)).to(dtype)
+
+
+def _is_in_float32(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return all(
+        each.dtype == torch.float32 and each.device.type == "cpu" and each.numel() for each in (left, right)
+    )
+
+
+def _are_even(*sizes: int) -> bool:
+    return all(size % _EVEN == 0 for size in sizes)
+
+
+def _product(
+    left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """left right + bias, for left (m, k), right (k, n) and a bias that broadcasts to (m, n); None: MKL's is stable."""
+    sizes = (*left.shape, *right.shape)
+    if not right.mT.is_contiguous() and _are_even(*sizes) and min(sizes) >= _MANY:
+        return None
+    in_product = bias if bias is not None and bias.dim() == 1 else None
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        left.contiguous(), right.mT, in_product, "none", [], ""
+    )
+    return product if bias is None or bias is in_product else product.add_(bias)
+
+
+def _added_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """Add left right to a total (m, n); None: MKL's sum is stable, which it is for any number of inputs."""
+    if _are_even(*total.shape) and min(total.shape) >= _MANY:
+        return None
+    product = torch.ops.mkldnn._linear_pointwise(left.contiguous(), right.mT, None, "none", [], "")
+    return total.add_(product)
+
+
+def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
+    """left right for left (b, m, k), right (b, k, n); None: MKL's are stable."""
+    if _are_even(*left.shape[1:], *right.shape[1:]):
+        return None
+    pairs = zip(left, right.mT, strict=True)
+    return torch.stack(
+        [
+            torch.ops.mkldnn._linear_pointwise(each.contiguous(), other, None, "none", [], "")
+            for each, other in pairs
+        ]
+    )
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -110,11 +170,19 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
+def stable_bits() -> Iterator[None]:
+    """Context, also as a decorator, in which layers on a CPU have the same bits for any number of threads, forward and
+    backward. `mixed_precision` contains it."""
+    with _StableBits() if torch.backends.mkldnn.is_available() else nullcontext():
+        yield
+
+
+@contextmanager
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """In the block, matrix products of float32 tensors are computed in `dtype`, float32 or bfloat16."""
-    if dtype != torch.bfloat16:
-        with _OneDnnProducts() if torch.backends.mkldnn.is_available() else nullcontext():
+    with stable_bits():
+        if dtype != torch.bfloat16:
             yield
-        return
-    with torch.autocast(device.type, torch.bfloat16), _WritesInOwnDtype():
-        yield
+        else:
+            with torch.autocast(device.type, torch.bfloat16), _WritesInOwnDtype():
+                yield

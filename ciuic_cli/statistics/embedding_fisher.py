@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from ciuic_cli.layerwise.mixed_precision import stable_bits
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.moments import Moments
 
@@ -31,6 +32,7 @@ def empty_embedding_sums(vocabulary: int, cols: int, device: torch.device) -> Mo
     return Moments(torch.zeros(cols, cols, device=device), torch.zeros(2, vocabulary, device=device))
 
 
+@stable_bits()
 def add_occurrences(sums: Moments, tokens: torch.Tensor, gradients: torch.Tensor) -> None:
     """Add one sequence: tokens (t,), and the gradients (t, n) float32 of the embedding's rows at their occurrences."""
     present = tokens.unique()

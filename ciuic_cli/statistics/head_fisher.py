@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 
 from ciuic_cli.layerwise.logits import logit_tokens
+from ciuic_cli.layerwise.mixed_precision import stable_bits
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.predictions import Predictions
@@ -98,6 +99,7 @@ class HeadSums:
         self._add_rows()
         return self._rows
 
+    @stable_bits()
     def _add_rows(self) -> None:
         """Add the products of the weights and inputs that are kept, a few thousand rows at a time."""
         weights, inputs = self._weights[: self._kept], self._inputs[: self._kept]

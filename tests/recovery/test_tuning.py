@@ -31,6 +31,7 @@ from ciuic_cli.layerwise import logits as layer_logits
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.passes.rounding import round_without_feedback
 from ciuic_cli.process.progress import no_progress
+from ciuic_cli.process.threads import threads
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery import gradients, tuning
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
@@ -255,6 +256,21 @@ def test_any_number_of_workers_gives_the_same_factors(
     for result in results:
         assert result.factors.keys() == alone.factors.keys() and result.steps == 2
         assert all(torch.equal(result.factors[key], alone.factors[key]) for key in alone.factors)
+
+
+def test_any_number_of_threads_gives_the_same_gradients(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Of the factors, which hide most last bits of their gradients."""
+    rounded, found = Rounded(tiny_checkpoint("deepseek_v3")), []
+    for number in (1, 2, 3, 5):
+        with threads(number):
+            gradients = rounded.recovery(_text(1), tmp_path / str(number))._gradients
+            gradients.prepare(no_progress)
+            gradients.accumulate(0)
+        found.append({key: factor.grad for key, factor in gradients.factors.items()})
+    for other in found[1:]:
+        assert all(torch.equal(gradient, other[key]) for key, gradient in found[0].items())
 
 
 def test_the_learning_rate_rises_and_falls() -> None:

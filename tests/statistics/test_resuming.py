@@ -157,3 +157,16 @@ def test_threads_that_run_a_segment_each_give_the_same_bytes(
             found.append(collect(checkpoint, tmp_path / str(number), MemoryJournal(), chunk=1)[0])
     assert found[0] == found[1]
     assert counts == 4 * [1] + 4 * [3]
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen2", "mixtral"])
+def test_layers_that_take_all_threads_give_the_same_bytes(
+    family: str, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Odd numbers of tokens and threads: products of MKL and the gradient of softmax depend on their number."""
+    monkeypatch.setattr(LayerStream, "side_by_side", lambda self, number, besides=0: 1)
+    checkpoint, found = tiny_checkpoint(family), []
+    for number in (1, 2, 3, 5):
+        with threads(number):
+            found.append(collect(checkpoint, tmp_path / str(number), MemoryJournal(), chunk=1)[0])
+    assert all(each == found[0] for each in found[1:])
