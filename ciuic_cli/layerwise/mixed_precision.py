@@ -16,7 +16,7 @@ from ciuic_cli.process.processor import multiplies_bfloat16
 aten = torch.ops.aten
 _EVEN, _MANY = 16, 128
 """MKL's products keep their bits if rows, columns and inputs are multiples of the first number, and not in batches also
-at least the second: 670 products with up to 64 threads did, many others did not (measured:
+at least the second: all of 660 did with up to 64 threads, many others did not (measured:
 docs/experiments/statistics/thread-bits.md)."""
 _WRITES = {
     torch.Tensor.__setitem__: 2,
@@ -137,9 +137,7 @@ def _product(
     if not right.mT.is_contiguous() and _are_even(*sizes) and min(sizes) >= _MANY:
         return None
     in_product = bias if bias is not None and bias.dim() == 1 else None
-    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-        left.contiguous(), right.mT, in_product, "none", [], ""
-    )
+    product = _by_onednn(left, right, in_product)
     return product if bias is None or bias is in_product else product.add_(bias)
 
 
@@ -147,21 +145,23 @@ def _added_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor)
     """Add left right to a total (m, n); None: MKL's sum is stable, which it is for any number of inputs."""
     if _are_even(*total.shape) and min(total.shape) >= _MANY:
         return None
-    product = torch.ops.mkldnn._linear_pointwise(left.contiguous(), right.mT, None, "none", [], "")
-    return total.add_(product)
+    return total.add_(_by_onednn(left, right))
 
 
 def _products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """left right for left (b, m, k), right (b, k, n); None: MKL's are stable."""
     if _are_even(*left.shape[1:], *right.shape[1:]):
         return None
-    pairs = zip(left, right.mT, strict=True)
-    return torch.stack(
-        [
-            torch.ops.mkldnn._linear_pointwise(each.contiguous(), other, None, "none", [], "")
-            for each, other in pairs
-        ]
+    return torch.stack([_by_onednn(*pair) for pair in zip(left, right, strict=True)])
+
+
+def _by_onednn(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """left right + bias, for left (m, k), right (k, n), bias (n,). With weights that are not contiguous, oneDNN's bits
+    depend on threads, too."""
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+        left.contiguous(), right.mT.contiguous(), bias, "none", [], ""
     )
+    return product
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -21,8 +21,9 @@ Result = TypeVar("Result")
 def one_thread() -> Iterator[None]:
     """Run torch with one thread, for operations whose rounding depends on the number of threads.
 
-    Such operations are sums over a whole tensor, QR, singular values, and the gradient of softmax. Products,
-    element-wise operations and sums along rows are not affected (tests/process/test_threads.py).
+    Such operations are sums over a whole tensor, QR and singular values. Element-wise operations, sums along rows and
+    large products are not affected (tests/process/test_threads.py); in layers, `mixed_precision.stable_bits` cares for
+    small products and the gradient of softmax.
     """
     with threads(1):
         yield
