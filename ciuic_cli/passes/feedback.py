@@ -93,18 +93,25 @@ class FactoredInputs(NamedTuple):
 
 
 def factor_inputs(moment: torch.Tensor) -> FactoredInputs:
-    """Transform, damp, order and factor H (n, n) float32."""
+    """Transform, damp, order and factor H (n, n) float32.
+
+    Three matrices of its size exist at a time; a moment that is made for this call is freed early.
+    """
     with step("factors of H"):
-        return _factored(transform(transform(moment).T))
+        h = transform(transform(moment).T)  # symmetric but for rounding
+        del moment
+        damp(h)
+        block_order = rounding_order(h)
+        h = _in_order(h, columns_of(block_order))
+        return FactoredInputs(block_order, block_ldl(h))
 
 
-def _factored(h: torch.Tensor) -> FactoredInputs:
-    """Damp, order and factor H (n, n) float32 in the transformed basis, symmetric but for rounding; overwrites it."""
-    damp(h)
-    block_order = rounding_order(h)
-    columns = columns_of(block_order)
-    h = h.index_select(0, columns).index_select(1, columns)
-    return FactoredInputs(block_order, block_ldl(h))
+def _in_order(moment: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """moment[columns][:, columns], without a third matrix of its size (n, n)."""
+    ordered = torch.empty_like(moment)
+    for rows in scratch_slices(len(moment)):
+        torch.index_select(moment[columns[rows]], 1, columns, out=ordered[rows])
+    return ordered
 
 
 def damp(moment: torch.Tensor) -> None:
