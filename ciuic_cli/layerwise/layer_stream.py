@@ -187,7 +187,7 @@ class LayerStream:
         last = len(self.prefixes)
         with self.tail_logits() as logits_of_chunk:
 
-            @stable_bits()
+            @stable_bits(self.device)
             def run_chunks(chunks: Sequence[int]) -> None:
                 for index in chunks:
                     gradients = []
@@ -233,7 +233,7 @@ class LayerStream:
         prefix = self.prefixes[number]
         with self._layer_with_weights(prefix) as layer:
 
-            @stable_bits()
+            @stable_bits(self.device)
             def run_chunks(chunks: Sequence[int]) -> None:
                 for index in chunks:
                     hidden = self.hidden.get(f"{number}.{index}", self.device).requires_grad_(True)

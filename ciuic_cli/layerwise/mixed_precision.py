@@ -115,6 +115,8 @@ def _softmax_gradient(
 ) -> torch.Tensor | None:
     if output.device.type != "cpu":
         return None
+    if output.dtype.itemsize < torch.float32.itemsize:
+        gradient, output = gradient.float(), output.float()
     product = gradient * output
     return product.sub_(output * product.sum(dim, keepdim=True)).to(dtype)
 
@@ -170,17 +172,18 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 @contextmanager
-def stable_bits() -> Iterator[None]:
-    """Context, also as a decorator, in which layers on a CPU have the same bits for any number of threads, forward and
-    backward. `mixed_precision` contains it."""
-    with _StableBits() if torch.backends.mkldnn.is_available() else nullcontext():
+def stable_bits(device: torch.device) -> Iterator[None]:
+    """Context, also as a decorator, in which operations on a CPU have the same bits for any number of threads, forward
+    and backward. On other devices it does nothing. `mixed_precision` contains it."""
+    needed = device.type == "cpu" and torch.backends.mkldnn.is_available()
+    with _StableBits() if needed else nullcontext():
         yield
 
 
 @contextmanager
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """In the block, matrix products of float32 tensors are computed in `dtype`, float32 or bfloat16."""
-    with stable_bits():
+    with stable_bits(device):
         if dtype != torch.bfloat16:
             yield
         else:

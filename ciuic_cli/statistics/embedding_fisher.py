@@ -32,14 +32,14 @@ def empty_embedding_sums(vocabulary: int, cols: int, device: torch.device) -> Mo
     return Moments(torch.zeros(cols, cols, device=device), torch.zeros(2, vocabulary, device=device))
 
 
-@stable_bits()
 def add_occurrences(sums: Moments, tokens: torch.Tensor, gradients: torch.Tensor) -> None:
     """Add one sequence: tokens (t,), and the gradients (t, n) float32 of the embedding's rows at their occurrences."""
     present = tokens.unique()
     occurs = (present[:, None] == tokens[None]).to(gradients.dtype)
-    token_sums = occurs @ gradients
-    weighted = token_sums / token_sums.norm(dim=1, keepdim=True).clamp_min(1e-30).sqrt()
-    sums.inputs.addmm_(weighted.T, weighted)
+    with stable_bits(gradients.device):
+        token_sums = occurs @ gradients
+        weighted = token_sums / token_sums.norm(dim=1, keepdim=True).clamp_min(1e-30).sqrt()
+        sums.inputs.addmm_(weighted.T, weighted)
     sums.outputs[0, present] += token_sums.square().sum(1)
     sums.outputs[1, present] += occurs.sum(1)
     with one_thread():

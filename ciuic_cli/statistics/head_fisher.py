@@ -99,13 +99,13 @@ class HeadSums:
         self._add_rows()
         return self._rows
 
-    @stable_bits()
     def _add_rows(self) -> None:
         """Add the products of the weights and inputs that are kept, a few thousand rows at a time."""
         weights, inputs = self._weights[: self._kept], self._inputs[: self._kept]
-        for begin in range(0, weights.shape[1], ROWS_AT_ONCE):
-            rows = slice(begin, begin + ROWS_AT_ONCE)
-            self._rows.inputs[rows].addmm_(weights[:, rows].T, inputs)
+        with stable_bits(weights.device):
+            for begin in range(0, weights.shape[1], ROWS_AT_ONCE):
+                rows = slice(begin, begin + ROWS_AT_ONCE)
+                self._rows.inputs[rows].addmm_(weights[:, rows].T, inputs)
         self._kept = 0
 
 
