@@ -3,7 +3,7 @@
     python benchmarks/thread_bits.py [--products 200]
 
 Multiplies random float32 matrices of random sizes with one thread and with 2 to 64, and prints for each kind of product
-and of sizes how many differed from one thread. m, n and k are outputs (rows, columns) and inputs of x Wᵀ.
+and of sizes how many differed from one thread. x is (m, k), W (n, k) and g (m, n).
 """
 
 from __future__ import annotations

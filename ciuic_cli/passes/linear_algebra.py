@@ -1,4 +1,4 @@
-"""Products, Cholesky factors and triangular solves whose bits do not depend on the number of threads.
+"""Cholesky factors, triangular solves and decompositions whose bits do not depend on the number of threads.
 
 LAPACK splits a large factorisation or triangular solve among threads, and its rounding depends on the split. Here one
 thread solves each panel of 128 columns. The products between panels are nearly all of the work and use all threads.
@@ -19,21 +19,6 @@ _INVERSE_COLUMNS = 8 * PANEL
 out: nearly half of all products (chosen, not tuned)."""
 DAMPINGS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of the mean diagonal that `damped_cholesky` adds, in the order in which it tries them (chosen, not tuned)."""
-
-
-def outer_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left rightᵀ (m, n) of float32 matrices left (m, k) and right (n, k), best contiguous.
-
-    On a CPU oneDNN computes it. Of the two libraries in torch it is the faster one on AMD processors, with the same
-    precision, and its bits do not depend on the number of threads (measured:
-    docs/experiments/statistics/faster-moments.md).
-    """
-    if left.device.type == "cpu" and torch.backends.mkldnn.is_available():
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            left.contiguous(), right.contiguous(), None, "none", [], ""
-        )
-        return product
-    return left @ right.T
 
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:

@@ -22,7 +22,7 @@ def one_thread() -> Iterator[None]:
     """Run torch with one thread, for operations whose rounding depends on the number of threads.
 
     Such operations are sums over a whole tensor, QR and singular values. Element-wise operations, sums along rows and
-    large products are not affected (tests/process/test_threads.py); in layers, `mixed_precision.stable_bits` cares for
+    large products do not depend on it (tests/process/test_threads.py). In layers, `layerwise/stable_bits.py` replaces
     small products and the gradient of softmax.
     """
     with threads(1):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from ciuic_cli.layerwise.logits import logit_tokens
-from ciuic_cli.layerwise.mixed_precision import stable_bits
+from ciuic_cli.layerwise.stable_bits import stable_bits
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.predictions import Predictions

@@ -9,7 +9,7 @@ import torch
 
 from ciuic_cli.codecs import native
 from ciuic_cli.integers import ceil_div
-from ciuic_cli.passes.linear_algebra import outer_product
+from ciuic_cli.layerwise.stable_bits import outer_product
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import count_native
 

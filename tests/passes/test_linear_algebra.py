@@ -30,17 +30,6 @@ def test_factor_and_solves_equal_those_of_lapack(size: int, monkeypatch: pytest.
     assert torch.equal(inverse, inverse.tril())
 
 
-@pytest.mark.parametrize(("rows", "cols", "inner"), [(1, 1, 1), (37, 130, 300), (576, 192, 2048)])
-def test_outer_products_have_the_precision_of_float32(rows: int, cols: int, inner: int) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    left = torch.randn(inner, rows, generator=generator).T  # not contiguous
-    right = torch.randn(cols, inner + 3, generator=generator)[:, 3:]
-    found = linear_algebra.outer_product(left, right)
-    assert found.dtype == torch.float32 and found.shape == (rows, cols)
-    exact = left.double() @ right.double().T
-    assert float((found - exact).abs().max()) < 1e-5 * inner**0.5
-
-
 @pytest.mark.parametrize("wrong", [-1.0, float("nan")])
 def test_a_matrix_that_is_not_positive_definite_has_no_factor(wrong: float) -> None:
     matrix = _positive(300)

@@ -261,7 +261,7 @@ def test_any_number_of_workers_gives_the_same_factors(
 def test_any_number_of_threads_gives_the_same_gradients(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Of the factors, which hide most last bits of their gradients."""
+    """Gradients are compared because factors hide most of their last bits."""
     rounded, found = Rounded(tiny_checkpoint("deepseek_v3")), []
     for number in (1, 2, 3, 5):
         with threads(number):
