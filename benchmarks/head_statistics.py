@@ -9,7 +9,6 @@ tokens of a part, whatever the vocabulary.
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from ciuic_cli.layerwise import logits as logit_parts  # noqa: E402
 from ciuic_cli.layerwise.layer_stream import LayerStream  # noqa: E402
 from ciuic_cli.layerwise.logits import TokenSpan  # noqa: E402
 from ciuic_cli.layerwise.mixed_precision import compute_dtype  # noqa: E402
-from ciuic_cli.process.memory import peak_resident_bytes  # noqa: E402
+from ciuic_cli.process.memory import configure_allocators, peak_resident_bytes  # noqa: E402
 from ciuic_cli.statistics.head_fisher import HeadSums  # noqa: E402
 
 SEQLEN = 512
@@ -41,7 +40,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int)
     arguments = parser.parse_args()
     if arguments.tokens:
-        logit_parts.LEAST_TOKENS, logit_parts.LARGE_VOCABULARY_TOKENS = sys.maxsize, arguments.tokens
+        logit_parts.LEAST_TOKENS, logit_parts.LOGIT_BYTES = arguments.tokens, 0
+    configure_allocators()
     cpu = torch.device("cpu")
     model_map, dtype = map_model(open_checkpoint(arguments.model)), compute_dtype(cpu)
     random = torch.Generator().manual_seed(0)

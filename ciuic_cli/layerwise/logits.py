@@ -8,15 +8,12 @@ from typing import NamedTuple
 import torch
 
 LOGIT_BYTES = 12 << 20
-"""Most bytes of logits that exist at a time; longer sequences go through the head in parts. Below the size from
+"""Most bytes of logits that exist at a time, but for LEAST_TOKENS; longer sequences go through the head in parts. Below the size from
 which the C library maps every block anew (`process/memory.py`), so that the pages of earlier logits are reused
 (measured: docs/experiments/scale/freed-memory.md)."""
-LEAST_TOKENS = 64
-"""Fewest tokens for which LOGIT_BYTES counts. Chosen, not tuned; see also
-docs/experiments/scale/vocabulary-chunks.md."""
-LARGE_VOCABULARY_TOKENS = 128
-"""Tokens of a part where the vocabulary is so large that LOGIT_BYTES has room for fewer than LEAST_TOKENS. The head's
-weights are read and reordered once for each part (measured: docs/experiments/scale/head-sums.md)."""
+LEAST_TOKENS = 128
+"""Tokens of a part where LOGIT_BYTES has room for fewer. The head's weights are read and reordered for each part
+(measured: docs/experiments/scale/head-sums.md)."""
 
 
 class TokenSpan(NamedTuple):
@@ -41,5 +38,4 @@ LogitsOfChunk = Callable[[int], Iterator[tuple[TokenSpan, torch.Tensor, torch.Te
 
 def logit_tokens(vocabulary: int, dtype: torch.dtype = torch.float32) -> int:
     """The most tokens whose logits exist at a time. dtype: of the head's product."""
-    fitting = LOGIT_BYTES // (dtype.itemsize * vocabulary)
-    return fitting if fitting >= LEAST_TOKENS else LARGE_VOCABULARY_TOKENS
+    return max(LEAST_TOKENS, LOGIT_BYTES // (dtype.itemsize * vocabulary))

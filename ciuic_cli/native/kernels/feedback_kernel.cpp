@@ -4,19 +4,42 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// 16 floats; the compiler splits them into the registers of the instruction set.
-typedef float Floats16 __attribute__((vector_size(64), aligned(4)));
+// The floats of a register, and the rows of sums that the registers hold beside a row of `right`. A row of sums has
+// kVectors registers.
+#if defined(__AVX512F__)
+static const int kFloats = 16, kRows = 16;
+#elif defined(__AVX2__)
+static const int kFloats = 8, kRows = 4;
+#else
+static const int kFloats = 4, kRows = 2;
+#endif
+static const int kVectors = kTile / kFloats;
+typedef float Floats __attribute__((vector_size(4 * kFloats), aligned(4)));
+
+static inline Floats& floats_at(float* memory) { return *reinterpret_cast<Floats*>(memory); }
+static inline Floats floats_at(const float* memory) { return *reinterpret_cast<const Floats*>(memory); }
 
 void panel_product(const float* left, size_t left_stride, const float* right, size_t right_stride, long count,
                    float out[kTileWeights]) {
-  Floats16 sum[kTile];
-  for (int a = 0; a < kTile; ++a) sum[a] = *reinterpret_cast<const Floats16*>(out + kTile * a);
-  for (long k = 0; k < count; ++k) {
-    const Floats16 row = *reinterpret_cast<const Floats16*>(right + right_stride * k);
-    const float* factors = left + left_stride * k;
-    for (int a = 0; a < kTile; ++a) sum[a] += row * factors[a];
+  for (int first = 0; first < kTile; first += kRows) {
+    Floats sum[kRows][kVectors];
+#pragma GCC unroll 16
+    for (int a = 0; a < kRows; ++a)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sum[a][v] = floats_at(out + kTile * (first + a) + kFloats * v);
+    for (long k = 0; k < count; ++k) {
+      const float* factors = left + left_stride * k + first;
+      const float* row = right + right_stride * k;
+#pragma GCC unroll 16
+      for (int a = 0; a < kRows; ++a)
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) sum[a][v] += floats_at(row + kFloats * v) * factors[a];
+    }
+#pragma GCC unroll 16
+    for (int a = 0; a < kRows; ++a)
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) floats_at(out + kTile * (first + a) + kFloats * v) = sum[a][v];
   }
-  for (int a = 0; a < kTile; ++a) *reinterpret_cast<Floats16*>(out + kTile * a) = sum[a];
 }
 
 }  // namespace CIUIC_ISA
