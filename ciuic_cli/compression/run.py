@@ -213,7 +213,6 @@ class Run:
 
     def encode(self, plan: Plan) -> None:
         """Round and code every matrix as the plan says."""
-        return_freed_memory()  # of the plan, because the largest matrices come first
         machine = self.machine
         machine.prepare(self._searches(plan))
         self._finish_matrices(

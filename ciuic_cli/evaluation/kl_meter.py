@@ -25,8 +25,8 @@ from ciuic_cli.layerwise.overrides import Override
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory
 from ciuic_cli.process.progress import Progress
 
-_BLOCK = 64
-"""Tokens whose predictions are compared at a time; bounds the temporaries. Chosen, not tuned."""
+_BLOCK = 16
+"""Tokens whose predictions are compared at a time, so that temporaries stay in a cache. Chosen, not tuned."""
 NONFINITE_REMEDY = "see with `ciuic eval` whether the original predicts this text, or ask for a lower --ratio"
 
 
@@ -116,9 +116,7 @@ class KLMeter:
                 parts, begin = [], 0
                 for logits in logits_in_parts(model, ids, len(ids), size, config):
                     log_p = self._original.get(TokenSpan(chunk, sequence, begin).name, torch.device("cpu"))
-                    for p_block, q_block in zip(log_p.split(_BLOCK), logits.split(_BLOCK), strict=True):
-                        log_q = q_block.float().log_softmax(-1)
-                        parts.append(kl_divergence(p_block.to(log_q.device), log_q).cpu().numpy())
+                    parts += _block_kls(log_p, logits)
                     begin += len(logits)
                     del logits, log_p  # frees them before the next ones are made
                 kls.append(np.concatenate(parts))
@@ -138,14 +136,21 @@ class KLMeter:
         kls: dict[tuple[int, int], list[Floats]] = {}
 
         def visit(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-            log_q = logits[0].float().log_softmax(-1)
             if override is None:
-                self._original.put(span.name, log_q)
+                self._original.put(span.name, logits[0].float().log_softmax(-1))
             else:
-                log_p = self._original.get(span.name, log_q.device)[: len(log_q)]
-                kl = kl_divergence(log_p, log_q).cpu().numpy()
-                kls.setdefault((span.chunk, span.sequence), []).append(kl)
+                log_p = self._original.get(span.name, logits.device)[: logits.shape[1]]
+                kls.setdefault((span.chunk, span.sequence), []).extend(_block_kls(log_p, logits[0]))
 
         with self._stream.tail(visit) as run_chunks:
             run_chunks(range(len(self._stream.chunks)))
         return [np.concatenate(parts) for parts in kls.values()]
+
+
+def _block_kls(log_p: torch.Tensor, logits: torch.Tensor) -> list[Floats]:
+    """KL of tokens (t,), a block of them at a time; log_p, logits: (t, vocabulary)."""
+    kls = []
+    for p_block, q_block in zip(log_p.split(_BLOCK), logits.split(_BLOCK), strict=True):
+        log_q = q_block.float().log_softmax(-1)
+        kls.append(kl_divergence(p_block.to(log_q.device), log_q).cpu().numpy())
+    return kls

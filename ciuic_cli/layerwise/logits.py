@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 LOGIT_BYTES = 12 << 20
-"""Most bytes of logits that exist at a time, but for LEAST_TOKENS; longer sequences go through the head in parts. Below the size from
-which the C library maps every block anew (`process/memory.py`), so that the pages of earlier logits are reused
-(measured: docs/experiments/scale/freed-memory.md)."""
+"""Most bytes of logits that exist at a time, unless LEAST_TOKENS have more; longer sequences go through the head in
+parts. Below the size from which the C library maps every block anew (`process/memory.py`), so that the pages of earlier
+logits are reused (measured: docs/experiments/scale/freed-memory.md)."""
 LEAST_TOKENS = 128
-"""Tokens of a part where LOGIT_BYTES has room for fewer. The head's weights are read and reordered for each part
+"""Tokens of a part where LOGIT_BYTES has room for fewer. The head's weights are read and reordered once for each part
 (measured: docs/experiments/scale/head-sums.md)."""
 
 
