@@ -19,6 +19,7 @@ configure_numeric_libraries()
 
 from tiny_checkpoints import make_checkpoint  # noqa: E402 (imports torch)
 
+from ciuic_cli.allocation.machine import Machine  # noqa: E402
 from ciuic_cli.cost import run_time, timing  # noqa: E402
 
 SLOW_PLACES = (
@@ -65,19 +66,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def matrices_timed_once() -> None:
-    """Every run begins with a forecast: timings of a shape are kept, because hundreds of tests run the same shapes."""
-    found: dict[Any, dict[str, float]] = {}
-    real = run_time.time_matrix
+def timed_once() -> None:
+    """Every run begins with a forecast: timings are kept, because hundreds of tests run the same shapes."""
+    found: dict[Any, Any] = {}
 
-    def timed(matrix: Any, machine: Any, *, ranks: bool, pooled: bool) -> dict[str, float]:
-        # A test that replaces the clock gets timings of its own.
-        key = (matrix, machine.name, machine.device, ranks, pooled, timing._clock)
-        if key not in found:
-            found[key] = real(matrix, machine, ranks=ranks, pooled=pooled)
-        return found[key]
+    def keep(name: str) -> None:
+        real = getattr(run_time, name)
 
-    run_time.time_matrix = timed
+        def timed(*args: Any, **options: Any) -> Any:
+            names = [(each.name, each.device) if isinstance(each, Machine) else each for each in args]
+            # A test that replaces the clock gets timings of its own.
+            key = (name, *names, *options.items(), timing._clock)
+            if key not in found:
+                found[key] = real(*args, **options)
+            return found[key]
+
+        setattr(run_time, name, timed)
+
+    for name in ("time_activations", "time_attention", "time_matrix", "time_moments", "time_products"):
+        keep(name)
 
 
 @pytest.fixture(scope="session", autouse=True)

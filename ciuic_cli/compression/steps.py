@@ -41,7 +41,7 @@ class Steps:
         def make_missing(number: int) -> None:
             if self._journal.load(_name(phase, number)) is None:
                 if side_by_side(number) == 1:
-                    return_freed_memory()  # that earlier steps left: this one needs much
+                    return_freed_memory()  # of earlier steps: this one needs much memory
                 self._journal.save(_name(phase, number), make(number))
 
         order = sorted(range(len(work)), key=lambda number: (side_by_side(number), -work[number]))

@@ -27,6 +27,7 @@ from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.cost.timing import (
     role_of_timing,
     time_activations,
+    time_attention,
     time_matrix,
     time_moments,
     time_products,
@@ -97,6 +98,8 @@ class Rates:
         statistics: the same in the statistics, which may be bfloat16.
         moments: seconds per number of H or G and token.
         activations: seconds of an operation on activations, per number.
+        attention: seconds of attention in the KL measurements, and in the statistics, per query, key, and number of all
+            heads' outputs.
         read: seconds per weight that is read.
     """
 
@@ -105,6 +108,7 @@ class Rates:
     statistics: float
     moments: float
     activations: float
+    attention: tuple[float, float]
     read: float
 
 
@@ -113,7 +117,7 @@ def measure_rates(
 ) -> Rates:
     """Time matrices of all shapes; takes seconds. ranks: whether arms with a low-rank part are priced."""
     machine, dtype = machine_for(device), compute_dtype(device)
-    product = time_products(device, torch.float32)
+    product, attention = time_products(device, torch.float32), time_attention(device, torch.float32)
     timed: dict[tuple[Any, ...], dict[str, float]] = {}
 
     def seconds_of(matrix: WeightMatrix, *, pooled: bool) -> dict[str, float]:
@@ -133,6 +137,7 @@ def measure_rates(
         product if dtype == torch.float32 else time_products(device, dtype),
         time_moments(device, dtype),
         time_activations(_widest(model_map), device),
+        (attention[0], sum(attention if dtype == torch.float32 else time_attention(device, dtype))),
         time_reading(model_map, matrices),
     )
 
@@ -174,11 +179,16 @@ def phase_seconds(
         * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
         for p in executed_compressible(model_map)
     )
-    held_out = text.held_out * text.length * active * product
-    probed = text.held_out * min(text.length, text.probe or text.length) * active * product
-    # Products of the forward sweep, of recomputing each layer, and of its gradients; H and G of every token; and what
-    # is between the products. Every weight is read in both sweeps.
-    per_token = 3 * active * rates.statistics + moments * rates.moments
+    # Attention per token and key, in the KL measurements and in the statistics.
+    measuring, learning = (_attention_outputs(model_map) * seconds for seconds in rates.attention)
+
+    def measured(length: int) -> float:
+        return text.held_out * length * (active * product + length * measuring)
+
+    held_out, probed = measured(text.length), measured(min(text.length, text.probe or text.length))
+    # Products and attention of the forward sweep, of recomputing each layer, and of its gradients; H and G of every
+    # token; and what is between the products. Every weight is read in both sweeps.
+    per_token = 3 * active * rates.statistics + text.length * learning + moments * rates.moments
     per_token += ACTIVATION_PASSES * _activations(model_map) * rates.activations
     total["statistics"] += text.tokens * per_token + 2 * reading
     # Every role, all roles together, and the original.
@@ -220,6 +230,11 @@ def _activations(model_map: ModelMap) -> float:
         for p in executed_compressible(model_map)
         if p.role != "embedding"
     )
+
+
+def _attention_outputs(model_map: ModelMap) -> float:
+    """Numbers of all heads' outputs of a token, in all layers: the inputs of the output projections."""
+    return sum(p.shape[-1] for p in executed_compressible(model_map) if p.role == "o")
 
 
 def _widest(model_map: ModelMap) -> int:

@@ -53,7 +53,9 @@ TIMING_REPEATS = {"cpu": 3, "gpu": 1}
 """Repetitions of each timing, by kind of device. The shortest counts: other work on the machine delayed the others. On
 a GPU a repetition has up to sixteen matrices. Chosen, not tuned."""
 _TIMED_TOKENS = 512
-"""Tokens of the timed product: a usual length of calibration sequences."""
+"""Tokens of the timed product and attention: a usual length of calibration sequences."""
+_TIMED_HEADS, _HEAD_SIZE = 16, 64
+"""Heads of the timed attention, and the numbers of each. Chosen: SmolLM2's heads are as large."""
 _TIMED_READ_WEIGHTS = 1 << 22
 """Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
 
@@ -236,6 +238,28 @@ def time_activations(width: int, device: torch.device) -> float:
     """
     x = torch.randn(CHUNK_SEQUENCES * _TIMED_TOKENS, width, device=device)
     return _least_time(lambda: float((x * 2.0)[-1, -1]), device) / x.numel()
+
+
+def time_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Seconds of causal attention forward, and of forward and backward, per query, key, and number of all heads'
+    outputs."""
+    shape = (1, _TIMED_HEADS, _TIMED_TOKENS, _HEAD_SIZE)
+    query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
+
+    def attend() -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    def forward() -> float:
+        with torch.no_grad():
+            return float(attend()[0, -1, -1, -1])
+
+    def both() -> float:
+        output = attend()
+        gradient, *_ = torch.autograd.grad(output, (query, key, value), torch.ones_like(output))
+        return float(gradient[0, -1, -1, -1])
+
+    work = _TIMED_TOKENS * _TIMED_TOKENS * _TIMED_HEADS * _HEAD_SIZE
+    return _least_time(forward, device) / work, _least_time(both, device) / work
 
 
 def _least_time(run: Callable[[], Any], device: torch.device) -> float:

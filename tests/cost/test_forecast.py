@@ -106,6 +106,17 @@ def test_a_dry_run_reports_the_forecast(
     assert any("of memory at its peak" in hint for hint in hints)
 
 
+def test_attention_takes_the_square_of_the_sequences_length(tiny_checkpoint: Callable[..., Path]) -> None:
+    model_map = _map(tiny_checkpoint("llama"))
+    outputs = sum(p.shape[1] for p in model_map.parameters.values() if p.role == "o")
+    rates = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, attention=(1.0, 10.0), read=0.0)
+    for length in (64, 128):
+        text = TextSize(sequences=3, held_out=2, length=length)
+        seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
+        assert seconds["statistics"] == 3 * length**2 * outputs * 10.0
+        assert seconds["measure"] == 2 * 2 * length**2 * outputs  # the changed model, and the artifact
+
+
 def _native_search(targets: torch.Tensor, bits: float, L: int) -> tuple[torch.Tensor, torch.Tensor]:
     codes, decoded = fronts.native_search(targets.cpu(), bits, L)
     return codes.to(targets.device), decoded.to(targets.device)

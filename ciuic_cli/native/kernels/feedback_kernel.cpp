@@ -4,8 +4,8 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// The floats of a register, and the rows of sums that the registers hold beside a row of `right`. A row of sums has
-// kVectors registers.
+// Floats of a register, and rows of sums that stay in registers. GCC keeps an array of longer vectors in memory
+// (docs/experiments/runtime/cpu-encoder.md).
 #if defined(__AVX512F__)
 static const int kFloats = 16, kRows = 16;
 #elif defined(__AVX2__)
@@ -14,7 +14,7 @@ static const int kFloats = 8, kRows = 4;
 static const int kFloats = 4, kRows = 2;
 #endif
 static const int kVectors = kTile / kFloats;
-typedef float Floats __attribute__((vector_size(4 * kFloats), aligned(4)));
+typedef float Floats __attribute__((vector_size(4 * kFloats), aligned(4), may_alias));
 
 static inline Floats& floats_at(float* memory) { return *reinterpret_cast<Floats*>(memory); }
 static inline Floats floats_at(const float* memory) { return *reinterpret_cast<const Floats*>(memory); }
