@@ -1,4 +1,5 @@
-"""Conditions of the libraries: a supported version, enough address space, environment variables that they accept.
+"""Conditions of the libraries: a supported version, enough address space, environment variables that they accept; and
+which of their warnings are hidden.
 
 They are checked before the libraries are imported, so this module imports none of them.
 """
@@ -6,6 +7,7 @@ They are checked before the libraries are imported, so this module imports none 
 from __future__ import annotations
 
 import linecache
+import logging
 import os
 import re
 import resource
@@ -21,6 +23,16 @@ SUPPORTED_TRANSFORMERS = ((5, 19), (6, 0))
 _LEAST_ADDRESS_SPACE = 1 << 30
 """Bytes of address space that torch and OpenBLAS need to be loaded. With less they end the process (tried: 0.6 GB is
 too little, 1 GB suffices)."""
+
+_IDLE_LIBRARIES = ("torchao", "torch.utils._pytree")
+"""Loggers of a library that transformers imports wherever it is installed, and of what torch says about it. Both warn
+about parts that ciuic does not use."""
+
+
+def hide_idle_warnings() -> None:
+    """Hide what libraries log about parts of them that ciuic does not use. For the command line, before the imports."""
+    for name in _IDLE_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def transformers_fault() -> EnvironmentFault | None:

@@ -181,3 +181,19 @@ def test_the_signal_of_torchrun_does_not_hide_the_worker_that_ended(
         signal.raise_signal(signal.SIGTERM)
 
     assert run(Console(), stop) == INTERRUPTED
+
+
+def test_only_warnings_of_idle_libraries_are_hidden(tmp_path: Path) -> None:
+    """What a library logs that transformers imports because it is installed, not because ciuic uses it."""
+    package = tmp_path / "torchao"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import logging\nfor name in (__name__, 'another'):\n"
+        "    logging.getLogger(name).warning('warning of %s', name)\n"
+        "    logging.getLogger(name).error('error of %s', name)\n"
+    )
+    script = "from ciuic_cli.__main__ import _command_line\n_command_line()\nimport torchao"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    lines = done.stderr.splitlines()
+    assert lines == ["error of torchao", "warning of another", "error of another"]
