@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from ciuic_cli.errors import CiuicError
-from ciuic_cli.process.libraries import hide_idle_warnings, import_fault, require_address_space
+from ciuic_cli.process.libraries import hide_torchao_warnings, import_fault, require_address_space
 from ciuic_cli.process.memory import machine_fault
 from ciuic_cli.process.signals import INTERRUPTED, interruptible
 from ciuic_cli.process.streams import secure_streams
@@ -27,7 +27,7 @@ def _command_line() -> Callable[[], None]:
     """The command line's `main`. Ends the process with a message if the machine is not able to import it."""
     try:
         require_address_space()
-        hide_idle_warnings()
+        hide_torchao_warnings()
         from ciuic_cli.cli.app import main as command_line
     except Exception as error:
         fault = error if isinstance(error, CiuicError) else machine_fault(error) or import_fault(error)

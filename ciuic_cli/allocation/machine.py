@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from ciuic_cli import kernels
-from ciuic_cli.allocation.matrices import WeightMatrix, full_outputs, row_slices, working_bytes
+from ciuic_cli.allocation.matrices import WeightMatrix, full_outputs, is_large, row_slices, working_bytes
 from ciuic_cli.codecs import trellis
 from ciuic_cli.kernels import fronts
 from ciuic_cli.kernels.launcher import launcher_for
 from ciuic_cli.passes.rounding import Rounder
-from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
 
 CPU_NAME = "cpu"
 """Name of the processor in the report."""
@@ -76,7 +75,7 @@ def processor() -> Machine:
         CPU_NAME,
         torch.device("cpu"),
         trellis.round_matrix,
-        lambda matrix: threads if working_bytes(matrix) <= PARALLEL_WORK_BYTES else 1,
+        lambda matrix: 1 if is_large(matrix) else threads,
     )
 
 

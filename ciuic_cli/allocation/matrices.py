@@ -13,7 +13,7 @@ from ciuic_cli.codecs.transform import TILE, padded
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.chunk_size import chunk_rows
 from ciuic_cli.passes.fisher import Contexts, KroneckerFisher
-from ciuic_cli.process.memory import matrix_bytes
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, matrix_bytes
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.moments import records_full_outputs
@@ -97,6 +97,11 @@ def working_bytes(matrix: WeightMatrix) -> int:
     chunk = row_slices(matrix)[0].stop
     whole = EMBEDDING_WEIGHT_BYTES * matrix.weights
     return whole + matrix_bytes(chunk, matrix.cols, full_outputs=full, contexts=True)
+
+
+def is_large(matrix: WeightMatrix) -> bool:
+    """Whether a processor works on the matrix alone, because it takes much memory."""
+    return working_bytes(matrix) > PARALLEL_WORK_BYTES
 
 
 def weight_matrices(parameters: Iterable[Parameter]) -> list[WeightMatrix]:

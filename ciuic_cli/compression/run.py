@@ -17,7 +17,7 @@ import torch
 from ciuic_cli.allocation.arms import ArmTable, rescale_uncovered
 from ciuic_cli.allocation.arms_file import arms_from_bytes, arms_to_bytes
 from ciuic_cli.allocation.machine import Machine, machine_for
-from ciuic_cli.allocation.matrices import WeightMatrix, weight_matrices
+from ciuic_cli.allocation.matrices import WeightMatrix, is_large, weight_matrices
 from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.allocation.planning import make_plan, with_sorted_rows
 from ciuic_cli.allocation.pool_factors import PoolFactors
@@ -137,7 +137,6 @@ class Run:
         )
         with measured("plan", ""):
             first = self._first_plan()
-        return_freed_memory()
         self.corrections = self._corrections(first)
         tables = [
             table.row_sorted
@@ -182,10 +181,10 @@ class Run:
         if not all(self._steps.has("probe", number) for number in range(len(probes))):
             self._free_meters = [self.meter()]
             count = self.meter().meters_side_by_side()
+        return_freed_memory()  # of the plan and the meter, because the embedding's noise comes first
 
         def side_by_side(number: int) -> int:
-            """The last probe makes the noise of all and runs alone, as do an embedding's and a head's, whose noise is
-            large."""
+            """1 for the last probe, which makes all noise, and for an embedding's or head's, whose noise is large."""
             layers = tuple(self.map.layer_prefixes)
             if number == len(probes) - 1:
                 return 1
@@ -252,6 +251,8 @@ class Run:
         pools = PoolFactors(self.statistics, machine.device, for_coding=phase == "encode")
 
         def make_on_machine(number: int) -> bytes:
+            if is_large(self.matrices[number]):
+                return_freed_memory()  # of earlier matrices
             with machine.own_stream(), measured(phase, self.matrices[number].role):
                 return make(self.matrices[number], pools)
 

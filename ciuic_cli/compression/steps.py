@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ciuic_cli.compression.journal import Journal
-from ciuic_cli.process.memory import limit_freed_memory, return_freed_memory
+from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.process.workers import Workers
@@ -40,8 +40,6 @@ class Steps:
 
         def make_missing(number: int) -> None:
             if self._journal.load(_name(phase, number)) is None:
-                if side_by_side(number) == 1:
-                    return_freed_memory()  # of earlier steps: this one needs much memory
                 self._journal.save(_name(phase, number), make(number))
 
         order = sorted(range(len(work)), key=lambda number: (side_by_side(number), -work[number]))

@@ -98,8 +98,9 @@ class Rates:
         statistics: the same in the statistics, which may be bfloat16.
         moments: seconds per number of H or G and token.
         activations: seconds of an operation on activations, per number.
-        attention: seconds of attention in the KL measurements, and in the statistics, per query, key, and number of all
-            heads' outputs.
+        attention: seconds of attention in the KL measurements, float32, per query, key, and number of all heads'
+            outputs.
+        statistics_attention: the same for both sweeps of the statistics: forward twice, and backward.
         read: seconds per weight that is read.
     """
 
@@ -108,7 +109,8 @@ class Rates:
     statistics: float
     moments: float
     activations: float
-    attention: tuple[float, float]
+    attention: float
+    statistics_attention: float
     read: float
 
 
@@ -137,7 +139,8 @@ def measure_rates(
         product if dtype == torch.float32 else time_products(device, dtype),
         time_moments(device, dtype),
         time_activations(_widest(model_map), device),
-        (attention[0], sum(attention if dtype == torch.float32 else time_attention(device, dtype))),
+        attention[0],
+        sum(attention if dtype == torch.float32 else time_attention(device, dtype)),
         time_reading(model_map, matrices),
     )
 
@@ -179,16 +182,17 @@ def phase_seconds(
         * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
         for p in executed_compressible(model_map)
     )
-    # Attention per token and key, in the KL measurements and in the statistics.
-    measuring, learning = (_attention_outputs(model_map) * seconds for seconds in rates.attention)
+    attended = _attention_outputs(model_map)
 
-    def measured(length: int) -> float:
-        return text.held_out * length * (active * product + length * measuring)
+    def run_forward(length: int) -> float:
+        """Seconds of the held-out sequences' first `length` tokens."""
+        return text.held_out * length * (active * product + length * attended * rates.attention)
 
-    held_out, probed = measured(text.length), measured(min(text.length, text.probe or text.length))
+    held_out, probed = run_forward(text.length), run_forward(min(text.length, text.probe or text.length))
     # Products and attention of the forward sweep, of recomputing each layer, and of its gradients; H and G of every
     # token; and what is between the products. Every weight is read in both sweeps.
-    per_token = 3 * active * rates.statistics + text.length * learning + moments * rates.moments
+    per_token = 3 * active * rates.statistics + text.length * attended * rates.statistics_attention
+    per_token += moments * rates.moments
     per_token += ACTIVATION_PASSES * _activations(model_map) * rates.activations
     total["statistics"] += text.tokens * per_token + 2 * reading
     # Every role, all roles together, and the original.
@@ -233,7 +237,8 @@ def _activations(model_map: ModelMap) -> float:
 
 
 def _attention_outputs(model_map: ModelMap) -> float:
-    """Numbers of all heads' outputs of a token, in all layers: the inputs of the output projections."""
+    """Numbers of all heads' outputs of a token, in all layers: the inputs of the output projections. Layers without
+    attention (Mamba, linear attention) count as if they had it."""
     return sum(p.shape[-1] for p in executed_compressible(model_map) if p.role == "o")
 
 

@@ -1,5 +1,4 @@
-"""Conditions of the libraries: a supported version, enough address space, environment variables that they accept; and
-which of their warnings are hidden.
+"""Conditions of the libraries: a supported version, enough address space, environment variables that they accept.
 
 They are checked before the libraries are imported, so this module imports none of them.
 """
@@ -24,14 +23,14 @@ _LEAST_ADDRESS_SPACE = 1 << 30
 """Bytes of address space that torch and OpenBLAS need to be loaded. With less they end the process (tried: 0.6 GB is
 too little, 1 GB suffices)."""
 
-_IDLE_LIBRARIES = ("torchao", "torch.utils._pytree")
-"""Loggers of a library that transformers imports wherever it is installed, and of what torch says about it. Both warn
-about parts that ciuic does not use."""
+_TORCHAO_LOGGERS = ("torchao", "torch.utils._pytree")
+"""transformers imports torchao wherever it is installed. torchao then warns of its own extensions that do not load, and
+torch of torchao's types. ciuic uses neither."""
 
 
-def hide_idle_warnings() -> None:
-    """Hide what libraries log about parts of them that ciuic does not use. For the command line, before the imports."""
-    for name in _IDLE_LIBRARIES:
+def hide_torchao_warnings() -> None:
+    """Hide the warnings of importing torchao, which would appear with every command. Errors are shown."""
+    for name in _TORCHAO_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 

@@ -183,8 +183,8 @@ def test_the_signal_of_torchrun_does_not_hide_the_worker_that_ended(
     assert run(Console(), stop) == INTERRUPTED
 
 
-def test_only_warnings_of_idle_libraries_are_hidden(tmp_path: Path) -> None:
-    """What a library logs that transformers imports because it is installed, not because ciuic uses it."""
+def test_warnings_of_torchao_are_hidden_and_nothing_else(tmp_path: Path) -> None:
+    """transformers imports torchao wherever it is installed, so its warnings would appear with every command."""
     package = tmp_path / "torchao"
     package.mkdir()
     (package / "__init__.py").write_text(

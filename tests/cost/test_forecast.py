@@ -109,7 +109,7 @@ def test_a_dry_run_reports_the_forecast(
 def test_attention_takes_the_square_of_the_sequences_length(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     outputs = sum(p.shape[1] for p in model_map.parameters.values() if p.role == "o")
-    rates = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, attention=(1.0, 10.0), read=0.0)
+    rates = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, attention=1.0, statistics_attention=10.0, read=0.0)
     for length in (64, 128):
         text = TextSize(sequences=3, held_out=2, length=length)
         seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
