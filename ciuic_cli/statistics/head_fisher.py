@@ -105,7 +105,10 @@ class HeadSums:
         with stable_bits(weights.device):
             for begin in range(0, weights.shape[1], ROWS_AT_ONCE):
                 rows = slice(begin, begin + ROWS_AT_ONCE)
-                self._rows.inputs[rows].addmm_(weights[:, rows].T, inputs)
+                if weights.dtype == torch.float32:
+                    self._rows.inputs[rows].addmm_(weights[:, rows].T, inputs)
+                else:  # torch adds a product only to a sum of the same dtype
+                    self._rows.inputs[rows] += weights[:, rows].T @ inputs
         self._kept = 0
 
 

@@ -21,6 +21,7 @@ import ciuic_cli
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
+from ciuic_cli.layerwise import mixed_precision
 from ciuic_cli.report.schema import LowRankPass, MemoryReport, PrunePass
 
 
@@ -87,6 +88,22 @@ def test_equal_inputs_give_equal_bytes(
     compress_tiny(source, tmp_path / "a", text)
     compress_tiny(source, tmp_path / "b", text)
     assert weights_of(tmp_path / "a") == weights_of(tmp_path / "b")
+
+
+@pytest.mark.parametrize("rounds", [True, False])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_layers_run_in_either_dtype(
+    family: str,
+    rounds: bool,
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Products of layers in bfloat16 and in float32, of which a processor has one."""
+    monkeypatch.setattr(mixed_precision, "multiplies_bfloat16", lambda: rounds)
+    report = compress_tiny(tiny_checkpoint(family), tmp_path / "out", text)
+    assert report.measured_kl is not None and report.measured_kl < 0.05
 
 
 def test_a_licence_link_that_leads_outside_is_refused_before_any_work(

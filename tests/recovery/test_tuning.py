@@ -158,7 +158,11 @@ def test_gradients_are_those_of_the_whole_model(
     assert not left, "files of a finished step"
 
 
-def test_kl_falls_on_the_text_of_the_steps(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kl_falls_on_the_text_of_the_steps(
+    dtype: torch.dtype, tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradients, "compute_dtype", lambda device: dtype)
     """With the same sequences in each step this is plain descent, which must lower KL clearly."""
     folder = tiny_checkpoint("deepseek_v3")
     rounded, same = Rounded(folder), _text(1)
