@@ -15,7 +15,7 @@ from typing import Any
 import ciuic_cli
 from ciuic_cli.errors import EnvironmentFault, UsageError
 
-ABI_VERSION = 19
+ABI_VERSION = 20
 """Version of the C interface that this package calls; the library reports its own."""
 
 _LIBRARY_NAME = "libciuic_native.dylib" if sys.platform == "darwin" else "libciuic_native.so"
@@ -101,6 +101,16 @@ class CiuicPromptAttention(ctypes.Structure):
     )
 
 
+class CiuicSequenceAttention(ctypes.Structure):
+    """CiuicSequenceAttention of `ciuic_native.h`: one call of attention that is differentiated."""
+
+    _fields_ = (
+        *((name, _pointer) for name in ("query", "keys", "values", "mask", "out", "log_sums")),
+        *((name, _pointer) for name in ("gradient", "query_gradient", "key_gradient", "value_gradient")),
+        *CiuicPromptAttention._fields_[4:],
+    )
+
+
 class CiuicIndexScores(ctypes.Structure):
     """CiuicIndexScores of `ciuic_native.h`: one call of an indexer's scores."""
 
@@ -134,6 +144,8 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_has_latent_attention": (_int, ()),
     "ciuic_latent_attention": (_int, (_pointer, _pointer, _int)),
     "ciuic_prompt_attention": (_int, (_pointer, _pointer, _int)),
+    "ciuic_has_sequence_attention": (_int, (_int,)),
+    "ciuic_sequence_attention": (_int, (_pointer, _int)),
     "ciuic_index_scores": (_int, (_pointer, _pointer, _int)),
     "ciuic_largest": (_int, (_pointer, _long, _long, _long, _pointer, _int)),
     "ciuic_has_symmetric_sums": (_int, (_int,)),

@@ -29,6 +29,7 @@ from ciuic_cli.allocation.probes import with_rounding_noise
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
+from ciuic_cli.layerwise.sequence_attention import NativeAttention
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.feedback import factor_inputs, factor_outputs
 from ciuic_cli.passes.fisher import KroneckerFisher
@@ -247,7 +248,8 @@ def time_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, flo
     query, key, value = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 
     def attend() -> torch.Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        with NativeAttention():
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
 
     def forward() -> float:
         with torch.no_grad():

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ciuic_cli.layerwise.sequence_attention import NativeAttention
 from ciuic_cli.layerwise.stable_bits import stable_bits
 from ciuic_cli.process.processor import multiplies_bfloat16
 
@@ -79,9 +80,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def mixed_precision(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """In the block, matrix products of float32 tensors are computed in `dtype`, float32 or bfloat16, and on a CPU the
-    bits do not depend on the number of threads (`stable_bits`)."""
-    with stable_bits(device):
+    """In the block, matrix products of float32 tensors are computed in `dtype`, float32 or bfloat16. On a CPU the bits
+    do not depend on the number of threads (`stable_bits`), and attention is native (`sequence_attention.py`)."""
+    with stable_bits(device), NativeAttention():
         if dtype != torch.bfloat16:
             yield
         else:

@@ -212,6 +212,32 @@ struct CiuicPromptAttention {
 // float32, and all kernels give the same bytes. A query that sees no token gets zeros.
 CIUIC_EXPORT int ciuic_prompt_attention(const CiuicPromptAttention* call, void* out, int threads);
 
+// Attention of whole sequences, forward or, if `gradient` is not null, backward. `out` and `gradient` are sequences x queries x
+// heads x value_size, `log_sums` sequences x heads x queries, float32: the logarithm of the sum of exp(scaling * query . key),
+// infinity for a query that sees no token, whose result is zeros. Backward, both are read, and the gradients at query, keys and
+// values are written: sequences x tokens x heads x size, heads or kv_heads, size or value_size. Other fields are as for
+// CiuicPromptAttention; `causal` needs as many queries as tokens of the context.
+struct CiuicSequenceAttention {
+  const void *query, *keys, *values;
+  const uint8_t* mask;
+  void* out;
+  float* log_sums;
+  const void* gradient;
+  void *query_gradient, *key_gradient, *value_gradient;
+  int64_t query_sequence, query_head, query_token, key_sequence, key_head, key_token, value_sequence, value_head, value_token;
+  int64_t mask_sequence, mask_query;
+  int64_t sequences, heads, kv_heads, queries, context;
+  int64_t size, value_size;
+  float scaling;
+  int32_t bf16, causal;
+  int32_t unused;
+};
+
+// Whether this machine has a kernel for it; torch's attention is as fast elsewhere.
+CIUIC_EXPORT int ciuic_has_sequence_attention(int bf16);
+// The same bytes for any number of threads, but not on every instruction set.
+CIUIC_EXPORT int ciuic_sequence_attention(const CiuicSequenceAttention* call, int threads);
+
 // Transforms each row of x (n_rows x cols) in place: signs, then the orthonormal block Hadamard transform of size
 // 2^log2_block, which must divide cols and be at most 1024. `inverse` applies the inverse. x is float32, or bfloat16 if
 // `bf16` is not 0: the same float32 arithmetic, rounded at the end.

@@ -55,6 +55,6 @@ const LatentKernel* latent_kernel() {
 
 }  // namespace ciuic
 
-int ciuic_abi_version() { return 19; }
+int ciuic_abi_version() { return 20; }
 
 const char* ciuic_cpu_kernels() { return ciuic::kernels().name; }

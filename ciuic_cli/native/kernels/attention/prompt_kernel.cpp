@@ -9,26 +9,20 @@
 #include "bfloat16.h"
 #include "exponential.h"
 #include "kernels_of_isa.h"
+#include "vectors.h"
 
 namespace ciuic {
 namespace CIUIC_ISA {
 namespace {
 
-// Floats of a vector; rows, and vectors of a row, whose sums are in registers: 24 of 32, or 10 of 16.
+// Rows, and vectors of a row, whose sums are in registers: 24 of 32, or 10 of 16.
 #if defined(__AVX512F__)
-constexpr int kWidth = 16, kRows = kPromptRowsAtOnce, kVectors = 4;
-#elif defined(__AVX2__)
-constexpr int kWidth = 8, kRows = 5, kVectors = 2;
+constexpr int kRows = kPromptRowsAtOnce, kVectors = 4;
 #else
-constexpr int kWidth = 4, kRows = 5, kVectors = 2;
+constexpr int kRows = 5, kVectors = 2;
 #endif
 constexpr int kParts = 16 / kWidth;    // vectors of 16 partial sums
 constexpr float kHidden = -FLT_MAX;    // the score of a token that a row does not see
-
-typedef float Vector __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
-typedef int Lanes __attribute__((vector_size(4 * kWidth), aligned(4), may_alias));
-
-#define CIUIC_INLINE inline __attribute__((always_inline))
 
 // c[r][..] = c[r][..] + the sum over i < count of a[r][i] * b[i][..], for Rows rows and V vectors. `fresh`: c is 0 before.
 template <int Rows, int V>
@@ -111,8 +105,6 @@ CIUIC_INLINE Vector rotated(Vector v, int by) {
   return __builtin_shuffle(v, *reinterpret_cast<const Lanes*>(kSequence + by));  // takes indices modulo kWidth
 }
 
-CIUIC_INLINE Vector larger(Vector a, Vector b) { return a < b ? b : a; }
-
 // The largest of 16 numbers, and their sum, added in the same order everywhere.
 CIUIC_INLINE float largest_of(Vector (&v)[kParts]) {
 #pragma GCC unroll 4
@@ -131,20 +123,6 @@ CIUIC_INLINE float sum_of(Vector (&v)[kParts]) {
 #pragma GCC unroll 4
   for (int by = kWidth / 2; by > 0; by /= 2) v[0] += rotated(v[0], by);
   return v[0][0];
-}
-
-// exp(x) for x <= 0: `exponential` of exponential.h with the same roundings, on a vector.
-CIUIC_INLINE Vector exponential_of(Vector x) {
-  constexpr float kRound = 12582912.0f;
-  const Vector bounded = larger(x, Vector{} - 87.0f), shifted = bounded * 1.44269504f + kRound, n = shifted - kRound;
-  const Vector r = (bounded - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vector p = 1.9875691500e-4f * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  const Lanes power = (reinterpret_cast<Lanes>(shifted) + 127) << 23;  // 2^n: the low bits of `shifted` are n
-  return (p * r * r + r + 1.0f) * reinterpret_cast<Vector>(power);
 }
 
 // Some rows of scores; of row r the first seen[r] tokens count, and of them those that its mask does not hide.
