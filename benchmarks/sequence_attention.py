@@ -51,7 +51,7 @@ def errors(given: list[torch.Tensor], gradient: torch.Tensor, is_native: bool) -
         [expected, *torch.autograd.grad(expected, wide, gradient.double())],
         strict=True,
     )
-    return " ".join(f"{float((a.double() - b).norm() / b.norm()):.1e}" for a, b in pairs)
+    return " ".join(f"{float((a.detach().double() - b).norm() / b.norm()):.1e}" for a, b in pairs)
 
 
 def main() -> None:

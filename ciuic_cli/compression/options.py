@@ -44,14 +44,14 @@ class Effort:
 
 EFFORTS = {
     "fast": Effort(1 << 12, 20, 8, 0, passages=4, least_held_out=2, tall_outputs=False),
-    "default": Effort(3 << 13, 64, 16, 0),
+    "default": Effort(1 << 14, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }
-"""By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^15 cost
-2 %, and 3 * 2^13 no more on SmolLM2 (docs/experiments/codes/windows.md). Sequences:
-docs/experiments/statistics/passages.md. Tokens of probes: docs/experiments/allocation/probe-tokens.md; the 8 probed
-layers of "fast" were chosen, not tuned. Tall matrices: docs/experiments/statistics/tall-matrices.md. 90 recovery steps
-pass the package's own calibration text once (docs/experiments/recovery/factors-and-norms.md)."""
+"""By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^14 instead
+of 3 * 2^13 cost 2 % (docs/experiments/codes/windows.md). Sequences: docs/experiments/statistics/passages.md. Tokens of
+probes: docs/experiments/allocation/probe-tokens.md; the 8 probed layers of "fast" were chosen, not tuned. Tall
+matrices: docs/experiments/statistics/tall-matrices.md. 90 recovery steps pass the package's own calibration text once
+(docs/experiments/recovery/factors-and-norms.md)."""
 DEFAULT_EFFORT = "default"
 """The effort level that is taken if none is given."""
 MTP = ("keep", "drop")

@@ -69,9 +69,9 @@ PAIR_WEIGHT = 0.25
 Measured: docs/experiments/statistics/token-pairs.md."""
 SMALLEST_ROOT = 1e-24
 """Tokens with a smaller |x| |g| are not counted, so that no weight or product of weights overflows. Chosen."""
-PAIR_TOKENS = 128
+PAIR_TOKENS = 32
 """Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
-square of the length (measured: docs/experiments/scale/account.md)."""
+length of a part (measured: docs/experiments/statistics/token-pairs.md)."""
 
 
 def records_full_outputs(rows: int, cols: int, *, tall: bool) -> bool:

@@ -17,6 +17,7 @@ namespace CIUIC_ISA {
 namespace {
 
 constexpr int kBlock = 64;  // keys, and queries, of a block. Chosen: a block of scores and its factors fit the first-level cache
+constexpr int kRowsAhead = 16;  // that are fetched before they are packed. Chosen
 constexpr int kVectorsOfBlock = kBlock / kWidth;
 // Rows, and vectors of a row, whose sums are in registers: 24 of 32, or 10 of 16.
 #if defined(__AVX512F__)
@@ -52,14 +53,7 @@ CIUIC_INLINE Number number(float value) { return value; }
 
 CIUIC_INLINE float exact(uint16_t bits) { return from_bfloat16(bits); }
 CIUIC_INLINE float exact(float value) { return value; }
-CIUIC_INLINE void store(float value, float* to) { *to = value; }
-CIUIC_INLINE void store(float value, uint16_t* to) { *to = to_bfloat16(value); }
-
 inline long padded(long count, long to) { return (count + to - 1) / to * to; }
-inline long blocks_of(long tokens) { return (tokens + kBlock - 1) / kBlock; }
-
-// Where number i of a sum and column c of a right factor with so many columns lie.
-CIUIC_INLINE long in_right(long i, long c, long columns) { return (i / kPair * columns + c) * kPair + i % kPair; }
 
 // c[r][..] = c[r][..] + the sum over i < count of a[r][i] * b[i][..], for Rows rows and V vectors. `fresh`: c is 0 before.
 template <int Rows, int V>
@@ -121,12 +115,106 @@ void multiply(const Left& a, const Right& b, long count, float* c, bool fresh) {
   }
 }
 
-// Copies `count` rows of `width` numbers, `stride` apart, to where `at(row, column)` says; rows and columns are filled with zeros.
-template <typename Value, typename At>
-CIUIC_INLINE void pack(const void* from, long stride, long count, long width, long rows, long columns, Number* to, const At& at) {
-  const Value* x = static_cast<const Value*>(from);
-  for (long i = 0; i < rows; ++i)
-    for (long j = 0; j < columns; ++j) to[at(i, j)] = i < count && j < width ? number(x[i * stride + j]) : Number(0);
+// kPair neighbouring numbers of a token, or one number of kPair tokens.
+struct Pair {
+  Number numbers[kPair];
+};
+CIUIC_INLINE void store_pair(const Pair& pair, Number* to) { std::memcpy(to, &pair, sizeof pair); }
+
+// `count` rows (tokens) of `width` numbers, `stride` apart.
+template <typename Value>
+struct TokenRows {
+  const Value* from;
+  long stride, count, width;
+
+  TokenRows(const void* array, long stride, long count, long width)
+      : from(static_cast<const Value*>(array)), stride(stride), count(count), width(width) {}
+
+  // Fetches a row that is read soon: rows are short and far apart, which the processor does not foresee.
+  CIUIC_INLINE void fetch(long i) const {
+    if (i >= count) return;
+    for (long j = 0; j < width; j += 64 / sizeof(Value)) __builtin_prefetch(from + i * stride + j);
+  }
+
+  CIUIC_INLINE Pair along_row(long i, long j) const {
+    Pair pair = {};
+    if (j + kPair > width)
+      pair.numbers[0] = number(from[i * stride + j]);
+    else if (sizeof(Value) == sizeof(Number))
+      std::memcpy(&pair, from + i * stride + j, sizeof pair);
+    else
+      for (int p = 0; p < kPair; ++p) pair.numbers[p] = number(from[i * stride + j + p]);
+    return pair;
+  }
+  CIUIC_INLINE Pair along_column(long i, long j) const {
+    Pair pair = {};
+    pair.numbers[0] = number(from[i * stride + j]);
+    if (kPair > 1 && i + 1 < count) pair.numbers[kPair - 1] = number(from[(i + 1) * stride + j]);
+    return pair;
+  }
+};
+
+CIUIC_INLINE void clear(Number* to, long count) { std::memset(to, 0, sizeof(Number) * count); }
+
+// Left factors: a row of `columns` numbers for each of `rows` tokens, or `columns` rows, `rows` apart, with a number of each token.
+template <typename Value>
+void pack_left(TokenRows<Value> x, long rows, long columns, Number* to) {
+  clear(to, rows * columns);
+  for (long i = 0; i < x.count; ++i) {
+    x.fetch(i + kRowsAhead);
+    for (long j = 0; j < x.width; ++j) to[i * columns + j] = number(x.from[i * x.stride + j]);
+  }
+}
+template <typename Value>
+void pack_left_transposed(TokenRows<Value> x, long rows, long columns, Number* to) {
+  clear(to, rows * columns);
+  for (long i = 0; i < x.count; i += kPair) {
+    for (int p = 0; p < kPair; ++p) x.fetch(i + p + kRowsAhead);
+    for (long j = 0; j < x.width; ++j) store_pair(x.along_column(i, j), to + j * rows + i);
+  }
+}
+
+// Right factors of rows x columns numbers: sums run over tokens; or over a token's numbers, with kBlock tokens side by side.
+template <typename Value>
+void pack_right(TokenRows<Value> x, long rows, long columns, Number* to) {
+  clear(to, rows * columns);
+  for (long i = 0; i < x.count; i += kPair) {
+    for (int p = 0; p < kPair; ++p) x.fetch(i + p + kRowsAhead);
+    for (long j = 0; j < x.width; ++j) store_pair(x.along_column(i, j), to + i * columns + j * kPair);
+  }
+}
+template <typename Value>
+void pack_right_blocks(TokenRows<Value> x, long rows, long columns, Number* to) {
+  clear(to, rows * columns);
+  for (long i = 0; i < x.count; ++i) {
+    Number* const at = to + i / kBlock * kBlock * columns + i % kBlock * kPair;
+    x.fetch(i + kRowsAhead);
+    for (long j = 0; j < x.width; j += kPair) store_pair(x.along_row(i, j), at + j * kBlock);
+  }
+}
+
+// Sum of products of two rows; 16 partial sums make vectors of it.
+template <typename Value>
+float dot(const Value* a, const Value* b, long count) {
+  float sums[16] = {};
+  long j = 0;
+  for (; j + 16 <= count; j += 16)
+    for (int i = 0; i < 16; ++i) sums[i] += exact(a[j + i]) * exact(b[j + i]);
+  for (int i = 0; j + i < count; ++i) sums[i] += exact(a[j + i]) * exact(b[j + i]);
+  for (int half = 8; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+// Stores a row of float32 numbers.
+inline void store_row(const float* row, long count, float* to) { std::memcpy(to, row, sizeof(float) * count); }
+inline void store_row(const float* row, long count, uint16_t* to) {
+  long j = 0;
+#ifdef __AVX512BF16__
+  for (; j + 16 <= count; j += 16)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(row + j)));
+#endif
+  for (; j < count; ++j) to[j] = to_bfloat16(row[j]);
 }
 
 // Stores vectors of neighbouring rows k .. k + kPair - 1 and 16 columns as a right factor whose sums run over rows.

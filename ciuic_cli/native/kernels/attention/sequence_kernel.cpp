@@ -31,10 +31,20 @@ class Memory {
 // The sizes of a head, filled to whole blocks and vectors.
 struct Sizes {
   long size, value_size, queries, context;
+  long column_stride;  // of a number of all tokens. Not a power of two: a cache has few places for lines that far apart
   explicit Sizes(const KeyHead& head)
       : size(padded(head.size, 16)), value_size(padded(head.value_size, 16)), queries(padded(head.queries, kBlock)),
-        context(padded(head.context, kBlock)) {}
+        context(padded(head.context, kBlock)), column_stride(context + kBlock / 2) {}
 };
+
+template <typename Value>
+TokenRows<Value> keys_of(const KeyHead& head) {
+  return {head.keys, head.key_stride, head.context, head.size};
+}
+template <typename Value>
+TokenRows<Value> values_of(const KeyHead& head) {
+  return {head.values, head.value_stride, head.context, head.value_size};
+}
 
 // Sets what queries do not see of a block of scores to minus infinity.
 void hide(const KeyHead& head, long first_key, long first_query, float* scores) {
@@ -64,12 +74,13 @@ CIUIC_INLINE Vector scores_to_weights(Vector score, Vector subtracted) {
 
 struct ForwardMemory {
   Number *keys, *values, *query, *weights;
-  float *scores, *out, *maximum, *total;
+  float *scores, *out, *row, *maximum, *total;
 
   ForwardMemory(const Sizes& sizes, Memory& memory)
-      : keys(memory.take<Number>(sizes.context * sizes.size)), values(memory.take<Number>(sizes.context * sizes.value_size)),
+      : keys(memory.take<Number>(sizes.context * sizes.size)), values(memory.take<Number>(sizes.column_stride * sizes.value_size)),
         query(memory.take<Number>(kBlock * sizes.size)), weights(memory.take<Number>(kBlock * kBlock)),
         scores(memory.take<float>(kBlock * kBlock)), out(memory.take<float>(kBlock * sizes.value_size)),
+        row(memory.take<float>(sizes.value_size)),
         maximum(memory.take<float>(kBlock)), total(memory.take<float>(kBlock)) {}
 };
 
@@ -106,8 +117,8 @@ template <typename Value>
 void attend(const KeyHead& head, const QueryHead& queries, const Sizes& sizes, const ForwardMemory& memory) {
   for (long first = 0; first < head.queries; first += kBlock) {
     const long count = head.queries - first < kBlock ? head.queries - first : kBlock;
-    pack<Value>(static_cast<const Value*>(queries.query) + first * queries.query_stride, queries.query_stride, count, head.size,
-                kBlock, sizes.size, memory.query, [](long i, long j) { return in_right(j, i, kBlock); });
+    const Value* const query = static_cast<const Value*>(queries.query) + first * queries.query_stride;
+    pack_right_blocks(TokenRows<Value>(query, queries.query_stride, count, head.size), kBlock, sizes.size, memory.query);
     std::memset(memory.out, 0, sizeof(float) * kBlock * sizes.value_size);
     for (int q = 0; q < kBlock; ++q) {
       memory.maximum[q] = -INFINITY;
@@ -117,23 +128,21 @@ void attend(const KeyHead& head, const QueryHead& queries, const Sizes& sizes, c
       multiply({memory.keys + key * sizes.size, sizes.size, kBlock}, {memory.query, kBlock}, sizes.size, memory.scores, true);
       hide(head, key, first, memory.scores);
       add_weights(head, sizes, memory);
-      multiply({memory.values + key, sizes.context, sizes.value_size}, {memory.weights, kBlock}, kBlock, memory.out, false);
+      multiply({memory.values + key, sizes.column_stride, sizes.value_size}, {memory.weights, kBlock}, kBlock, memory.out, false);
     }
     for (long q = 0; q < count; ++q) {
       const float total = memory.total[q], factor = total == 0.0f ? 0.0f : 1.0f / total;
       queries.log_sums[first + q] = total == 0.0f ? INFINITY : memory.maximum[q] + std::log(total);
-      Value* const row = static_cast<Value*>(queries.out) + (first + q) * queries.out_stride;
-      for (int j = 0; j < head.value_size; ++j) store(memory.out[j * kBlock + q] * factor, row + j);
+      for (int j = 0; j < head.value_size; ++j) memory.row[j] = memory.out[j * kBlock + q] * factor;
+      store_row(memory.row, head.value_size, static_cast<Value*>(queries.out) + (first + q) * queries.out_stride);
     }
   }
 }
 
 template <typename Value>
 void forward_of(const KeyHead& head, const QueryHead* queries, long count, const Sizes& sizes, const ForwardMemory& memory) {
-  pack<Value>(head.keys, head.key_stride, head.context, head.size, sizes.context, sizes.size, memory.keys,
-              [&](long i, long j) { return i * sizes.size + j; });
-  pack<Value>(head.values, head.value_stride, head.context, head.value_size, sizes.context, sizes.value_size, memory.values,
-              [&](long i, long j) { return j * sizes.context + i; });
+  pack_left(keys_of<Value>(head), sizes.context, sizes.size, memory.keys);
+  pack_left_transposed(values_of<Value>(head), sizes.column_stride, sizes.value_size, memory.values);
   for (long i = 0; i < count; ++i) attend<Value>(head, queries[i], sizes, memory);
 }
 
@@ -150,17 +159,18 @@ struct BackwardMemory {
   Number *keys, *keys_by_column, *values;                          // left factors, by token, by number, by token
   Number *query, *gradient, *query_by_token, *gradient_by_token;  // right factors, two by block and two by token
   Number *weights, *scores_left, *scores_right;                   // of a block; gradients of scores as both factors
-  float *scores, *weight_gradients, *log_sums, *products;
+  float *scores, *weight_gradients, *row, *log_sums, *products;
   float *query_gradients, *key_gradients, *value_gradients;
 
   BackwardMemory(const Sizes& sizes, Memory& memory)
-      : keys(memory.take<Number>(sizes.context * sizes.size)), keys_by_column(memory.take<Number>(sizes.context * sizes.size)),
+      : keys(memory.take<Number>(sizes.context * sizes.size)), keys_by_column(memory.take<Number>(sizes.column_stride * sizes.size)),
         values(memory.take<Number>(sizes.context * sizes.value_size)), query(memory.take<Number>(sizes.queries * sizes.size)),
         gradient(memory.take<Number>(sizes.queries * sizes.value_size)),
         query_by_token(memory.take<Number>(sizes.queries * sizes.size)),
         gradient_by_token(memory.take<Number>(sizes.queries * sizes.value_size)), weights(memory.take<Number>(kBlock * kBlock)),
         scores_left(memory.take<Number>(kBlock * kBlock)), scores_right(memory.take<Number>(kBlock * kBlock)),
         scores(memory.take<float>(kBlock * kBlock)), weight_gradients(memory.take<float>(kBlock * kBlock)),
+        row(memory.take<float>(sizes.size)),
         log_sums(memory.take<float>(sizes.queries)), products(memory.take<float>(sizes.queries)),
         query_gradients(memory.take<float>(sizes.queries * sizes.size)),
         key_gradients(memory.take<float>(sizes.context * sizes.size)),
@@ -189,26 +199,16 @@ void differentiate(const KeyHead& head, long first, const BackwardMemory& memory
 
 template <typename Value>
 void prepare_query(const KeyHead& head, const QueryHead& queries, const Sizes& sizes, const BackwardMemory& memory) {
-  const auto by_block = [](long columns) {
-    return [columns](long i, long j) { return i / kBlock * kBlock * columns + in_right(j, i % kBlock, kBlock); };
-  };
-  const auto by_token = [](long columns) { return [columns](long i, long j) { return in_right(i, j, columns); }; };
-  pack<Value>(queries.query, queries.query_stride, head.queries, head.size, sizes.queries, sizes.size, memory.query,
-              by_block(sizes.size));
-  pack<Value>(queries.query, queries.query_stride, head.queries, head.size, sizes.queries, sizes.size, memory.query_by_token,
-              by_token(sizes.size));
-  pack<Value>(queries.gradient, queries.out_stride, head.queries, head.value_size, sizes.queries, sizes.value_size,
-              memory.gradient, by_block(sizes.value_size));
-  pack<Value>(queries.gradient, queries.out_stride, head.queries, head.value_size, sizes.queries, sizes.value_size,
-              memory.gradient_by_token, by_token(sizes.value_size));
+  const TokenRows<Value> query(queries.query, queries.query_stride, head.queries, head.size);
+  const TokenRows<Value> gradient(queries.gradient, queries.out_stride, head.queries, head.value_size);
+  pack_right_blocks(query, sizes.queries, sizes.size, memory.query);
+  pack_right(query, sizes.queries, sizes.size, memory.query_by_token);
+  pack_right_blocks(gradient, sizes.queries, sizes.value_size, memory.gradient);
+  pack_right(gradient, sizes.queries, sizes.value_size, memory.gradient_by_token);
   for (long q = 0; q < sizes.queries; ++q) {
-    float sum = 0.0f;
-    if (q < head.queries) {
-      const Value* const out = static_cast<const Value*>(queries.out) + q * queries.out_stride;
-      const Value* const gradient = static_cast<const Value*>(queries.gradient) + q * queries.out_stride;
-      for (int j = 0; j < head.value_size; ++j) sum += exact(out[j]) * exact(gradient[j]);
-    }
-    memory.products[q] = sum;
+    memory.products[q] = q < head.queries ? dot(static_cast<const Value*>(queries.out) + q * queries.out_stride,
+                                                gradient.from + q * gradient.stride, head.value_size)
+                                          : 0.0f;
     memory.log_sums[q] = q < head.queries ? queries.log_sums[q] : INFINITY;
   }
   std::memset(memory.query_gradients, 0, sizeof(float) * sizes.queries * sizes.size);
@@ -227,7 +227,7 @@ void add_gradients(const KeyHead& head, const Sizes& sizes, const BackwardMemory
                memory.value_gradients + key * sizes.value_size, false);
       multiply({memory.scores_left, kBlock, kBlock}, {memory.query_by_token + first * sizes.size, sizes.size}, kBlock,
                memory.key_gradients + key * sizes.size, false);
-      multiply({memory.keys_by_column + key, sizes.context, sizes.size}, {memory.scores_right, kBlock}, kBlock,
+      multiply({memory.keys_by_column + key, sizes.column_stride, sizes.size}, {memory.scores_right, kBlock}, kBlock,
                memory.query_gradients + first * sizes.size, false);
     }
   }
@@ -235,29 +235,26 @@ void add_gradients(const KeyHead& head, const Sizes& sizes, const BackwardMemory
 
 template <typename Value>
 void store_rows(const float* from, long columns, long count, long width, void* to, long stride) {
-  for (long i = 0; i < count; ++i)
-    for (long j = 0; j < width; ++j) store(from[i * columns + j], static_cast<Value*>(to) + i * stride + j);
+  for (long i = 0; i < count; ++i) store_row(from + i * columns, width, static_cast<Value*>(to) + i * stride);
 }
 
 template <typename Value>
 void backward_of(const KeyHead& head, const QueryHead* queries, long count, const KeyGradients& gradients, const Sizes& sizes,
                  const BackwardMemory& memory) {
-  pack<Value>(head.keys, head.key_stride, head.context, head.size, sizes.context, sizes.size, memory.keys,
-              [&](long i, long j) { return i * sizes.size + j; });
-  pack<Value>(head.keys, head.key_stride, head.context, head.size, sizes.context, sizes.size, memory.keys_by_column,
-              [&](long i, long j) { return j * sizes.context + i; });
-  pack<Value>(head.values, head.value_stride, head.context, head.value_size, sizes.context, sizes.value_size, memory.values,
-              [&](long i, long j) { return i * sizes.value_size + j; });
+  pack_left(keys_of<Value>(head), sizes.context, sizes.size, memory.keys);
+  pack_left_transposed(keys_of<Value>(head), sizes.column_stride, sizes.size, memory.keys_by_column);
+  pack_left(values_of<Value>(head), sizes.context, sizes.value_size, memory.values);
   std::memset(memory.key_gradients, 0, sizeof(float) * sizes.context * sizes.size);
   std::memset(memory.value_gradients, 0, sizeof(float) * sizes.context * sizes.value_size);
   for (long i = 0; i < count; ++i) {
     prepare_query<Value>(head, queries[i], sizes, memory);
     add_gradients(head, sizes, memory);
     Value* const to = static_cast<Value*>(queries[i].query_gradient);
-    for (long q = 0; q < head.queries; ++q)
-      for (int j = 0; j < head.size; ++j)
-        store(memory.query_gradients[q / kBlock * kBlock * sizes.size + j * kBlock + q % kBlock],
-              to + q * queries[i].query_gradient_stride + j);
+    for (long q = 0; q < head.queries; ++q) {
+      const float* const column = memory.query_gradients + q / kBlock * kBlock * sizes.size + q % kBlock;
+      for (int j = 0; j < head.size; ++j) memory.row[j] = column[j * kBlock];
+      store_row(memory.row, head.size, to + q * queries[i].query_gradient_stride);
+    }
   }
   store_rows<Value>(memory.key_gradients, sizes.size, head.context, head.size, gradients.keys, gradients.key_stride);
   store_rows<Value>(memory.value_gradients, sizes.value_size, head.context, head.value_size, gradients.values,
