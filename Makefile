@@ -22,7 +22,8 @@ LAYERS ?= 20 80
 SANITIZED = build/sanitized
 # What `sanitize` runs. Each is a process of its own, so that one that ends early does not hide the others.
 SANITIZED_TESTS = tests/codecs tests/fuzz tests/runtime/decoding tests/runtime/attention \
-	tests/statistics/test_predictions.py tests/statistics/test_symmetric_sums.py tests/faults/test_native_shapes.py
+	tests/statistics/test_predictions.py tests/statistics/test_symmetric_sums.py \
+	tests/layerwise/test_sequence_attention.py tests/faults/test_native_shapes.py
 FUZZED = build/fuzzed
 # Python is built without the sanitizers, so they are preloaded, and leaks are not reported.
 SANITIZERS = LD_PRELOAD="$$(gcc -print-file-name=libasan.so) $$(gcc -print-file-name=libubsan.so)" \
@@ -42,7 +43,7 @@ CACHE_FOLDER = build/cache-packages
 
 .PHONY: demo demo-train test test-fast check low-bit-check cache-check vllm-check wheel wheels sdist faults kills kills-train kills-merge shapes corruptions fuzz sanitize format cuda-check gpu gpu-check gpu-kernels gpu-compress gpu-generate gpu-train quality scale clean
 
-$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.*)
+$(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard ciuic_cli/native/*.* ciuic_cli/native/*/*.* ciuic_cli/native/*/*/*.*)
 	@echo "Installing packages and building the native library: about four minutes on two cores"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

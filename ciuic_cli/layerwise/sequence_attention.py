@@ -68,6 +68,8 @@ def sequence_attention(
     if dropout_p or not shared or not _fits(query, key, value, attn_mask, is_causal):
         return None
     scaling = query.shape[-1] ** -0.5 if scale is None else scale
+    if scaling <= 0:
+        return None
     out: torch.Tensor = _Attention.apply(query, key, value, attn_mask, scaling, is_causal)
     return out
 

@@ -144,6 +144,7 @@ def test_what_torch_computes() -> None:
     key, value = (each.repeat_interleave(2, dim=1) for each in (key, value))
     assert sequence_attention(query, key, value) is not None
     assert sequence_attention(query, key, value, dropout_p=0.1) is None
+    assert sequence_attention(query, key, value, scale=0.0) is None
     assert sequence_attention(query, key, value, torch.zeros(1, 1, 8, 8)) is None
     assert sequence_attention(query, key, value, torch.ones(1, 4, 8, 8, dtype=torch.bool)) is None
     assert sequence_attention(query[:, :, :4], key, value, is_causal=True) is None

@@ -1,4 +1,4 @@
-"""Long sequences: tokens are paired within stretches of 128, and whole batches give the sums of their sequences."""
+"""Long sequences: tokens are paired within stretches of 32, and whole batches give the sums of their sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ciuic_cli.layerwise.linear_hooks import Product, WatchedLinear
 from ciuic_cli.statistics.moments import MomentRecorder, Moments
 
 ROWS, COLS = 6, 9
-STRETCH = 128
+STRETCH = 32
 KEY = ("model.layers.0.mlp.up_proj.weight", None)
 
 
@@ -35,7 +35,7 @@ def assert_equal(first: Moments, second: Moments) -> None:
         assert getattr(first, name) == pytest.approx(getattr(second, name), rel=1e-4), name
 
 
-@pytest.mark.parametrize("length", [STRETCH - 24, STRETCH, STRETCH + 100, 2 * STRETCH + 7])
+@pytest.mark.parametrize("length", [STRETCH - 12, STRETCH, STRETCH + 100, 2 * STRETCH + 7])
 def test_tokens_of_one_stretch_are_paired_and_no_others(length: int) -> None:
     x, gradient = tokens(2, length)
     found = recorded(x, gradient)

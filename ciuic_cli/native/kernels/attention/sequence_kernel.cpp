@@ -15,17 +15,17 @@ namespace {
 // Scratch memory, taken in parts.
 class Memory {
  public:
-  explicit Memory(float* from) : at_(reinterpret_cast<uint8_t*>(from)) {}
+  explicit Memory(float* from) : at_(reinterpret_cast<uintptr_t>(from)) {}
   template <typename Value>
   Value* take(long count) {
     Value* const taken = reinterpret_cast<Value*>(at_);
     at_ += padded(sizeof(Value) * count, 64);
     return taken;
   }
-  size_t bytes() const { return reinterpret_cast<size_t>(at_); }
+  size_t bytes() const { return at_; }  // of what was taken from null
 
  private:
-  uint8_t* at_;
+  uintptr_t at_;
 };
 
 // The sizes of a head, filled to whole blocks and vectors.
@@ -80,8 +80,7 @@ struct ForwardMemory {
       : keys(memory.take<Number>(sizes.context * sizes.size)), values(memory.take<Number>(sizes.column_stride * sizes.value_size)),
         query(memory.take<Number>(kBlock * sizes.size)), weights(memory.take<Number>(kBlock * kBlock)),
         scores(memory.take<float>(kBlock * kBlock)), out(memory.take<float>(kBlock * sizes.value_size)),
-        row(memory.take<float>(sizes.value_size)),
-        maximum(memory.take<float>(kBlock)), total(memory.take<float>(kBlock)) {}
+        row(memory.take<float>(sizes.value_size)), maximum(memory.take<float>(kBlock)), total(memory.take<float>(kBlock)) {}
 };
 
 // Scores to weights of the softmax so far; the sums before are rescaled.
