@@ -233,7 +233,7 @@ struct CiuicSequenceAttention {
   int32_t unused;
 };
 
-// Whether this machine has a kernel for it; torch's attention is as fast elsewhere.
+// 1 if this machine has a kernel for it, otherwise 0: with AMX, and without AVX2 and FMA.
 CIUIC_EXPORT int ciuic_has_sequence_attention(int bf16);
 // The same bytes for any number of threads, but not on every instruction set.
 CIUIC_EXPORT int ciuic_sequence_attention(const CiuicSequenceAttention* call, int threads);

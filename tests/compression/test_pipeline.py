@@ -100,7 +100,7 @@ def test_layers_run_in_either_dtype(
     text: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Products of layers in bfloat16 and in float32, of which a processor has one."""
+    """Processors multiply layers either in bfloat16 or in float32; both must work on any machine."""
     monkeypatch.setattr(mixed_precision, "multiplies_bfloat16", lambda: rounds)
     report = compress_tiny(tiny_checkpoint(family), tmp_path / "out", text)
     assert report.measured_kl is not None and report.measured_kl < 0.05
