@@ -49,8 +49,9 @@ def sequence_attention(
     """As `torch.nn.functional.scaled_dot_product_attention`, differentiable; None for a call that torch should compute.
 
     Those are calls on other devices, with dropout, with masks that are not bool or differ by head, and calls on
-    processors for which there is no kernel: with AMX, or without AVX2 and FMA. Under autocast, the arguments are rounded as torch rounds them. A query that sees no token
-    gets zeros. The bits do not depend on the number of threads.
+    processors for which there is no kernel: with AMX, or without AVX2 and FMA. Under autocast, the arguments are
+    rounded as torch rounds them. A query that sees no token gets zeros. The bits do not depend on the number of
+    threads.
 
     Args:
         query: (b, heads, s, n); key: (b, kv heads, context, n); value: (b, kv heads, context, v).
