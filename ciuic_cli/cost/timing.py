@@ -48,9 +48,9 @@ TIMED_CODED = {"cpu": (64, TIMED_SIZE), "gpu": (256, 256)}
 """Most rows and columns of the matrices whose coding is timed, by kind of device: coding takes far longer than the
 rest. On a GPU a front costs its launches whatever its size: with 1024 x 1024, timing the sample took over a minute on
 an H200. Not tuned."""
-TIMED_WINDOWS = (12, 15)
+TIMED_WINDOWS = (12, 14)
 """Trellis state bits with which coding is timed: the shortest, and most of those that `--effort default` chooses."""
-TIMING_REPEATS = {"cpu": 3, "gpu": 1}
+TIMING_REPEATS = {"cpu": 2, "gpu": 1}
 """Repetitions of each timing, by kind of device. The shortest counts: other work on the machine delayed the others. On
 a GPU a repetition has up to sixteen matrices. Chosen, not tuned."""
 _TIMED_TOKENS = 512

@@ -145,10 +145,9 @@ def _weighs(rounded: bool, length: int) -> bool:
 
 def row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left rightᵀ (..., m, n) in the dtype of left (..., m, k) and right (..., n, k), best contiguous."""
-    if left.dtype != torch.float32:
-        # oneDNN splits a long sum among the threads if it multiplies with AMX.
-        with one_thread() if left.dim() == 2 else nullcontext():
-            return left @ right.mT
-    if left.dim() == 2:
+    if left.dim() == 2 and left.dtype == torch.float32:
         return outer_product(left, right)
-    return torch.stack([row_products(*each) for each in zip(left, right, strict=True)])
+    # The bits of MKL's float32 batches depend on the number of threads, and so do those of oneDNN if it multiplies with AMX:
+    # it splits a long sum among the threads.
+    with one_thread() if left.dim() == 2 or left.dtype == torch.float32 else nullcontext():
+        return left @ right.mT

@@ -2,6 +2,7 @@
 //
 // This file is compiled once per instruction set, with fused multiply-add: the sums of statistics differ in their last bits
 // between processors, as those of torch do.
+#include <algorithm>
 #include <cstdint>
 
 #include "bfloat16.h"
@@ -13,14 +14,19 @@
 namespace ciuic {
 namespace CIUIC_ISA {
 
-// Rows and vectors of sums that stay in registers.
+// kRows x kVectors sums stay in registers. A strip is packed in panels, one after another: each has so many columns of all
+// steps. With AVX2, blocks of sums are narrower than a strip, and panels as wide as a block: then a panel of the right factor
+// stays in the first-level cache, and no other columns are read with it.
 #if defined(__AVX512F__)
 constexpr int kStrip = 48, kLanes = 16, kRows = 8, kVectors = 3;  // sums fill 24 of 32 registers
+constexpr int kLeftPanel = kStrip, kRightPanel = kStrip;
 #else
-constexpr int kStrip = 48, kLanes = 8, kRows = 6, kVectors = 2;
+constexpr int kStrip = 48, kLanes = 8, kRows = 6, kVectors = 2;  // 12 of 16
+constexpr int kLeftPanel = kRows, kRightPanel = kLanes * kVectors;
 #endif
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 static_assert(kStrip % kRows == 0 && kStrip % (kLanes * kVectors) == 0, "blocks must fill a strip");
+static_assert(kStrip % kLeftPanel == 0 && kStrip % kRightPanel == 0, "panels must fill a strip");
 
 static inline __attribute__((always_inline)) Floats load(const float* from) {
   Floats value;
@@ -40,8 +46,9 @@ static inline __attribute__((always_inline)) Floats add_product(Floats sum, cons
   return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)right);
 }
 
-template <typename Number>
+template <int kPanel, typename Number>
 static void pack_numbers(const Number* from, long stride, long tokens, long columns, float* to) {
+  static_assert(kPanel == kStrip, "a strip is one panel");
   for (long t = 0; t < tokens; t += 2)
     for (int j = 0; j < kStrip; j += kLanes, to += kLanes)
       _mm512_storeu_si512(to, token_pairs(from + t * stride + j, stride, tokens - t, columns - j));
@@ -56,11 +63,20 @@ static inline __attribute__((always_inline)) Floats add_product(const Floats& su
 static inline float number_of(float value) { return value; }
 static inline float number_of(uint16_t bits) { return from_bfloat16(bits); }
 
-template <typename Number>
+template <int kPanel, typename Number>
 static void pack_numbers(const Number* from, long stride, long tokens, long columns, float* to) {
-  for (long t = 0; t < tokens; ++t, from += stride, to += kStrip) {
-    for (long j = 0; j < columns; ++j) to[j] = number_of(from[j]);
-    for (long j = columns; j < kStrip; ++j) to[j] = 0.0f;
+  for (long begin = 0; begin < kStrip; begin += kPanel, to += kStripSize<kPanel>) {
+    const long valid = std::clamp<long>(columns - begin, 0, kPanel);
+    for (long t = 0; t < tokens; ++t) {
+      const Number* row = from + t * stride + begin;
+      float* packed = to + t * kPanel;
+      if (valid == kPanel) {
+#pragma GCC unroll 16
+        for (int j = 0; j < kPanel; ++j) packed[j] = number_of(row[j]);
+      } else {
+        for (int j = 0; j < kPanel; ++j) packed[j] = j < valid ? number_of(row[j]) : 0.0f;
+      }
+    }
   }
 }
 
@@ -73,7 +89,7 @@ static inline __attribute__((always_inline)) void multiply_block(const float* le
   for (int a = 0; a < kRows; ++a)
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sum[a][v] = Floats{};
-  for (long step = 0; step < steps; ++step, left += kStrip, right += kStrip) {
+  for (long step = 0; step < steps; ++step, left += kLeftPanel, right += kRightPanel) {
     Floats factor[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) factor[v] = load(right + kLanes * v);
@@ -91,19 +107,28 @@ static inline __attribute__((always_inline)) void multiply_block(const float* le
     }
 }
 
+// Where a column of a strip begins that is packed in panels.
+template <int kPanel>
+static constexpr long panel_at(int column) {
+  return column / kPanel * kStripSize<kPanel> + column % kPanel;
+}
+
 static void multiply(const float* left, const float* right, long strips, long steps, bool, float* sums, long stride) {
-  for (long strip = 0; strip < strips; ++strip, left += kStripSize<kStrip>, sums += kStrip * stride)
-    for (int a = 0; a < kStrip; a += kRows)
-      for (int b = 0; b < kStrip; b += kLanes * kVectors)
-        multiply_block(left + a, right + b, steps, sums + a * stride + b, stride);
+  for (int b = 0; b < kStrip; b += kLanes * kVectors)
+    for (long strip = 0; strip < strips; ++strip)
+      for (int a = 0; a < kStrip; a += kRows)
+        multiply_block(left + strip * kStripSize<kStrip> + panel_at<kLeftPanel>(a), right + panel_at<kRightPanel>(b), steps,
+                       sums + (strip * kStrip + a) * stride + b, stride);
 }
 
 #if defined(__AVX512BF16__)
 extern const SymmetricKernel rounded;
-const SymmetricKernel rounded = {kStrip, 2, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, {}, multiply};
+const SymmetricKernel rounded = {
+    kStrip, 2, {pack_numbers<kLeftPanel>, pack_numbers<kLeftPanel>}, {pack_numbers<kRightPanel>, pack_numbers<kRightPanel>}, {}, multiply};
 #else
 extern const SymmetricKernel exact;
-const SymmetricKernel exact = {kStrip, 1, {pack_numbers, pack_numbers}, {pack_numbers, pack_numbers}, {}, multiply};
+const SymmetricKernel exact = {
+    kStrip, 1, {pack_numbers<kLeftPanel>, pack_numbers<kLeftPanel>}, {pack_numbers<kRightPanel>, pack_numbers<kRightPanel>}, {}, multiply};
 #endif
 
 }  // namespace CIUIC_ISA
