@@ -126,6 +126,15 @@ class Journal:
             with suppress(OSError):  # folders that are not empty stay
                 parent.rmdir()
 
+    def stored_bytes(self) -> int:
+        """Bytes of all files in the folder."""
+        total = 0
+        for folder, _, names in os.walk(self.folder):
+            for name in names:
+                with suppress(FileNotFoundError):  # another worker may delete it
+                    total += Path(folder, name).stat().st_size
+        return total
+
     def has_steps(self) -> bool:
         """Whether a run can continue from here: there is a file besides mark, lock and fingerprint."""
         bookkeeping = [self.folder / name for name in (*_KEPT, _FINGERPRINT)]

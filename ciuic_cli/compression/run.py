@@ -29,6 +29,7 @@ from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.steps import Steps
 from ciuic_cli.compression.task import Task
 from ciuic_cli.compression.windows import with_windows
+from ciuic_cli.cost.forecast import noise_room
 from ciuic_cli.errors import EnvironmentFault, TargetError
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
@@ -185,16 +186,15 @@ class Run:
 
         def side_by_side(number: int) -> int:
             """1 for the last probe, which makes all noise, and for an embedding's or head's, whose noise is large."""
-            layers = tuple(self.map.layer_prefixes)
-            if number == len(probes) - 1:
-                return 1
-            return count if all(matrix.name.startswith(layers) for matrix in probes[number]) else 1
+            in_layers = all(m.name.startswith(tuple(self.map.layer_prefixes)) for m in probes[number])
+            return count if in_layers and number < len(probes) - 1 else 1
 
         # The last probe perturbs the matrices of all others, with the same noise.
         noise = KeptValues(
             perturbation(self.map, self.statistics, plan, probes[-1], L=self.options.L, pools=pools),
             self._own_folder("noise"),
             self.machine.device,
+            noise_room(self.map, self.journal.stored_bytes()) // self.workers.size,
         )
 
         def measure(number: int) -> bytes:

@@ -24,6 +24,7 @@ from ciuic_cli.allocation.pool_factors import KEPT_POOLS
 from ciuic_cli.artifact.layout import SHARD_BYTES
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.cost.run_time import (
+    KEPT_BYTES,
     Rates,
     TextSize,
     executed_compressible,
@@ -36,9 +37,10 @@ from ciuic_cli.cost.run_time import (
 from ciuic_cli.layerwise.chunk_threads import activation_bytes, chunks_side_by_side
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
-from ciuic_cli.layerwise.overrides import KEPT_BYTES
+from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.process.memory import SLACK, resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
+from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.compact import compact_bytes
 from ciuic_cli.statistics.experts import full_moments_fit
@@ -56,6 +58,13 @@ _ARM_FIELDS = 5
 Estimated."""
 _ARM_FILE_BYTES = 1500
 """Other bytes of such a file: header and low-rank parts. Estimated."""
+
+
+DISK_SHARE = 2.9
+"""Noise is kept while a run has fewer bytes on the disk than this multiple of its model's, at two bytes per weight.
+Chosen: at most three times, with some small files (docs/experiments/scale/disk.md)."""
+LEAST_NOISE_BYTES = 512 << 20
+"""Bytes of noise that are kept in any case. Chosen: all of SmolLM2-135M's has 170 MB."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +115,18 @@ def forecast(
     matrices = weight_matrices(model_map.parameters.values())
     base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     rates = rates or measure_rates(model_map, matrices, ranks=ranks, device=device)
+    stored = _probing_bytes(model_map, matrices, text) + _statistics_bytes(
+        model_map, tall_outputs=tall_outputs
+    )
     return Forecast(
         phase_seconds(
-            model_map, rates, text, states=states, probed_layers=probed_layers, tall_outputs=tall_outputs
+            model_map,
+            rates,
+            text,
+            states=states,
+            probed_layers=probed_layers,
+            tall_outputs=tall_outputs,
+            kept_noise=noise_room(model_map, stored),
         ),
         disk_bytes(model_map, matrices, text, budget, probed_layers, tall_outputs=tall_outputs),
         peak_bytes(
@@ -128,7 +146,7 @@ def moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> int:
 
     tall_outputs: see `allocation.matrices.full_outputs`.
     """
-    return _moment_bytes(parameter, lambda size: 4 * size * size, tall_outputs=tall_outputs)
+    return _moment_bytes(parameter, lower_half.bytes_of, tall_outputs=tall_outputs)
 
 
 def stored_moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> int:
@@ -177,24 +195,36 @@ def disk_bytes(
     state = 4 * text.tokens * hidden
     head_sums = 4 * vocabulary * hidden
     sweeps = state * (len(model_map.layer_prefixes) + 3) + head_sums
+    step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
+    recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
+    probing = _probing_bytes(model_map, matrices, text)
+    statistics = _statistics_bytes(model_map, tall_outputs=tall_outputs)
+    noisy = sum(m.weights * probed_share(model_map, m, probed_layers) for m in matrices)
+    noise = min(noise_room(model_map, probing + statistics), int(KEPT_DTYPE.itemsize * noisy))
+    codes = stored_codes_bytes(budget, recovers=text.recovery > 0) + recovery
+    return max(sweeps, probing + max(statistics + noise, codes))
+
+
+def _probing_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize) -> int:
+    """Bytes on the disk of the arms, and of the original's predictions of the held-out sequences."""
+    _, vocabulary = hidden_and_vocabulary(model_map)
+    arms = sum(_ARM_FIELDS * 8 * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
+    return arms + 2 * text.held_out * text.length * vocabulary
+
+
+def _statistics_bytes(model_map: ModelMap, *, tall_outputs: bool) -> int:
+    """Bytes on the disk of the statistics."""
     moments = sum(
         stored_moment_bytes(parameter, tall_outputs=tall_outputs)
         for parameter in executed_compressible(model_map)
     )
-    predictions = 4 * text.held_out * text.length * vocabulary
-    arms = sum(_ARM_FIELDS * 8 * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
-    step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
-    recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
-    statistics = moments + stored_vocabulary_bytes(model_map)
-    noise = min(
-        KEPT_BYTES, int(4 * sum(m.weights * probed_share(model_map, m, probed_layers) for m in matrices))
-    )
-    return max(
-        sweeps,
-        predictions
-        + arms
-        + max(statistics + noise, stored_codes_bytes(budget, recovers=text.recovery > 0) + recovery),
-    )
+    return moments + stored_vocabulary_bytes(model_map)
+
+
+def noise_room(model_map: ModelMap, stored: int) -> int:
+    """The most bytes of noise that a run keeps for its probes, beside `stored` bytes that it has on the disk."""
+    room = int(DISK_SHARE * 2 * model_map.stored_numel) - stored
+    return min(max(room, LEAST_NOISE_BYTES), KEPT_BYTES)
 
 
 def stored_codes_bytes(budget: int, *, recovers: bool) -> int:

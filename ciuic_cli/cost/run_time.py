@@ -35,7 +35,7 @@ from ciuic_cli.cost.timing import (
 )
 from ciuic_cli.layerwise.chunk_threads import hidden_width
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
-from ciuic_cli.layerwise.overrides import KEPT_BYTES
+from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.experts import full_moments_fit
@@ -44,6 +44,8 @@ from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
 ACTIVATION_PASSES = 16
 """Operations on activations between the products of the statistics: forward, recomputing and backward. Fitted to runs
 of SmolLM2-135M and of a random model of 1.5 billion weights (docs/experiments/scale/large-matrices.md)."""
+KEPT_BYTES = 2 << 30
+"""Most bytes of noise that a run keeps for its probes: a billion weights. Chosen, not tuned."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +155,18 @@ def phase_seconds(
     states: int,
     probed_layers: int,
     tall_outputs: bool = True,
+    kept_noise: int = KEPT_BYTES,
 ) -> dict[str, float]:
     """Seconds of each phase. states: mean trellis states per weight. probed_layers: most layers of a probe.
-    tall_outputs: see `allocation.matrices.full_outputs`."""
+    tall_outputs: see `allocation.matrices.full_outputs`. kept_noise: most bytes of noise on the disk."""
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
     shares = [probed_share(model_map, matrix, probed_layers) for matrix, _, _ in rates.matrices]
-    noise = 4 * sum(
+    noise = KEPT_DTYPE.itemsize * sum(
         share * count * m.weights for share, (m, count, _) in zip(shares, rates.matrices, strict=True)
     )
     # The probe of a matrix's role and the last one perturb it with the same noise, which is kept while there is room.
-    draws = 2.0 - min(1.0, KEPT_BYTES / noise if noise else 1.0)
+    draws = 2.0 - min(1.0, kept_noise / noise if noise else 1.0)
     roles = set()
     for share, (matrix, count, time_of) in zip(shares, rates.matrices, strict=True):
         full = full_outputs(matrix.role, matrix.rows, matrix.cols, tall_outputs=tall_outputs)

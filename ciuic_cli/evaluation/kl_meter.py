@@ -17,7 +17,7 @@ from ciuic_cli.errors import TargetError
 from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.logits import logits_in_parts
-from ciuic_cli.layerwise.activation_store import ActivationStore
+from ciuic_cli.evaluation.stored_predictions import StoredPredictions
 from ciuic_cli.layerwise.chunk_threads import bytes_besides_layers
 from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream
 from ciuic_cli.layerwise.logits import TokenSpan
@@ -54,7 +54,7 @@ class KLMeter:
         # A sequence is a chunk: few are held out, and each thread runs a chunk of its own.
         self._chunks = batches.split(1)
         self._stream = self._new_stream(folder)
-        self._original = ActivationStore(folder / "original")
+        self._original = StoredPredictions(folder / "original")
         self._progress = progress
         self._run(None)
 
@@ -115,7 +115,8 @@ class KLMeter:
             for sequence, ids in enumerate(tokens):
                 parts, begin = [], 0
                 for logits in logits_in_parts(model, ids, len(ids), size, config):
-                    log_p = self._original.get(TokenSpan(chunk, sequence, begin).name, torch.device("cpu"))
+                    span = TokenSpan(chunk, sequence, begin)
+                    log_p = self._original.get(span.name, torch.device("cpu"), len(logits))
                     parts += _block_kls(log_p, logits)
                     begin += len(logits)
                     del logits, log_p  # frees them before the next ones are made
@@ -137,9 +138,9 @@ class KLMeter:
 
         def visit(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
             if override is None:
-                self._original.put(span.name, logits[0].float().log_softmax(-1))
+                self._original.put(span.name, logits[0])
             else:
-                log_p = self._original.get(span.name, logits.device)[: logits.shape[1]]
+                log_p = self._original.get(span.name, logits.device, logits.shape[1])
                 kls.setdefault((span.chunk, span.sequence), []).extend(_block_kls(log_p, logits[0]))
 
         with self._stream.tail(visit) as run_chunks:

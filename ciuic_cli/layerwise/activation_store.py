@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from ciuic_cli.process.digests import file_digest
 
+_PART = 1 << 20
+"""Numbers that are converted, and written or read, at a time. Chosen, not tuned."""
 StoreState = dict[str, tuple[Sequence[int], str]]
 """Shape and SHA-256 of each tensor, by its name."""
 
 
 class ActivationStore:
-    """Float32 tensors by name, one file each in `folder`, written and read whole; none stays in memory."""
+    """Tensors by name, one file each in `folder`, written and read whole; none stays in memory.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    stored: the dtype to which tensors are converted, and in which the files have them.
+    """
+
+    def __init__(self, folder: Path, stored: torch.dtype = torch.float32) -> None:
+        self.folder, self.stored = folder, stored
         folder.mkdir(parents=True, exist_ok=True)
         self._state: StoreState = {}
         self._dropped: list[str] = []
@@ -29,14 +34,24 @@ class ActivationStore:
         return name in self._state
 
     def put(self, name: str, tensor: torch.Tensor) -> None:
-        array = tensor.detach().float().contiguous().cpu().numpy()
+        digest = hashlib.sha256()
         # Not numpy's tofile: its error does not say why it failed.
-        (self.folder / name).write_bytes(array.data)
-        self._state[name] = (tuple(tensor.shape), hashlib.sha256(array.data).hexdigest())
+        with (self.folder / name).open("wb") as file:
+            for part in _parts(tensor.detach().cpu().contiguous()):
+                data = part.to(self.stored).view(torch.uint8).numpy().data
+                file.write(data)
+                digest.update(data)
+        self._state[name] = (tuple(tensor.shape), digest.hexdigest())
 
     def get(self, name: str, device: torch.device, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        data = np.fromfile(self.folder / name, dtype=np.float32)
-        return torch.from_numpy(data).reshape(tuple(self._state[name][0])).to(device=device, dtype=dtype)
+        tensor = torch.empty(tuple(self._state[name][0]), dtype=dtype)
+        with (self.folder / name).open("rb") as file:
+            for part in _parts(tensor):
+                stored = part if dtype == self.stored else torch.empty(part.shape, dtype=self.stored)
+                if file.readinto(stored.view(torch.uint8).numpy().data) != stored.nbytes:
+                    raise OSError(errno.EIO, "the file is shorter than it was written", file.name)
+                part.copy_(stored)
+        return tensor.to(device)
 
     def drop(self, name: str) -> None:
         """Forget a tensor, if there is one of this name. Its file stays until `delete_dropped`."""
@@ -73,3 +88,8 @@ def has_digest(path: Path, digest: str) -> bool:
         return file_digest(path) == digest
     except FileNotFoundError:
         return False
+
+
+def _parts(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Views of the numbers of a contiguous tensor, so many at a time that the whole never exists in two dtypes."""
+    return tensor.view(-1).split(_PART) if tensor.numel() else []

@@ -19,21 +19,24 @@ Override = Callable[[str, int | None], torch.Tensor | None]
 """Called with a parameter's name, and the number of an expert in a stack. Returns other values for the parameter or
 the expert; None keeps the original. Called from several threads."""
 
-KEPT_BYTES = 2 << 30
-"""Most bytes of values that one `KeptValues` writes: half a billion weights (chosen, not tuned)."""
+KEPT_DTYPE = torch.bfloat16
+"""Of kept values. They are weights, mostly of models in bfloat16, with noise like that of a few bits per weight, which
+is far larger than the rounding."""
+_ROUNDED_ROWS = 1024
+"""Rows of a value that are rounded at a time, in place. Chosen, not tuned."""
 
 
 class KeptValues:
-    """An override whose values are computed once: files in `folder` keep the first `limit` bytes of them.
+    """An override whose values, rounded to `KEPT_DTYPE`, are computed once: files in `folder` keep the first `limit`
+    bytes of them.
 
-    device: of the values. Several threads may ask, at a time each for another matrix.
+    override: its values are overwritten. device: of the values. Several threads may ask, at a time each for another
+    matrix.
     """
 
-    def __init__(
-        self, override: Override, folder: Path, device: torch.device, limit: int = KEPT_BYTES
-    ) -> None:
+    def __init__(self, override: Override, folder: Path, device: torch.device, limit: int) -> None:
         self._override, self._device, self._room = override, device, limit
-        self._files = ActivationStore(folder)
+        self._files = ActivationStore(folder, KEPT_DTYPE)
         self._names: dict[Key, str] = {}
         self._lock = threading.Lock()
 
@@ -45,10 +48,13 @@ class KeptValues:
         value = self._override(name, expert)
         if value is None:
             return None
+        for rows in value.split(_ROUNDED_ROWS):  # whether it is kept or not
+            rows.copy_(rows.to(KEPT_DTYPE))
+        kept_bytes = KEPT_DTYPE.itemsize * value.numel()
         with self._lock:
-            fits = value.nbytes <= self._room
+            fits = kept_bytes <= self._room
             if fits:
-                self._room -= value.nbytes
+                self._room -= kept_bytes
         if fits:
             self._files.put(file, value)
         return value

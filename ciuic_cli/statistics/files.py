@@ -35,6 +35,7 @@ from ciuic_cli.process.digests import file_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.process.workers import Workers
+from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.compact import compact, expanded
 from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, root_ratios, with_diagonal
 from ciuic_cli.statistics.moments import Moments
@@ -125,13 +126,15 @@ class StatisticsWriter:
         tensors: dict[str, torch.Tensor] = {}
         for expert, each in members.items():
             label = name if expert is None else f"{name}|{expert}"
-            self._add(tensors, f"{label}|inputs", each.inputs.div_(max(each.trace, 1e-30)), name)
-            self._add(tensors, f"{label}|outputs", each.outputs.mul_(each.energy_ratio / self.tokens), name)
+            each.scale(1 / max(each.trace, 1e-30), each.energy_ratio / self.tokens)
+            self._add(tensors, f"{label}|inputs", each.inputs, name)
+            self._add(tensors, f"{label}|outputs", each.outputs, name)
         self._save(MOMENTS, name, f"{name}.safetensors", tensors)
 
     def _add(self, tensors: dict[str, torch.Tensor], key: str, moment: torch.Tensor, name: str) -> None:
-        """Add a moment to the tensors of a file: a diagonal as it is, a full one in the compact form."""
-        self._require_finite(name, moment)
+        """Add a moment to a file's tensors: a diagonal as it is, the lower half of a full one in the compact form."""
+        for part in [moment] if moment.dim() == 1 else lower_half.blocks(moment):
+            self._require_finite(name, part)
         if moment.dim() == 1:
             tensors[key] = moment
         else:
@@ -158,7 +161,7 @@ class StatisticsWriter:
 def _pool(experts: Sequence[Moments]) -> Moments:
     """The sums over all experts of a stack."""
     first = experts[0]
-    pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs))
+    pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs), halves=first.halves)
     for each in experts:
         pool.include(each)
     return pool

@@ -44,7 +44,7 @@ docs/experiments/statistics/damping.md).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,6 +53,7 @@ from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, Wat
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import measured
+from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.symmetric_product import (
     add_symmetric_product,
@@ -107,7 +108,7 @@ class MomentRecorder(LinearHook):
     ) -> None:
         super().__init__(watched)
         self.dtype, self.length = dtype, length
-        self._zeros = torch.zeros if spare is None else spare.zeros
+        self._spare = spare
         self.moments: dict[Key, Moments] = {}
         self._roles = {item.name: item.role for item in watched}
         stacks = [item for item in watched if item.tensor.dim() == 3]
@@ -152,7 +153,7 @@ class MomentRecorder(LinearHook):
             rows, cols = shape
             full = records_full_outputs(rows, cols, tall=self._tall.get(key[0], True))
             self.moments[key] = Moments.zeros(
-                rows, cols, device, self.dtype, make=self._zeros,
+                rows, cols, device, self.dtype, spare=self._spare,
                 full_inputs=not diagonals, full_outputs=full and not diagonals,
             )  # fmt: skip
         return self.moments[key]
@@ -169,11 +170,13 @@ class SpareMemory:
         self._spare: dict[tuple[tuple[int, ...], torch.device], list[torch.Tensor]] = defaultdict(list)
 
     def zeros(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """A float32 tensor of zeros."""
+        """Float32 zeros: a vector, or the lower half of a square matrix (`lower_half.py`)."""
+        is_matrix = len(shape) == 2
         try:
-            return self._spare[shape, device].pop().zero_()
+            memory = self._spare[shape, device].pop()
         except IndexError:
-            return torch.zeros(shape, device=device)
+            return lower_half.zeros(shape[0], device) if is_matrix else torch.zeros(shape, device=device)
+        return lower_half.cleared(memory) if is_matrix else memory.zero_()
 
     def keep(self, moments: Moments) -> None:
         """Take the memory of these sums, which nobody reads any more."""
@@ -190,9 +193,9 @@ class Moments:
     """Running sums of H and G of one matrix (m, n), not normalised.
 
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
-    (m,). Of full sums only the lower half counts; what is above the diagonal is undefined. trace: of the full sum,
-    equal for both. tokens: how many were added. gradient_energy: Σ |x|² |g|² of the tokens. weighted_energy: Σ |x| |g|,
-    the same sum after weighting. dtype: of products, see `symmetric_product`.
+    (m,). trace: of the full sum, equal for both. tokens: how many were added. gradient_energy: Σ |x|² |g|² of the
+    tokens. weighted_energy: Σ |x| |g|, the same sum after weighting. halves: whether full sums have only their lower
+    half (`lower_half.py`). dtype: of products, see `symmetric_product`.
     """
 
     inputs: torch.Tensor
@@ -201,6 +204,7 @@ class Moments:
     tokens: int = 0
     gradient_energy: float = 0.0
     weighted_energy: float = 0.0
+    halves: bool = False
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -213,17 +217,18 @@ class Moments:
         *,
         full_inputs: bool = True,
         full_outputs: bool,
-        make: Callable[..., torch.Tensor] = torch.zeros,
+        spare: SpareMemory | None = None,
     ) -> Moments:
-        """Empty sums; without full_inputs or full_outputs, diagonals. make: as `torch.zeros`."""
-        inputs = make((cols, cols) if full_inputs else (cols,), device=device)
-        outputs = make((rows, rows) if full_outputs else (rows,), device=device)
-        return cls(inputs, outputs, dtype=dtype)
+        """Empty sums, in halves; without full_inputs or full_outputs, diagonals. spare: memory for them."""
+        zeros = (spare or SpareMemory()).zeros
+        inputs = zeros((cols, cols) if full_inputs else (cols,), device)
+        outputs = zeros((rows, rows) if full_outputs else (rows,), device)
+        return cls(inputs, outputs, halves=True, dtype=dtype)
 
     @property
-    def scalars(self) -> tuple[float, int, float, float]:
+    def scalars(self) -> tuple[float, int, float, float, bool]:
         """All fields that are plain numbers, in their order."""
-        return self.trace, self.tokens, self.gradient_energy, self.weighted_energy
+        return self.trace, self.tokens, self.gradient_energy, self.weighted_energy, self.halves
 
     @property
     def energy_ratio(self) -> float:
@@ -248,12 +253,26 @@ class Moments:
 
     def include(self, other: Moments) -> None:
         """Add the sums of other tokens."""
-        self.inputs += other.inputs
-        self.outputs += other.outputs
+        for total, more in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
+            if self._is_half(total):
+                lower_half.add(total, more)
+            else:
+                total += more
         self.trace += other.trace
         self.tokens += other.tokens
         self.gradient_energy += other.gradient_energy
         self.weighted_energy += other.weighted_energy
+
+    def scale(self, inputs: float, outputs: float) -> None:
+        """Multiply each of the two sums by a number."""
+        for total, factor in ((self.inputs, inputs), (self.outputs, outputs)):
+            if self._is_half(total):
+                lower_half.scale(total, factor)
+            else:
+                total *= factor
+
+    def _is_half(self, total: torch.Tensor) -> bool:
+        return self.halves and total.dim() == 2
 
     def _weighted_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """g / (|x| |g|)^½ (.., m), float32: a token's |x|² |g|² becomes its root."""
@@ -348,7 +367,8 @@ def recorded_bytes(watched: Sequence[WatchedLinear], *, tall_outputs: bool) -> i
     """Bytes of the full moments of these matrices; stacks are left out. tall_outputs: see `records_full_outputs`."""
     shapes = [item.tensor.shape for item in watched if item.tensor.dim() == 2]
     return sum(
-        4 * (cols * cols + (rows * rows if records_full_outputs(rows, cols, tall=tall_outputs) else 0))
+        lower_half.bytes_of(cols)
+        + (lower_half.bytes_of(rows) if records_full_outputs(rows, cols, tall=tall_outputs) else 0)
         for rows, cols in shapes
     )
 

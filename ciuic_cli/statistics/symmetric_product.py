@@ -12,6 +12,7 @@ from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.stable_bits import outer_product
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import count_native
+from ciuic_cli.statistics import lower_half
 
 MIN_BLOCK_COLUMNS = 128
 """Least columns per block: with fewer, the half that is saved does not pay for several small products. No measurement
@@ -71,7 +72,7 @@ def add_symmetric_product(
 ) -> None:
     """Add leftᵀ right, where the caller knows that it is symmetric, to `moment` (n, n) float32.
 
-    Only the lower half of `moment` counts: what is above the diagonal is undefined. The arguments are those of
+    Only its lower half is read and written (`lower_half.py`). The arguments are those of
     `symmetric_product`, but left and right are (t, n), float32 or bfloat16. CPUs with the instructions for it use a
     kernel of our own, which reads the factors as they lie in memory; torch's products need transposed copies
     (measured: docs/experiments/statistics/native-sums.md).
@@ -80,7 +81,7 @@ def add_symmetric_product(
     if moment.device.type != "cpu" or not _has_kernel(rounds):
         factor = left.float()
         other = factor if left is right else right.float()
-        moment += symmetric_product(factor, other, dtype, rounded=rounded)
+        lower_half.add(moment, symmetric_product(factor, other, dtype, rounded=rounded))
         return
     factor = left.contiguous()
     other = factor if left is right else right.contiguous()
@@ -147,7 +148,7 @@ def row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left rightᵀ (..., m, n) in the dtype of left (..., m, k) and right (..., n, k), best contiguous."""
     if left.dim() == 2 and left.dtype == torch.float32:
         return outer_product(left, right)
-    # The bits of MKL's float32 batches depend on the number of threads, and so do those of oneDNN if it multiplies with AMX:
-    # it splits a long sum among the threads.
+    # The bits of MKL's float32 batches depend on the number of threads. So do those of oneDNN if it multiplies with
+    # AMX, because it splits a long sum among the threads.
     with one_thread() if left.dim() == 2 or left.dtype == torch.float32 else nullcontext():
         return left @ right.mT

@@ -75,7 +75,7 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(
     matrices = weight_matrices(many.parameters.values())
     with_noise, without = (disk_bytes(many, matrices, text, 1, layers) for layers in (16, 0))
     probed = sum(m.weights for m in matrices if m.role not in UNPRUNED_ROLES)
-    assert with_noise - without == 4 * probed
+    assert with_noise - without == 2 * probed
     assert peak["few"] <= peak["many"] < 1.3 * peak["few"]
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])  # other work must not decide
     monkeypatch.setattr(timing, "TIMING_REPEATS", {"cpu": 1, "gpu": 1})

@@ -121,14 +121,14 @@ static void multiply(const float* left, const float* right, long strips, long st
                        sums + (strip * kStrip + a) * stride + b, stride);
 }
 
+constexpr StripPacking kLeft = {pack_numbers<kLeftPanel>, pack_numbers<kLeftPanel>};
+constexpr StripPacking kRight = {pack_numbers<kRightPanel>, pack_numbers<kRightPanel>};
 #if defined(__AVX512BF16__)
 extern const SymmetricKernel rounded;
-const SymmetricKernel rounded = {
-    kStrip, 2, {pack_numbers<kLeftPanel>, pack_numbers<kLeftPanel>}, {pack_numbers<kRightPanel>, pack_numbers<kRightPanel>}, {}, multiply};
+const SymmetricKernel rounded = {kStrip, 2, kLeft, kRight, {}, multiply};
 #else
 extern const SymmetricKernel exact;
-const SymmetricKernel exact = {
-    kStrip, 1, {pack_numbers<kLeftPanel>, pack_numbers<kLeftPanel>}, {pack_numbers<kRightPanel>, pack_numbers<kRightPanel>}, {}, multiply};
+const SymmetricKernel exact = {kStrip, 1, kLeft, kRight, {}, multiply};
 #endif
 
 }  // namespace CIUIC_ISA
