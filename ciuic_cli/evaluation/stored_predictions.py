@@ -12,8 +12,8 @@ _STEPS = 2048
 """Steps of a stored logarithm in one nat. Half a step is 0.00024 nats, and the errors of a vocabulary's tokens are
 independent (measured: docs/experiments/scale/disk.md)."""
 _RANGE = torch.iinfo(torch.int16)
-"""Of stored numbers. The greatest stands for a logarithm of 0, the least for -32; tokens less likely than e^-32 = 1e-14
-count as if they were as likely."""
+"""The range of stored numbers. The greatest stands for a logarithm of 0, the least for -32. A token that is less likely
+than e^-32 = 1e-14 counts as if its probability were that."""
 _TOKENS = 16
 """Tokens that are converted at a time, so that temporaries stay in a cache. Chosen, not tuned."""
 

@@ -20,8 +20,8 @@ Override = Callable[[str, int | None], torch.Tensor | None]
 the expert; None keeps the original. Called from several threads."""
 
 KEPT_DTYPE = torch.bfloat16
-"""Of kept values. They are weights, mostly of models in bfloat16, with noise like that of a few bits per weight, which
-is far larger than the rounding."""
+"""The dtype to which kept values are rounded. The values are weights with noise like the error of a few bits per
+weight, which is far larger than this rounding (docs/experiments/scale/disk.md)."""
 _ROUNDED_ROWS = 1024
 """Rows of a value that are rounded at a time, in place. Chosen, not tuned."""
 
