@@ -241,7 +241,7 @@ class ModelMap:
                 is_stack = self.parameters[key].is_stack
                 of_class = short == "weight" and (weight_dtypes or {}).get(type(owner))
                 wanted = (is_stack and stack_dtype) or of_class or dtype
-                value = self._load(
+                value = self.load(
                     name, wanted, (is_stack and stack_device) or device, (values or {}).get(key)
                 )
                 loaded[key] = value if is_buffer else nn.Parameter(value, requires_grad=False)
@@ -274,7 +274,7 @@ class ModelMap:
             return requested
         return fixed
 
-    def _load(
+    def load(
         self,
         name: str,
         requested: torch.dtype | None,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -33,9 +31,8 @@ from ciuic_cli.cost.forecast import noise_room
 from ciuic_cli.errors import EnvironmentFault, TargetError
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
-from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
-from ciuic_cli.layerwise.overrides import KeptValues
+from ciuic_cli.layerwise.partial_model import Adjust
 from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.process.memory import return_freed_memory
 from ciuic_cli.process.progress import Progress, no_progress
@@ -92,7 +89,6 @@ class Run:
         self._hint = hint
         self._steps = Steps(journal, workers, progress)
         self._kl_meter: KLMeter | None = None
-        self._free_meters: list[KLMeter] = []
 
     # --- collect
 
@@ -175,38 +171,37 @@ class Run:
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
         """Measure every probe on the held-out sequences, see allocation/probes.py."""
         probes = probe_matrices(plan, self.map.layer_prefixes, self.options.level.probed_layers)
-        pools = PoolFactors(self.statistics, self.machine.device)
-        length = self.task.held_out.shape[1]
-        tokens = [min(self.options.level.probe_tokens, length)] * (len(probes) - 1) + [length]
-        count = 1
-        if not all(self._steps.has("probe", number) for number in range(len(probes))):
-            self._free_meters = [self.meter()]
-            count = self.meter().meters_side_by_side()
-        return_freed_memory()  # of the plan and the meter, because the embedding's noise comes first
-
-        def side_by_side(number: int) -> int:
-            """1 for the last probe, which makes all noise, and for an embedding's or head's, whose noise is large."""
-            in_layers = all(m.name.startswith(tuple(self.map.layer_prefixes)) for m in probes[number])
-            return count if in_layers and number < len(probes) - 1 else 1
-
-        # The last probe perturbs the matrices of all others, with the same noise.
-        noise = KeptValues(
-            perturbation(self.map, self.statistics, plan, probes[-1], L=self.options.L, pools=pools),
-            self._own_folder("noise"),
-            self.machine.device,
-            noise_room(self.map, self.journal.stored_bytes()) // self.workers.size,
+        missing = [number for number in range(len(probes)) if not self._steps.has("probe", number)]
+        # The last one, which perturbs all matrices, first: each worker gets about as many of the others.
+        self._measure_probes(
+            plan, probes, self.workers.broadcast(missing)[::-1][self.workers.number :: self.workers.size]
         )
-
-        def measure(number: int) -> bytes:
-            override = noise.only({(matrix.name, matrix.expert) for matrix in probes[number]})
-            with self._free_meter() as meter, measured("probe", ""):
-                return json.dumps(meter.measure(override, tokens=tokens[number]).value).encode()
-
-        self._steps.finish("probe", tokens, measure, side_by_side)
-        noise.clear()
-        self._free_meters.clear()
+        self.workers.barrier()
         kls = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
         return probe_corrections(plan, probes, kls)
+
+    def _measure_probes(
+        self, plan: Plan, probes: Sequence[Sequence[WeightMatrix]], numbers: Sequence[int]
+    ) -> None:
+        """Measure the probes with these numbers, and save their KL in the journal."""
+        if not numbers:
+            return
+        meter, length = self.meter(), self.task.held_out.shape[1]
+        return_freed_memory()  # of the plan and the meter, because the embedding's noise comes first
+        tokens = [min(self.options.level.probe_tokens, length)] * (len(probes) - 1) + [length]
+        with measured("probe", ""):
+            kls = meter.measure_variants(
+                [({(m.name, m.expert) for m in probes[number]}, tokens[number]) for number in numbers],
+                perturbation(
+                    self.map, self.statistics, plan, probes[-1], L=self.options.L,
+                    pools=PoolFactors(self.statistics, self.machine.device),
+                ),
+                self._own_folder("probes"),
+                limit=noise_room(self.map, self.journal.stored_bytes()) // self.workers.size,
+                progress=lambda done, layers: self.progress("probe", done, layers),
+            )  # fmt: skip
+        for number, kl in zip(numbers, kls, strict=True):
+            self._steps.replace("probe", number, json.dumps(kl.value).encode())
 
     # --- encode
 
@@ -354,19 +349,9 @@ class Run:
             )
         return self._kl_meter
 
-    @contextmanager
-    def _free_meter(self) -> Iterator[KLMeter]:
-        """A meter that no other thread uses meanwhile."""
-        try:
-            meter = self._free_meters.pop()
-        except IndexError:
-            meter = self.meter().twin(self._own_folder("meter", f"-{threading.get_ident()}"))
-        yield meter
-        self._free_meters.append(meter)
-
-    def _own_folder(self, name: str, suffix: str = "") -> Path:
+    def _own_folder(self, name: str) -> Path:
         """An empty folder of this worker, for files that no resumed run reads."""
-        folder = self.journal.folder / f"{name}-{self.workers.number}{suffix}"
+        folder = self.journal.folder / f"{name}-{self.workers.number}"
         remove_path(folder)  # left by a killed run
         return folder
 

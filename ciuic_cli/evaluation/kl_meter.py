@@ -5,7 +5,7 @@ The original and models with changed weights run layer by layer from files; a fi
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.logits import logits_in_parts
 from ciuic_cli.evaluation.stored_predictions import StoredPredictions
-from ciuic_cli.layerwise.chunk_threads import bytes_besides_layers
-from ciuic_cli.layerwise.layer_stream import Adjust, LayerStream
+from ciuic_cli.evaluation.variants import Variant, Variants
+from ciuic_cli.layerwise.layer_stream import LayerStream
+from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.layerwise.logits import TokenSpan
 from ciuic_cli.layerwise.overrides import Override
-from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory
+from ciuic_cli.layerwise.partial_model import Adjust
+from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 
 _BLOCK = 16
@@ -53,43 +55,56 @@ class KLMeter:
         self._map, self._device = model_map, device
         # A sequence is a chunk: few are held out, and each thread runs a chunk of its own.
         self._chunks = batches.split(1)
-        self._stream = self._new_stream(folder)
+        self._stream = LayerStream(model_map, self._chunks, folder, device=device, dtype=torch.float32)
         self._original = StoredPredictions(folder / "original")
         self._progress = progress
         self._run(None)
 
-    def twin(self, folder: Path) -> KLMeter:
-        """Another meter of the same text, for another thread. It reads what this one keeps of the original.
+    def measure_variants(
+        self,
+        variants: Sequence[tuple[Collection[Key], int]],
+        override: Override,
+        folder: Path,
+        *,
+        limit: int,
+        progress: Callable[[int, int], None],
+    ) -> list[Mean]:
+        """KL in nats per token of models that differ from the original in some weights.
 
-        folder: for its activations.
+        variants: of each model the weights for which it has the values of `override`, and how many tokens of every
+        sequence run, the first ones. folder: for activations and values; limit: the most bytes of values. progress:
+        called with the numbers of finished layers and of all. Raises as `token_kls`.
         """
-        other = copy.copy(self)
-        other._stream = self._new_stream(folder)
-        return other
+        count = len(self._chunks)
+        chunks = [chunk[:, :tokens] for _, tokens in variants for chunk in self._chunks]
+        stream = LayerStream(self._map, chunks, folder, device=self._device, dtype=torch.float32)
+        runs = [
+            Variant(frozenset(keys), range(number * count, (number + 1) * count))
+            for number, (keys, _) in enumerate(variants)
+        ]
+        running = Variants(stream, runs, override, folder / "values", limit)
+        kls: dict[int, list[Floats]] = {}
 
-    def meters_side_by_side(self) -> int:
-        """How many meters may work at once, one thread each; 1 where the model's layers or its vocabulary are large."""
-        numbers = range(len(self._stream.prefixes))
-        fits = bytes_besides_layers(self._map) <= PARALLEL_WORK_BYTES
-        return min(map(self._stream.side_by_side, numbers)) if fits else 1
+        def visit(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
+            original = span._replace(chunk=span.chunk % count)
+            kls.setdefault(span.chunk, []).extend(self._span_kls(original, logits[0]))
 
-    def measure(self, override: Override, *, tokens: int | None = None) -> Mean:
-        """KL in nats per token, with `override` for weights, of the first `tokens` of each sequence (default: all).
+        with torch.no_grad():
+            running.forward(progress)
+            running.tail(visit)
+        parts = [self._finite([np.concatenate(kls[chunk]) for chunk in run.chunks]) for run in runs]
+        return [mean_of(part) for part in parts]
 
-        Raises as `token_kls`.
-        """
-        return mean_of(self.token_kls(override, tokens=tokens))
-
-    def token_kls(
-        self, override: Override, adjust: Adjust | None = None, *, tokens: int | None = None
-    ) -> list[Floats]:
+    def token_kls(self, override: Override, adjust: Adjust | None = None) -> list[Floats]:
         """KL of every token in nats, one array per sequence, with `override` for weights and `adjust` around layers.
 
-        tokens: of each sequence, the first ones; default: all. Raises TargetError if the predictions are NaN or
-        infinite.
+        Raises TargetError if the predictions are NaN or infinite.
         """
         self._stream.adjust = adjust
-        kls = self._run(override, tokens)
+        return self._finite(self._run(override))
+
+    def _finite(self, kls: list[Floats]) -> list[Floats]:
+        """The same; raises TargetError if the predictions are NaN or infinite."""
         if not all(np.isfinite(part).all() for part in kls):
             raise TargetError(
                 "once its weights are rounded, the model's predictions are NaN or infinite",
@@ -115,23 +130,17 @@ class KLMeter:
             for sequence, ids in enumerate(tokens):
                 parts, begin = [], 0
                 for logits in logits_in_parts(model, ids, len(ids), size, config):
-                    span = TokenSpan(chunk, sequence, begin)
-                    log_p = self._original.get(span.name, torch.device("cpu"), len(logits))
-                    parts += _block_kls(log_p, logits)
+                    parts += self._span_kls(TokenSpan(chunk, sequence, begin), logits)
                     begin += len(logits)
-                    del logits, log_p  # frees them before the next ones are made
+                    del logits  # frees them before the next ones are made
                 kls.append(np.concatenate(parts))
         for hook in hooks:
             hook.remove()
         return kls
 
-    def _new_stream(self, folder: Path) -> LayerStream:
-        return LayerStream(self._map, self._chunks, folder, device=self._device, dtype=torch.float32)
-
     @torch.no_grad()
-    def _run(self, override: Override | None, tokens: int | None = None) -> list[Floats]:
+    def _run(self, override: Override | None) -> list[Floats]:
         """KL of every token, one array per sequence; without an override, stores the original's predictions instead."""
-        self._stream.chunks = [chunk[:, :tokens] for chunk in self._chunks]
         self._stream.override = override
         self._stream.forward(self._progress)
         kls: dict[tuple[int, int], list[Floats]] = {}
@@ -140,18 +149,17 @@ class KLMeter:
             if override is None:
                 self._original.put(span.name, logits[0])
             else:
-                log_p = self._original.get(span.name, logits.device, logits.shape[1])
-                kls.setdefault((span.chunk, span.sequence), []).extend(_block_kls(log_p, logits[0]))
+                kls.setdefault((span.chunk, span.sequence), []).extend(self._span_kls(span, logits[0]))
 
         with self._stream.tail(visit) as run_chunks:
             run_chunks(range(len(self._stream.chunks)))
         return [np.concatenate(parts) for parts in kls.values()]
 
-
-def _block_kls(log_p: torch.Tensor, logits: torch.Tensor) -> list[Floats]:
-    """KL of tokens (t,), a block of them at a time; log_p, logits: (t, vocabulary)."""
-    kls = []
-    for p_block, q_block in zip(log_p.split(_BLOCK), logits.split(_BLOCK), strict=True):
-        log_q = q_block.float().log_softmax(-1)
-        kls.append(kl_divergence(p_block.to(log_q.device), log_q).cpu().numpy())
-    return kls
+    def _span_kls(self, span: TokenSpan, logits: torch.Tensor) -> list[Floats]:
+        """KL of the first tokens of a span, a block of them at a time; logits: (t, vocabulary)."""
+        log_p = self._original.get(span.name, logits.device, len(logits))
+        kls = []
+        for p_block, q_block in zip(log_p.split(_BLOCK), logits.split(_BLOCK), strict=True):
+            log_q = q_block.float().log_softmax(-1)
+            kls.append(kl_divergence(p_block, log_q).cpu().numpy())
+        return kls

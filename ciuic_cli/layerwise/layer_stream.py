@@ -18,7 +18,7 @@ Expert stacks stay in main memory (`expert_offload.py`). Matrix products are in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
@@ -34,10 +34,9 @@ from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.chunk_threads import chunks_side_by_side
 from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
-from ciuic_cli.layerwise.expert_offload import ExpertsOnUse
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
 from ciuic_cli.layerwise.mixed_precision import float32_outputs, mixed_precision
-from ciuic_cli.layerwise.overrides import Override, new_values, replace_experts
+from ciuic_cli.layerwise.partial_model import PartialModel
 from ciuic_cli.layerwise.stable_bits import stable_bits
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
@@ -45,25 +44,21 @@ from ciuic_cli.layerwise.stand_ins import (
     linked_arguments,
     require_layer_by_layer,
 )
-from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import in_order
 from ciuic_cli.profiling.account import counted_here
 
-Adjust = Callable[[str, nn.Module], AbstractContextManager[None]]
-"""Called with a decoder layer's prefix and the layer with its weights; the context is active while the layer runs."""
 RunChunks = Callable[[Sequence[int]], None]
 """Runs the chunks with these numbers, one after the other."""
 
 
-class LayerStream:
+class LayerStream(PartialModel):
     """The layers of one model, run one by one over all chunks of a text.
 
     Attributes:
         hidden, gradient: float32 tensors on disk. "<n>.<c>" is the input of layer n for chunk c, and the gradient
             there. With n = number of layers it is the last layer's output.
         span_tokens: the most tokens of a sequence whose logits exist at a time.
-        prefixes: of the layers' parameter names.
         embedding_scale: factor between the embedding's rows and the first layer's inputs; set by `begin`.
 
     Args:
@@ -82,23 +77,11 @@ class LayerStream:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        self.map = model_map
-        self.device, self.dtype = device, dtype
-        self.override: Override | None = None
-        self.adjust: Adjust | None = None
-        skeleton = model_map.skeleton(dtype=torch.float32, experts_implementation="eager")
-        self.model = skeleton.eval().requires_grad_(False)
+        super().__init__(model_map, device, dtype)
         self.chunks = list(chunks)
         self.folder = folder
         self.hidden = ActivationStore(folder / "hidden")
         self.gradient = ActivationStore(folder / "gradient")
-        self.prefixes = list(model_map.layer_prefixes)
-        if not self.prefixes:
-            raise InputError(
-                f"{type(self.model).__name__} has no list of layers",
-                file=model_map.checkpoint.folder,
-                remedy="ciuic does not support this architecture",
-            )
         head = self.model.get_output_embeddings()
         self.span_tokens = logit_tokens(head.weight.shape[0], dtype)
         self._head_name = next(name for name, module in self.model.named_modules() if module is head)
@@ -114,18 +97,20 @@ class LayerStream:
 
     # --- the steps
 
-    def begin(self) -> None:
-        """Write the first layer's inputs, unless they are there already, and record every layer's arguments.
+    def begin(self, chunks: Sequence[int] | None = None) -> None:
+        """Write the first layer's inputs of these chunks (default: all), unless they are there already, and record
+        every layer's arguments.
 
         The head does not run: with a vocabulary of 262,144, the logits of one token take longer than everything else
         here (measured: docs/experiments/scale/head-only-for-logits.md).
         """
-        with self._without_layers() as stand_ins, torch.no_grad(), self._autocast():
-            for index, tokens in enumerate(self.chunks):
+        with self.without_layers() as stand_ins, torch.no_grad(), self._autocast():
+            for place, index in enumerate(self._chunks_or_all(chunks)):
+                tokens = self.chunks[index]
                 self._run_without_layers(tokens, stand_ins)
                 first = stand_ins[0].hidden
                 assert first is not None
-                if index == 0:
+                if place == 0:
                     rows = self.model.get_input_embeddings().weight[tokens.to(self.device)]
                     self._streams_first = first.shape[:2] != tokens.shape and first.shape[1:3] == tokens.shape
                     self._projects_rows = first.shape[-1] != rows.shape[-1]
@@ -158,12 +143,18 @@ class LayerStream:
             progress("forward", number + 1, len(self.prefixes))
 
     def forward_layer(self, number: int, chunks: Sequence[int] | None = None) -> None:
-        """Run one layer on these chunks (default: all), from "<number>.<chunk>" in `hidden` to "<number + 1>.<chunk>".
+        """Load a layer, and `run_layer`."""
+        with self.layer_with_weights(number) as layer:
+            self.run_layer(number, layer, chunks)
+
+    def run_layer(self, number: int, layer: nn.Module, chunks: Sequence[int] | None = None) -> None:
+        """Run a loaded layer on these chunks (default: all), from "<number>.<chunk>" in `hidden` to
+        "<number + 1>.<chunk>".
 
         Raises InputError if an output of the original model is NaN or infinite.
         """
         prefix = self.prefixes[number]
-        with self._layer_with_weights(prefix) as layer:
+        with self.in_use(prefix, layer):
 
             def run(index: int) -> None:
                 hidden = self.hidden.get(f"{number}.{index}", self.device)
@@ -208,7 +199,7 @@ class LayerStream:
         """Context that yields a function from a chunk to its spans, hidden states and logits after the last layer."""
         last, model = len(self.prefixes), self.model
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
-        with self._without_layers(table, head) as stand_ins, float32_outputs(table):
+        with self.without_layers(table, head) as stand_ins, float32_outputs(table):
 
             def logits_of_chunk(index: int) -> Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]:
                 hidden = self.hidden.get(f"{last}.{index}", self.device)
@@ -232,7 +223,7 @@ class LayerStream:
         It reads "<number + 1>.<chunk>" in `gradient` and writes "<number>.<chunk>". Several threads may call it.
         """
         prefix = self.prefixes[number]
-        with self._layer_with_weights(prefix) as layer:
+        with self.layer_with_weights(number) as layer, self.in_use(prefix, layer):
 
             @stable_bits(self.device)
             def run_chunks(chunks: Sequence[int]) -> None:
@@ -262,7 +253,7 @@ class LayerStream:
         if not self._projects_rows:
             yield lambda index: torch.stack([scaled(part, scale) for part in at_first_layer(index)])
             return
-        with self._without_layers() as stand_ins:
+        with self.without_layers() as stand_ins:
 
             def gradients(index: int) -> torch.Tensor:
                 def run() -> None:
@@ -302,56 +293,6 @@ class LayerStream:
             return 1
         tokens = max(chunk.numel() for chunk in self.chunks)
         return chunks_side_by_side(self.map, self.prefixes[number], tokens, self.device, besides=besides)
-
-    # --- weights in memory
-
-    @contextmanager
-    def _layer_with_weights(self, prefix: str) -> Iterator[nn.Module]:
-        """One decoder layer, with its weights in memory inside the block."""
-        module = self._layer(prefix)
-        self._load_weights(module, prefix, [nn.Linear])
-        try:
-            adjusted = self.adjust(prefix, module) if self.adjust is not None else nullcontext()
-            with adjusted, ExpertsOnUse(module, self.device):
-                yield module
-        finally:
-            self.map.release(module)
-            limit_freed_memory()
-
-    @contextmanager
-    def _without_layers(self, *rounded: nn.Module) -> Iterator[list[StandIn]]:
-        """The model with stand-ins for its decoder layers, and all other weights in memory inside the block.
-
-        rounded: modules whose weights have `dtype`, with all others of the same class.
-        """
-        stand_ins, layers = [], []
-        for prefix in self.prefixes:
-            layers.append(self._layer(prefix))
-            stand_ins.append(StandIn(layers[-1]))
-            self.model.set_submodule(prefix.rstrip("."), stand_ins[-1])
-        try:
-            self._load_weights(self.model, "", {type(module) for module in rounded})
-            yield stand_ins
-        finally:
-            self.map.release(self.model)
-            for prefix, layer in zip(self.prefixes, layers, strict=True):
-                self.model.set_submodule(prefix.rstrip("."), layer)
-
-    def _layer(self, prefix: str) -> nn.Module:
-        return self.model.get_submodule(prefix.rstrip("."))
-
-    def _load_weights(self, module: nn.Module, prefix: str, rounded: Collection[type[nn.Module]]) -> None:
-        # Linears and experts are used in products only: with bfloat16 products their dtype does not change a bit. After
-        # the layers, no result depends on the embedding's rows. With float32 products, a stack has the model's own
-        # dtype, to which overrides and decoded experts are rounded.
-        stack_dtype = self.map.dtype if self.dtype == torch.float32 else self.dtype
-        self.map.materialise(
-            module, prefix, torch.float32, self.device, weight_dtypes=dict.fromkeys(rounded, self.dtype),
-            stack_dtype=stack_dtype, stack_device="cpu",
-            values=self.override and new_values(self.map, module, prefix, self.override),
-        )  # fmt: skip
-        if self.override is not None:
-            replace_experts(self.map, module, prefix, self.override)
 
     # --- running
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ciuic_cli.checkpoint.architecture import stored_tensors
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.linear_hooks import Key
@@ -27,8 +29,8 @@ _ROUNDED_ROWS = 1024
 
 
 class KeptValues:
-    """An override whose values, rounded to `KEPT_DTYPE`, are computed once: files in `folder` keep the first `limit`
-    bytes of them.
+    """An override whose values, rounded to `KEPT_DTYPE`, are computed once: files in `folder` keep up to `limit` bytes
+    of them at a time.
 
     override: its values are overwritten. device: of the values. Several threads may ask, at a time each for another
     matrix.
@@ -37,35 +39,42 @@ class KeptValues:
     def __init__(self, override: Override, folder: Path, device: torch.device, limit: int) -> None:
         self._override, self._device, self._room = override, device, limit
         self._files = ActivationStore(folder, KEPT_DTYPE)
-        self._names: dict[Key, str] = {}
+        self._kept: dict[Key, tuple[str, int]] = {}  # file and bytes
+        self._count = 0
         self._lock = threading.Lock()
 
     def __call__(self, name: str, expert: int | None) -> torch.Tensor | None:
-        with self._lock:
-            file = self._names.setdefault((name, expert), str(len(self._names)))
-        if file in self._files:
-            return self._files.get(file, self._device)
+        if (name, expert) in self._kept:
+            return self._files.get(self._kept[name, expert][0], self._device)
         value = self._override(name, expert)
         if value is None:
             return None
         for rows in value.split(_ROUNDED_ROWS):  # whether it is kept or not
             rows.copy_(rows.to(KEPT_DTYPE))
-        kept_bytes = KEPT_DTYPE.itemsize * value.numel()
+        nbytes = KEPT_DTYPE.itemsize * value.numel()
         with self._lock:
-            fits = kept_bytes <= self._room
+            fits = nbytes <= self._room
             if fits:
-                self._room -= kept_bytes
+                self._room -= nbytes
+                self._count += 1
+                file = str(self._count)
         if fits:
             self._files.put(file, value)
+            self._kept[name, expert] = file, nbytes
         return value
 
-    def only(self, keys: Collection[Key]) -> Override:
-        """The override for these (name, expert) alone."""
-        return lambda name, expert: self(name, expert) if (name, expert) in keys else None
+    def clear(self, prefix: str = "") -> None:
+        """Delete the files of the values whose names begin with the prefix."""
+        for key in [key for key in self._kept if key[0].startswith(prefix)]:
+            file, nbytes = self._kept.pop(key)
+            self._room += nbytes
+            self._files.drop(file)
+        self._files.delete_dropped()
 
-    def clear(self) -> None:
-        """Delete the files."""
-        self._files.clear()
+
+def only(override: Override, keys: Collection[Key]) -> Override:
+    """The override for these (name, expert) alone."""
+    return lambda name, expert: override(name, expert) if (name, expert) in keys else None
 
 
 def new_values(
@@ -93,6 +102,41 @@ def replace_experts(model_map: ModelMap, module: nn.Module, prefix: str, overrid
     }
     for key, value in _computed(override, {key: tuple(part.shape) for key, part in targets.items()}):
         targets[key].copy_(value)
+
+
+@contextmanager
+def replaced(
+    model_map: ModelMap,
+    module: nn.Module,
+    prefix: str,
+    values: Mapping[str, torch.Tensor],
+    experts: Override,
+    keys: Collection[Key],
+) -> Iterator[None]:
+    """Context in which a module whose weights are in memory has other values for the weights `keys`.
+
+    values: of parameters, from `new_values`. experts: those of experts; they are copied into the stacks, and the
+    original ones are read again at the end.
+    """
+
+    def original(name: str, expert: int | None) -> torch.Tensor | None:
+        return None if expert is None else model_map.read_expert(name, expert)
+
+    originals = []
+    for owner, short, name, _ in stored_tensors(module, prefix):
+        key = model_map.parameters[name].tied_to or name
+        if (key, None) in keys:
+            tensor = getattr(owner, short)
+            originals.append((owner, short, tensor))
+            value = model_map.load(name, tensor.dtype, tensor.device, values[key])
+            setattr(owner, short, nn.Parameter(value, requires_grad=False))
+    try:
+        replace_experts(model_map, module, prefix, only(experts, keys))
+        yield
+        replace_experts(model_map, module, prefix, only(original, keys))
+    finally:
+        for owner, short, tensor in originals:
+            setattr(owner, short, tensor)
 
 
 def _stored(model_map: ModelMap, module: nn.Module, prefix: str) -> Iterator[tuple[Parameter, torch.Tensor]]:

@@ -22,8 +22,8 @@ from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.integers import ceil_div
-from ciuic_cli.layerwise.layer_stream import Adjust
 from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.layerwise.partial_model import Adjust
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES, FactorGradients

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ciuic_cli.allocation.matrices import weight_matrices
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
-from ciuic_cli.evaluation import kl_meter
 from ciuic_cli.evaluation.estimates import mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise import logits as layer_logits
+from ciuic_cli.layerwise.linear_hooks import Key
 
 CHANGED = "model.layers.1.mlp.down_proj.weight"
 
@@ -45,10 +45,14 @@ def test_kl_equals_the_whole_models(
         weight.mul_(1.5)
         log_q = model(input_ids=batches).logits.log_softmax(-1)
     kls = (log_p.exp() * (log_p - log_q)).sum(-1).double().numpy()
-    for tokens in (10, None):
+    for tokens in (10, 24):
         expected = mean_of([*kls[:, :tokens]])
-        found = meter.measure(
-            lambda name, expert: weight.detach() if name == CHANGED else None, tokens=tokens
+        (found,) = meter.measure_variants(
+            [({(CHANGED, None)}, tokens)],
+            lambda name, expert: weight.detach().clone() if name == CHANGED else None,
+            tmp_path / "variants",
+            limit=0,
+            progress=lambda done, total: None,
         )
         assert expected.value > 1e-6
         assert found.value == pytest.approx(expected.value, rel=1e-3)
@@ -66,35 +70,42 @@ def _meter(checkpoint: Path, folder: Path) -> KLMeter:
     )
 
 
-def test_two_meters_at_once_measure_what_each_measures_alone(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path
+@pytest.mark.parametrize("limit", [0, 1 << 20])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_variants_together_measure_what_each_measures_alone(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str, limit: int
 ) -> None:
-    checkpoint = tiny_checkpoint("llama")
-    meters = [meter := _meter(checkpoint, tmp_path / "one"), meter.twin(tmp_path / "two")]
-    original = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).get_parameter(CHANGED)
-    factors, tokens = (1.5, 0.5), (10, None)
+    """Matrices in layers, experts and the tied embedding; no variant leaves its values to the next one."""
+    checkpoint = tiny_checkpoint(family)
+    meter = _meter(checkpoint, tmp_path / "meter")
+    model_map = map_model(open_checkpoint(checkpoint))
+    matrices = weight_matrices(model_map.parameters.values())
+    roles = sorted({matrix.role for matrix in matrices})
+    variants = [({(m.name, m.expert) for m in matrices if m.role == role}, 10) for role in roles]
+    variants += [({(m.name, m.expert) for m in matrices}, 24), (set(), 24)]
+    asked: list[Key] = []
 
-    def measure(number: int) -> float:
-        changed = original.detach() * factors[number]
-        return (
-            meters[number]
-            .measure(lambda name, expert: changed if name == CHANGED else None, tokens=tokens[number])
-            .value
+    def noisy(name: str, expert: int | None) -> torch.Tensor | None:
+        asked.append((name, expert))
+        value = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
+        return value.float() * (1.25 if "proj" in name else 0.75)
+
+    def measure(numbers: Sequence[int]) -> list[float]:
+        kls = meter.measure_variants(
+            [variants[number] for number in numbers],
+            noisy,
+            tmp_path / f"variants{numbers[0]}",
+            limit=limit,
+            progress=lambda done, total: None,
         )
+        return [kl.value for kl in kls]
 
-    alone = [measure(0), measure(1)]
-    with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(measure, (0, 1))] == alone
-    assert min(alone) > 1e-6
-
-
-def test_one_meter_at_a_time_with_a_large_vocabulary_or_experts(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    llama = _meter(tiny_checkpoint("llama"), tmp_path / "llama")
-    assert llama.meters_side_by_side() == 2
-    monkeypatch.setattr(kl_meter, "PARALLEL_WORK_BYTES", 256 * 4)
-    assert llama.meters_side_by_side() == 1
-    monkeypatch.undo()
-    assert _meter(tiny_checkpoint("deepseek_v3"), tmp_path / "v3").meters_side_by_side() == 1
+    alone = [measure([number])[0] for number in range(len(variants))]
+    asked.clear()
+    together = measure(range(len(variants)))
+    assert together == alone
+    assert together[-1] == pytest.approx(0.0, abs=1e-6)
+    assert min(together[:-1]) > 1e-6 and len({*together}) == len(together)
+    if limit:
+        assert len(asked) == len({*asked}) == len(variants[-2][0])
+        assert not list((tmp_path / "variants0/values").iterdir())

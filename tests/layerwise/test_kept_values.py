@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ciuic_cli.layerwise.overrides import KeptValues
+from ciuic_cli.layerwise.overrides import KeptValues, only
 
 CPU = torch.device("cpu")
 
@@ -51,9 +51,22 @@ def test_values_beyond_the_limit_are_computed_again(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_cleared_values_leave_room(tmp_path: Path) -> None:
+    source = Source()
+    kept = KeptValues(source, tmp_path, CPU, limit=2 * 24)
+    for expert in (0, 1):
+        for _ in range(2):
+            assert kept("b/c", expert) is not None
+        kept.clear("b/")
+    assert kept("a", None) is not None and kept("a", None) is not None
+    assert source.asked == [("b/c", 0), ("b/c", 1), ("a", None)]
+    kept.clear("b/")
+    assert len(list(tmp_path.iterdir())) == 1
+
+
 def test_only_some_keys(tmp_path: Path) -> None:
     source = Source()
-    some = KeptValues(source, tmp_path, CPU, limit=1000).only({("a", None), ("d", None)})
+    some = only(KeptValues(source, tmp_path, CPU, limit=1000), {("a", None), ("d", None)})
     assert some("b/c", 0) is None and ("b/c", 0) not in source.asked
     found = some("a", None)
     assert found is not None and torch.equal(found, _rounded(source.values["a", None]))

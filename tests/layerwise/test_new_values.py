@@ -40,8 +40,8 @@ def test_a_value_replaces_the_stored_one_which_is_not_read(
     )  # fmt: skip
     stream.override = halved
     changed = 0
-    parts = [(prefix, stream._layer_with_weights(prefix)) for prefix in stream.prefixes]
-    for prefix, context in [*parts, ("", stream._without_layers())]:
+    parts = [(prefix, stream.layer_with_weights(number)) for number, prefix in enumerate(stream.prefixes)]
+    for prefix, context in [*parts, ("", stream.without_layers())]:
         with context as layer:
             module = layer if isinstance(layer, nn.Module) else stream.model
             for name, tensor in module.named_parameters():

@@ -1,0 +1,89 @@
+"""Variants of a model, which differ in some weights, run through its layers together: every layer is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ciuic_cli.layerwise.layer_stream import LayerStream
+from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.layerwise.logits import VisitLogits
+from ciuic_cli.layerwise.overrides import KeptValues, Override, new_values, only, replaced
+from ciuic_cli.process.memory import limit_freed_memory
+
+
+@dataclass(frozen=True)
+class Variant:
+    """keys: the weights that have other values than the original's. chunks: the stream's chunks that run through it."""
+
+    keys: frozenset[Key]
+    chunks: range
+
+
+class Variants:
+    """Variants of a stream's model.
+
+    A layer's other values are computed when the layer is reached, and are in memory only while it runs. Files keep
+    those of embedding and head, which run twice, and those of experts.
+
+    Args:
+        override: the other values. It is called about once for each weight, from several threads; its values are
+            overwritten.
+        folder: for the files. limit: the most bytes of them.
+    """
+
+    def __init__(
+        self, stream: LayerStream, variants: Sequence[Variant], override: Override, folder: Path, limit: int
+    ) -> None:
+        self._stream, self._variants, self._override = stream, variants, override
+        self._kept = KeptValues(override, folder, stream.device, limit)
+
+    def forward(self, progress: Callable[[int, int], None]) -> None:
+        """Run everything but the head. progress: called with the numbers of finished layers and of all."""
+        for keys, chunks in self._outside():
+            self._stream.override = only(self._kept, keys)
+            self._stream.begin(chunks)
+        layers = len(self._stream.prefixes)
+        for number in range(layers):
+            self._run_layer(number)
+            self._stream.drop(number)
+            self._stream.delete_dropped()
+            progress(number + 1, layers)
+
+    def tail(self, visit: VisitLogits) -> None:
+        """Run what follows the last layer."""
+        for keys, chunks in self._outside():
+            self._stream.override = only(self._kept, keys)
+            with self._stream.tail(visit) as run_chunks:
+                for chunk in chunks:
+                    run_chunks([chunk])
+                    limit_freed_memory()
+        self._kept.clear()
+
+    def _outside(self) -> Iterator[tuple[frozenset[Key], list[int]]]:
+        """The weights in no layer that have other values, each set with the chunks that run with it."""
+        layers = tuple(self._stream.prefixes)
+        return self._groups(lambda key: not key[0].startswith(layers))
+
+    def _groups(self, takes_part: Callable[[Key], bool]) -> Iterator[tuple[frozenset[Key], list[int]]]:
+        """Sets of weights that have other values, among those that take part, each with the chunks of its variants."""
+        groups: dict[frozenset[Key], list[int]] = {}
+        for variant in self._variants:
+            groups.setdefault(frozenset(filter(takes_part, variant.keys)), []).extend(variant.chunks)
+        return iter(groups.items())
+
+    def _run_layer(self, number: int) -> None:
+        stream, prefix = self._stream, self._stream.prefixes[number]
+        groups = [*self._groups(lambda key: key[0].startswith(prefix))]
+        changed = frozenset[Key]().union(*(keys for keys, _ in groups))
+        # Before the layer is in memory, because a matrix's values take much of it while they are computed.
+        values = new_values(stream.map, stream.layer(number), prefix, only(self._override, changed))
+        stream.override = only(self._override, ())
+        with stream.layer_with_weights(number) as layer:
+            for keys, chunks in groups:
+                with replaced(stream.map, layer, prefix, values, self._kept, keys), torch.no_grad():
+                    stream.run_layer(number, layer, chunks)
+        self._kept.clear(prefix)
