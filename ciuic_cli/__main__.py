@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 
@@ -11,9 +12,14 @@ from ciuic_cli.process.memory import machine_fault
 from ciuic_cli.process.signals import INTERRUPTED, interruptible
 from ciuic_cli.process.streams import secure_streams
 
+GARBAGE_THRESHOLD = 20_000
+"""Objects after whose creation Python looks for garbage, instead of 700. Importing torch and transformers makes a
+million that stay; looking through them took 0.5 of 5.4 seconds (measured: docs/experiments/scale/arms.md)."""
+
 
 def main() -> None:
     """The console script `ciuic`: run one command and exit with its code."""
+    gc.set_threshold(GARBAGE_THRESHOLD)
     with interruptible(last=True):
         secure_streams()
         try:

@@ -61,15 +61,13 @@ def price_matrix(
     with step("loss of pruning"):
         pruning = pruning_loss(weight, fisher)
     require_finite_loss(pruning.cpu().numpy(), matrix, model_map)
-    factored, input_scale = pools.inputs(matrix, fisher), None
+    input_scale = None
     covered = statistics.covers(matrix.name)  # otherwise H is a multiple of the identity
     if covered and matrix.expert is None:  # all experts of a layer take the same transformed input
         with step("input scales"):
-            scales = input_scales(weight, fisher, factored)
-        if scales is not None:
-            input_scale, factored = scales
-            weight, fisher = scaled(weight, fisher, input_scale)
-    sensitivities = []
+            input_scale = input_scales(weight, fisher)
+        weight, fisher = scaled(weight, fisher, input_scale)
+    factored, sensitivities = pools.inputs(matrix, fisher), []
     for chunk in row_chunks(weight, fisher, matrix, factored=factored, pools=pools):
         prepared = chunk.prepared
         sensitivities.append(prepared.row_sensitivity[: prepared.rows])

@@ -151,7 +151,7 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         + clock(lambda: pruning_loss(weight, fisher)) * matrix.cols / cols
     )
     if not matrix.role.startswith("expert") and matrix.role not in UNPROBED_ROLES:
-        pricing += input_growth * clock(lambda: input_scales(weight, fisher, factored))
+        pricing += input_growth * clock(lambda: input_scales(weight, fisher))
     if ranks and matrix.role not in UNPRUNED_ROLES:
         pricing += area_growth * clock(
             lambda: lowrank.residual_energies(weight, weight.new_ones(rows), lowrank.RANKS)

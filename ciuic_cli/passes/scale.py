@@ -3,8 +3,8 @@
 The code's error has the same variance in all columns of a row, proportional to the row's effective variance. The loss
 of this error is proportional to tr(D) of H = L D Lᵀ. With columns divided by S_j, block b of a row has the energy
 e_b = Σ w_j² / S_j², and the row's effective variance is the power mean of order p of these (`effective_variance.py`).
-H becomes S H S, whose tr(D) is about Σ S_j² d_j. Here d_j = 1 / (H⁻¹)_jj is the part of input j that the other inputs
-cannot compensate.
+H becomes S H S, whose tr(D) is taken as Σ S_j² d_j. Here d_j = 1 / (H⁻¹)_jj is the part of input j that the other
+inputs cannot compensate.
 
 Every row gets the bits that it needs. So the bits per weight grow with the mean logarithm of the rows' effective
 variances plus log tr(D). Their sum is least where S_j⁴ = c_j / d_j; c_j is w_j² e_b^(p-1) / Σ e_b^p, summed over the
@@ -25,12 +25,12 @@ import torch
 from numpy.typing import NDArray
 
 from ciuic_cli.codecs.scales import encode_input_scales, input_factors
-from ciuic_cli.codecs.transform import TILE, block_width, inverse_transform_inplace, padded
+from ciuic_cli.codecs.transform import TILE, block_width, padded
 from ciuic_cli.passes.chunk_size import scratch_slices
 from ciuic_cli.passes.effective_variance import effective_variance, log_variance_gradient
-from ciuic_cli.passes.feedback import FactoredInputs, columns_of, factor_inputs
+from ciuic_cli.passes.feedback import damp
 from ciuic_cli.passes.fisher import KroneckerFisher
-from ciuic_cli.passes.linear_algebra import inverse_lower
+from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
 from ciuic_cli.process.threads import one_thread
 
 _ITERATIONS = 5
@@ -53,27 +53,19 @@ def scaled(
         return weight, fisher
     factors = input_factors(input_scale).to(weight.device)
     contexts = None if fisher.contexts is None else replace(fisher.contexts, column_factors=factors)
-    inputs = _scaled_moment(fisher.inputs, factors)
+    inputs = fisher.inputs * factors * factors[:, None]
     return weight.div_(factors), replace(fisher, inputs=inputs, contexts=contexts)
 
 
-def input_scales(
-    weight: torch.Tensor, fisher: KroneckerFisher, inputs: FactoredInputs
-) -> tuple[NDArray[np.uint8], FactoredInputs] | None:
-    """The best input scales of a weight (m, n) float32; None if they save less than their bytes.
+def input_scales(weight: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.uint8] | None:
+    """The codes (n,) of the best input scales of a weight (m, n) float32; None if they save less than their bytes.
 
     The scales take one byte per column. One bit per weight is worth a factor of four in the loss.
-
-    Args:
-        inputs: the factors of H without input scales.
-
-    Returns:
-        The scales' codes (n,), and the factors of H with them.
     """
     rows, cols = weight.shape
     if not bool(weight.any()):
         return None
-    inverse = _inverse_diagonal(inputs, cols)
+    inverse = _inverse_diagonal(fisher.inputs)
     if inverse is None:
         return None
     scales = torch.ones(cols, dtype=torch.float64, device=weight.device)
@@ -86,14 +78,10 @@ def input_scales(
         codes = encode_input_scales(scales.cpu())
     factors = input_factors(codes).to(weight.device)
     log_saved = _mean_log_variance(weight, torch.ones_like(factors)) - _mean_log_variance(weight, factors)
-    factored = factor_inputs(_scaled_moment(fisher.inputs, factors))
     with one_thread():
-        log_saved += math.log(float(inputs.ldl.d_diagonal.sum()) / float(factored.ldl.d_diagonal.sum()))
-    return (codes, factored) if log_saved / math.log(4.0) * rows * cols > 8 * cols else None
-
-
-def _scaled_moment(moment: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    return moment * factors * factors[:, None]
+        plain, better = float((1 / inverse).sum()), float((factors.double().square() / inverse).sum())
+        log_saved += math.log(plain / better)
+    return codes if log_saved / math.log(4.0) * rows * cols > 8 * cols else None
 
 
 def _block_energies(
@@ -128,20 +116,15 @@ def _mean_log_variance(weight: torch.Tensor, factors: torch.Tensor) -> float:
         return float(variances[variances > _VARIANCE_FLOOR].double().log().mean())
 
 
-def _inverse_diagonal(inputs: FactoredInputs, cols: int) -> torch.Tensor | None:
-    """(n,) float64 diagonal of H⁻¹ for H (n, n), damped as for rounding; None if H could not be factored.
-
-    The factors are those of T H Tᵀ with its columns in another order. The lower triangular C⁻¹ of C Cᵀ = T H Tᵀ, with
-    its columns in their own order and transformed back, has H⁻¹ as its Gram matrix.
-    """
-    ldl = inputs.ldl
-    if ldl.factor is None or ldl.whitening is None:
+def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
+    """(n,) float64 diagonal of H⁻¹ for H (n, n), damped as for rounding; None if H could not be factored."""
+    damped = moment.clone()
+    damp(damped)
+    lower, _ = damped_cholesky(damped)
+    del damped
+    if lower is None:
         return None
-    inverse = inverse_lower(ldl.factor)
-    for block, rows in zip(ldl.whitening, inverse.split(TILE), strict=True):
-        rows.copy_(block @ rows)
-    inverse = inverse.index_select(1, columns_of(inputs.block_order).argsort())
-    inverse = inverse_transform_inplace(inverse, cols)
+    squares = inverse_lower(lower).square_()  # H⁻¹ is the Gram matrix of the inverse
     with one_thread():
         # A float64 sum of float32 numbers takes five times as long as the float32 sums of blocks of rows.
-        return inverse.square_().unflatten(0, (-1, TILE)).sum(1).sum(0, dtype=torch.float64)
+        return torch.stack([rows.sum(0) for rows in squares.split(TILE)]).sum(0, dtype=torch.float64)
