@@ -24,7 +24,7 @@ from ciuic_cli.allocation.probes import perturbation, probe_corrections, probe_m
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.compression.encoding import encode_matrix
 from ciuic_cli.compression.journal import Journal
-from ciuic_cli.compression.steps import Steps
+from ciuic_cli.compression.steps import JournalMark, Steps
 from ciuic_cli.compression.task import Task
 from ciuic_cli.compression.windows import with_windows
 from ciuic_cli.cost.forecast import noise_room
@@ -171,11 +171,10 @@ class Run:
     def _corrections(self, plan: Plan) -> dict[str, dict[str, float]]:
         """Measure every probe on the held-out sequences, see allocation/probes.py."""
         probes = probe_matrices(plan, self.map.layer_prefixes, self.options.level.probed_layers)
-        missing = [number for number in range(len(probes)) if not self._steps.has("probe", number)]
         # The last one, which perturbs all matrices, first: each worker gets about as many of the others.
-        self._measure_probes(
-            plan, probes, self.workers.broadcast(missing)[::-1][self.workers.number :: self.workers.size]
-        )
+        missing = [n for n in reversed(range(len(probes))) if not self._steps.has("probe", n)]
+        missing = self.workers.broadcast(missing)
+        self._measure_probes(plan, probes, missing[self.workers.number :: self.workers.size])
         self.workers.barrier()
         kls = [float(json.loads(self._steps.result("probe", number))) for number in range(len(probes))]
         return probe_corrections(plan, probes, kls)
@@ -186,7 +185,7 @@ class Run:
         """Measure the probes with these numbers, and save their KL in the journal."""
         if not numbers:
             return
-        meter, length = self.meter(), self.task.held_out.shape[1]
+        meter, length, worker = self.meter(), self.task.held_out.shape[1], self.workers.number
         return_freed_memory()  # of the plan and the meter, because the embedding's noise comes first
         tokens = [min(self.options.level.probe_tokens, length)] * (len(probes) - 1) + [length]
         with measured("probe", ""):
@@ -196,9 +195,10 @@ class Run:
                     self.map, self.statistics, plan, probes[-1], L=self.options.L,
                     pools=PoolFactors(self.statistics, self.machine.device),
                 ),
-                self._own_folder("probes"),
+                self.journal.folder / f"probes-{worker}",
                 limit=noise_room(self.map, self.journal.stored_bytes()) // self.workers.size,
                 progress=lambda done, layers: self.progress("probe", done, layers),
+                mark=JournalMark(self.journal, f"probing/{worker}", [*numbers]),
             )  # fmt: skip
         for number, kl in zip(numbers, kls, strict=True):
             self._steps.replace("probe", number, json.dumps(kl.value).encode())

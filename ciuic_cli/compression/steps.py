@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from ciuic_cli.compression.journal import Journal
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.process.workers import Workers
+
+
+@dataclass(frozen=True)
+class JournalMark:
+    """How far one worker's unfinished step has come. task: JSON; a mark of another task does not count."""
+
+    journal: Journal
+    name: str
+    task: Any
+
+    def load(self) -> Mapping[str, Any] | None:
+        """The state that was saved last; None without one."""
+        data = self.journal.load(self.name)
+        saved = {} if data is None else json.loads(data)
+        return saved["state"] if saved.get("task") == self.task else None
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Save a state, JSON, in place of the last one."""
+        self.journal.save(self.name, json.dumps({"task": self.task, "state": state}).encode())
 
 
 class Steps:

@@ -29,15 +29,14 @@ from ciuic_cli.cost.run_time import (
     TextSize,
     executed_compressible,
     hidden_and_vocabulary,
+    kept_noise_bytes,
     measure_rates,
     phase_seconds,
     pools_statistics,
-    probed_share,
 )
 from ciuic_cli.layerwise.chunk_threads import activation_bytes, chunks_side_by_side
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
-from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.process.memory import SLACK, resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.statistics import lower_half
@@ -128,7 +127,7 @@ def forecast(
             tall_outputs=tall_outputs,
             kept_noise=noise_room(model_map, stored),
         ),
-        disk_bytes(model_map, matrices, text, budget, probed_layers, tall_outputs=tall_outputs),
+        disk_bytes(model_map, matrices, text, budget, tall_outputs=tall_outputs),
         peak_bytes(
             model_map,
             matrices,
@@ -182,7 +181,6 @@ def disk_bytes(
     matrices: Sequence[WeightMatrix],
     text: TextSize,
     budget: int,
-    probed_layers: int,
     *,
     tall_outputs: bool = True,
 ) -> int:
@@ -199,8 +197,7 @@ def disk_bytes(
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     probing = _probing_bytes(model_map, matrices, text)
     statistics = _statistics_bytes(model_map, tall_outputs=tall_outputs)
-    noisy = sum(m.weights * probed_share(model_map, m, probed_layers) for m in matrices)
-    noise = min(noise_room(model_map, probing + statistics), int(KEPT_DTYPE.itemsize * noisy))
+    noise = min(noise_room(model_map, probing + statistics), sum(kept_noise_bytes(model_map)))
     codes = stored_codes_bytes(budget, recovers=text.recovery > 0) + recovery
     return max(sweeps, probing + max(statistics + noise, codes))
 
@@ -273,14 +270,16 @@ def peak_bytes(
         linears = sum(p.numel for p in parameters if p.compress and len(p.shape) == 2 and not p.transposed)
         # Statistics: with bfloat16 products, stacks and linears are bfloat16. Moments exist of each segment of the text
         # in work, and as sums.
-        # Probes: products are float32, and stacks have the model's own dtype. Matrices are perturbed at the same time.
+        # Probes: products are float32, and stacks have the model's own dtype. Other values for matrices outside stacks
+        # are computed before the layer is in memory, those of experts while it is there.
         stacks = stacked * model_map.dtype.itemsize
         layers.append(
             (2 * (stacked + linears) + 4 * (others - linears) if bfloat16 else stacks + 4 * others)
             + (count + 1) * sum(moments)
             + count * activations
         )
-        layers.append(stacks + 4 * others + max(activations, largest_in_layers))
+        layers.append(4 * linears + largest_in_layers)
+        layers.append(stacks + 4 * (others + linears) + max(activations, largest_in_layers if stacked else 0))
     embedding_and_head = sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )

@@ -39,7 +39,7 @@ from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import PAIR_TOKENS, pair_sum_work
+from ciuic_cli.statistics.moments import PAIR_TOKENS, TALL_OUTPUT_PARTS, pair_sum_work
 
 ACTIVATION_PASSES = 16
 """Operations on activations between the products of the statistics: forward, recomputing and backward. Fitted to runs
@@ -161,14 +161,17 @@ def phase_seconds(
     tall_outputs: see `allocation.matrices.full_outputs`. kept_noise: most bytes of noise on the disk."""
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
-    shares = [probed_share(model_map, matrix, probed_layers) for matrix, _, _ in rates.matrices]
-    noise = KEPT_DTYPE.itemsize * sum(
-        share * count * m.weights for share, (m, count, _) in zip(shares, rates.matrices, strict=True)
-    )
-    # The probe of a matrix's role and the last one perturb it with the same noise, which is kept while there is room.
-    draws = 2.0 - min(1.0, kept_noise / noise if noise else 1.0)
-    roles = set()
-    for share, (matrix, count, time_of) in zip(shares, rates.matrices, strict=True):
+    draws_outside, draws_of_experts = _noise_draws(model_map, kept_noise)
+    roles, restored = set(), 0.0
+    for matrix, count, time_of in rates.matrices:
+        share, draws = probed_share(model_map, matrix, probed_layers), 1.0
+        if matrix.role.startswith("expert"):
+            draws = draws_of_experts
+            restored += (
+                2 * share * count * matrix.weights
+            )  # after the probe of the role, and after the last one
+        elif matrix.role in EMBEDDING_ROLES:
+            draws = draws_outside
         full = full_outputs(matrix.role, matrix.rows, matrix.cols, tall_outputs=tall_outputs)
         outputs = time_of["outputs"] if full else 0.0
         total["arms"] += count * (time_of["arms"] + (time_of["outputs of arms"] if full else 0.0))
@@ -198,8 +201,8 @@ def phase_seconds(
     per_token += moments * rates.moments
     per_token += ACTIVATION_PASSES * _activations(model_map) * rates.activations
     total["statistics"] += text.tokens * per_token + 2 * reading
-    # Every role, all roles together, and the original.
-    total["probe"] += len(roles) * probed + 2 * held_out + (len(roles) + 2) * reading
+    # Every role, all roles together, and the original. All probes read the model once.
+    total["probe"] += len(roles) * probed + 2 * held_out + 2 * reading + rates.read * restored
     total["measure"] += held_out + reading + decoding
     if text.recovery:
         # Products of the original, of the forward pass, of recomputing each layer, and of its gradients. Every step
@@ -221,13 +224,40 @@ def probed_share(model_map: ModelMap, matrix: WeightMatrix, probed_layers: int) 
     return min(1.0, probed_layers / max(1, len(model_map.layer_prefixes)))
 
 
+def kept_noise_bytes(model_map: ModelMap) -> tuple[int, int]:
+    """Bytes of the noise that probes keep in files while there is room: of embedding and head, of a layer's experts."""
+    outside = sum(
+        p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
+    )
+    layers = Counter[str]()
+    for parameter in executed_compressible(model_map):
+        if len(parameter.shape) == 3:
+            layers[next((x for x in model_map.layer_prefixes if parameter.name.startswith(x)), "")] += (
+                parameter.numel
+            )
+    return KEPT_DTYPE.itemsize * outside, KEPT_DTYPE.itemsize * max(layers.values(), default=0)
+
+
+def _noise_draws(model_map: ModelMap, kept_noise: int) -> tuple[float, float]:
+    """How often the probes draw the noise of an embedding or head, and that of an expert.
+
+    Before the layers and after them, the probe of its role and the last one perturb an embedding with the same noise.
+    In its layer both perturb an expert. What is kept is drawn once; other matrices stay in memory while they are used.
+    """
+    outside, experts = kept_noise_bytes(model_map)
+    fits = outside <= kept_noise
+    room = kept_noise - outside if fits else kept_noise
+    return 1.0 if fits else 4.0, 2.0 - min(1.0, room / experts if experts else 1.0)
+
+
 def _moment_work(parameter: Parameter, length: int, *, tall_outputs: bool) -> float:
     """Multiplications per token for a parameter's H and G; length: tokens per sequence."""
     rows, cols = parameter.shape[-2:]
     tokens = min(length, PAIR_TOKENS)
     pairs = min(pair_sum_work(tokens, rows, cols)) / tokens if len(parameter.shape) < 3 else 0.0
     full = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
-    return float(pairs + cols * cols + (rows * rows if full else rows))
+    outputs = rows * rows / (TALL_OUTPUT_PARTS if rows > cols and len(parameter.shape) < 3 else 1)
+    return float(pairs + cols * cols + (outputs if full else rows))
 
 
 def _activations(model_map: ModelMap) -> float:

@@ -18,7 +18,7 @@ from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.logits import logits_in_parts
 from ciuic_cli.evaluation.stored_predictions import StoredPredictions
-from ciuic_cli.evaluation.variants import Variant, Variants
+from ciuic_cli.evaluation.variants import Mark, Variant, Variants
 from ciuic_cli.layerwise.layer_stream import LayerStream
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.layerwise.logits import TokenSpan
@@ -68,12 +68,14 @@ class KLMeter:
         *,
         limit: int,
         progress: Callable[[int, int], None],
+        mark: Mark,
     ) -> list[Mean]:
         """KL in nats per token of models that differ from the original in some weights.
 
         variants: of each model the weights for which it has the values of `override`, and how many tokens of every
         sequence run, the first ones. folder: for activations and values; limit: the most bytes of values. progress:
-        called with the numbers of finished layers and of all. Raises as `token_kls`.
+        called with the numbers of finished layers and of all. mark: how far a killed run came, whose activations
+        are still in `folder`. Raises as `token_kls`.
         """
         count = len(self._chunks)
         chunks = [chunk[:, :tokens] for _, tokens in variants for chunk in self._chunks]
@@ -90,7 +92,7 @@ class KLMeter:
             kls.setdefault(span.chunk, []).extend(self._span_kls(original, logits[0]))
 
         with torch.no_grad():
-            running.forward(progress)
+            running.forward(progress, mark)
             running.tail(visit)
         parts = [self._finite([np.concatenate(kls[chunk]) for chunk in run.chunks]) for run in runs]
         return [mean_of(part) for part in parts]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +13,7 @@ from ciuic_cli.layerwise.layer_stream import LayerStream
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.layerwise.logits import VisitLogits
 from ciuic_cli.layerwise.overrides import KeptValues, Override, new_values, only, replaced
+from ciuic_cli.process.atomic_files import remove_path
 from ciuic_cli.process.memory import limit_freed_memory
 
 
@@ -21,6 +23,14 @@ class Variant:
 
     keys: frozenset[Key]
     chunks: range
+
+
+class Mark(Protocol):
+    """Where a run notes how many layers it has finished, so that it continues there after a kill."""
+
+    def load(self) -> Mapping[str, Any] | None: ...
+
+    def save(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Variants:
@@ -39,19 +49,31 @@ class Variants:
         self, stream: LayerStream, variants: Sequence[Variant], override: Override, folder: Path, limit: int
     ) -> None:
         self._stream, self._variants, self._override = stream, variants, override
+        remove_path(folder)  # left by a killed run
         self._kept = KeptValues(override, folder, stream.device, limit)
 
-    def forward(self, progress: Callable[[int, int], None]) -> None:
+    def forward(self, progress: Callable[[int, int], None], mark: Mark) -> None:
         """Run everything but the head. progress: called with the numbers of finished layers and of all."""
+        stream = self._stream
         for keys, chunks in self._outside():
-            self._stream.override = only(self._kept, keys)
-            self._stream.begin(chunks)
-        layers = len(self._stream.prefixes)
-        for number in range(layers):
+            stream.override = only(self._kept, keys)
+            stream.begin(chunks)
+        layers = len(stream.prefixes)
+        for number in range(self._resumed(mark), layers):
             self._run_layer(number)
-            self._stream.drop(number)
-            self._stream.delete_dropped()
+            stream.drop(number)
+            mark.save({"finished": number + 1, "hidden": stream.hidden.state()})
+            stream.delete_dropped()
             progress(number + 1, layers)
+
+    def _resumed(self, mark: Mark) -> int:
+        """The layers that a killed run has finished, whose outputs are then in the stream."""
+        state, hidden = mark.load(), self._stream.hidden
+        if state is None or self._stream.carries_state or not hidden.is_intact(state["hidden"]):
+            return 0
+        hidden.clear()  # the first layer's inputs
+        hidden.restore(state["hidden"])
+        return int(state["finished"])
 
     def tail(self, visit: VisitLogits) -> None:
         """Run what follows the last layer."""
@@ -62,6 +84,7 @@ class Variants:
                     run_chunks([chunk])
                     limit_freed_memory()
         self._kept.clear()
+        self._stream.hidden.clear()
 
     def _outside(self) -> Iterator[tuple[frozenset[Key], list[int]]]:
         """The weights in no layer that have other values, each set with the chunks that run with it."""

@@ -33,7 +33,10 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    indefinite: a token's own product counts 1, its pairs `PAIR_WEIGHT`, so the weights are far from singular; and G is
    shrunk and damped (measured: docs/experiments/statistics/faster-moments.md).
 
-4. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
+4. G of a matrix with more rows than columns is the sum over every fourth part of the sequences (TALL_OUTPUT_PARTS),
+   scaled to the trace that the whole sum would have, which is that of H (`Moments.scale`).
+
+5. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
    multiplied by Σ |x|² |g|² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms.
 
 Two corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when they
@@ -43,7 +46,6 @@ docs/experiments/statistics/damping.md).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,6 +57,7 @@ from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.experts import full_moments_fit
+from ciuic_cli.statistics.spare_memory import SpareMemory
 from ciuic_cli.statistics.symmetric_product import (
     add_symmetric_product,
     add_weighted_product,
@@ -73,6 +76,10 @@ SMALLEST_ROOT = 1e-24
 PAIR_TOKENS = 32
 """Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
 length of a part (measured: docs/experiments/statistics/token-pairs.md)."""
+
+TALL_OUTPUT_PARTS = 4
+"""Where a matrix has more rows than columns, G is summed over one of so many parts of a text's sequences: it takes most
+of the work, and gains least (measured: docs/experiments/statistics/tall-matrices.md)."""
 
 
 def records_full_outputs(rows: int, cols: int, *, tall: bool) -> bool:
@@ -143,8 +150,8 @@ class MomentRecorder(LinearHook):
             else:
                 moments = self._moments_of(key, shape, x.device)
                 parts = (_parts(each.unflatten(0, (-1, self.length))) for each in (x, gradient))
-                for inputs, gradients in zip(*parts, strict=True):
-                    moments.add_sequences(inputs, gradients)
+                for (inputs, numbers), (gradients, _) in zip(*parts, strict=True):
+                    moments.add_sequences(inputs, gradients, numbers)
 
     def _moments_of(
         self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False
@@ -157,35 +164,6 @@ class MomentRecorder(LinearHook):
                 full_inputs=not diagonals, full_outputs=full and not diagonals,
             )  # fmt: skip
         return self.moments[key]
-
-
-class SpareMemory:
-    """Memory of sums that are not needed any more, for new sums.
-
-    Memory from the system must be mapped and cleared page by page, which took a tenth of the statistics' time where
-    matrices have 8,960 rows (measured: docs/experiments/scale/large-matrices.md). Several threads may share it.
-    """
-
-    def __init__(self) -> None:
-        self._spare: dict[tuple[tuple[int, ...], torch.device], list[torch.Tensor]] = defaultdict(list)
-
-    def zeros(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Float32 zeros: a vector, or the lower half of a square matrix (`lower_half.py`)."""
-        is_matrix = len(shape) == 2
-        try:
-            memory = self._spare[shape, device].pop()
-        except IndexError:
-            return lower_half.zeros(shape[0], device) if is_matrix else torch.zeros(shape, device=device)
-        return lower_half.cleared(memory) if is_matrix else memory.zero_()
-
-    def keep(self, moments: Moments) -> None:
-        """Take the memory of these sums, which nobody reads any more."""
-        for tensor in (moments.inputs, moments.outputs):
-            self._spare[tuple(tensor.shape), tensor.device].append(tensor)
-
-    def clear(self) -> None:
-        """Free the memory."""
-        self._spare.clear()
 
 
 @dataclass
@@ -240,11 +218,14 @@ class Moments:
         self._add_single_tokens(x, self._weighted_gradients(x, g))
         self.tokens += x.shape[0]
 
-    def add_sequences(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add sequences with their pairs of tokens: inputs x (s, t, n) and gradients g (s, t, m), of either dtype."""
+    def add_sequences(self, x: torch.Tensor, g: torch.Tensor, numbers: Sequence[int] = ()) -> None:
+        """Add sequences with their pairs of tokens: inputs x (s, t, n) and gradients g (s, t, m), of either dtype.
+
+        numbers: (s,) where each of them is a part of a longer one, the number of the part.
+        """
         by_tokens, by_gradients = pair_sum_work(x.shape[1], g.shape[2], x.shape[2])
-        if by_tokens < by_gradients:
-            self._add_token_pairs(x, g)
+        if by_tokens < by_gradients or self._has_tall_outputs:
+            self._add_token_pairs(x, g, numbers)
         else:
             g = self._weighted_gradients(x, g)
             self._add_weight_gradients(x, g)
@@ -264,12 +245,19 @@ class Moments:
         self.weighted_energy += other.weighted_energy
 
     def scale(self, inputs: float, outputs: float) -> None:
-        """Multiply each of the two sums by a number."""
+        """Multiply each of the two sums by a number. A sum for G that lacks some parts is completed before."""
+        if self._has_tall_outputs and (found := float(self.outputs.diagonal().sum(dtype=torch.float64))) > 0:
+            outputs *= self.trace / found
         for total, factor in ((self.inputs, inputs), (self.outputs, outputs)):
             if self._is_half(total):
                 lower_half.scale(total, factor)
             else:
                 total *= factor
+
+    @property
+    def _has_tall_outputs(self) -> bool:
+        """Whether there is a full sum for G, of a matrix with more rows than columns."""
+        return self.outputs.dim() == 2 and len(self.outputs) > self.inputs.shape[-1]
 
     def _is_half(self, total: torch.Tensor) -> bool:
         return self.halves and total.dim() == 2
@@ -285,7 +273,7 @@ class Moments:
             self.weighted_energy += float(root.sum())
         return root.rsqrt().masked_fill(root < SMALLEST_ROOT, 0.0)
 
-    def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor) -> None:
+    def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor, numbers: Sequence[int]) -> None:
         """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other.
 
         The products of the gradients are weighted here, and not the gradients themselves, which are more numbers.
@@ -299,7 +287,12 @@ class Moments:
         _weight_pairs(x_products)
         with one_thread():
             self.trace += float((x_products * g_products).sum())
-        self._sum_pairs(self.outputs, rounded_g, x_products.mul_(weights), rounded=True)
+        x_products *= weights
+        if self._has_tall_outputs and numbers:
+            chosen = [place for place, number in enumerate(numbers) if number % TALL_OUTPUT_PARTS == 0]
+            rounded_g, x_products = rounded_g[chosen], x_products[chosen]
+        if len(rounded_g):
+            self._sum_pairs(self.outputs, rounded_g, x_products, rounded=True)
         self._sum_pairs(self.inputs, x, _weight_pairs(g_products), rounded=False)
 
     def _token_products(self, vectors: torch.Tensor) -> torch.Tensor:
@@ -356,11 +349,19 @@ def _norms(vectors: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float32)
 
 
-def _parts(sequences: torch.Tensor) -> list[torch.Tensor]:
-    """Sequences (s, length, n) cut into parts of PAIR_TOKENS tokens (parts, PAIR_TOKENS, n), and a shorter rest."""
-    whole = sequences.shape[1] // PAIR_TOKENS * PAIR_TOKENS
-    parts = sequences[:, :whole].unflatten(1, (-1, min(PAIR_TOKENS, max(1, whole)))).flatten(0, 1)
-    return [part for part in (parts, sequences[:, whole:]) if part.numel()]
+def _parts(sequences: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
+    """Sequences (s, length, n) cut into parts of PAIR_TOKENS tokens (parts, PAIR_TOKENS, n), and a shorter rest, each
+    with the numbers of the parts in their sequences."""
+    count = sequences.shape[1] // PAIR_TOKENS
+    whole, rest = sequences[:, : count * PAIR_TOKENS], sequences[:, count * PAIR_TOKENS :]
+    parts = []
+    if count:
+        parts.append(
+            (whole.unflatten(1, (count, PAIR_TOKENS)).flatten(0, 1), [*range(count)] * len(sequences))
+        )
+    if rest.shape[1]:
+        parts.append((rest, [count] * len(sequences)))
+    return parts
 
 
 def recorded_bytes(watched: Sequence[WatchedLinear], *, tall_outputs: bool) -> int:

@@ -17,7 +17,8 @@ import torch
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.statistics.moments import Moments, SpareMemory
+from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.spare_memory import SpareMemory
 
 SEGMENTS = 8
 """Segments of the text, and so the most workers that have work in the statistics. No measurement is on record."""
@@ -89,7 +90,7 @@ class OrderedSums:
                     )
         for key, own in moments.items():
             if self._spare is not None and self.totals.get(key) is not own:
-                self._spare.keep(own)
+                self._spare.keep(own.inputs, own.outputs)
 
     def _include(self, key: Key, more: Moments) -> None:
         if key in self.totals:

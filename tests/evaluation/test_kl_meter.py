@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,19 @@ from ciuic_cli.evaluation.estimates import mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise import logits as layer_logits
 from ciuic_cli.layerwise.linear_hooks import Key
+
+
+class MemoryMark:
+    """A mark that only this process knows."""
+
+    state: Mapping[str, Any] | None = None
+
+    def load(self) -> Mapping[str, Any] | None:
+        return self.state
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        self.state = state
+
 
 CHANGED = "model.layers.1.mlp.down_proj.weight"
 
@@ -53,6 +67,7 @@ def test_kl_equals_the_whole_models(
             tmp_path / "variants",
             limit=0,
             progress=lambda done, total: None,
+            mark=MemoryMark(),
         )
         assert expected.value > 1e-6
         assert found.value == pytest.approx(expected.value, rel=1e-3)
@@ -97,6 +112,7 @@ def test_variants_together_measure_what_each_measures_alone(
             tmp_path / f"variants{numbers[0]}",
             limit=limit,
             progress=lambda done, total: None,
+            mark=MemoryMark(),
         )
         return [kl.value for kl in kls]
 
@@ -109,3 +125,41 @@ def test_variants_together_measure_what_each_measures_alone(
     if limit:
         assert len(asked) == len({*asked}) == len(variants[-2][0])
         assert not list((tmp_path / "variants0/values").iterdir())
+
+
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_interrupted_variants_continue_after_the_last_finished_layer(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, family: str
+) -> None:
+    checkpoint = tiny_checkpoint(family)
+    meter, mark = _meter(checkpoint, tmp_path / "meter"), MemoryMark()
+    model_map = map_model(open_checkpoint(checkpoint))
+    matrices = weight_matrices(model_map.parameters.values())
+    asked: list[Key] = []
+
+    def noisy(name: str, expert: int | None) -> torch.Tensor | None:
+        asked.append((name, expert))
+        value = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
+        return value.float() * 1.25
+
+    def measure(folder: Path, progress: Callable[[int, int], None]) -> list[float]:
+        keys = {(m.name, m.expert) for m in matrices}
+        attention = {key for key in keys if "attn" in key[0]}
+        kls = meter.measure_variants(
+            [(attention, 10), (keys, 24)], noisy, folder, limit=1 << 20, progress=progress, mark=mark
+        )
+        return [kl.value for kl in kls]
+
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        measure(tmp_path / "run", interrupt)
+    asked.clear()
+    finished: list[int] = []
+    continued = measure(tmp_path / "run", lambda done, total: finished.append(done))
+    assert finished[0] == 2
+    assert not any(name.startswith("model.layers.0.") for name, _ in asked)
+    mark.state = None
+    assert measure(tmp_path / "whole", lambda done, total: None) == continued
+    assert any(name.startswith("model.layers.0.") for name, _ in asked)

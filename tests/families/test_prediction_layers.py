@@ -301,7 +301,7 @@ def test_the_forecast_includes_coding_but_no_statistics_of_the_layer(
     mtp = [matrix for matrix in weight_matrices(maps[1].parameters.values()) if matrix.role in MTP_ROLES]
     text, budgets = TextSize(2, 1, 64), (10**6, 2 * 10**6)
     disk = [
-        disk_bytes(m, weight_matrices(m.parameters.values()), text, budget, 16)
+        disk_bytes(m, weight_matrices(m.parameters.values()), text, budget)
         for m, budget in zip(maps, budgets, strict=True)
     ]
     assert disk[1] - disk[0] == 2 * 10**6 + sum(40 * matrix.groups + 1500 for matrix in mtp)

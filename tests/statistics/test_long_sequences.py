@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ciuic_cli.layerwise.linear_hooks import Product, WatchedLinear
-from ciuic_cli.statistics.moments import MomentRecorder, Moments
+from ciuic_cli.statistics.moments import TALL_OUTPUT_PARTS, MomentRecorder, Moments
 
 ROWS, COLS = 6, 9
 STRETCH = 32
@@ -60,15 +60,38 @@ def test_a_batch_is_the_sum_of_its_sequences() -> None:
     assert_equal(together, total)
 
 
+def test_g_of_a_tall_matrix_is_summed_over_every_fourth_part() -> None:
+    """Scaled to the trace of the whole sum. H, and G of other matrices, have all parts."""
+    x, gradient = tokens(2, 5 * STRETCH + 7)
+    weight = torch.zeros(ROWS, 4)
+    recorder = MomentRecorder([], torch.float32, x.shape[1])
+    narrow = x[..., :4].contiguous()
+    recorder.watch(Product(KEY, weight.shape, slice(0, ROWS), weight, narrow, gradient))(gradient)
+    found = recorder.moments[KEY]
+    parts, whole = (Moments.zeros(ROWS, 4, x.device, torch.float32, full_outputs=True) for _ in range(2))
+    for number, begin in enumerate(range(0, x.shape[1], STRETCH)):
+        stretch = slice(begin, begin + STRETCH)
+        for moments in [whole] + [parts] * (number % TALL_OUTPUT_PARTS == 0):
+            moments.add_sequences(narrow[:, stretch], gradient[:, stretch])
+    torch.testing.assert_close(found.inputs.tril(), whole.inputs.tril(), rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found.outputs.tril(), parts.outputs.tril(), rtol=1e-4, atol=1e-3)
+    assert found.trace == pytest.approx(whole.trace, rel=1e-5) and found.trace > 2 * parts.trace
+    found.scale(1.0, 0.5)
+    assert float(found.outputs.trace()) == pytest.approx(0.5 * whole.trace, rel=1e-4)
+    torch.testing.assert_close(
+        found.outputs.tril() / found.outputs.trace(), parts.outputs.tril() / parts.outputs.trace()
+    )
+
+
 def test_tall_matrices_may_have_only_the_diagonal_of_g() -> None:
     """The diagonal, H and the trace are those of the full statistics."""
-    x, gradient = tokens(2, 64)
+    x, gradient = tokens(2, STRETCH)
     narrow, narrow_gradient = x[..., :4], gradient[..., :4]
 
     def moments(x: torch.Tensor, gradient: torch.Tensor, *, tall_outputs: bool) -> Moments:
         weight = torch.zeros(gradient.shape[2], x.shape[2])
         watched = [WatchedLinear(KEY[0], weight)]
-        recorder = MomentRecorder(watched, torch.float32, 64, tall_outputs=tall_outputs)
+        recorder = MomentRecorder(watched, torch.float32, STRETCH, tall_outputs=tall_outputs)
         recorder.watch(Product(KEY, weight.shape, slice(0, len(weight)), weight, x, gradient))(gradient)
         return recorder.moments[KEY]
 

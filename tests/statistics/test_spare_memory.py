@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ciuic_cli.statistics.moments import MomentRecorder, Moments, SpareMemory
+from ciuic_cli.statistics.moments import MomentRecorder, Moments
+from ciuic_cli.statistics.spare_memory import SpareMemory
 
 CPU = torch.device("cpu")
 KEY = ("w", None)
@@ -14,7 +15,7 @@ KEY = ("w", None)
 def test_memory_of_the_same_shape_is_used_again_and_cleared() -> None:
     spare = SpareMemory()
     kept = Moments(torch.full((4, 4), 7.0), torch.full((6,), torch.nan))
-    spare.keep(kept)
+    spare.keep(kept.inputs, kept.outputs)
     again, other = spare.zeros((4, 4), CPU), spare.zeros((4, 4), CPU)
     assert again.data_ptr() == kept.inputs.data_ptr() != other.data_ptr()
     assert spare.zeros((6,), CPU).data_ptr() == kept.outputs.data_ptr()
@@ -25,7 +26,7 @@ def test_memory_of_the_same_shape_is_used_again_and_cleared() -> None:
 def test_sums_do_not_depend_on_what_was_in_the_memory(dtype: torch.dtype) -> None:
     x, gradient = torch.randn(64, 48), torch.randn(64, 32)
     spare = SpareMemory()
-    spare.keep(Moments(torch.full((48, 48), torch.nan), torch.full((32, 32), torch.nan)))
+    spare.keep(torch.full((48, 48), torch.nan), torch.full((32, 32), torch.nan))
     found = []
     for memory in (None, spare):
         recorder = MomentRecorder([], dtype, 32, memory)
