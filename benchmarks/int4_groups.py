@@ -20,6 +20,7 @@ from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, WeightMatrix, fisher_
 from ciuic_cli.allocation.row_chunks import read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.evaluation.estimates import mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.export.gguf.feedback import Feedback, feedback_of, rounded
 from ciuic_cli.export.gguf.writing import GgufOptions, calibration_text
@@ -107,7 +108,7 @@ def main() -> None:
 
     for title, source in (("original", original), ("artifact's weights", artifact)):
         for feedback in (False, True):
-            kl = meter.measure(partial(override, source, feedback, matrices))
+            kl = mean_of(meter.token_kls(partial(override, source, feedback, matrices)))
             how = "with error feedback" if feedback else "to nearest"
             print(f"{title}, {how}: KL {kl.value:.4f} ± {kl.stderr:.4f}", flush=True)
 
@@ -115,7 +116,7 @@ def main() -> None:
         matrix = matrices.get((name, expert))
         return None if matrix is None else read_matrix(artifact, matrix)
 
-    kl = meter.measure(linears)
+    kl = mean_of(meter.token_kls(linears))
     print(f"artifact's linears as they are: KL {kl.value:.4f} ± {kl.stderr:.4f}")
 
 

@@ -167,9 +167,8 @@ def phase_seconds(
         share, draws = probed_share(model_map, matrix, probed_layers), 1.0
         if matrix.role.startswith("expert"):
             draws = draws_of_experts
-            restored += (
-                2 * share * count * matrix.weights
-            )  # after the probe of the role, and after the last one
+            # The original is read again after the probe of the role, and after the last one.
+            restored += 2 * share * count * matrix.weights
         elif matrix.role in EMBEDDING_ROLES:
             draws = draws_outside
         full = full_outputs(matrix.role, matrix.rows, matrix.cols, tall_outputs=tall_outputs)
@@ -229,13 +228,11 @@ def kept_noise_bytes(model_map: ModelMap) -> tuple[int, int]:
     outside = sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
-    layers = Counter[str]()
-    for parameter in executed_compressible(model_map):
-        if len(parameter.shape) == 3:
-            layers[next((x for x in model_map.layer_prefixes if parameter.name.startswith(x)), "")] += (
-                parameter.numel
-            )
-    return KEPT_DTYPE.itemsize * outside, KEPT_DTYPE.itemsize * max(layers.values(), default=0)
+    experts = [p for p in executed_compressible(model_map) if len(p.shape) == 3]
+    of_layers = (
+        sum(p.numel for p in experts if p.name.startswith(prefix)) for prefix in model_map.layer_prefixes
+    )
+    return KEPT_DTYPE.itemsize * outside, KEPT_DTYPE.itemsize * max(of_layers, default=0)
 
 
 def _noise_draws(model_map: ModelMap, kept_noise: int) -> tuple[float, float]:

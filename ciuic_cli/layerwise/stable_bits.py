@@ -11,6 +11,7 @@ Operations outside of layers that depend on it run with `process.threads.one_thr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -53,8 +54,8 @@ def stable_bits(device: torch.device) -> Iterator[None]:
 class _StableBits(TorchDispatchMode):
     """While active, replaces the operations that the top of this file names.
 
-    Products with a weight as it lies in memory (x Wᵀ) also go through oneDNN if their sizes are even, because with
-    AVX-512 it is the faster library (`outer_product`).
+    Products with a weight as it lies in memory (x Wᵀ) also go through oneDNN if their sizes are even, where that is the
+    faster library (`_favours_onednn`).
     """
 
     def __torch_dispatch__(
@@ -103,9 +104,21 @@ def _are_even(*sizes: int) -> bool:
 def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     """left right for left (m, k), right (k, n); None: torch's own is stable."""
     sizes = (*left.shape, *right.shape)
-    if not right.mT.is_contiguous() and _are_even(*sizes) and min(sizes) >= _MANY:
+    favours_torch = not (right.mT.is_contiguous() and _favours_onednn())
+    if favours_torch and _are_even(*sizes) and min(sizes) >= _MANY:
         return None
     return outer_product(left, right.mT)
+
+
+@functools.cache
+def _favours_onednn() -> bool:
+    """Whether oneDNN multiplies x Wᵀ in float32 at least as fast as torch's own product, which is MKL's on x86.
+
+    MKL's takes an eighth less time on AMD processors without AVX-512 (measured:
+    docs/experiments/statistics/faster-moments.md).
+    """
+    capabilities = torch.cpu.get_capabilities()
+    return not capabilities.get("avx2") or bool(capabilities.get("avx512_f"))
 
 
 def _added_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:

@@ -99,9 +99,9 @@ def orthonormal(columns: torch.Tensor) -> torch.Tensor:
 
 
 def singular_values(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """U (k, k), S (k,) and Vᵀ (k, n) of a matrix A (k, n) with fewer rows than columns.
+    """U (k, k), S (k,) and Vᵀ (k, n) of a matrix A (k, n) with no more rows than columns.
 
-    From the eigenvectors of A Aᵀ in float64, which takes a tenth of the time of torch's decomposition (measured:
+    From the eigenvectors of A Aᵀ in float64, because torch's decomposition takes several times as long (measured:
     docs/experiments/scale/arms.md). Singular values below 1e-7 of the largest, which would be rounding errors, are 0
     with rows of zeros in Vᵀ.
     """

@@ -273,7 +273,7 @@ class Moments:
             self.weighted_energy += float(root.sum())
         return root.rsqrt().masked_fill(root < SMALLEST_ROOT, 0.0)
 
-    def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor, numbers: Sequence[int]) -> None:
+    def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor, numbers: Sequence[int] = ()) -> None:
         """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other.
 
         The products of the gradients are weighted here, and not the gradients themselves, which are more numbers.

@@ -46,3 +46,24 @@ def test_damping_is_the_least_power_of_ten_that_suffices() -> None:
     torch.testing.assert_close(lower @ lower.T, matrix + 1e-2 * matrix.diagonal().mean() * torch.eye(40))
     assert linear_algebra.damped_cholesky(_positive(40))[1] == 0.0
     assert linear_algebra.damped_cholesky(-matrix) == (None, math.inf)
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (20, 20), (48, 300)])
+@pytest.mark.parametrize("rank", [1, 16, 48])
+def test_singular_values_equal_those_of_lapack(rows: int, cols: int, rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    left, right = (torch.randn(size, rank, generator=generator) for size in (rows, cols))
+    matrix = left * torch.arange(1, rank + 1) ** -2.0 @ right.T
+    u, s, vh = linear_algebra.singular_values(matrix)
+    assert u.dtype == s.dtype == vh.dtype == torch.float32
+    largest = float(s[0])
+    torch.testing.assert_close(s, torch.linalg.svdvals(matrix), rtol=1e-5, atol=1e-6 * largest)
+    torch.testing.assert_close(u * s @ vh, matrix, rtol=1e-5, atol=2e-6 * largest)
+    torch.testing.assert_close(u.T @ u, torch.eye(rows), rtol=0, atol=1e-5)
+    kept = int((s > 1e-5 * largest).sum())
+    torch.testing.assert_close(vh[:kept] @ vh[:kept].T, torch.eye(kept), rtol=0, atol=1e-4)
+
+
+def test_a_matrix_of_zeros_has_no_singular_values() -> None:
+    u, s, vh = linear_algebra.singular_values(torch.zeros(3, 7))
+    assert not s.any() and not vh.any() and torch.isfinite(u).all()
