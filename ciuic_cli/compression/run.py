@@ -197,7 +197,7 @@ class Run:
                 ),
                 self.journal.folder / f"probes-{worker}",
                 limit=noise_room(self.map, self.journal.stored_bytes()) // self.workers.size,
-                progress=lambda done, layers: self.progress("probe", done, layers),
+                progress=lambda done, parts: self.progress("probe", done, parts),
                 mark=JournalMark(self.journal, f"probing/{worker}", [*numbers]),
             )  # fmt: skip
         for number, kl in zip(numbers, kls, strict=True):

@@ -24,7 +24,6 @@ from ciuic_cli.allocation.pool_factors import KEPT_POOLS
 from ciuic_cli.artifact.layout import SHARD_BYTES
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.cost.run_time import (
-    KEPT_BYTES,
     Rates,
     TextSize,
     executed_compressible,
@@ -57,13 +56,11 @@ _ARM_FIELDS = 5
 Estimated."""
 _ARM_FILE_BYTES = 1500
 """Other bytes of such a file: header and low-rank parts. Estimated."""
-
-
 DISK_SHARE = 2.9
 """Noise is kept while a run has fewer bytes on the disk than this multiple of its model's, at two bytes per weight.
 Chosen: at most three times, with some small files (docs/experiments/scale/disk.md)."""
 LEAST_NOISE_BYTES = 512 << 20
-"""Bytes of noise that are kept in any case. Chosen: all of SmolLM2-135M's has 170 MB."""
+"""Bytes of noise that are kept in any case. Chosen: the embedding of a model of 1.5 billion weights has 470 MB."""
 
 
 @dataclass(frozen=True)
@@ -220,8 +217,7 @@ def _statistics_bytes(model_map: ModelMap, *, tall_outputs: bool) -> int:
 
 def noise_room(model_map: ModelMap, stored: int) -> int:
     """The most bytes of noise that a run keeps for its probes, beside `stored` bytes that it has on the disk."""
-    room = int(DISK_SHARE * 2 * model_map.stored_numel) - stored
-    return min(max(room, LEAST_NOISE_BYTES), KEPT_BYTES)
+    return max(int(DISK_SHARE * 2 * model_map.stored_numel) - stored, LEAST_NOISE_BYTES)
 
 
 def stored_codes_bytes(budget: int, *, recovers: bool) -> int:

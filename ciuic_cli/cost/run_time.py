@@ -44,8 +44,6 @@ from ciuic_cli.statistics.moments import PAIR_TOKENS, TALL_OUTPUT_PARTS, pair_su
 ACTIVATION_PASSES = 16
 """Operations on activations between the products of the statistics: forward, recomputing and backward. Fitted to runs
 of SmolLM2-135M and of a random model of 1.5 billion weights (docs/experiments/scale/large-matrices.md)."""
-KEPT_BYTES = 2 << 30
-"""Most bytes of noise that a run keeps for its probes: a billion weights. Chosen, not tuned."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +153,7 @@ def phase_seconds(
     states: int,
     probed_layers: int,
     tall_outputs: bool = True,
-    kept_noise: int = KEPT_BYTES,
+    kept_noise: float = math.inf,
 ) -> dict[str, float]:
     """Seconds of each phase. states: mean trellis states per weight. probed_layers: most layers of a probe.
     tall_outputs: see `allocation.matrices.full_outputs`. kept_noise: most bytes of noise on the disk."""
@@ -235,7 +233,7 @@ def kept_noise_bytes(model_map: ModelMap) -> tuple[int, int]:
     return KEPT_DTYPE.itemsize * outside, KEPT_DTYPE.itemsize * max(of_layers, default=0)
 
 
-def _noise_draws(model_map: ModelMap, kept_noise: int) -> tuple[float, float]:
+def _noise_draws(model_map: ModelMap, kept_noise: float) -> tuple[float, float]:
     """How often the probes draw the noise of an embedding or head, and that of an expert.
 
     Before the layers and after them, the probe of its role and the last one perturb an embedding with the same noise.

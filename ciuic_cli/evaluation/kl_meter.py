@@ -74,7 +74,7 @@ class KLMeter:
 
         variants: of each model the weights for which it has the values of `override`, and how many tokens of every
         sequence run, the first ones. folder: for activations and values; limit: the most bytes of values. progress:
-        called with the numbers of finished layers and of all. mark: how far a killed run came, whose activations
+        called with the numbers of finished parts and of all. mark: how far a killed run came, whose activations
         are still in `folder`. Raises as `token_kls`.
         """
         count = len(self._chunks)
@@ -92,8 +92,7 @@ class KLMeter:
             kls.setdefault(span.chunk, []).extend(self._span_kls(original, logits[0]))
 
         with torch.no_grad():
-            running.forward(progress, mark)
-            running.tail(visit)
+            running.run(visit, progress, mark)
         parts = [self._finite([np.concatenate(kls[chunk]) for chunk in run.chunks]) for run in runs]
         return [mean_of(part) for part in parts]
 

@@ -52,19 +52,28 @@ class Variants:
         remove_path(folder)  # left by a killed run
         self._kept = KeptValues(override, folder, stream.device, limit)
 
-    def forward(self, progress: Callable[[int, int], None], mark: Mark) -> None:
-        """Run everything but the head. progress: called with the numbers of finished layers and of all."""
+    def run(self, visit: VisitLogits, progress: Callable[[int, int], None], mark: Mark) -> None:
+        """Run all variants forward.
+
+        progress: called with the numbers of finished parts and of all parts: the layers, and what follows them.
+        """
+        layers = len(self._stream.prefixes)
+        self._forward(lambda finished: progress(finished, layers + 1), mark)
+        self._tail(visit)
+        progress(layers + 1, layers + 1)
+
+    def _forward(self, finished: Callable[[int], None], mark: Mark) -> None:
+        """Run everything but the head. finished: called with the number of finished layers."""
         stream = self._stream
         for keys, chunks in self._outside():
             stream.override = only(self._kept, keys)
             stream.begin(chunks)
-        layers = len(stream.prefixes)
-        for number in range(self._resumed(mark), layers):
+        for number in range(self._resumed(mark), len(stream.prefixes)):
             self._run_layer(number)
             stream.drop(number)
             mark.save({"finished": number + 1, "hidden": stream.hidden.state()})
             stream.delete_dropped()
-            progress(number + 1, layers)
+            finished(number + 1)
 
     def _resumed(self, mark: Mark) -> int:
         """The layers that a killed run has finished, whose outputs are then in the stream."""
@@ -75,7 +84,7 @@ class Variants:
         hidden.restore(state["hidden"])
         return int(state["finished"])
 
-    def tail(self, visit: VisitLogits) -> None:
+    def _tail(self, visit: VisitLogits) -> None:
         """Run what follows the last layer."""
         for keys, chunks in self._outside():
             self._stream.override = only(self._kept, keys)
