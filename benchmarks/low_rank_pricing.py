@@ -1,4 +1,4 @@
-"""What does pricing a low-rank part take, and how many power iterations does its price need?
+"""How long does pricing a low-rank part take, and how many power iterations does its price need?
 
     python benchmarks/low_rank_pricing.py MODEL [--layer 14]
 

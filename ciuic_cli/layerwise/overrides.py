@@ -113,7 +113,7 @@ def replaced(
     experts: Override,
     keys: Collection[Key],
 ) -> Iterator[None]:
-    """Context in which a module whose weights are in memory has other values for the weights `keys`.
+    """Context in which a module, whose weights are in memory, has other values for the weights `keys`.
 
     values: of parameters, from `new_values`. experts: those of experts; they are copied into the stacks, and the
     original ones are read again at the end.

@@ -112,9 +112,9 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
 
 @functools.cache
 def _favours_onednn() -> bool:
-    """Whether oneDNN multiplies x Wᵀ in float32 at least as fast as torch's own product, which is MKL's on x86.
+    """True if oneDNN's float32 product x Wᵀ is at least as fast as torch's own, which is MKL's on x86.
 
-    MKL's takes an eighth less time on AMD processors without AVX-512 (measured:
+    MKL's product takes an eighth less time on AMD processors without AVX-512 (measured:
     docs/experiments/statistics/faster-moments.md).
     """
     capabilities = torch.cpu.get_capabilities()

@@ -18,7 +18,8 @@ _INVERSE_COLUMNS = 8 * PANEL
 """Columns of an inverse that are computed at a time, so that most products with the zeros above its diagonal are left
 out: nearly half of all products (chosen, not tuned)."""
 _LEAST_SINGULAR_VALUE = 1e-7
-"""Singular values below this share of the largest are taken as 0: the root of float64's rounding error, about."""
+"""Singular values below this share of the largest count as 0. Chosen: a few times the root of float64's precision,
+below which the eigenvalues of A Aᵀ are rounding errors."""
 DAMPINGS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 """Shares of the mean diagonal that `damped_cholesky` adds, in the order in which it tries them (chosen, not tuned)."""
 

@@ -256,7 +256,7 @@ class Moments:
 
     @property
     def _has_tall_outputs(self) -> bool:
-        """Whether there is a full sum for G, of a matrix with more rows than columns."""
+        """True if the sum for G is full, and the matrix has more rows than columns."""
         return self.outputs.dim() == 2 and len(self.outputs) > self.inputs.shape[-1]
 
     def _is_half(self, total: torch.Tensor) -> bool:
