@@ -172,7 +172,7 @@ class Run:
         """Measure every probe on the held-out sequences, see allocation/probes.py."""
         probes = probe_matrices(plan, self.map.layer_prefixes, self.options.level.probed_layers)
         # The last one, which perturbs all matrices, first: each worker gets about as many of the others.
-        missing = [n for n in reversed(range(len(probes))) if not self._steps.has("probe", n)]
+        missing = [n for n in reversed(range(len(probes))) if not self._steps.is_intact("probe", n)]
         missing = self.workers.broadcast(missing)
         self._measure_probes(plan, probes, missing[self.workers.number :: self.workers.size])
         self.workers.barrier()

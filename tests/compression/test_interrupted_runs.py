@@ -73,6 +73,22 @@ def test_statistics_go_when_their_matrices_are_coded(
     assert weights_of(out) == weights_of(tmp_path / "whole")
 
 
+def test_a_damaged_probe_is_measured_again(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
+) -> None:
+    source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
+    compress_tiny(source, tmp_path / "whole", text)
+    with pytest.raises(KeyboardInterrupt):
+        compress_tiny(source, out, text, progress=half_of("encode"))
+    probe = sorted(tmp_path.glob(".out*/probe/*"))[1]
+    saved = probe.read_bytes()
+    probe.write_bytes(saved[:-1] + b"?")
+    phases: set[str] = set()
+    compress_tiny(source, out, text, progress=lambda what, done, total: phases.add(what))
+    assert "probe" in phases and "forward" not in phases
+    assert weights_of(out) == weights_of(tmp_path / "whole")
+
+
 def test_statistics_are_collected_again_if_a_code_was_damaged_that_replaced_them(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path
 ) -> None:
