@@ -33,7 +33,12 @@ from ciuic_cli.cost.run_time import (
     phase_seconds,
     pools_statistics,
 )
-from ciuic_cli.layerwise.chunk_threads import activation_bytes, chunks_side_by_side
+from ciuic_cli.layerwise.chunk_threads import (
+    activation_bytes,
+    chunks_side_by_side,
+    heads_side_by_side,
+    logit_bytes,
+)
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.process.memory import SLACK, resident_bytes
@@ -45,7 +50,8 @@ from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.head_fisher import WEIGHT_BYTES
 
 LOGIT_COPIES = 6
-"""Estimated number of float32 arrays of the logits' size that exist at a time. No measurement is on record."""
+"""Estimated number of float32 arrays of the logits' size that the statistics of the head have at a time. No measurement
+is on record."""
 PLAN_BYTES = 400
 """Bytes of arms and plan in memory, per group of 16 rows. Measured: docs/experiments/scale/plan-memory.md."""
 TUNING_BYTES = 72
@@ -279,11 +285,13 @@ def peak_bytes(
     embedding_and_head = sum(
         p.numel for p in model_map.parameters.values() if p.role in EMBEDDING_ROLES and not p.tied_to
     )
-    logits = LOGIT_COPIES * 4 * min(text.length, logit_tokens(vocabulary)) * vocabulary
+    tokens = min(text.length, logit_tokens(vocabulary))
+    logits = LOGIT_COPIES * 4 * tokens * vocabulary
+    measured_logits = heads_side_by_side(model_map, tokens, device) * logit_bytes(vocabulary, tokens)
     head_sums = WEIGHT_BYTES + vocabulary_bytes(model_map)  # of a segment; the totals are on the disk
     outside_layers = max(
         (2 if bfloat16 else 4) * embedding_and_head + logits + head_sums,
-        4 * embedding_and_head + max(logits, largest_outside),
+        4 * embedding_and_head + max(measured_logits, largest_outside),
     )
     plan = PLAN_BYTES * sum(matrix.groups for matrix in matrices)
     tuning = TUNING_BYTES * sum(matrix.rows for matrix in matrices) if text.recovery else 0

@@ -152,9 +152,8 @@ class KLMeter:
             else:
                 kls.setdefault((span.chunk, span.sequence), []).extend(self._span_kls(span, logits[0]))
 
-        with self._stream.tail(visit) as run_chunks:
-            run_chunks(range(len(self._stream.chunks)))
-        return [np.concatenate(parts) for parts in kls.values()]
+        self._stream.run_tail(visit)
+        return [np.concatenate(kls[sequence]) for sequence in sorted(kls)]
 
     def _span_kls(self, span: TokenSpan, logits: torch.Tensor) -> list[Floats]:
         """KL of the first tokens of a span, a block of them at a time; logits: (t, vocabulary)."""

@@ -14,7 +14,6 @@ from ciuic_cli.layerwise.linear_hooks import Key
 from ciuic_cli.layerwise.logits import VisitLogits
 from ciuic_cli.layerwise.overrides import KeptValues, Override, new_values, only, replaced
 from ciuic_cli.process.atomic_files import remove_path
-from ciuic_cli.process.memory import limit_freed_memory
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Variants:
         self._kept = KeptValues(override, folder, stream.device, limit)
 
     def run(self, visit: VisitLogits, progress: Callable[[int, int], None], mark: Mark) -> None:
-        """Run all variants forward.
+        """Run all variants forward. `visit` is called as by `LayerStream.run_tail`.
 
         progress: called with the numbers of finished parts and of all parts: the layers, and what follows them.
         """
@@ -88,10 +87,7 @@ class Variants:
         """Run what follows the last layer."""
         for keys, chunks in self._outside():
             self._stream.override = only(self._kept, keys)
-            with self._stream.tail(visit) as run_chunks:
-                for chunk in chunks:
-                    run_chunks([chunk])
-                    limit_freed_memory()
+            self._stream.run_tail(visit, chunks)
         self._kept.clear()
         self._stream.hidden.clear()
 

@@ -15,6 +15,9 @@ from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
 _LAYER_COPIES, _WIDEST_COPIES = 12, 8
 """Float32 copies of a chunk's hidden states, and of the widest matrix's inputs and outputs, while a layer runs forward
 and backward. Estimated; docs/SCALE.md compares forecasts with runs."""
+_LOGIT_COPIES = 3
+"""Float32 copies of the logits while they are compared with stored predictions: the logits, the stored logarithms, and
+the 16-bit numbers that these are made of, which are half a copy. Counted, not measured."""
 
 
 def hidden_width(model_map: ModelMap) -> int:
@@ -64,3 +67,19 @@ def chunks_side_by_side(
     )
     fits = activation_bytes(model_map, prefix, tokens) + besides <= PARALLEL_WORK_BYTES
     return torch.get_num_threads() if device.type == "cpu" and not has_experts and fits else 1
+
+
+def logit_bytes(vocabulary: int, tokens: int) -> int:
+    """Estimated bytes while the logits of so many tokens are compared with stored predictions."""
+    return _LOGIT_COPIES * 4 * tokens * vocabulary
+
+
+def heads_side_by_side(model_map: ModelMap, tokens: int, device: torch.device) -> int:
+    """How many chunks run through the head at once, without gradients: one for each thread of torch, or 1.
+
+    tokens: whose logits of a chunk exist at a time. Chunks run one after the other on a GPU, and where a chunk's logits
+    take more than PARALLEL_WORK_BYTES.
+    """
+    vocabulary = int(model_map.config.get_text_config().vocab_size)
+    fits = logit_bytes(vocabulary, tokens) <= PARALLEL_WORK_BYTES
+    return torch.get_num_threads() if device.type == "cpu" and fits else 1

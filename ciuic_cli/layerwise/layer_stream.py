@@ -8,6 +8,7 @@ A chunk is a batch of sequences that run through a layer together. The methods, 
 2. `forward_layer` loads one layer and runs it on one chunk after the other, from inputs on disk to outputs on disk.
 3. `tail` runs what follows the last layer, again with everything but the layers in memory. `visit` gets the logits in
    parts of at most `logits.LOGIT_BYTES`. If it computes a gradient, that at the last layer's output is written to disk.
+   `run_tail` does so without gradients, and for several chunks at once.
 4. `backward_layer` loads one layer, computes its output again from its inputs on disk, and turns the gradient at its
    output on disk into the gradient at its input on disk. In memory: the layer, and autograd's graph of one chunk.
 5. `drop` and `delete_dropped` delete files that no later step reads.
@@ -32,7 +33,7 @@ from ciuic_cli.checkpoint.formats import count_nonfinite
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.errors import InputError
 from ciuic_cli.layerwise.activation_store import ActivationStore
-from ciuic_cli.layerwise.chunk_threads import chunks_side_by_side
+from ciuic_cli.layerwise.chunk_threads import chunks_side_by_side, heads_side_by_side
 from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
 from ciuic_cli.layerwise.mixed_precision import float32_outputs, mixed_precision
@@ -44,6 +45,7 @@ from ciuic_cli.layerwise.stand_ins import (
     linked_arguments,
     require_layer_by_layer,
 )
+from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import in_order
 from ciuic_cli.profiling.account import counted_here
@@ -169,6 +171,23 @@ class LayerStream(PartialModel):
                 self.hidden.put(f"{number + 1}.{index}", self._streams_last(output))
 
             list(in_order(self._chunks_or_all(chunks), counted_here(run), self.side_by_side(number)))
+
+    def run_tail(self, visit: VisitLogits, chunks: Sequence[int] | None = None) -> None:
+        """Run what follows the last layer on these chunks (default: all), without gradients.
+
+        `visit` gets the logits, span by span. Several threads call it, each with all spans of a chunk in order.
+        """
+        with self.tail_logits() as logits_of_chunk:
+
+            def run(index: int) -> None:
+                with torch.no_grad():
+                    for span, hidden, logits in logits_of_chunk(index):
+                        visit(span, hidden, logits)
+                        del hidden, logits  # frees them before the next ones are made
+                limit_freed_memory()
+
+            count = heads_side_by_side(self.map, self.span_tokens, self.device)
+            list(in_order(self._chunks_or_all(chunks), counted_here(run), count))
 
     @contextmanager
     def tail(self, visit: VisitLogits) -> Iterator[RunChunks]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import threading
 from collections.abc import MutableMapping, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +25,7 @@ class StandIn(nn.Module):
     from this layer are recognised.
 
     hidden: the call's first argument. kwargs: all others, by the layer's own parameter names. calls: how often it ran.
+    replacement: every thread sees its own.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -32,7 +34,7 @@ class StandIn(nn.Module):
         self.hidden: torch.Tensor | None = None
         self.kwargs: dict[str, Any] = {}
         self.calls = 0
-        self.replacement: torch.Tensor | None = None
+        self._of_thread = threading.local()
         count = returned_extras(type(layer))
         self.extras = None if count is None else [torch.empty(0) for _ in range(count)]
         self._names = [
@@ -40,6 +42,14 @@ class StandIn(nn.Module):
             for name, parameter in inspect.signature(type(layer).forward).parameters.items()
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.POSITIONAL_ONLY)
         ][1:]
+
+    @property
+    def replacement(self) -> torch.Tensor | None:
+        return getattr(self._of_thread, "replacement", None)
+
+    @replacement.setter
+    def replacement(self, hidden: torch.Tensor | None) -> None:
+        self._of_thread.replacement = hidden
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -128,8 +128,7 @@ class FactorGradients:
             gradient = root_kl_gradient(logits.detach()[0].float(), p) / self._tokens
             logits.backward(gradient[None].to(logits.dtype))
 
-        with torch.no_grad(), self._original.tail(store) as run_chunks:
-            run_chunks(chunks)
+        self._original.run_tail(store, chunks)
         gradients = []
         with self._tuned.tail(compare) as run_chunks:
             norms = self._tuned_norms(self._tuned.model, "")
