@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ciuic_cli.checkpoint.model_map import Parameter
 
@@ -176,3 +177,44 @@ class LinearHook(TorchFunctionMode, ABC):
                 hook(part)
 
         output.register_hook(call_hooks)
+
+
+class SkippedProducts(TorchFunctionMode):
+    """While active, `F.linear` with these weights computes no product: the outputs are NaN. Gradients of the inputs are
+    computed from those of the outputs, as ever.
+
+    For products whose outputs no gradient depends on. A result that depends on them becomes NaN.
+    """
+
+    def __init__(self, weights: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._addresses = {weight.data_ptr() for weight in weights}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = {**dict(zip(("input", "weight"), args, strict=False)), **(kwargs or {})}
+        if func is torch.nn.functional.linear and given["weight"].data_ptr() in self._addresses:
+            with _NoProducts():
+                return func(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+class _NoProducts(TorchDispatchMode):
+    """While active, products of two matrices are NaN."""
+
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            left, right = args[-2:]
+            return left.new_full((left.shape[0], right.shape[1]), torch.nan)
+        return func(*args, **(kwargs or {}))

@@ -7,7 +7,8 @@ The steps, in the order in which `_Collection.run` takes them:
    output to disk. Records the head's Fisher information (`head_fisher.py`).
 3. backward, last layer to 0: run the layer again from its inputs on disk, then backward from the gradient at its
    output; write the gradient at its input to disk. Records H and G of every compressible matrix of the layer
-   (`moments.py`) and writes them (`files.py`). Inputs and gradients that are not needed any more are deleted.
+   (`moments.py`) and writes them (`files.py`). Inputs and gradients that are not needed any more are deleted. A down
+   projection is not multiplied again if no gradient depends on its outputs.
 4. embedding: the gradients below layer 0 give the Fisher information of the embedding's rows (`embedding_fisher.py`).
 
 In memory at a time: one layer, one chunk of sequences, and the layer's statistics twice: of the current segment of the
@@ -24,18 +25,19 @@ from __future__ import annotations
 import itertools
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.activation_store import ActivationStore
-from ciuic_cli.layerwise.layer_stream import LayerStream
-from ciuic_cli.layerwise.linear_hooks import Key, linears_of
+from ciuic_cli.layerwise.layer_stream import LayerStream, RunChunks
+from ciuic_cli.layerwise.linear_hooks import Key, SkippedProducts, WatchedLinear, linears_of
 from ciuic_cli.layerwise.logits import TokenSpan
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.process.progress import Progress
@@ -136,7 +138,7 @@ class _Collection:
 
     weights: of all sequences, 1 on average. length: tokens per sequence. first_sequences: for each of the stream's
     chunks, the number of its first sequence in the whole text. segments: of this worker, one per round, as ranges of
-    the stream's chunks.
+    the stream's chunks. skips: whether layers with these submodules skip the down projection's product (`_unread`).
     """
 
     map: ModelMap
@@ -151,6 +153,7 @@ class _Collection:
     length: int
     first_sequences: list[int]
     segments: list[range]
+    skips: dict[tuple[tuple[str, type[nn.Module]], ...], bool] = field(default_factory=dict)
 
     def run(self) -> Statistics:
         """Take all steps in order, beginning with the first that is not finished."""
@@ -268,11 +271,13 @@ class _Collection:
             spare = SpareMemory()
             sums = self._ordered_sums([item.name for item in watched], spare)
 
+            unread = self._unread(number, layer, watched, run_chunks)
+
             def record(segment: range) -> dict[Key, Moments]:
                 recorder = MomentRecorder(
                     watched, self.stream.dtype, self.length, spare, tall_outputs=self.tall_outputs
                 )
-                with recorder:
+                with SkippedProducts(unread), recorder:
                     run_chunks(segment)
                 return recorder.moments
 
@@ -283,6 +288,28 @@ class _Collection:
                 del moments  # the last ones' memory would not be freed by `spare.clear`
         spare.clear()
         self.writer.write(sums.totals)
+
+    def _unread(
+        self, number: int, layer: nn.Module, watched: Sequence[WatchedLinear], run_chunks: RunChunks
+    ) -> list[torch.Tensor]:
+        """The weights of down projections whose outputs no gradient depends on: the layer adds them to a residual that
+        it returns.
+
+        A layer that has the parts of an earlier one is not tested again; the test runs one chunk twice.
+        """
+        candidates = [item for item in watched if item.role == "down" and item.tensor.dim() == 2]
+        chunks = [index for segment in self.segments for index in segment][:1]
+        parts = tuple((name, type(module)) for name, module in layer.named_modules())
+        if candidates and chunks and parts not in self.skips:
+
+            def gradients() -> torch.Tensor:
+                run_chunks(chunks)
+                return self.stream.gradient.get(f"{number}.{chunks[0]}", torch.device("cpu"))
+
+            expected = gradients()
+            with SkippedProducts([item.tensor for item in candidates]):
+                self.skips[parts] = torch.equal(gradients(), expected)
+        return [item.tensor for item in candidates if self.skips.get(parts)]
 
     def _record_embedding(self) -> None:
         """Write the Fisher information of the embedding's rows."""
