@@ -23,7 +23,7 @@ import torch  # noqa: E402
 from ciuic_cli.checkpoint.model_map import map_model  # noqa: E402
 from ciuic_cli.checkpoint.reader import open_checkpoint  # noqa: E402
 from ciuic_cli.evaluation.divergence import kl_divergence  # noqa: E402
-from ciuic_cli.evaluation.stored_predictions import StoredPredictions  # noqa: E402
+from ciuic_cli.evaluation.stored_predictions import BLOCK_TOKENS, StoredPredictions  # noqa: E402
 from ciuic_cli.layerwise import layer_stream  # noqa: E402
 from ciuic_cli.layerwise.logits import TokenSpan  # noqa: E402
 from ciuic_cli.process.memory import configure_allocators, peak_resident_bytes  # noqa: E402
@@ -59,9 +59,9 @@ def main() -> None:
             stored.put(span.name, logits[0])
 
         def compare(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-            log_p = stored.get(span.name, logits.device, len(logits[0]))
-            for p_block, q_block in zip(log_p.split(16), logits[0].split(16), strict=True):
-                kl_divergence(p_block, q_block.log_softmax(-1))
+            blocks = stored.blocks(span.name, logits.device, logits.shape[1])
+            for log_p, block in zip(blocks, logits[0].split(BLOCK_TOKENS), strict=True):
+                kl_divergence(log_p, block.log_softmax(-1))
 
         for name, visit in {"store": store, "compare": compare}.items():
             _time(name, lambda visit=visit: stream.run_tail(visit))

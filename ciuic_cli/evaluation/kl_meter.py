@@ -17,7 +17,7 @@ from ciuic_cli.errors import TargetError
 from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.logits import logits_in_parts
-from ciuic_cli.evaluation.stored_predictions import StoredPredictions
+from ciuic_cli.evaluation.stored_predictions import BLOCK_TOKENS, StoredPredictions
 from ciuic_cli.evaluation.variants import Mark, Variant, Variants
 from ciuic_cli.layerwise.layer_stream import LayerStream
 from ciuic_cli.layerwise.linear_hooks import Key
@@ -27,8 +27,6 @@ from ciuic_cli.layerwise.partial_model import Adjust
 from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 
-_BLOCK = 16
-"""Tokens whose predictions are compared at a time, so that temporaries stay in a cache. Chosen, not tuned."""
 NONFINITE_REMEDY = "see with `ciuic eval` whether the original predicts this text, or ask for a lower --ratio"
 
 
@@ -157,9 +155,8 @@ class KLMeter:
 
     def _span_kls(self, span: TokenSpan, logits: torch.Tensor) -> list[Floats]:
         """KL of the first tokens of a span, a block of them at a time; logits: (t, vocabulary)."""
-        log_p = self._original.get(span.name, logits.device, len(logits))
-        kls = []
-        for p_block, q_block in zip(log_p.split(_BLOCK), logits.split(_BLOCK), strict=True):
-            log_q = q_block.float().log_softmax(-1)
-            kls.append(kl_divergence(p_block, log_q).cpu().numpy())
-        return kls
+        blocks = self._original.blocks(span.name, logits.device, len(logits))
+        return [
+            kl_divergence(log_p, block.float().log_softmax(-1)).cpu().numpy()
+            for log_p, block in zip(blocks, logits.split(BLOCK_TOKENS), strict=True)
+        ]

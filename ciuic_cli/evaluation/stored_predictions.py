@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -14,8 +15,8 @@ independent (measured: docs/experiments/scale/disk.md)."""
 _RANGE = torch.iinfo(torch.int16)
 """The range of stored numbers. The greatest stands for a logarithm of 0, the least for -32. A token that is less likely
 than e^-32 = 1e-14 counts as if its probability were that."""
-_TOKENS = 16
-"""Tokens that are converted at a time, so that temporaries stay in a cache. Chosen, not tuned."""
+BLOCK_TOKENS = 16
+"""Tokens that are converted and compared at a time, so that temporaries stay in a cache."""
 
 
 class StoredPredictions:
@@ -31,15 +32,13 @@ class StoredPredictions:
     def put(self, name: str, logits: torch.Tensor) -> None:
         """Store the predictions of logits (t, vocabulary), any floating dtype."""
         stored = torch.empty(logits.shape, dtype=torch.int16)
-        for tokens, target in zip(logits.split(_TOKENS), stored.split(_TOKENS), strict=True):
+        for tokens, target in zip(logits.split(BLOCK_TOKENS), stored.split(BLOCK_TOKENS), strict=True):
             log_p = tokens.float().log_softmax(-1)
             target.copy_(log_p.mul_(_STEPS).add_(_RANGE.max).round_().clamp_(_RANGE.min, _RANGE.max))
         self._files.put(name, stored)
 
-    def get(self, name: str, device: torch.device, tokens: int) -> torch.Tensor:
-        """Log-probabilities (tokens, vocabulary) float32 of the first tokens under this name."""
+    def blocks(self, name: str, device: torch.device, tokens: int) -> Iterator[torch.Tensor]:
+        """Log-probabilities (block, vocabulary) float32 of the first tokens under this name, BLOCK_TOKENS at a time."""
         steps = self._files.get(name, device, torch.int16)[:tokens]
-        log_p = torch.empty(steps.shape, device=device)
-        for part, target in zip(steps.split(_TOKENS), log_p.split(_TOKENS), strict=True):
-            torch.log_softmax(part.float().div_(_STEPS), -1, out=target)
-        return log_p
+        for block in steps.split(BLOCK_TOKENS):
+            yield block.float().div_(_STEPS).log_softmax(-1)

@@ -15,9 +15,9 @@ from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
 _LAYER_COPIES, _WIDEST_COPIES = 12, 8
 """Float32 copies of a chunk's hidden states, and of the widest matrix's inputs and outputs, while a layer runs forward
 and backward. Estimated; docs/SCALE.md compares forecasts with runs."""
-_LOGIT_COPIES = 3
-"""Float32 copies of the logits while they are compared with stored predictions: the logits, the stored logarithms, and
-the 16-bit numbers that these are made of, which are half a copy. Counted, not measured."""
+_LOGIT_COPIES = 2
+"""Float32 copies of the logits while they are compared with stored predictions: the logits, and the stored ones in 16
+bits, which are half a copy. Counted, not measured."""
 
 
 def hidden_width(model_map: ModelMap) -> int:

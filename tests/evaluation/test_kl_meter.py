@@ -17,6 +17,7 @@ from ciuic_cli.evaluation.estimates import mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
 from ciuic_cli.layerwise import logits as layer_logits
 from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.process.threads import threads
 
 
 class MemoryMark:
@@ -83,6 +84,27 @@ def _meter(checkpoint: Path, folder: Path) -> KLMeter:
         device=torch.device("cpu"),
         progress=lambda what, done, total: None,
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3"])
+def test_the_head_runs_several_sequences_at_once_with_the_same_results(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Parts of seven tokens, so that threads change places within sequences."""
+    monkeypatch.setattr(layer_logits, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 7 * 4 * 256)
+    checkpoint, found = tiny_checkpoint(family), []
+
+    def changed(name: str, expert: int | None) -> torch.Tensor | None:
+        return model_map.read(name).float().flip(0) if "o_proj" in name else None
+
+    model_map = map_model(open_checkpoint(checkpoint))
+    for number in (1, 2, 3):
+        with threads(number):
+            meter = _meter(checkpoint, tmp_path / str(number))
+            found.append([part.tolist() for part in meter.token_kls(changed)])
+    assert found[0] == found[1] == found[2]
+    assert min(sum(part) for part in found[0]) > 1e-3
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 20])
