@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,11 +198,11 @@ class SkippedProducts(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        given = {**dict(zip(("input", "weight"), args, strict=False)), **(kwargs or {})}
-        if func is torch.nn.functional.linear and given["weight"].data_ptr() in self._addresses:
-            with _NoProducts():
-                return func(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        if func is not torch.nn.functional.linear:
+            return func(*args, **(kwargs or {}))
+        weight = args[1] if len(args) > 1 else (kwargs or {})["weight"]
+        with _NoProducts() if weight.data_ptr() in self._addresses else nullcontext():
+            return func(*args, **(kwargs or {}))
 
 
 class _NoProducts(TorchDispatchMode):
