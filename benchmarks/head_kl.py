@@ -1,4 +1,4 @@
-"""How long does the KL divergence of a model's predictions take, from the last layer's outputs on? On random ones.
+"""How long do a model's head and the KL divergence of its predictions take? The head's inputs are random.
 
     python benchmarks/head_kl.py MODEL [--sequences 8] [--one-by-one]
 

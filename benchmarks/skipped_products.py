@@ -1,4 +1,4 @@
-"""What does the backward sweep save by leaving out the down projection's product? Layers of a model on random tokens.
+"""How much time does the backward sweep save without the down projection's product? The text is random tokens.
 
     python benchmarks/skipped_products.py MODEL [--layers 4] [--sequences 8] [--turns 3]
 

@@ -1,4 +1,4 @@
-"""How many chunks of a text run through a layer at once, one thread each.
+"""How many chunks of a text run through a layer or the head at once, one thread each.
 
 Products of a few thousand tokens and the element-wise work between them leave torch's threads waiting for each other:
 with two threads, a sweep over SmolLM2 kept 1.3 cores busy (measured: docs/experiments/scale/account.md). Chunks do not
@@ -16,8 +16,8 @@ _LAYER_COPIES, _WIDEST_COPIES = 12, 8
 """Float32 copies of a chunk's hidden states, and of the widest matrix's inputs and outputs, while a layer runs forward
 and backward. Estimated; docs/SCALE.md compares forecasts with runs."""
 _LOGIT_COPIES = 2
-"""Float32 copies of the logits while they are compared with stored predictions: the logits, and the stored ones in 16
-bits, which are half a copy. Counted, not measured."""
+"""Float32 copies of the logits while they are compared with stored predictions: the logits, half a copy for the stored
+ones in 16 bits, and room for temporaries. Counted, not measured."""
 
 
 def hidden_width(model_map: ModelMap) -> int:

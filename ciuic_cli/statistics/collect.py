@@ -295,7 +295,8 @@ class _Collection:
         """The weights of down projections whose outputs no gradient depends on: the layer adds them to a residual that
         it returns.
 
-        A layer that has the parts of an earlier one is not tested again; the test runs one chunk twice.
+        The test runs one chunk with and without the products. A layer with the same submodules as an earlier one is not
+        tested again.
         """
         candidates = [item for item in watched if item.role == "down" and item.tensor.dim() == 2]
         chunks = [index for segment in self.segments for index in segment][:1]
