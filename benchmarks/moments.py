@@ -12,7 +12,7 @@ import time
 import torch
 
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
-from ciuic_cli.statistics.moments import MomentRecorder
+from ciuic_cli.statistics.recorder import MomentRecorder
 
 SEQUENCES, LENGTH = 4, 512
 """A chunk of the statistics has 4 sequences, of 512 tokens by default."""

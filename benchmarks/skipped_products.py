@@ -26,7 +26,7 @@ from ciuic_cli.layerwise.linear_hooks import SkippedProducts, linears_of  # noqa
 from ciuic_cli.layerwise.mixed_precision import compute_dtype  # noqa: E402
 from ciuic_cli.process.memory import configure_allocators  # noqa: E402
 from ciuic_cli.process.threads import in_order  # noqa: E402
-from ciuic_cli.statistics.moments import MomentRecorder  # noqa: E402
+from ciuic_cli.statistics.recorder import MomentRecorder  # noqa: E402
 
 SEQLEN = 512
 

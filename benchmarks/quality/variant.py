@@ -1,6 +1,6 @@
 """The `ciuic` command with constants of its modules set to other values, for ablations that no option covers.
 
-python benchmarks/quality/variant.py --set ciuic_cli.passes.feedback:OUTPUT_SHRINKAGE=1.0 -- compress MODEL OUT
+python benchmarks/quality/variant.py --set ciuic_cli.passes.feedback:INPUT_DAMPING=0.01 -- compress MODEL OUT
 """
 
 from __future__ import annotations

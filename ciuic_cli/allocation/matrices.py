@@ -16,7 +16,7 @@ from ciuic_cli.passes.fisher import Contexts, KroneckerFisher
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, matrix_bytes
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.moments import records_full_outputs
+from ciuic_cli.statistics.recorder import records_full_outputs
 
 UNIFORM_SHARE = 0.02
 """Share of a uniform distribution that is mixed into the token frequencies, so that rare tokens count a little

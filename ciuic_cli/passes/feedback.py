@@ -28,9 +28,6 @@ from ciuic_cli.profiling.account import step
 
 INPUT_DAMPING = 0.08
 """Added to H's diagonal, as a share of its mean (measured: docs/experiments/statistics/heavy-tails.md)."""
-OUTPUT_SHRINKAGE = 0.5
-"""Share by which G's off-diagonal part is shrunk: estimated from few tokens, it overfits (measured:
-docs/experiments/statistics/damping.md)."""
 OUTPUT_DAMPING = 0.1
 """Added to G's diagonal, as a share of its mean, so that no output's error counts nothing (measured:
 docs/experiments/statistics/damping.md)."""
@@ -137,12 +134,12 @@ def columns_of(block_order: torch.Tensor) -> torch.Tensor:
 
 
 def factor_outputs(moment: torch.Tensor) -> BlockLDL:
-    """Shrink, damp, pad and factor G (m, m) float32; a diagonal (m,) is only padded."""
+    """Damp, pad and factor G (m, m) float32; a diagonal (m,) is only padded."""
     if moment.dim() == 1:
         return BlockLDL(None, torch.nn.functional.pad(moment, (0, -len(moment) % TILE)))
     with step("factors of G"):
-        g = moment * (1.0 - OUTPUT_SHRINKAGE)
-        g.diagonal().copy_(moment.diagonal() + output_damping(moment.diagonal().mean()))
+        g = moment.clone()
+        g.diagonal().add_(output_damping(moment.diagonal().mean()))
         return block_ldl(pad_square(g))
 
 

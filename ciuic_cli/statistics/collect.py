@@ -66,7 +66,8 @@ from ciuic_cli.statistics.head_fisher import (
     token_frequency,
 )
 from ciuic_cli.statistics.marks import Journal, Marks
-from ciuic_cli.statistics.moments import MomentRecorder, Moments, recorded_bytes
+from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.recorder import MomentRecorder, recorded_bytes
 from ciuic_cli.statistics.spare_memory import SpareMemory
 from ciuic_cli.statistics.sums import OrderedSums, StoredSums, segments_of, share_of
 

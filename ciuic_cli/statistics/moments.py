@@ -37,9 +37,14 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    scaled to the trace that the whole sum would have, which is that of H (`Moments.scale`).
 
 5. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
-   multiplied by Σ |x|² |g|² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms.
+   multiplied by Σ min(|x| |g|, c)² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms. Here c is
+   OUTLIER_LIMIT times the mean of |x| |g|. In some layers one token of each sequence, usually the first, has nearly all
+   of the sum; but its loss cannot grow with it (measured: docs/experiments/statistics/outlier-tokens.md).
 
-Two corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when they
+6. G's off-diagonal part overfits if it is estimated from few tokens. So it is multiplied by t / (t + 10 m), with t
+   tokens in its sum (PRIOR_TOKENS_PER_OUTPUT; measured: docs/experiments/statistics/damping.md).
+
+Two more corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when they
 are read (`files.py`), and both factors are damped before they are factorised (`passes/feedback.py`; measured:
 docs/experiments/statistics/damping.md).
 """
@@ -47,16 +52,12 @@ docs/experiments/statistics/damping.md).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
-from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, WatchedLinear
-from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.threads import one_thread
-from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics import lower_half
-from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.spare_memory import SpareMemory
 from ciuic_cli.statistics.symmetric_product import (
     add_symmetric_product,
@@ -65,9 +66,6 @@ from ciuic_cli.statistics.symmetric_product import (
     symmetric_product,
 )
 
-FULL_FISHER_LIMIT = 16384
-"""Most outputs with which G is kept in full; above it (in practice: the head) only its diagonal. No measurement is on
-record."""
 PAIR_WEIGHT = 0.25
 """Weight w_st of a pair of different tokens of a sequence. 1 would be unbiased, but is noisy with few sequences.
 Measured: docs/experiments/statistics/token-pairs.md."""
@@ -76,94 +74,15 @@ SMALLEST_ROOT = 1e-24
 PAIR_TOKENS = 32
 """Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
 length of a part (measured: docs/experiments/statistics/token-pairs.md)."""
-
+OUTLIER_LIMIT = 16.0
+"""In a matrix's predicted loss, |x| |g| of a token counts as at most so many times the mean over all tokens (measured:
+docs/experiments/statistics/outlier-tokens.md)."""
+PRIOR_TOKENS_PER_OUTPUT = 10.0
+"""A diagonal G counts for so many tokens per output when the sum for G is shrunk towards its own diagonal (measured:
+docs/experiments/statistics/damping.md)."""
 TALL_OUTPUT_PARTS = 4
 """Where a matrix has more rows than columns, G is summed over one of so many parts of a text's sequences: it takes most
 of the work, and gains least (measured: docs/experiments/statistics/tall-matrices.md)."""
-
-
-def records_full_outputs(rows: int, cols: int, *, tall: bool) -> bool:
-    """Whether G of a matrix (rows, cols) is recorded in full, or only its diagonal.
-
-    tall: whether it is recorded in full where there are more rows than columns
-    (docs/experiments/statistics/tall-matrices.md has what that gains and costs).
-    """
-    return rows <= FULL_FISHER_LIMIT and (tall or rows <= cols)
-
-
-class MomentRecorder(LinearHook):
-    """While active, every product with a watched weight adds its inputs and output gradients to `moments`.
-
-    If full moments of all experts of a stack would take too much memory (`experts.py`), each expert gets diagonals. The
-    pool of the stack then gets full moments, under the key (name, None).
-
-    Args:
-        dtype: of the layer's products; see `symmetric_product`.
-        length: tokens per sequence.
-        spare: memory for the sums.
-        tall_outputs: `tall` of `records_full_outputs` for matrices outside stacks; in stacks it is True.
-    """
-
-    def __init__(
-        self,
-        watched: Sequence[WatchedLinear],
-        dtype: torch.dtype,
-        length: int,
-        spare: SpareMemory | None = None,
-        *,
-        tall_outputs: bool = True,
-    ) -> None:
-        super().__init__(watched)
-        self.dtype, self.length = dtype, length
-        self._spare = spare
-        self.moments: dict[Key, Moments] = {}
-        self._roles = {item.name: item.role for item in watched}
-        stacks = [item for item in watched if item.tensor.dim() == 3]
-        self._tall = {item.name: tall_outputs or item.tensor.dim() == 3 for item in watched}
-        self._pooled = {item.name for item in stacks if not full_moments_fit(*item.tensor.shape)}
-
-    def watch(self, product: Product) -> Hook:
-        key, shape, rows, x = product.key, product.shape, product.rows, product.x
-        if rows == slice(0, shape[0]):
-            return lambda gradient: self._record(key, shape, x, gradient)
-
-        def record_group(gradient: torch.Tensor) -> None:
-            """Gradients of one group of rows; those of the other rows are zero."""
-            whole = torch.zeros(len(gradient), shape[0], device=gradient.device)
-            whole[:, rows] = gradient
-            self._record(key, shape, x, whole)
-
-        return record_group
-
-    def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
-        limit_freed_memory()
-        rows, cols = shape
-        name, expert = key
-        # The layer multiplied inputs of this dtype; the hook has them as they were before autocast rounded them.
-        x, gradient = x.reshape(-1, cols).to(self.dtype), gradient.reshape(-1, rows)
-        with torch.autocast(x.device.type, enabled=False), measured("moments", self._roles.get(name, "")):
-            if expert is not None and name in self._pooled:
-                self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
-                self._moments_of((name, None), shape, x.device).add_tokens(x, gradient)
-            elif expert is not None or len(x) % self.length:  # the inputs are not whole sequences
-                self._moments_of(key, shape, x.device).add_tokens(x, gradient)
-            else:
-                moments = self._moments_of(key, shape, x.device)
-                parts = (_parts(each.unflatten(0, (-1, self.length))) for each in (x, gradient))
-                for (inputs, numbers), (gradients, _) in zip(*parts, strict=True):
-                    moments.add_sequences(inputs, gradients, numbers)
-
-    def _moments_of(
-        self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False
-    ) -> Moments:
-        if key not in self.moments:
-            rows, cols = shape
-            full = records_full_outputs(rows, cols, tall=self._tall.get(key[0], True))
-            self.moments[key] = Moments.zeros(
-                rows, cols, device, self.dtype, spare=self._spare,
-                full_inputs=not diagonals, full_outputs=full and not diagonals,
-            )  # fmt: skip
-        return self.moments[key]
 
 
 @dataclass
@@ -171,17 +90,16 @@ class Moments:
     """Running sums of H and G of one matrix (m, n), not normalised.
 
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
-    (m,). trace: of the full sum, equal for both. tokens: how many were added. gradient_energy: Σ |x|² |g|² of the
-    tokens. weighted_energy: Σ |x| |g|, the same sum after weighting. halves: whether full sums have only their lower
-    half (`lower_half.py`). dtype: of products, see `symmetric_product`.
+    (m,). trace: of the full sum, equal for both. tokens: how many were added. roots: (tokens,) float32 on the CPU,
+    |x| |g| of each token; empty where tokens are not weighted. halves: whether full sums have only their lower half
+    (`lower_half.py`). dtype: of products, see `symmetric_product`.
     """
 
     inputs: torch.Tensor
     outputs: torch.Tensor
     trace: float = 0.0
     tokens: int = 0
-    gradient_energy: float = 0.0
-    weighted_energy: float = 0.0
+    roots: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     halves: bool = False
     dtype: torch.dtype = torch.float32
 
@@ -204,14 +122,25 @@ class Moments:
         return cls(inputs, outputs, halves=True, dtype=dtype)
 
     @property
-    def scalars(self) -> tuple[float, int, float, float, bool]:
-        """All fields that are plain numbers, in their order."""
-        return self.trace, self.tokens, self.gradient_energy, self.weighted_energy, self.halves
+    def header(self) -> tuple[float, int, torch.Tensor, bool]:
+        """All fields between the two sums and `dtype`, in their order."""
+        return self.trace, self.tokens, self.roots, self.halves
 
     @property
     def energy_ratio(self) -> float:
-        """Squared gradient norm of the tokens over its weighted sum; 1 without tokens."""
-        return self.gradient_energy / self.weighted_energy if self.weighted_energy else 1.0
+        """Squared gradient norm of the tokens, outliers limited, over its weighted sum; 1 where that is 0."""
+        with one_thread():
+            roots = self.roots.double()
+            weighted = float(roots.sum())
+            if not weighted:
+                return 1.0
+            limit = OUTLIER_LIMIT * weighted / self._weighted_tokens
+            return float(roots.clamp(max=limit).square().sum()) / weighted
+
+    @property
+    def _weighted_tokens(self) -> int:
+        """Tokens with a weight: those of a sequence that does not count have none."""
+        return int(self.roots.count_nonzero())
 
     def add_tokens(self, x: torch.Tensor, g: torch.Tensor) -> None:
         """Add tokens without pairs: inputs x (t, n) and gradients g (t, m), float32 or bfloat16."""
@@ -241,18 +170,22 @@ class Moments:
                 total += more
         self.trace += other.trace
         self.tokens += other.tokens
-        self.gradient_energy += other.gradient_energy
-        self.weighted_energy += other.weighted_energy
+        self.roots = torch.cat((self.roots, other.roots))
 
     def scale(self, inputs: float, outputs: float) -> None:
-        """Multiply each of the two sums by a number. A sum for G that lacks some parts is completed before."""
+        """Multiply each of the two sums by a number. Before, a sum for G that lacks some parts is completed, and its
+        off-diagonal part is shrunk."""
+        tokens = float(self._weighted_tokens)
         if self._has_tall_outputs and (found := float(self.outputs.diagonal().sum(dtype=torch.float64))) > 0:
             outputs *= self.trace / found
-        for total, factor in ((self.inputs, inputs), (self.outputs, outputs)):
-            if self._is_half(total):
-                lower_half.scale(total, factor)
-            else:
-                total *= factor
+            tokens *= found / self.trace
+        self._scale(self.inputs, inputs)
+        if self.outputs.dim() == 1:
+            self._scale(self.outputs, outputs)
+            return
+        diagonal = self.outputs.diagonal() * outputs
+        self._scale(self.outputs, outputs * tokens / (tokens + PRIOR_TOKENS_PER_OUTPUT * len(self.outputs)))
+        self.outputs.diagonal().copy_(diagonal)
 
     @property
     def _has_tall_outputs(self) -> bool:
@@ -262,15 +195,19 @@ class Moments:
     def _is_half(self, total: torch.Tensor) -> bool:
         return self.halves and total.dim() == 2
 
+    def _scale(self, total: torch.Tensor, factor: float) -> None:
+        if self._is_half(total):
+            lower_half.scale(total, factor)
+        else:
+            total *= factor
+
     def _weighted_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """g / (|x| |g|)^½ (.., m), float32: a token's |x|² |g|² becomes its root."""
         return g * self._token_weights(_norms(x) * _norms(g))
 
     def _token_weights(self, root: torch.Tensor) -> torch.Tensor:
-        """|x| |g| of tokens to the power of -½, and 0 where that is nearly 0. Adds the tokens' energies to the sums."""
-        with one_thread():
-            self.gradient_energy += float(root.square().sum())
-            self.weighted_energy += float(root.sum())
+        """|x| |g| of tokens to the power of -½, and 0 where that is nearly 0. Adds them to `roots`."""
+        self.roots = torch.cat((self.roots, root.flatten().cpu()))
         return root.rsqrt().masked_fill(root < SMALLEST_ROOT, 0.0)
 
     def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor, numbers: Sequence[int] = ()) -> None:
@@ -347,31 +284,6 @@ class Moments:
 def _norms(vectors: torch.Tensor) -> torch.Tensor:
     """Norms of the rows (.., 1), float32."""
     return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float32)
-
-
-def _parts(sequences: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
-    """Sequences (s, length, n) cut into parts of PAIR_TOKENS tokens (parts, PAIR_TOKENS, n), and a shorter rest, each
-    with the numbers of the parts in their sequences."""
-    count = sequences.shape[1] // PAIR_TOKENS
-    whole, rest = sequences[:, : count * PAIR_TOKENS], sequences[:, count * PAIR_TOKENS :]
-    parts = []
-    if count:
-        parts.append(
-            (whole.unflatten(1, (count, PAIR_TOKENS)).flatten(0, 1), [*range(count)] * len(sequences))
-        )
-    if rest.shape[1]:
-        parts.append((rest, [count] * len(sequences)))
-    return parts
-
-
-def recorded_bytes(watched: Sequence[WatchedLinear], *, tall_outputs: bool) -> int:
-    """Bytes of the full moments of these matrices; stacks are left out. tall_outputs: see `records_full_outputs`."""
-    shapes = [item.tensor.shape for item in watched if item.tensor.dim() == 2]
-    return sum(
-        lower_half.bytes_of(cols)
-        + (lower_half.bytes_of(rows) if records_full_outputs(rows, cols, tall=tall_outputs) else 0)
-        for rows, cols in shapes
-    )
 
 
 def pair_sum_work(length: int, rows: int, cols: int) -> tuple[int, int]:

@@ -64,9 +64,7 @@ class OrderedSums:
 
         The object takes over `moments` and may change them.
         """
-        headers = {
-            key: (each.inputs.shape, each.outputs.shape, each.scalars) for key, each in moments.items()
-        }
+        headers = {key: (each.inputs.shape, each.outputs.shape, each.header) for key, each in moments.items()}
         everyone = self.workers.gather(headers)
         for key in _all_keys(everyone):
             owner = self.owner[key[0]]
@@ -79,13 +77,13 @@ class OrderedSums:
                     self.workers.send(moments[key].inputs, owner)
                     self.workers.send(moments[key].outputs, owner)
                 elif self.workers.number == owner:
-                    inputs, outputs, scalars = theirs[key]
+                    inputs, outputs, header = theirs[key]
                     self._include(
                         key,
                         Moments(
                             self.workers.receive(inputs, self.device, sender),
                             self.workers.receive(outputs, self.device, sender),
-                            *scalars,
+                            *header,
                         ),
                     )
         for key, own in moments.items():

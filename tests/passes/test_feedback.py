@@ -10,7 +10,6 @@ from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.passes.feedback import (
     INPUT_DAMPING,
     OUTPUT_DAMPING,
-    OUTPUT_SHRINKAGE,
     block_ldl,
     factor_outputs,
     pad_square,
@@ -18,10 +17,8 @@ from ciuic_cli.passes.feedback import (
 
 
 def factor_moment(g: torch.Tensor) -> torch.Tensor:
-    """G as `factor_outputs` shrinks and damps it."""
-    damped = g * (1 - OUTPUT_SHRINKAGE)
-    damped.diagonal().copy_(g.diagonal() + OUTPUT_DAMPING * g.diagonal().mean())
-    return damped
+    """G as `factor_outputs` damps it."""
+    return g + OUTPUT_DAMPING * g.diagonal().mean() * torch.eye(len(g))
 
 
 def test_the_factors_reproduce_the_moment() -> None:

@@ -13,23 +13,16 @@ from ciuic_cli.allocation.probes import with_rounding_noise
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.codecs.trellis import decode, decode_dense
-from ciuic_cli.passes.feedback import INPUT_DAMPING, OUTPUT_DAMPING, OUTPUT_SHRINKAGE
+from ciuic_cli.passes.feedback import INPUT_DAMPING, OUTPUT_DAMPING
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import group_sums, predicted_loss, pruning_loss
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
 from ciuic_cli.passes.rounding import round_prepared, round_without_feedback
 
 
-def _shrunk(outputs: torch.Tensor) -> torch.Tensor:
-    """G as the passes use it: shrunk towards its diagonal, and damped."""
-    g = (1 - OUTPUT_SHRINKAGE) * outputs
-    g.diagonal().copy_(outputs.diagonal() + OUTPUT_DAMPING * outputs.diagonal().mean())
-    return g
-
-
-def _damped(inputs: torch.Tensor) -> torch.Tensor:
-    """H as the passes use it."""
-    return inputs + INPUT_DAMPING * inputs.diagonal().mean() * torch.eye(len(inputs))
+def _damped(moment: torch.Tensor, share: float) -> torch.Tensor:
+    """H or G as the passes use it."""
+    return moment + share * moment.diagonal().mean() * torch.eye(len(moment))
 
 
 def _loss(error: torch.Tensor, outputs: torch.Tensor, inputs: torch.Tensor) -> float:
@@ -59,7 +52,7 @@ def test_the_measured_loss_equals_the_predicted_one(shape: tuple[int, int], bits
         weight = random_matrix(rows, cols, seed)
         decoded, expected = _rounded(weight, KroneckerFisher(h, g), bits, L)
         predicted += expected
-        measured += _loss(weight - decoded, _shrunk(g), _damped(h))
+        measured += _loss(weight - decoded, _damped(g, OUTPUT_DAMPING), _damped(h, INPUT_DAMPING))
         undamped += _loss(weight - decoded, g, h)
         without = decode(round_without_feedback(weight, bits, L=L), original_basis=True)
         no_feedback += _loss(weight - without, g, h)
@@ -72,7 +65,7 @@ def test_prediction_with_only_the_diagonal_of_g(bits: int) -> None:
     h, g = random_moment(96, 6), torch.rand(64, generator=torch.Generator().manual_seed(7)) + 0.1
     weight = random_matrix(64, 96, 8)
     decoded, predicted = _rounded(weight, KroneckerFisher(h, g), bits, 14)
-    assert abs(_loss(weight - decoded, g, _damped(h)) / predicted - 1) < 0.1
+    assert abs(_loss(weight - decoded, g, _damped(h, INPUT_DAMPING)) / predicted - 1) < 0.1
     without = decode(round_without_feedback(weight, bits, L=14), original_basis=True)
     assert _loss(weight - decoded, g, h) < 0.8 * _loss(weight - without, g, h)
 
@@ -95,7 +88,7 @@ def test_pruning_loss_equals_the_loss_of_zeroed_rows() -> None:
         error = torch.zeros_like(weight)
         error[group * TILE : (group + 1) * TILE] = weight[group * TILE : (group + 1) * TILE]
         floored = g.clamp_min(float(g.mean()))
-        assert loss == pytest.approx(_loss(error, floored, _damped(h)), rel=1e-4)
+        assert loss == pytest.approx(_loss(error, floored, _damped(h, INPUT_DAMPING)), rel=1e-4)
         assert loss >= _loss(error, g, h)
 
 
@@ -159,7 +152,8 @@ def _loss_with_contexts(error: torch.Tensor, fisher: KroneckerFisher) -> float:
     """½ Σ_r g_r e_r H_r e_rᵀ, H_r = H + v_r v_rᵀ, for a diagonal G and damped H."""
     assert fisher.contexts is not None
     along = (error * fisher.contexts.float32()).sum(1).square()
-    return float(0.5 * (fisher.outputs * (((error @ _damped(fisher.inputs)) * error).sum(1) + along)).sum())
+    h = _damped(fisher.inputs, INPUT_DAMPING)
+    return float(0.5 * (fisher.outputs * (((error @ h) * error).sum(1) + along)).sum())
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(48, 96), (37, 83)])

@@ -55,14 +55,13 @@ def test_outputs_lose_what_the_experts_own_moment_says(size: int) -> None:
     assert shared is not None
     moment = ratios[:, None] * pool * ratios
     ldl = shared.of(ratios, moment)
-    damped = 0.5 * moment  # OUTPUT_SHRINKAGE
-    damped.diagonal().copy_(moment.diagonal() + output_damping(moment.diagonal().mean()))
+    damped = moment + output_damping(moment.diagonal().mean()) * torch.eye(size)
     torch.testing.assert_close(
         ldl.d_diagonal[:size].double(), _lost(ldl, pad_square(damped))[:size], rtol=1e-3, atol=1e-6
     )
     own = factor_outputs(moment)
     assert float(own.d_diagonal[:size].sum()) <= float(ldl.d_diagonal[:size].sum()) * (1 + 1e-5)
-    assert float(ldl.d_diagonal[:size].sum()) < 1.02 * float(own.d_diagonal[:size].sum())
+    assert float(ldl.d_diagonal[:size].sum()) < 1.03 * float(own.d_diagonal[:size].sum())
     same = shared.of(torch.ones(size), pool)
     torch.testing.assert_close(same.factor, factor_outputs(pool).factor)
     torch.testing.assert_close(same.d_diagonal, factor_outputs(pool).d_diagonal, rtol=1e-4, atol=0)

@@ -14,7 +14,7 @@ from ciuic_cli.passes.feedback import factor_outputs
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.moments import PAIR_WEIGHT, Moments
+from ciuic_cli.statistics.moments import OUTLIER_LIMIT, PAIR_WEIGHT, PRIOR_TOKENS_PER_OUTPUT, Moments
 from ciuic_cli.statistics.symmetric_product import symmetric_product
 
 NAME = "model.layers.1.mlp.experts.down_proj"
@@ -178,6 +178,36 @@ def test_a_token_counts_with_the_root_of_its_loss() -> None:
     # The sum of all losses, which an even error has, does not depend on the weighting.
     assert float(found.outputs.trace()) * found.energy_ratio == pytest.approx(
         float((x.norm(dim=1) * g.norm(dim=1)).square().sum())
+    )
+
+
+def test_an_outlier_does_not_decide_the_predicted_loss() -> None:
+    """Of a token with a thousand times the root of the others' loss, OUTLIER_LIMIT times the mean counts."""
+    x, g = torch.ones(2000, 1), torch.ones(2000, 1)
+    g[7] = 1000.0
+    found = Moments.zeros(1, 1, x.device, torch.float32, full_outputs=True)
+    found.add_tokens(x, g)
+    mean = (1999 + 1000) / 2000
+    expected = 1999 + (OUTLIER_LIMIT * mean) ** 2
+    assert found.energy_ratio * float(found.outputs.trace()) == pytest.approx(expected, rel=1e-4)
+    assert expected < 0.01 * (1999 + 1000**2)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(8, 1), (8, 8), (64, 8)])
+def test_correlations_of_outputs_shrink_where_tokens_are_few(rows: int, parts: int) -> None:
+    generator = torch.Generator().manual_seed(rows + parts)
+    x, g = (torch.randn(parts, 32, width, generator=generator) for width in (16, rows))
+    found = Moments.zeros(rows, 16, x.device, torch.float32, full_outputs=True)
+    found.add_sequences(x, g, range(parts))
+    before, trace = found.outputs.tril(), found.trace
+    found.scale(1.0, 2.0)
+    completed = 2.0 * trace / float(before.trace())  # 2 where all parts are in the sum
+    tokens = 32 * parts * 2.0 / completed
+    share = tokens / (tokens + PRIOR_TOKENS_PER_OUTPUT * rows)
+    assert 1.9 < completed < 2.1 or rows > 16
+    torch.testing.assert_close(found.outputs.diagonal(), before.diagonal() * completed, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(
+        found.outputs.tril(-1), before.tril(-1) * completed * share, rtol=1e-4, atol=1e-5
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ciuic_cli.statistics.moments import MomentRecorder, Moments
+from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.recorder import MomentRecorder
 from ciuic_cli.statistics.spare_memory import SpareMemory
 
 CPU = torch.device("cpu")

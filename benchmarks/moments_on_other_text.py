@@ -1,0 +1,148 @@
+"""How much does rounding with feedback lose on text that the statistics have not seen?
+
+    python benchmarks/moments_on_other_text.py MODEL --text FILE... [--layers 1 8 15 22 28] [--windows 8]
+
+Expected loss of rounding errors under the gradients of other text, relative to the present statistics, for statistics
+that differ in one constant or in their text. Rounding is replaced by its expectation: noise with the same bytes in
+every row of the table, passed through the feedback of H and G. So differences of 1 % are real, where the KL of two
+artifacts shows 5 %. Geometric means over layers, matrices and texts. The model has the modules of Llama.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from unittest import mock
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ciuic_cli.codecs.transform import transform
+from ciuic_cli.passes import feedback
+from ciuic_cli.statistics import moments
+from ciuic_cli.text.calibration import calibration_sequences
+
+MATRICES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
+SEQLEN, SEQUENCES = 512, 60
+Tokens = tuple[torch.Tensor, torch.Tensor]
+"""Inputs (sequences, SEQLEN, n) and output gradients (sequences, SEQLEN, m) of a matrix, in bfloat16."""
+VARIANTS: dict[str, dict[str, float]] = {
+    "present": {},
+    "half of the text": {"part": 0.5},
+    "half of the text for H": {"part_of_h": 0.5},
+    "half of the text for G": {"part_of_g": 0.5},
+    "pairs of tokens: 0": {"PAIR_WEIGHT": 0.0},
+    "pairs of tokens: 1": {"PAIR_WEIGHT": 1.0},
+    "prior tokens per output: 0": {"PRIOR_TOKENS_PER_OUTPUT": 0.0},
+    "prior tokens per output: 3": {"PRIOR_TOKENS_PER_OUTPUT": 3.0},
+    "prior tokens per output: 30": {"PRIOR_TOKENS_PER_OUTPUT": 30.0},
+    "G shrunk by half": {"PRIOR_TOKENS_PER_OUTPUT": 0.0, "shrinkage": 0.5},
+    "damping of H: 0.04": {"INPUT_DAMPING": 0.04},
+    "damping of H: 0.16": {"INPUT_DAMPING": 0.16},
+    "damping of G: 0.05": {"OUTPUT_DAMPING": 0.05},
+    "damping of G: 0.2": {"OUTPUT_DAMPING": 0.2},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--text", type=Path, nargs="+", required=True)
+    parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 15, 22, 28])
+    parser.add_argument("--windows", type=int, default=8)
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    seen = calibration_sequences(
+        tokenizer, [], only=False, nsamples=SEQUENCES + 4, seqlen=SEQLEN, vocab_size=model.config.vocab_size
+    ).tokens[:SEQUENCES]
+    texts = [_windows(tokenizer, file, arguments.windows) for file in arguments.text]
+    logs: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    names = [f"model.layers.{layer}.{matrix}" for layer in arguments.layers for matrix in MATRICES]
+    calibration, *others = (_tokens(model, names, batch) for batch in (seen, *texts))
+    for name in names:
+        each_text = [tokens[name] for tokens in others]
+        losses = {key: _losses(calibration[name], each_text, **variant) for key, variant in VARIANTS.items()}
+        for key, loss in losses.items():
+            logs[key] += (loss / losses["present"]).log().tolist()
+    for key, values in logs.items():
+        print(f"{torch.tensor(values).mean().exp():.3f}  {key}")
+
+
+def _windows(tokenizer: Callable[..., dict[str, list[int]]], file: Path, count: int) -> torch.Tensor:
+    ids = tokenizer(file.read_text()[: 20 * SEQLEN * count], add_special_tokens=False)["input_ids"]
+    return torch.tensor(ids[: len(ids) // SEQLEN * SEQLEN]).reshape(-1, SEQLEN)[:count]
+
+
+def _tokens(model: torch.nn.Module, names: Sequence[str], batch: torch.Tensor) -> dict[str, Tokens]:
+    """Of each matrix, for labels that are sampled from the model's predictions."""
+    inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    gradients: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    generator = torch.Generator().manual_seed(len(batch))
+
+    def watch(name: str) -> torch.utils.hooks.RemovableHandle:
+        def record(_: torch.nn.Module, arguments: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            inputs[name].append(arguments[0][0].detach().bfloat16())
+            output.register_hook(lambda gradient: gradients[name].append(gradient[0].bfloat16()))
+
+        return model.get_submodule(name).register_forward_hook(record)
+
+    handles = [watch(name) for name in names]
+    for ids in batch:
+        logits = model(ids[None]).logits[0]
+        labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
+        torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+        model.zero_grad()
+    for handle in handles:
+        handle.remove()
+    return {name: (torch.stack(inputs[name]), torch.stack(gradients[name])) for name in names}
+
+
+@torch.no_grad()
+def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.Tensor:
+    """(texts,) expected loss per token, up to a constant factor, of errors fed back along both sides."""
+    shrinkage, part = variant.pop("shrinkage", 0.0), variant.pop("part", 1.0)
+    part_of_h, part_of_g = variant.pop("part_of_h", part), variant.pop("part_of_g", part)
+    with ExitStack() as stack:
+        for key, value in variant.items():
+            module = moments if hasattr(moments, key) else feedback
+            stack.enter_context(mock.patch.object(module, key, value))
+        h, g = _moments(seen, part_of_h)[0], _moments(seen, part_of_g)[1]
+        g = torch.lerp(g, g.diagonal().diag(), shrinkage)
+        inputs, outputs = feedback.factor_inputs(h), feedback.factor_outputs(g)
+    assert inputs.ldl.factor is not None and outputs.factor is not None
+    # Equal loss in every row, with the same bytes in sum: a row's noise falls with the weight of its errors.
+    noise = (outputs.d_diagonal.log().mean() - outputs.d_diagonal.log()).exp()
+    columns = feedback.columns_of(inputs.block_order)
+    losses = []
+    for x, gradient in others:
+        y = _solved(inputs.ldl.factor, transform(x.flatten(0, 1).float())[:, columns])
+        z = _solved(outputs.factor, gradient.flatten(0, 1).float())
+        losses.append((y.square().sum(1) * (z.square() * noise).sum(1)).mean())
+    return torch.stack(losses)
+
+
+def _moments(tokens: Tokens, part: float) -> Tokens:
+    """H and G (float32) from every token of a part of the sequences, as the statistics sum them."""
+    x, gradient = (each[:: round(1 / part)].float() for each in tokens)
+    found = moments.Moments.zeros(gradient.shape[2], x.shape[2], x.device, torch.float32, full_outputs=True)
+    numbers = list(range(SEQLEN // moments.PAIR_TOKENS))
+    for inputs, gradients in zip(x, gradient, strict=True):
+        found.add_sequences(
+            *(each.unflatten(0, (-1, moments.PAIR_TOKENS)) for each in (inputs, gradients)), numbers
+        )
+    found.scale(1 / found.trace, 1.0)
+    return tuple(each.tril() + each.tril(-1).T for each in (found.inputs, found.outputs))  # type: ignore[return-value]
+
+
+def _solved(factor: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
+    """L⁻¹ v for vectors (t, n)."""
+    return torch.linalg.solve_triangular(factor, vectors.T, upper=False).T
+
+
+if __name__ == "__main__":
+    main()
