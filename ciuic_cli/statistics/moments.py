@@ -44,8 +44,8 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
 6. G's off-diagonal part overfits if it is estimated from few tokens. So it is multiplied by t / (t + 10 m), with t
    tokens in its sum (PRIOR_TOKENS_PER_OUTPUT; measured: docs/experiments/statistics/damping.md).
 
-Two more corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when they
-are read (`files.py`), and both factors are damped before they are factorised (`passes/feedback.py`; measured:
+Two more corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when
+they are read (`files.py`), and both factors are damped before they are factorised (`passes/feedback.py`; measured:
 docs/experiments/statistics/damping.md).
 """
 
