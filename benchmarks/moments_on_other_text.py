@@ -111,7 +111,9 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
         for key, value in variant.items():
             module = moments if hasattr(moments, key) else feedback
             stack.enter_context(mock.patch.object(module, key, value))
-        h, g = _moments(seen, part_of_h)[0], _moments(seen, part_of_g)[1]
+        h, g = _moments(seen, part_of_h)
+        if part_of_g != part_of_h:
+            g = _moments(seen, part_of_g)[1]
         g = torch.lerp(g, g.diagonal().diag(), shrinkage)
         inputs, outputs = feedback.factor_inputs(h), feedback.factor_outputs(g)
     assert inputs.ldl.factor is not None and outputs.factor is not None
