@@ -104,7 +104,7 @@ def _tokens(model: torch.nn.Module, names: Sequence[str], batch: torch.Tensor) -
 
 @torch.no_grad()
 def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.Tensor:
-    """(texts,) expected loss per token, up to a constant factor, of errors fed back along both sides."""
+    """(texts,) expected loss of errors that are fed back along both sides, up to a constant factor."""
     shrinkage, part = variant.pop("shrinkage", 0.0), variant.pop("part", 1.0)
     part_of_h, part_of_g = variant.pop("part_of_h", part), variant.pop("part_of_g", part)
     with ExitStack() as stack:
@@ -121,10 +121,13 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     noise = (outputs.d_diagonal.log().mean() - outputs.d_diagonal.log()).exp()
     columns = feedback.columns_of(inputs.block_order)
     losses = []
-    for x, gradient in others:
-        y = _solved(inputs.ldl.factor, transform(x.flatten(0, 1).float())[:, columns])
-        z = _solved(outputs.factor, gradient.flatten(0, 1).float())
-        losses.append((y.square().sum(1) * (z.square() * noise).sum(1)).mean())
+    for windows in others:
+        total = torch.zeros(())
+        for x, gradient in zip(*windows, strict=True):
+            y = _solved(inputs.ldl.factor, transform(x.float())[:, columns])
+            z = _solved(outputs.factor, gradient.float()) * noise.sqrt()
+            total += (z.T @ y).square().sum()  # the error is the same at every token, so its effects add up
+        losses.append(total)
     return torch.stack(losses)
 
 
