@@ -1,4 +1,4 @@
-"""What does each matrix of an artifact lose alone, over what the report predicts for it?
+"""Compares the KL that each compressed matrix causes alone with the KL that the report predicts for it.
 
     python benchmarks/loss_by_matrix.py ARTIFACT ORIGINAL --text FILE... [--tokens 384] [--begin 5120]
 

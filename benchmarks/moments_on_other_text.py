@@ -4,7 +4,7 @@
 
 Expected loss of rounding errors under the gradients of other text, relative to the present statistics, for statistics
 that differ in one constant or in their text. Rounding is replaced by its expectation: noise with the same bytes in
-every row of the table, passed through the feedback of H and G. So differences of 1 % are real, where the KL of two
+every variant, passed through the feedback of H and G. So differences of 1 % are real, where the KL of two
 artifacts shows 5 %. Geometric means over layers, matrices and texts. The model has the modules of Llama.
 """
 
@@ -79,7 +79,7 @@ def _windows(tokenizer: Callable[..., dict[str, list[int]]], file: Path, count: 
 
 
 def _tokens(model: torch.nn.Module, names: Sequence[str], batch: torch.Tensor) -> dict[str, Tokens]:
-    """Of each matrix, for labels that are sampled from the model's predictions."""
+    """The tokens of each matrix. The labels of the loss are sampled from the model's predictions."""
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     generator = torch.Generator().manual_seed(len(batch))

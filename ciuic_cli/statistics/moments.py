@@ -75,10 +75,10 @@ PAIR_TOKENS = 32
 """Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
 length of a part (measured: docs/experiments/statistics/token-pairs.md)."""
 OUTLIER_LIMIT = 16.0
-"""In a matrix's predicted loss, |x| |g| of a token counts as at most so many times the mean over all tokens (measured:
-docs/experiments/statistics/outlier-tokens.md)."""
+"""A token's |x| |g| counts as at most this many times the mean over all tokens when the loss of a matrix is predicted
+(measured: docs/experiments/statistics/outlier-tokens.md)."""
 PRIOR_TOKENS_PER_OUTPUT = 10.0
-"""A diagonal G counts for so many tokens per output when the sum for G is shrunk towards its own diagonal (measured:
+"""Tokens per output for which a diagonal G counts when the sum for G is shrunk towards its own diagonal (measured:
 docs/experiments/statistics/damping.md)."""
 TALL_OUTPUT_PARTS = 4
 """Where a matrix has more rows than columns, G is summed over one of so many parts of a text's sequences: it takes most

@@ -182,7 +182,7 @@ def test_a_token_counts_with_the_root_of_its_loss() -> None:
 
 
 def test_an_outlier_does_not_decide_the_predicted_loss() -> None:
-    """Of a token with a thousand times the root of the others' loss, OUTLIER_LIMIT times the mean counts."""
+    """A token whose |x| |g| is a thousand times that of the others counts with OUTLIER_LIMIT times the mean."""
     x, g = torch.ones(2000, 1), torch.ones(2000, 1)
     g[7] = 1000.0
     found = Moments.zeros(1, 1, x.device, torch.float32, full_outputs=True)
