@@ -27,7 +27,7 @@ def milliseconds(rows: int, cols: int, repeats: int) -> float:
     x, gradient = (
         torch.randn(SEQUENCES * LENGTH, size, generator=generator).to(dtype) for size in (cols, rows)
     )
-    recorder = MomentRecorder([], dtype, LENGTH)
+    recorder = MomentRecorder([], dtype)
 
     def record() -> float:
         began = time.process_time()

@@ -33,8 +33,6 @@ VARIANTS: dict[str, dict[str, float]] = {
     "half of the text": {"part": 0.5},
     "half of the text for H": {"part_of_h": 0.5},
     "half of the text for G": {"part_of_g": 0.5},
-    "pairs of tokens: 0": {"PAIR_WEIGHT": 0.0},
-    "pairs of tokens: 1": {"PAIR_WEIGHT": 1.0},
     "prior tokens per output: 0": {"PRIOR_TOKENS_PER_OUTPUT": 0.0},
     "prior tokens per output: 3": {"PRIOR_TOKENS_PER_OUTPUT": 3.0},
     "prior tokens per output: 30": {"PRIOR_TOKENS_PER_OUTPUT": 30.0},
@@ -132,14 +130,11 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
 
 
 def _moments(tokens: Tokens, part: float) -> Tokens:
-    """H and G (float32) from every token of a part of the sequences, as the statistics sum them."""
+    """H and G (float32) from a part of the sequences, as the statistics sum them."""
     x, gradient = (each[:: round(1 / part)].float() for each in tokens)
     found = moments.Moments.zeros(gradient.shape[2], x.shape[2], x.device, torch.float32, full_outputs=True)
-    numbers = list(range(SEQLEN // moments.PAIR_TOKENS))
-    for inputs, gradients in zip(x, gradient, strict=True):
-        found.add_sequences(
-            *(each.unflatten(0, (-1, moments.PAIR_TOKENS)) for each in (inputs, gradients)), numbers
-        )
+    for sequence in zip(x, gradient, strict=True):
+        found.add_tokens(*sequence, all_outputs=False)
     found.scale(1 / found.trace, 1.0)
     return tuple(each.tril() + each.tril(-1).T for each in (found.inputs, found.outputs))  # type: ignore[return-value]
 

@@ -72,7 +72,7 @@ def _run(stream: LayerStream, number: int, *, skips: bool) -> None:
         skipped = [item.tensor for item in watched if skips and item.role == "down"]
 
         def record(index: int) -> None:
-            with SkippedProducts(skipped), MomentRecorder(watched, stream.dtype, SEQLEN):
+            with SkippedProducts(skipped), MomentRecorder(watched, stream.dtype):
                 run_chunks([index])
 
         list(in_order(range(len(stream.chunks)), record, stream.side_by_side(number)))

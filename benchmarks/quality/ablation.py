@@ -18,7 +18,6 @@ SWITCHED: dict[str, dict[str, list[str]]] = {
     "rows not sorted": {"patches": ["ciuic_cli.passes.row_sorting:CLASSES=1"]},
     "unevenness of rows ignored": {"patches": ["ciuic_cli.passes.effective_variance:POWER=1"]},
     "token weights not tempered": {"patches": ["ciuic_cli.allocation.matrices:TOKEN_WEIGHT_EXPONENT=1.0"]},
-    "token pairs ignored": {"patches": ["ciuic_cli.statistics.moments:PAIR_WEIGHT=0.0"]},
     "prediction not corrected by probes": {
         "patches": ["ciuic_cli.allocation.probes:CORRECTION_LIMITS=(1.0, 1.0)"]
     },

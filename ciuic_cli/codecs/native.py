@@ -150,8 +150,6 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ciuic_largest": (_int, (_pointer, _long, _long, _long, _pointer, _int)),
     "ciuic_has_symmetric_sums": (_int, (_int,)),
     "ciuic_symmetric_sums": (_int, (_pointer, _long, *[_pointer, _int] * 2, _long, _int, _int)),
-    "ciuic_has_weighted_sums": (_int, (_int, _long)),
-    "ciuic_weighted_sums": (_int, (_pointer, _long, _pointer, _int, _pointer, _long, _long, _int, _int)),
     "ciuic_predictions": (_int, (*[_pointer] * 5, _int)),
     "ciuic_block_encode": (_int, (_pointer, _int, _long, *[_int] * 4, _uint32, _pointer, _pointer, _int)),
     "ciuic_block_decode": (_int, (_pointer, _pointer, _long, *[_int] * 3, _pointer, _int, _int)),

@@ -44,7 +44,7 @@ class Effort:
 
 EFFORTS = {
     "fast": Effort(1 << 12, 14, 8, 0, passages=4, least_held_out=2, tall_outputs=False),
-    "default": Effort(1 << 14, 64, 16, 0),
+    "default": Effort(3 << 13, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^14 instead

@@ -39,7 +39,7 @@ from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import PAIR_TOKENS, TALL_OUTPUT_PARTS, pair_sum_work
+from ciuic_cli.statistics.moments import TALL_OUTPUT_STEP
 
 ACTIVATION_PASSES = 16
 """Operations on activations between the products of the statistics: forward, recomputing and backward. Fitted to runs
@@ -181,7 +181,7 @@ def phase_seconds(
     product, reading = rates.product, rates.read * sum(parameter.numel for parameter in executed(model_map))
     contexts = math.prod(hidden_and_vocabulary(model_map))
     moments = contexts + sum(
-        _moment_work(p, text.length, tall_outputs=tall_outputs)
+        _moment_work(p, tall_outputs=tall_outputs)
         * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
         for p in executed_compressible(model_map)
     )
@@ -245,14 +245,12 @@ def _noise_draws(model_map: ModelMap, kept_noise: float) -> tuple[float, float]:
     return 1.0 if fits else 4.0, 2.0 - min(1.0, room / experts if experts else 1.0)
 
 
-def _moment_work(parameter: Parameter, length: int, *, tall_outputs: bool) -> float:
-    """Multiplications per token for a parameter's H and G; length: tokens per sequence."""
+def _moment_work(parameter: Parameter, *, tall_outputs: bool) -> float:
+    """Multiplications per token for a parameter's H and G."""
     rows, cols = parameter.shape[-2:]
-    tokens = min(length, PAIR_TOKENS)
-    pairs = min(pair_sum_work(tokens, rows, cols)) / tokens if len(parameter.shape) < 3 else 0.0
     full = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
-    outputs = rows * rows / (TALL_OUTPUT_PARTS if rows > cols and len(parameter.shape) < 3 else 1)
-    return float(pairs + cols * cols + (outputs if full else rows))
+    outputs = rows * rows / (TALL_OUTPUT_STEP if rows > cols and len(parameter.shape) < 3 else 1)
+    return float(cols * cols + (outputs if full else rows))
 
 
 def _activations(model_map: ModelMap) -> float:

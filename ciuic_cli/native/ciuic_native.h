@@ -169,15 +169,6 @@ CIUIC_EXPORT int ciuic_has_symmetric_sums(int rounded);
 CIUIC_EXPORT int ciuic_symmetric_sums(float* moment, long columns, const void* left, int left_bf16, const void* right,
                                       int right_bf16, long tokens, int rounded, int threads);
 
-// 1 if this machine has a kernel for ciuic_weighted_sums with these values, 0 if not.
-CIUIC_EXPORT int ciuic_has_weighted_sums(int rounded, long length);
-
-// moment += X^T W X for every part of `length` rows X of `vectors` (tokens x columns, bfloat16 or float32) with its symmetric
-// weights W (length x length, bfloat16, one part after another). W X is a float32 number; with `rounded`, it and X are rounded to
-// bfloat16. `tokens` is a multiple of `length`. The rest as ciuic_symmetric_sums.
-CIUIC_EXPORT int ciuic_weighted_sums(float* moment, long columns, const void* vectors, int bf16, const uint16_t* weights,
-                                     long length, long tokens, int rounded, int threads);
-
 // Predictions p = softmax(logits) of a language model (ciuic_cli/statistics/head_fisher.py).
 struct CiuicPredictions {
   const void* logits;    // tokens x vocabulary, bfloat16 if `bf16` is not 0 and float32 otherwise; finite

@@ -120,8 +120,7 @@ def collect_statistics(
     return _Collection(
         model_map, stream, writer, workers, Marks(journal, workers), seed, tall_outputs, progress,
         len(batches) * [1.0] if weights is None else (weights / weights.mean()).tolist(),
-        batches.shape[1], [firsts[number] for number in numbers],
-        [range(begin, end) for begin, end in itertools.pairwise(ends)],
+        [firsts[number] for number in numbers], [range(begin, end) for begin, end in itertools.pairwise(ends)],
     ).run()  # fmt: skip
 
 
@@ -137,7 +136,7 @@ def chunks_of(batches: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
 class _Collection:
     """One worker's part of both sweeps: its segments of the text, and the matrices whose sums it owns.
 
-    weights: of all sequences, 1 on average. length: tokens per sequence. first_sequences: for each of the stream's
+    weights: of all sequences, 1 on average. first_sequences: for each of the stream's
     chunks, the number of its first sequence in the whole text. segments: of this worker, one per round, as ranges of
     the stream's chunks. skips: whether layers with these submodules skip the down projection's product (`_unread`).
     """
@@ -151,7 +150,6 @@ class _Collection:
     tall_outputs: bool
     progress: Progress
     weights: list[float]
-    length: int
     first_sequences: list[int]
     segments: list[range]
     skips: dict[tuple[tuple[str, type[nn.Module]], ...], bool] = field(default_factory=dict)
@@ -275,9 +273,7 @@ class _Collection:
             unread = self._unread(number, layer, watched, run_chunks)
 
             def record(segment: range) -> dict[Key, Moments]:
-                recorder = MomentRecorder(
-                    watched, self.stream.dtype, self.length, spare, tall_outputs=self.tall_outputs
-                )
+                recorder = MomentRecorder(watched, self.stream.dtype, spare, tall_outputs=self.tall_outputs)
                 with SkippedProducts(unread), recorder:
                     run_chunks(segment)
                 return recorder.moments

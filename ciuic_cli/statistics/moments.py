@@ -13,28 +13,21 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    |x|² |g|², and in other text these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½. A token then
    counts with |x_t| |g_t|, the root (measured: docs/experiments/statistics/heavy-tails.md).
 
-2. Products are summed over pairs of tokens s, t of one sequence (`Moments.add_sequences`), one step of power iteration
-   from the identity (Tseng et al., "Model-Preserving Adaptive Rounding", 2025):
+2. The weighted products are summed over tokens (`Moments.add_tokens`):
 
-       H ∝ Σ w_st (g_s · g_t) x_s x_tᵀ        (n, n)
-       G ∝ Σ w_st (x_s · x_t) g_s g_tᵀ        (m, m)
+       H ∝ Σ |g_t| / |x_t| x_t x_tᵀ       (n, n)
+       G ∝ Σ |x_t| / |g_t| g_t g_tᵀ       (m, m)
 
-   with w_st = 1 for s = t and `PAIR_WEIGHT` for s ≠ t. Pairs matter because W has the same error at every token: the
-   errors of two outputs with similar inputs add up. The inputs in H are weighted by gradients, and the gradients in G
-   by inputs. Without these weights, attention sinks would dominate H: their activations are huge, but hardly any
-   gradient reaches them.
+   So the inputs in H are weighted by gradients, and the gradients in G by inputs. Without these weights, attention
+   sinks would dominate H: their activations are huge, but hardly any gradient reaches them. Products of different
+   tokens are left out: they gain nothing on other text (measured: docs/experiments/statistics/token-pairs.md).
 
-   The tokens of an expert, or of a product that pools tokens, are not a sequence. There only s = t counts
-   (`Moments.add_tokens`).
+3. The products of G are rounded to the dtype of the layer's products, bfloat16 on recent processors; those of H are
+   not. That does not make G indefinite, because it is shrunk and damped (measured:
+   docs/experiments/statistics/faster-moments.md).
 
-3. The pair sums can be computed in two equivalent ways: from (t, t) products of tokens, or from gradients (m, n) of W.
-   The cheaper one is taken (`pair_sum_work`). The weights of pairs, and the products of G, are rounded to the dtype of
-   the layer's products, bfloat16 on recent processors. The products of H are float32. Neither makes a moment
-   indefinite: a token's own product counts 1, its pairs `PAIR_WEIGHT`, so the weights are far from singular; and G is
-   shrunk and damped (measured: docs/experiments/statistics/faster-moments.md).
-
-4. G of a matrix with more rows than columns is the sum over every fourth part of the sequences (TALL_OUTPUT_PARTS),
-   scaled to the trace that the whole sum would have, which is that of H (`Moments.scale`).
+4. G of a matrix with more rows than columns is the sum over every fourth token (TALL_OUTPUT_STEP), scaled to the trace
+   that the whole sum would have, which is that of H (`Moments.scale`). Experts have few tokens each, so they keep all.
 
 5. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
    multiplied by Σ min(|x| |g|, c)² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms. Here c is
@@ -51,7 +44,6 @@ docs/experiments/statistics/damping.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,30 +51,19 @@ import torch
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.spare_memory import SpareMemory
-from ciuic_cli.statistics.symmetric_product import (
-    add_symmetric_product,
-    add_weighted_product,
-    row_products,
-    symmetric_product,
-)
+from ciuic_cli.statistics.symmetric_product import add_weighted_product
 
-PAIR_WEIGHT = 0.25
-"""Weight w_st of a pair of different tokens of a sequence. 1 would be unbiased, but is noisy with few sequences.
-Measured: docs/experiments/statistics/token-pairs.md."""
 SMALLEST_ROOT = 1e-24
-"""Tokens with a smaller |x| |g| are not counted, so that no weight or product of weights overflows. Chosen."""
-PAIR_TOKENS = 32
-"""Most tokens among which pairs are counted; longer sequences are cut into parts. The work on pairs grows with the
-length of a part (measured: docs/experiments/statistics/token-pairs.md)."""
+"""Tokens with a smaller |x| |g| are not counted, so that no weight overflows. Chosen."""
 OUTLIER_LIMIT = 16.0
 """A token's |x| |g| counts as at most this many times the mean over all tokens when the loss of a matrix is predicted
 (measured: docs/experiments/statistics/outlier-tokens.md)."""
 PRIOR_TOKENS_PER_OUTPUT = 10.0
 """Tokens per output for which a diagonal G counts when the sum for G is shrunk towards its own diagonal (measured:
 docs/experiments/statistics/damping.md)."""
-TALL_OUTPUT_PARTS = 4
-"""Where a matrix has more rows than columns, G is summed over one of so many parts of a text's sequences: it takes most
-of the work, and gains least (measured: docs/experiments/statistics/tall-matrices.md)."""
+TALL_OUTPUT_STEP = 4
+"""Where a matrix has more rows than columns, G is summed over one of so many tokens: it takes most of the work, and
+gains least (measured: docs/experiments/statistics/tall-matrices.md)."""
 
 
 @dataclass
@@ -142,24 +123,27 @@ class Moments:
         """Tokens with a weight: those of a sequence that does not count have none."""
         return int(self.roots.count_nonzero())
 
-    def add_tokens(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """Add tokens without pairs: inputs x (t, n) and gradients g (t, m), float32 or bfloat16."""
-        self._add_single_tokens(x, self._weighted_gradients(x, g))
-        self.tokens += x.shape[0]
+    def add_tokens(self, x: torch.Tensor, g: torch.Tensor, *, all_outputs: bool = True) -> None:
+        """Add tokens: inputs x (t, n) and gradients g (t, m), float32 or bfloat16.
 
-    def add_sequences(self, x: torch.Tensor, g: torch.Tensor, numbers: Sequence[int] = ()) -> None:
-        """Add sequences with their pairs of tokens: inputs x (s, t, n) and gradients g (s, t, m), of either dtype.
-
-        numbers: (s,) where each of them is a part of a longer one, the number of the part.
+        all_outputs: whether a G with more rows than columns has all of these tokens, or every TALL_OUTPUT_STEP-th.
         """
-        by_tokens, by_gradients = pair_sum_work(x.shape[1], g.shape[2], x.shape[2])
-        if by_tokens < by_gradients or self._has_tall_outputs:
-            self._add_token_pairs(x, g, numbers)
-        else:
-            g = self._weighted_gradients(x, g)
-            self._add_weight_gradients(x, g)
-            self._add_single_tokens(x.flatten(0, 1), g.flatten(0, 1), 1 - PAIR_WEIGHT)
-        self.tokens += x.shape[0] * x.shape[1]
+        x_norm, g_norm = _norms(x), _norms(g)
+        roots = x_norm * g_norm
+        tiny = roots < SMALLEST_ROOT
+        roots.masked_fill_(tiny, 0.0)
+        by_gradient, by_input = (
+            (left / right).masked_fill(tiny, 0.0) for left, right in ((g_norm, x_norm), (x_norm, g_norm))
+        )
+        if self._has_tall_outputs and not all_outputs:
+            # Not the first token of a sequence, which may be an outlier.
+            g, by_input = (each[TALL_OUTPUT_STEP - 1 :: TALL_OUTPUT_STEP] for each in (g, by_input))
+        self._add(self.inputs, x, by_gradient, rounded=False)
+        self._add(self.outputs, g, by_input, rounded=True)
+        with one_thread():
+            self.trace += float(roots.sum())
+        self.roots = torch.cat((self.roots, roots.flatten().cpu()))
+        self.tokens += len(x)
 
     def include(self, other: Moments) -> None:
         """Add the sums of other tokens."""
@@ -173,7 +157,7 @@ class Moments:
         self.roots = torch.cat((self.roots, other.roots))
 
     def scale(self, inputs: float, outputs: float) -> None:
-        """Multiply each of the two sums by a number. Before, a sum for G that lacks some parts is completed, and its
+        """Multiply each of the two sums by a number. Before, a sum for G that lacks some tokens is completed, and its
         off-diagonal part is shrunk."""
         tokens = float(self._weighted_tokens)
         if self._has_tall_outputs and (found := float(self.outputs.diagonal().sum(dtype=torch.float64))) > 0:
@@ -201,105 +185,16 @@ class Moments:
         else:
             total *= factor
 
-    def _weighted_gradients(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """g / (|x| |g|)^½ (.., m), float32: a token's |x|² |g|² becomes its root."""
-        return g * self._token_weights(_norms(x) * _norms(g))
-
-    def _token_weights(self, root: torch.Tensor) -> torch.Tensor:
-        """|x| |g| of tokens to the power of -½, and 0 where that is nearly 0. Adds them to `roots`."""
-        self.roots = torch.cat((self.roots, root.flatten().cpu()))
-        return root.rsqrt().masked_fill(root < SMALLEST_ROOT, 0.0)
-
-    def _add_token_pairs(self, x: torch.Tensor, g: torch.Tensor, numbers: Sequence[int] = ()) -> None:
-        """All pairs by `PAIR_WEIGHT`, and single tokens, from the (s, t, t) products of tokens with each other.
-
-        The products of the gradients are weighted here, and not the gradients themselves, which are more numbers.
-        """
-        rounded_g = g.to(self.dtype)
-        x_products, g_products = (self._token_products(each) for each in (x.to(self.dtype), rounded_g))
-        energy = x_products.diagonal(dim1=-2, dim2=-1) * g_products.diagonal(dim1=-2, dim2=-1)
-        weights = self._token_weights(energy.sqrt())
-        weights = weights[..., None] * weights[..., None, :]
-        g_products *= weights
-        _weight_pairs(x_products)
-        with one_thread():
-            self.trace += float((x_products * g_products).sum())
-        x_products *= weights
-        if self._has_tall_outputs and numbers:
-            chosen = [place for place, number in enumerate(numbers) if number % TALL_OUTPUT_PARTS == 0]
-            rounded_g, x_products = rounded_g[chosen], x_products[chosen]
-        if len(rounded_g):
-            self._sum_pairs(self.outputs, rounded_g, x_products, rounded=True)
-        self._sum_pairs(self.inputs, x, _weight_pairs(g_products), rounded=False)
-
-    def _token_products(self, vectors: torch.Tensor) -> torch.Tensor:
-        """(s, t, t) float32 products of the tokens of each sequence, rounded to `dtype`; vectors (s, t, n)."""
-        columns = vectors.mT
-        return symmetric_product(columns, columns, self.dtype, rounded=True)
-
-    def _add_weight_gradients(self, x: torch.Tensor, g: torch.Tensor) -> None:
-        """All pairs, those with s = t included, by `PAIR_WEIGHT`, from the gradients (s, m, n) of the weight."""
-        gradient = row_products(g.mT, PAIR_WEIGHT**0.5 * x.float().mT)
-        with one_thread():
-            self.trace += float(gradient.square().sum())
-        self._sum_inputs(gradient.flatten(0, 1))
-        self._sum_outputs(gradient.mT.flatten(0, 1))
-
-    def _add_single_tokens(self, x: torch.Tensor, g: torch.Tensor, share: float = 1.0) -> None:
-        """The pairs with s = t, times `share`: x (t, n) and g (t, m)."""
-        x_norm, g_norm = _norms(x), _norms(g)
-        self._sum_inputs(x * (share**0.5 * g_norm))
-        self._sum_outputs(g * (share**0.5 * x_norm))
-        with one_thread():
-            self.trace += share * float((x_norm * g_norm).square().sum())
-
-    def _sum_inputs(self, vectors: torch.Tensor) -> None:
-        """Add vectorsᵀ vectors (t, n), or its diagonal, to `inputs`.
-
-        With products of float32: H may have one large direction.
-        """
-        self._sum(self.inputs, vectors, rounded=False)
-
-    def _sum_outputs(self, vectors: torch.Tensor) -> None:
-        """As `_sum_inputs` to `outputs`, (t, m), with rounded products: before it is used, G is shrunk and damped by
-        far more than they are off (`passes/feedback.py`)."""
-        self._sum(self.outputs, vectors, rounded=True)
-
-    def _sum_pairs(
-        self, moment: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, *, rounded: bool
+    def _add(
+        self, total: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, *, rounded: bool
     ) -> None:
-        """Add the products of the vectors (s, t, n) of each sequence, times the weights (s, t, t), or its diagonal."""
-        if moment.dim() == 1:
-            moment += ((weights @ vectors.float()) * vectors).sum((0, 1))
+        """Add the products of vectors (t, n) with themselves, times weights (t, 1), or their diagonal."""
+        if total.dim() == 1:
+            total += (vectors.float().square() * weights).sum(0)
         else:
-            add_weighted_product(moment, vectors, weights, self.dtype, rounded=rounded)
-
-    def _sum(self, moment: torch.Tensor, vectors: torch.Tensor, *, rounded: bool) -> None:
-        if moment.dim() == 1:
-            moment += vectors.square().sum(0)
-        else:
-            add_symmetric_product(moment, vectors, vectors, self.dtype, rounded=rounded)
+            add_weighted_product(total, vectors, weights, self.dtype, rounded=rounded)
 
 
 def _norms(vectors: torch.Tensor) -> torch.Tensor:
-    """Norms of the rows (.., 1), float32."""
+    """Norms of the rows (t, 1), float32."""
     return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float32)
-
-
-def pair_sum_work(length: int, rows: int, cols: int) -> tuple[int, int]:
-    """Multiplications for the pair sums of one sequence: over pairs of tokens, and by the gradient of the weight.
-
-    Both lead to the same sums. Work that both share (single tokens) is not counted. Symmetric products count as if all
-    of them were computed, and H and G as full matrices.
-    """
-    # The (t, t) products of the inputs and their product with the gradients, and the same the other way round.
-    by_tokens = 2 * length * length * (rows + cols)
-    by_gradients = length * rows * cols + rows * cols * (rows + cols)
-    return by_tokens, by_gradients
-
-
-def _weight_pairs(products: torch.Tensor) -> torch.Tensor:
-    """Multiply the products (s, t, t) of different tokens by `PAIR_WEIGHT`, in place."""
-    single = products.diagonal(dim1=-2, dim2=-1).clone()
-    products.mul_(PAIR_WEIGHT).diagonal(dim1=-2, dim2=-1).copy_(single)
-    return products

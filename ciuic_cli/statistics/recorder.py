@@ -11,7 +11,7 @@ from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import PAIR_TOKENS, Moments
+from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.spare_memory import SpareMemory
 
 FULL_FISHER_LIMIT = 16384
@@ -36,7 +36,6 @@ class MomentRecorder(LinearHook):
 
     Args:
         dtype: of the layer's products; see `symmetric_product`.
-        length: tokens per sequence.
         spare: memory for the sums.
         tall_outputs: `tall` of `records_full_outputs` for matrices outside stacks; in stacks it is True.
     """
@@ -45,13 +44,12 @@ class MomentRecorder(LinearHook):
         self,
         watched: Sequence[WatchedLinear],
         dtype: torch.dtype,
-        length: int,
         spare: SpareMemory | None = None,
         *,
         tall_outputs: bool = True,
     ) -> None:
         super().__init__(watched)
-        self.dtype, self.length = dtype, length
+        self.dtype = dtype
         self._spare = spare
         self.moments: dict[Key, Moments] = {}
         self._roles = {item.name: item.role for item in watched}
@@ -82,13 +80,9 @@ class MomentRecorder(LinearHook):
             if expert is not None and name in self._pooled:
                 self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
                 self._moments_of((name, None), shape, x.device).add_tokens(x, gradient)
-            elif expert is not None or len(x) % self.length:  # the inputs are not whole sequences
-                self._moments_of(key, shape, x.device).add_tokens(x, gradient)
             else:
                 moments = self._moments_of(key, shape, x.device)
-                parts = (_parts(each.unflatten(0, (-1, self.length))) for each in (x, gradient))
-                for (inputs, numbers), (gradients, _) in zip(*parts, strict=True):
-                    moments.add_sequences(inputs, gradients, numbers)
+                moments.add_tokens(x, gradient, all_outputs=expert is not None)
 
     def _moments_of(
         self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False
@@ -101,21 +95,6 @@ class MomentRecorder(LinearHook):
                 full_inputs=not diagonals, full_outputs=full and not diagonals,
             )  # fmt: skip
         return self.moments[key]
-
-
-def _parts(sequences: torch.Tensor) -> list[tuple[torch.Tensor, list[int]]]:
-    """Sequences (s, length, n) cut into parts of PAIR_TOKENS tokens (parts, PAIR_TOKENS, n), and a shorter rest, each
-    with the numbers of the parts in their sequences."""
-    count = sequences.shape[1] // PAIR_TOKENS
-    whole, rest = sequences[:, : count * PAIR_TOKENS], sequences[:, count * PAIR_TOKENS :]
-    parts = []
-    if count:
-        parts.append(
-            (whole.unflatten(1, (count, PAIR_TOKENS)).flatten(0, 1), [*range(count)] * len(sequences))
-        )
-    if rest.shape[1]:
-        parts.append((rest, [count] * len(sequences)))
-    return parts
 
 
 def recorded_bytes(watched: Sequence[WatchedLinear], *, tall_outputs: bool) -> int:

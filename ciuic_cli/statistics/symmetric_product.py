@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from contextlib import nullcontext
 
 import torch
 
@@ -38,27 +37,27 @@ def symmetric_product(
     of (i, i) times (j, j) with bfloat16. That is harmless where the diagonal is raised or the rest shrunk afterwards.
 
     Args:
-        left, right: (..., t, n) float32; the same tensor object for a Gram matrix.
+        left, right: (t, n) float32; the same tensor object for a Gram matrix.
         dtype: to which factors are rounded.
 
     Returns:
-        (..., n, n) float32.
+        (n, n) float32.
     """
-    if left is right and left.device.type == "cuda" and dtype != torch.float32 and left.dim() == 2:
+    if left is right and left.device.type == "cuda" and dtype != torch.float32:
         rounded_factor = left.to(dtype)
         return torch.mm(rounded_factor.T, rounded_factor, out_dtype=torch.float32)
-    cols = left.shape[-1]
-    moment = torch.empty((*left.shape[:-2], cols, cols), device=left.device)
-    columns = left.mT.to(dtype if rounded else left.dtype).contiguous()
-    other_columns = columns if left is right else right.mT.to(columns.dtype).contiguous()
+    cols = left.shape[1]
+    moment = torch.empty(cols, cols, device=left.device)
+    columns = left.T.to(dtype if rounded else left.dtype).contiguous()
+    other_columns = columns if left is right else right.T.to(columns.dtype).contiguous()
     count = max(1, min(MAX_BLOCKS, cols // MIN_BLOCK_COLUMNS))
     # Blocks of equal size: the bits of a product with few columns depend on the number of threads.
     step = ceil_div(cols, count)
     for begin in range(0, cols, step):
         end = min(begin + step, cols)
-        block = moment[..., begin:end, :end]
-        block.copy_(row_products(columns[..., begin:end, :], other_columns[..., :end, :]))
-        moment[..., :begin, begin:end] = block[..., :begin].mT
+        block = moment[begin:end, :end]
+        block.copy_(_row_products(columns[begin:end], other_columns[:end]))
+        moment[:begin, begin:end] = block[:, :begin].T
     return moment
 
 
@@ -102,30 +101,17 @@ def add_weighted_product(
     *,
     rounded: bool = False,
 ) -> None:
-    """Add Σ XᵀWX over parts X (t, n) of sequences with weights W (t, t) to the lower half of `moment` (n, n) float32.
+    """Add Σ w v vᵀ to the lower half of `moment`, over vectors v (t, n) with weights w (t, 1) that are not negative.
 
-    On a matrix unit, W is rounded to bfloat16. If W is far from singular, that changes XᵀWX by the same small share in
-    every direction. W X is float32, or rounded to `dtype` with `rounded`; see `symmetric_product`.
-
-    Args:
-        vectors: (parts, t, n) float32 or bfloat16.
-        weights: (parts, t, t) float32, symmetric.
+    Vectors are float32 or bfloat16, weights float32. The other arguments are those of `symmetric_product`. Factors that
+    are rounded must be the same on both sides, so they are v √w. Otherwise, on a CPU, one factor is v as it is: AMX
+    multiplies bfloat16 numbers faster than float32 ones.
     """
-    rounds = rounded and dtype != torch.float32
-    parts, length, cols = vectors.shape
-    tokens = parts * length
-    if moment.device.type == "cpu" and dtype == torch.bfloat16 and _weighs(rounds, length):
-        factor, rounded_weights = vectors.contiguous(), weights.to(dtype)
-        status = native.interface().ciuic_weighted_sums(
-            moment.data_ptr(), cols, factor.data_ptr(), factor.dtype == torch.bfloat16, rounded_weights.data_ptr(),
-            length, tokens, rounds, torch.get_num_threads(),
-        )  # fmt: skip
-        native.check(status, "adding weighted moments")
-        count_native(dtype, 2 * tokens * length * cols, rounded_weights.nbytes)
-        _count(moment, tokens, rounds, factor.nbytes)
-        return
-    weighted = weights.to(dtype) @ vectors.to(dtype) if rounds else weights @ vectors.float()
-    add_symmetric_product(moment, vectors.flatten(0, 1), weighted.flatten(0, 1), dtype, rounded=rounded)
+    if rounded or moment.device.type != "cpu":
+        factor = vectors * weights.sqrt()
+        add_symmetric_product(moment, factor, factor, dtype, rounded=rounded)
+    else:
+        add_symmetric_product(moment, vectors, vectors * weights, dtype)
 
 
 def _count(moment: torch.Tensor, tokens: int, rounds: bool, read: int) -> None:
@@ -139,16 +125,10 @@ def _has_kernel(rounded: bool) -> bool:
     return bool(native.interface().ciuic_has_symmetric_sums(rounded))
 
 
-@functools.cache
-def _weighs(rounded: bool, length: int) -> bool:
-    return bool(native.interface().ciuic_has_weighted_sums(rounded, length))
-
-
-def row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left rightᵀ (..., m, n) in the dtype of left (..., m, k) and right (..., n, k), best contiguous."""
-    if left.dim() == 2 and left.dtype == torch.float32:
+def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left rightᵀ (m, n) in the dtype of left (m, k) and right (n, k), contiguous."""
+    if left.dtype == torch.float32:
         return outer_product(left, right)
-    # The bits of MKL's float32 batches depend on the number of threads. So do those of oneDNN if it multiplies with
-    # AMX, because it splits a long sum among the threads.
-    with one_thread() if left.dim() == 2 or left.dtype == torch.float32 else nullcontext():
-        return left @ right.mT
+    # If oneDNN multiplies with AMX, it splits a long sum among the threads.
+    with one_thread():
+        return left @ right.T

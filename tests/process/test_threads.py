@@ -53,9 +53,6 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "added moment": lambda g: _added_moment(torch.randn(1000, 500, generator=g), rounded=False),
     "added rounded moment": lambda g: _added_moment(torch.randn(1000, 500, generator=g), rounded=True),
     "inverse": lambda g: inverse_lower(_lower(g)),
-    "moments of sequences": lambda g: symmetric_product(
-        *2 * (torch.randn(3, 300, 400, generator=g),)
-    ).flatten(),
     "sum along rows": lambda g: torch.randn(SIZE, 4096, generator=g).square().sum(1),
     "factorisation": lambda g: _cholesky(_positive(g)),
     "low rank": lambda g: lowrank.factor(

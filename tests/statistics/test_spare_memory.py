@@ -30,7 +30,7 @@ def test_sums_do_not_depend_on_what_was_in_the_memory(dtype: torch.dtype) -> Non
     spare.keep(torch.full((48, 48), torch.nan), torch.full((32, 32), torch.nan))
     found = []
     for memory in (None, spare):
-        recorder = MomentRecorder([], dtype, 32, memory)
+        recorder = MomentRecorder([], dtype, memory)
         recorder._record(KEY, torch.Size((32, 48)), x, gradient)
         found.append(recorder.moments[KEY])
     assert torch.equal(found[0].inputs.tril(), found[1].inputs.tril())

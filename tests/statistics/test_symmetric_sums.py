@@ -61,49 +61,34 @@ def test_views_are_read_as_they_are() -> None:
     assert torch.equal(*(moment.tril() for moment in moments))
 
 
-def _weighted(parts: int, length: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors with a direction of nearly all their squares, and weights as pairs of tokens have them."""
-    generator = torch.Generator().manual_seed(parts + length + cols)
-    vectors = torch.randn(parts, length, cols, generator=generator)
-    vectors += (
-        10 * torch.randn(parts, length, 1, generator=generator) * torch.randn(cols, generator=generator)
-    )
-    gradients = torch.randn(parts, length, 30, generator=generator)
-    gram = gradients @ gradients.mT
-    weights = 0.25 * gram + 0.75 * torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
-    return vectors, (weights + weights.mT) / 2
-
-
-@pytest.mark.parametrize(("parts", "length", "cols"), [(2, 32, 24), (3, 96, 70), (7, 128, 130), (2, 50, 20)])
+@pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weighted_sums_are_right_in_every_direction(
-    parts: int, length: int, cols: int, dtype: torch.dtype
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_weighted_products_are_right_in_every_direction(
+    dtype: torch.dtype, products: torch.dtype, rounded: bool
 ) -> None:
-    vectors, weights = _weighted(parts, length, cols)
-    vectors = vectors.to(dtype)
-    moment = torch.zeros(cols, cols)
-    add_weighted_product(moment, vectors, weights, torch.bfloat16)
-    exact = (vectors.double().mT @ weights.double() @ vectors.double()).sum(0)
-    inverse = torch.linalg.inv(torch.linalg.cholesky(exact))
-    found = moment.tril() + moment.tril(-1).T
-    shares = torch.linalg.eigvalsh(inverse @ (found - exact) @ inverse.T)
-    assert float(shares.abs().max()) < 0.02  # weights are rounded by 2^-9
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weighted_sums_add_to_the_moment(dtype: torch.dtype) -> None:
-    vectors, weights = _weighted(9, 128, 100)
-    begin = torch.randn(100, 100, generator=torch.Generator().manual_seed(1))
+    """Vectors with a direction of nearly all their squares, and weights of several sizes."""
+    generator = torch.Generator().manual_seed(2)
+    vectors = torch.randn(700, 100, generator=generator)
+    vectors += 10 * torch.randn(700, 1, generator=generator) * torch.randn(100, generator=generator)
+    vectors, weights = vectors.to(dtype), torch.logspace(-3, 3, 700)[:, None]
+    begin = torch.randn(100, 100, generator=generator)
     moment = begin.clone()
-    add_weighted_product(moment, vectors.to(dtype), weights, torch.bfloat16, rounded=True)
-    exact = (vectors.to(dtype).double().mT @ weights.double() @ vectors.to(dtype).double()).sum(0)
-    assert _worst(moment - begin, exact) < 2.0**-7 * float(exact.diagonal().max())
+    add_weighted_product(moment, vectors, weights, products, rounded=rounded)
+    exact = vectors.double().T @ (weights.double() * vectors.double())
+    found = (moment - begin).double().tril()
+    if rounded and products == torch.bfloat16:
+        assert _worst(found, exact) < 2.0**-7 * float(exact.diagonal().max())
+        return
+    inverse = torch.linalg.inv(torch.linalg.cholesky(exact))
+    shares = torch.linalg.eigvalsh(inverse @ (found + found.tril(-1).T - exact) @ inverse.T)
+    assert float(shares.abs().max()) < 0.02
 
 
 ERRORS = """
 import torch
 from ciuic_cli.codecs import native
-from ciuic_cli.statistics.symmetric_product import add_symmetric_product, add_weighted_product
+from ciuic_cli.statistics.symmetric_product import add_symmetric_product
 worst = {False: 0.0, True: 0.0}
 def note(rounded, moment, exact):
     worst[rounded] = max(worst[rounded], float((moment - exact).tril().abs().max() / exact.abs().max()))
@@ -115,13 +100,6 @@ for tokens, cols in [(3, 47), (130, 50), (900, 97)]:
         moment = torch.zeros(cols, cols)
         add_symmetric_product(moment, left, right, torch.bfloat16, rounded=rounded)
         note(rounded, moment, exact)
-vectors = torch.randn(5, 64, 90, generator=torch.Generator().manual_seed(0))
-weights = (vectors @ vectors.mT).to(torch.bfloat16).float()
-exact = (vectors.double().mT @ weights.double() @ vectors.double()).sum(0)
-for rounded in worst:
-    moment = torch.zeros(90, 90)
-    add_weighted_product(moment, vectors, weights, torch.bfloat16, rounded=rounded)
-    note(rounded, moment, exact)
 print(native.cpu_kernels(), f"{worst[False]},{worst[True]}")
 """
 
@@ -139,17 +117,3 @@ def test_the_function_refuses_nonsense() -> None:
     arguments = (factor.data_ptr(), 0, factor.data_ptr(), 0, 2, 0)
     assert lib.ciuic_symmetric_sums(moment.data_ptr(), 0, *arguments, 1) == -1
     assert lib.ciuic_symmetric_sums(moment.data_ptr(), 4, *arguments, 0) == -1
-    assert lib.ciuic_weighted_sums(None, 4, None, 0, None, 32, 32, 0, 1) == -1
-    weights, vectors = torch.zeros(2, 32, 32, dtype=torch.bfloat16), torch.zeros(64, 4)
-    for length, tokens, threads in [
-        (0, 64, 1),
-        (31, 62, 1),
-        (256, 256, 1),
-        (32, 63, 1),
-        (32, -32, 1),
-        (32, 64, 0),
-    ]:
-        status = lib.ciuic_weighted_sums(
-            moment.data_ptr(), 4, vectors.data_ptr(), 0, weights.data_ptr(), length, tokens, 0, threads
-        )
-        assert status == -1, (length, tokens, threads)

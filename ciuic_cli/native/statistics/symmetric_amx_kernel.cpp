@@ -171,49 +171,13 @@ void multiply_exact(const float* left, const float* right, long strips, long ste
   chosen(left, right, strips, pairs_of(steps), sums, stride);
 }
 
-// `weights` (length x length) times a packed strip of `length` tokens, and of their rests if there are any: length x kStrip.
-void weigh(const uint16_t* weights, long length, const float* packed, const float* rests, float* out) {
-  for (long row = 0; row < length; row += 2 * kSide)
-    for (long column = 0; column < kStrip; column += 2 * kSide) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (long token = 0; token < length; token += 2 * kSide) {
-        const uint16_t *const upper = weights + row * length + token, *const lower = upper + kSide * length;
-        const long at = token / 2 * kStrip + column * kSide;
-        add_products(upper, lower, 2 * length, packed + at);
-        if (rests != nullptr) add_products(upper, lower, 2 * length, rests + at);
-      }
-      store_sums(out + row * kStrip + column, kStrip);
-    }
-}
-
-template <bool Exact, typename Number>
-void pack_weighted(const Number* from, long stride, long tokens, long columns, const uint16_t* weights, long length, float* to) {
-  constexpr bool kRests = kHasRests<Exact, Number>;
-  alignas(64) float packed[kRests ? 2 : 1][kStrip * kLongestWeighted / 2], weighted[kStrip * kLongestWeighted];
-  const long rest = kStrip * pairs_of(tokens);
-  const TileShapes shapes(kSide);
-  for (long begin = 0; begin < tokens; begin += length, weights += length * length, to += kStrip * length / 2) {
-    const Number* const part = from + begin * stride;
-    pack_right_part<Part::kRounded>(part, stride, length, columns, packed[0]);
-    if constexpr (kRests) pack_right_part<Part::kRest>(part, stride, length, columns, packed[1]);
-    weigh(weights, length, packed[0], kRests ? packed[kRests] : nullptr, weighted);
-    pack_right_part<Part::kRounded>(weighted, kStrip, length, kStrip, to);
-    if (Exact) pack_right_part<Part::kRest>(weighted, kStrip, length, kStrip, to + rest);
-  }
-}
-
 }  // namespace
 
 extern const SymmetricKernel rounded, exact;
 const SymmetricKernel rounded = {
-    kStrip, 2, {pack_left<false>, pack_left<false>}, {pack_right<false>, pack_right<false>},
-    {pack_weighted<false>, pack_weighted<false>}, multiply_rounded};
+    kStrip, 2, {pack_left<false>, pack_left<false>}, {pack_right<false>, pack_right<false>}, multiply_rounded};
 const SymmetricKernel exact = {
-    kStrip, 1, {pack_left<true>, pack_left<true>}, {pack_right<true>, pack_right<true>},
-    {pack_weighted<true>, pack_weighted<true>}, multiply_exact};
+    kStrip, 1, {pack_left<true>, pack_left<true>}, {pack_right<true>, pack_right<true>}, multiply_exact};
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic

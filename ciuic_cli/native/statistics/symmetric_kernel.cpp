@@ -125,10 +125,10 @@ constexpr StripPacking kLeft = {pack_numbers<kLeftPanel>, pack_numbers<kLeftPane
 constexpr StripPacking kRight = {pack_numbers<kRightPanel>, pack_numbers<kRightPanel>};
 #if defined(__AVX512BF16__)
 extern const SymmetricKernel rounded;
-const SymmetricKernel rounded = {kStrip, 2, kLeft, kRight, {}, multiply};
+const SymmetricKernel rounded = {kStrip, 2, kLeft, kRight, multiply};
 #else
 extern const SymmetricKernel exact;
-const SymmetricKernel exact = {kStrip, 1, kLeft, kRight, {}, multiply};
+const SymmetricKernel exact = {kStrip, 1, kLeft, kRight, multiply};
 #endif
 
 }  // namespace CIUIC_ISA

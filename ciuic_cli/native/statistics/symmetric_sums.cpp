@@ -41,36 +41,18 @@ struct Factor {
     else
       packing.exact(static_cast<const float*>(numbers) + at, stride, tokens, columns, to);
   }
-
-  void pack(const WeightedPacking& packing, long at, long stride, long tokens, long columns, const uint16_t* weights, long length,
-            float* to) const {
-    if (bf16)
-      packing.bfloat16(static_cast<const uint16_t*>(numbers) + at, stride, tokens, columns, weights, length, to);
-    else
-      packing.exact(static_cast<const float*>(numbers) + at, stride, tokens, columns, weights, length, to);
-  }
-};
-
-// The weights of pairs of tokens, or none.
-struct Weights {
-  const uint16_t* numbers;  // per part: length x length
-  long length;
 };
 
 struct Sums {
   const SymmetricKernel& kernel;
   Factor left, right;
-  Weights weights;
   float* moment;
   long columns, tokens, strips;
   float *packed_left, *packed_right;  // may be the same for a Gram matrix
 
   long strip_size() const { return static_cast<long>(kSteps) * kernel.strip; }
-  // Tokens that are packed together: whole parts, if there are weights.
-  long chunk() const {
-    const long most = static_cast<long>(kSteps) * kernel.tokens_per_step;
-    return weights.numbers == nullptr ? most : most / weights.length * weights.length;
-  }
+  // Tokens that are packed together.
+  long chunk() const { return static_cast<long>(kSteps) * kernel.tokens_per_step; }
   long chunks() const { return (tokens + chunk() - 1) / chunk(); }
   long groups() const { return (strips + kStripsTogether - 1) / kStripsTogether; }
   long width(long strip) const { return std::min<long>(kernel.strip, columns - kernel.strip * strip); }
@@ -80,11 +62,7 @@ struct Sums {
     const long first = number * chunk(), count = std::min(chunk(), tokens - first), at = first * columns + kernel.strip * strip;
     float *const to_left = packed_left + strip * strip_size(), *const to_right = packed_right + strip * strip_size();
     left.pack(kernel.left, at, columns, count, width(strip), to_left);
-    if (weights.numbers != nullptr)
-      right.pack(kernel.weighted, at, columns, count, width(strip), weights.numbers + first * weights.length, weights.length,
-                 to_right);
-    else if (packed_right != packed_left)
-      right.pack(kernel.right, at, columns, count, width(strip), to_right);
+    if (packed_right != packed_left) right.pack(kernel.right, at, columns, count, width(strip), to_right);
   }
 
   // Rows of one group of strips, up to the diagonal.
@@ -123,20 +101,19 @@ struct Sums {
   }
 };
 
-int add_sums(float* moment, long columns, Factor left, Factor right, Weights weights, long tokens, bool rounded, int threads) {
+int add_sums(float* moment, long columns, Factor left, Factor right, long tokens, bool rounded, int threads) {
   const SymmetricKernel* kernel = symmetric_kernel(rounded);
-  const bool weighs = weights.numbers != nullptr;
   if (moment == nullptr || left.numbers == nullptr || right.numbers == nullptr || columns < 1 || tokens < 0 || threads < 1 ||
-      kernel == nullptr || (weighs && !kernel->weighs()))
+      kernel == nullptr)
     return CIUIC_BAD_ARGUMENT;
   const long strips = (columns + kernel->strip - 1) / kernel->strip;
-  const bool is_gram = !weighs && left.numbers == right.numbers && kernel->packs_alike();
+  const bool is_gram = left.numbers == right.numbers && kernel->packs_alike();
   const long size = strips * kSteps * kernel->strip;
   Scratch scratch((is_gram ? 1 : 2) * Scratch::bytes_of<float>(size));
   if (!scratch) return CIUIC_NO_MEMORY;
   float* const packed_left = scratch.take<float>(size);
   float* const packed_right = is_gram ? packed_left : scratch.take<float>(size);
-  Sums{*kernel, left, right, weights, moment, columns, tokens, strips, packed_left, packed_right}.run(threads);
+  Sums{*kernel, left, right, moment, columns, tokens, strips, packed_left, packed_right}.run(threads);
   return CIUIC_OK;
 }
 
@@ -147,19 +124,5 @@ int ciuic_has_symmetric_sums(int rounded) { return ciuic::symmetric_kernel(round
 
 int ciuic_symmetric_sums(float* moment, long columns, const void* left, int left_bf16, const void* right, int right_bf16,
                          long tokens, int rounded, int threads) {
-  return ciuic::add_sums(moment, columns, {left, left_bf16 != 0}, {right, right_bf16 != 0}, {nullptr, 0}, tokens, rounded != 0,
-                         threads);
-}
-
-int ciuic_has_weighted_sums(int rounded, long length) {
-  const ciuic::SymmetricKernel* kernel = ciuic::symmetric_kernel(rounded != 0);
-  return kernel != nullptr && kernel->weighs() && length > 0 && length % 32 == 0 && length <= ciuic::kLongestWeighted;
-}
-
-int ciuic_weighted_sums(float* moment, long columns, const void* vectors, int bf16, const uint16_t* weights, long length,
-                        long tokens, int rounded, int threads) {
-  if (weights == nullptr || !ciuic_has_weighted_sums(rounded, length) || tokens < 0 || tokens % length != 0)
-    return CIUIC_BAD_ARGUMENT;
-  const ciuic::Factor factor = {vectors, bf16 != 0};
-  return ciuic::add_sums(moment, columns, factor, factor, {weights, length}, tokens, rounded != 0, threads);
+  return ciuic::add_sums(moment, columns, {left, left_bf16 != 0}, {right, right_bf16 != 0}, tokens, rounded != 0, threads);
 }

@@ -19,8 +19,6 @@ template <long Strip>
 constexpr long kStripSize = kSteps * Strip;
 // Strips of the left factor that stay in the second-level cache while each strip of the right one is read once.
 constexpr int kStripsTogether = 4;
-// Most tokens whose pairs have weights; a multiple of 32.
-constexpr long kLongestWeighted = 128;
 
 // Packs `tokens` rows of `columns` (at most a strip) numbers, `stride` apart. What is missing of the last step and of the
 // strip becomes 0.
@@ -29,25 +27,16 @@ struct StripPacking {
   void (*bfloat16)(const uint16_t* from, long stride, long tokens, long columns, float* to);
 };
 
-// Packs as StripPacking's right factor what `weights` make of the rows: `length` rows at a time are multiplied by a matrix of
-// length x length weights of their own, in bfloat16. `tokens` is a multiple of `length`, which is one of 32.
-struct WeightedPacking {
-  void (*exact)(const float* from, long stride, long tokens, long columns, const uint16_t* weights, long length, float* to);
-  void (*bfloat16)(const uint16_t* from, long stride, long tokens, long columns, const uint16_t* weights, long length, float* to);
-};
-
 // The inner loops of one instruction set.
 struct SymmetricKernel {
   int strip, tokens_per_step;
   StripPacking left, right;
-  WeightedPacking weighted;  // null without it
   // sums[a * stride + b] += sum over steps of left[a] * right[b] for a and b below `strip`, `left` and `right` packed; then
   // the same for the next strips of `left`, kStripSize numbers apart, and their sums, `strip` rows apart.
   // left_bf16: whether `left` was packed from bfloat16.
   void (*multiply)(const float* left, const float* right, long strips, long steps, bool left_bf16, float* sums, long stride);
 
   bool packs_alike() const { return left.exact == right.exact; }
-  bool weighs() const { return weighted.exact != nullptr; }
 };
 
 // The kernel of this machine for float32 or, if `rounded`, bfloat16 numbers; null where torch's products are as fast.
