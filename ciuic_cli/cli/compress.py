@@ -172,7 +172,7 @@ def compress(
         typer.Option(
             "--dry-run",
             rich_help_panel=RUN,
-            help="Forecast time, memory and disk, show the plan, and write nothing.",
+            help="Forecast time, memory and disk, collect the statistics, show the plan, and write nothing.",
         ),
     ] = False,
     profile: Annotated[

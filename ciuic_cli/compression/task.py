@@ -37,6 +37,7 @@ from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.report.readable import readable_bytes
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.text.calibration import CalibrationSequences, calibration_sequences
+from ciuic_cli.text.shares import shares_of
 from ciuic_cli.text.tokenizer import open_tokenizer
 
 CHOICE = "chosen by time"
@@ -224,16 +225,28 @@ def make_task(
         )
     budget = min(budget, largest)
     open_generation_config(checkpoint.folder)  # copied into the artifact; raises if it is damaged
+    sequences = options.sequences + STEP_SEQUENCES * options.level.recovery_steps
     text = calibration_sequences(
         open_tokenizer(checkpoint.folder),
         options.calibration,
         only=options.calibration_only,
-        nsamples=options.sequences + STEP_SEQUENCES * options.level.recovery_steps,
+        nsamples=sequences,
         seqlen=seqlen,
         vocab_size=model_map.config.get_text_config().vocab_size,
         passages=options.level.passages,
     )
+    if short := _short_text(options, text, sequences):
+        hint(short)
     return Task(checkpoint, model_map, options, passes, text, budget, time_budget, rates)
+
+
+def _short_text(options: CompressOptions, text: CalibrationSequences, sequences: int) -> str | None:
+    """What to say if the user's text has fewer sequences than there should be of it."""
+    wanted = sequences if options.calibration_only else shares_of(sequences, sequences, sequences)[1]
+    if not options.calibration or text.own >= wanted:
+        return None
+    rest = "there are no others" if options.calibration_only else "the others are from the package's mix"
+    return f"--calibration has text for {text.own} of {wanted} sequences of {text.tokens.shape[1]} tokens; {rest}"
 
 
 def _settled(

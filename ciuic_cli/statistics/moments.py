@@ -132,14 +132,14 @@ class Moments:
         roots = x_norm * g_norm
         tiny = roots < SMALLEST_ROOT
         roots.masked_fill_(tiny, 0.0)
-        by_gradient, by_input = (
-            (left / right).masked_fill(tiny, 0.0) for left, right in ((g_norm, x_norm), (x_norm, g_norm))
-        )
+        input_weights = (g_norm / x_norm).masked_fill(tiny, 0.0)
+        output_weights = (x_norm / g_norm).masked_fill(tiny, 0.0)
         if self._has_tall_outputs and not all_outputs:
             # Not the first token of a sequence, which may be an outlier.
-            g, by_input = (each[TALL_OUTPUT_STEP - 1 :: TALL_OUTPUT_STEP] for each in (g, by_input))
-        self._add(self.inputs, x, by_gradient, rounded=False)
-        self._add(self.outputs, g, by_input, rounded=True)
+            chosen = slice(TALL_OUTPUT_STEP - 1, None, TALL_OUTPUT_STEP)
+            g, output_weights = g[chosen], output_weights[chosen]
+        self._add(self.inputs, x, input_weights, rounded=False)
+        self._add(self.outputs, g, output_weights, rounded=True)
         with one_thread():
             self.trace += float(roots.sum())
         self.roots = torch.cat((self.roots, roots.flatten().cpu()))

@@ -24,8 +24,10 @@ def test_the_mix_adds_half_as_many_sequences(
 ) -> None:
     checkpoint = open_checkpoint(tiny_checkpoint("llama"))
     given = {"calibration": (text,), "nsamples": 8, "seqlen": 48, "effort": "fast"}
-    task = make_task(checkpoint, CompressOptions(**given), lambda hint: None)
-    alone = make_task(checkpoint, CompressOptions(**given, calibration_only=True), lambda hint: None)
+    hints: list[str] = []
+    task = make_task(checkpoint, CompressOptions(**given), hints.append)
+    alone = make_task(checkpoint, CompressOptions(**given, calibration_only=True), hints.append)
+    assert not hints
     assert len(task.text.tokens) == 12 and task.text.own == 8
     assert torch.equal(task.text.tokens[-8:], alone.text.tokens)
     assert len(task.calibration) == 10 and torch.equal(task.held_out, task.text.tokens[5::6])
@@ -34,6 +36,27 @@ def test_the_mix_adds_half_as_many_sequences(
     assert alone.vocabulary_seen < task.vocabulary_seen < 1
     assert alone.vocabulary_seen == len(set(alone.calibration.flatten().tolist())) / 263
     assert task.fingerprint() != alone.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("only", "said"),
+    [
+        (False, "for 5 of 8 sequences of 48 tokens; the others are from the package's mix"),
+        (True, "for 5 of 8 sequences of 48 tokens; there are no others"),
+    ],
+)
+def test_a_short_text_is_not_filled_up_in_silence(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, only: bool, said: str
+) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("a b c d e f g h i j k l m n o p q r s t u v w x y z " * 5)
+    hints: list[str] = []
+    options = CompressOptions(
+        calibration=(short,), nsamples=8, seqlen=48, effort="fast", calibration_only=only
+    )
+    task = make_task(open_checkpoint(tiny_checkpoint("llama")), options, hints.append)
+    assert task.text.own == 5
+    assert [hint for hint in hints if "--calibration" in hint] == [f"--calibration has text {said}"]
 
 
 def test_the_statistics_know_what_each_sequence_counts(

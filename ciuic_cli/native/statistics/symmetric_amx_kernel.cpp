@@ -103,11 +103,10 @@ void pack_right(const Number* from, long stride, long tokens, long columns, floa
   if (Exact) pack_right_part<Part::kRest>(from, stride, tokens, columns, to + kStrip * pairs_of(tokens));
 }
 
-// Adds the products of two left registers, whose rows lie `left_row_bytes` apart, and two right ones.
-inline __attribute__((always_inline)) void add_products(const void* left, const void* lower_left, long left_row_bytes,
-                                                        const float* right) {
-  _tile_loadd(4, left, left_row_bytes);
-  _tile_loadd(5, lower_left, left_row_bytes);
+// Adds the products of two left registers and two right ones.
+inline __attribute__((always_inline)) void add_products(const float* left, const float* right) {
+  _tile_loadd(4, left, 4 * kSide);
+  _tile_loadd(5, left + kRegister, 4 * kSide);
   _tile_loadd(6, right, 4 * kSide);
   _tile_loadd(7, right + kRegister, 4 * kSide);
   _tile_dpbf16ps(0, 4, 6);
@@ -142,9 +141,9 @@ inline void multiply_block(const float* left, const float* right, long pairs, fl
       _mm_prefetch(next + row * stride, _MM_HINT_T0);
       _mm_prefetch(next + row * stride + kSide, _MM_HINT_T0);
     }
-    if (RestOfRight) add_products(left, left + kRegister, 4 * kSide, right + rest);
-    add_products(left, left + kRegister, 4 * kSide, right);
-    if (RestOfLeft) add_products(left + rest, left + rest + kRegister, 4 * kSide, right);
+    if (RestOfRight) add_products(left, right + rest);
+    add_products(left, right);
+    if (RestOfLeft) add_products(left + rest, right);
   }
   store_sums(sums, stride);
 }
