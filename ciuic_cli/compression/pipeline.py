@@ -227,6 +227,8 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
                 run.encode(plan)
                 run.recover(plan)
                 report, undeleted = write_artifact(run, plan, out, request.started, force=force)
+                if not resumed and (late := task.overrun_sentence(report.seconds)):
+                    request.hint(late)
         journal.remove()
         if undeleted is not None:
             request.hint(

@@ -30,7 +30,7 @@ from ciuic_cli.cost.run_time import Rates, TextSize, measure_rates, phase_second
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
 from ciuic_cli.hub.mirror import commit_of
-from ciuic_cli.integers import ceil_div
+from ciuic_cli.integers import ceil_div, duration_text
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
@@ -170,6 +170,15 @@ class Task:
         return (
             f"--time-budget chose --effort {chosen.effort} with {chosen.sequences} calibration sequences and "
             f"{chosen.mean_states:,} trellis states per weight"
+        )
+
+    def overrun_sentence(self, seconds: float) -> str | None:
+        """What to say of a run that took so many seconds, if `--time-budget` allows fewer."""
+        if self.time_budget is None or seconds <= self.time_budget:
+            return None
+        return (
+            f"the run took {duration_text(seconds)}, more than --time-budget {duration_text(self.time_budget)}: the "
+            "forecast was too low, or the machine had other work"
         )
 
     @cached_property

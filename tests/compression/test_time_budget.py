@@ -105,3 +105,17 @@ def test_a_run_that_continues_keeps_its_choice(
     assert fresh.options["nsamples"] == 96
     assert any("with 96 calibration sequences and 65,536 trellis states" in hint for hint in hints)
     assert any("expected to take" in hint for hint in hints)
+
+
+def test_a_run_that_takes_longer_than_it_may_says_so(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(task, "phase_seconds", lambda *arguments, **options: {"statistics": 0.01})
+    hints: list[str] = []
+    report = compress_tiny(
+        tiny_checkpoint("llama_tied"), tmp_path / "out", text, hint=hints.append, effort="default",
+        nsamples=4, time_budget=0.02,
+    )  # fmt: skip
+    assert report.seconds > 0.02
+    (said,) = (hint for hint in hints if "the run took" in hint)
+    assert "more than --time-budget 1s" in said
