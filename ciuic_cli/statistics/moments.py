@@ -9,11 +9,12 @@ error E (m, n) is predicted to cost, in nats per token,
 
 In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the following, in this order.
 
-1. Tokens are weighted (`Moments._token_weights`). A few tokens have most of the squared gradient norm
+1. Tokens are weighted (`Moments.add_tokens`). A few tokens have most of the squared gradient norm
    |x|² |g|², and in other text these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½. A token then
    counts with |x_t| |g_t|, the root (measured: docs/experiments/statistics/heavy-tails.md).
 
-2. The weighted products are summed over tokens (`Moments.add_tokens`):
+2. The weighted products are summed over tokens, one step of power iteration from the identity
+   (Tseng et al., "Model-Preserving Adaptive Rounding", 2025) for tokens that are taken as independent:
 
        H ∝ Σ |g_t| / |x_t| x_t x_tᵀ       (n, n)
        G ∝ Σ |x_t| / |g_t| g_t g_tᵀ       (m, m)
