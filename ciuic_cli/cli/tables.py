@@ -67,6 +67,7 @@ def show_compressed(console: Console, report: MemoryReport, title: str) -> None:
         "by component",
         ["", "tensors", "weights", "before", "after", "bits", "predicted KL"],
         [*_roles(report.components), [_OVERHEAD, None, None, "", _bytes(overhead), "", ""]],
+        optional=("tensors", "before"),
     )
     console.data("")
     for result in report.passes:

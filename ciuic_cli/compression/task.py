@@ -30,7 +30,7 @@ from ciuic_cli.cost.run_time import Rates, TextSize, measure_rates, phase_second
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
 from ciuic_cli.hub.mirror import commit_of
-from ciuic_cli.integers import ceil_div, duration_text
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.process.digests import sampled_digest
 from ciuic_cli.process.file_faults import reading
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
@@ -177,8 +177,8 @@ class Task:
         if self.time_budget is None or seconds <= self.time_budget:
             return None
         return (
-            f"the run took {duration_text(seconds)}, more than --time-budget {duration_text(self.time_budget)}: the "
-            "forecast was too low, or the machine had other work"
+            f"the run took {seconds:.0f} s, more than the {self.time_budget:g} s of --time-budget: the forecast was "
+            "too low, or the machine had other work"
         )
 
     @cached_property
@@ -254,8 +254,12 @@ def _short_text(options: CompressOptions, text: CalibrationSequences, sequences:
     wanted = sequences if options.calibration_only else shares_of(sequences, sequences, sequences)[1]
     if not options.calibration or text.own >= wanted:
         return None
-    rest = "there are no others" if options.calibration_only else "the others are from the package's mix"
-    return f"--calibration has text for {text.own} of {wanted} sequences of {text.tokens.shape[1]} tokens; {rest}"
+    rest = (
+        "the run has no others, and more text would help"
+        if options.calibration_only
+        else "the package's mix fills up, unless you give more text or --calibration-only"
+    )
+    return f"--calibration has text for {text.own} of {wanted} sequences of {text.tokens.shape[1]} tokens: {rest}"
 
 
 def _settled(

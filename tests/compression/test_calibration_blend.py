@@ -41,8 +41,11 @@ def test_the_mix_adds_half_as_many_sequences(
 @pytest.mark.parametrize(
     ("only", "said"),
     [
-        (False, "for 5 of 8 sequences of 48 tokens; the others are from the package's mix"),
-        (True, "for 5 of 8 sequences of 48 tokens; there are no others"),
+        (
+            False,
+            "the package's mix fills up, unless you give more text or --calibration-only",
+        ),
+        (True, "the run has no others, and more text would help"),
     ],
 )
 def test_a_short_text_is_not_filled_up_in_silence(
@@ -56,7 +59,9 @@ def test_a_short_text_is_not_filled_up_in_silence(
     )
     task = make_task(open_checkpoint(tiny_checkpoint("llama")), options, hints.append)
     assert task.text.own == 5
-    assert [hint for hint in hints if "--calibration" in hint] == [f"--calibration has text {said}"]
+    assert [hint for hint in hints if "--calibration" in hint] == [
+        f"--calibration has text for 5 of 8 sequences of 48 tokens: {said}"
+    ]
 
 
 def test_the_statistics_know_what_each_sequence_counts(
