@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, float]] = {
     "prior tokens per output: 3": {"PRIOR_TOKENS_PER_OUTPUT": 3.0},
     "prior tokens per output: 30": {"PRIOR_TOKENS_PER_OUTPUT": 30.0},
     "G shrunk by half": {"PRIOR_TOKENS_PER_OUTPUT": 0.0, "shrinkage": 0.5},
+    "every token for G of tall matrices": {"TALL_OUTPUT_STEP": 1},
+    "every eighth token for G of tall matrices": {"TALL_OUTPUT_STEP": 8},
     "damping of H: 0.04": {"INPUT_DAMPING": 0.04},
     "damping of H: 0.16": {"INPUT_DAMPING": 0.16},
     "damping of G: 0.05": {"OUTPUT_DAMPING": 0.05},

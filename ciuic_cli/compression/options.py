@@ -48,7 +48,7 @@ EFFORTS = {
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^14 instead
-of 3 * 2^13 2 % (docs/experiments/codes/windows.md). Sequences: docs/experiments/statistics/passages.md. Tokens of
+of 3 * 2^13 cost 2 % (docs/experiments/codes/windows.md). Sequences: docs/experiments/statistics/passages.md. Tokens of
 probes: docs/experiments/allocation/probe-tokens.md; the 8 probed layers of "fast" were chosen, not tuned. Tall
 matrices: docs/experiments/statistics/tall-matrices.md. 90 recovery steps pass the package's own calibration text once
 (docs/experiments/recovery/factors-and-norms.md)."""

@@ -173,7 +173,7 @@ class Task:
         )
 
     def overrun_sentence(self, seconds: float) -> str | None:
-        """What to say of a run that took so many seconds, if `--time-budget` allows fewer."""
+        """A remark for the user if a run of so many seconds took longer than `--time-budget` allows; else None."""
         if self.time_budget is None or seconds <= self.time_budget:
             return None
         return (
@@ -250,7 +250,7 @@ def make_task(
 
 
 def _short_text(options: CompressOptions, text: CalibrationSequences, sequences: int) -> str | None:
-    """What to say if the user's text has fewer sequences than there should be of it."""
+    """A remark for the user if `--calibration` has text for fewer sequences than the run asks for; else None."""
     wanted = sequences if options.calibration_only else shares_of(sequences, sequences, sequences)[1]
     if not options.calibration or text.own >= wanted:
         return None

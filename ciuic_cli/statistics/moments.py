@@ -19,8 +19,8 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
        H ∝ Σ |g_t| / |x_t| x_t x_tᵀ       (n, n)
        G ∝ Σ |x_t| / |g_t| g_t g_tᵀ       (m, m)
 
-   So the inputs in H are weighted by gradients, and the gradients in G by inputs. Without these weights, attention
-   sinks would dominate H: their activations are huge, but hardly any gradient reaches them. Products of different
+   H weights every input by its gradient, and G every gradient by its input. Without these weights, attention sinks
+   would dominate H: their activations are huge, but hardly any gradient reaches them. Products of different
    tokens are left out: they gain nothing on other text (measured: docs/experiments/statistics/token-pairs.md).
 
 3. The products of G are rounded to the dtype of the layer's products, bfloat16 on recent processors; those of H are

@@ -41,10 +41,7 @@ def test_the_mix_adds_half_as_many_sequences(
 @pytest.mark.parametrize(
     ("only", "said"),
     [
-        (
-            False,
-            "the package's mix fills up, unless you give more text or --calibration-only",
-        ),
+        (False, "the package's mix fills up, unless you give more text or --calibration-only"),
         (True, "the run has no others, and more text would help"),
     ],
 )
