@@ -1,6 +1,6 @@
 """How much does rounding with feedback lose on text that the statistics have not seen?
 
-    python benchmarks/moments_on_other_text.py MODEL --text FILE... [--layers 1 8 15 22 28] [--windows 8]
+    python benchmarks/moments_on_other_text.py MODEL --text FILE... [--layers 1 8 15 22 28] [--sequences 60]
 
 Expected loss of rounding errors under the gradients of other text, relative to the present statistics, for statistics
 that differ in one constant or in their text. Rounding is replaced by its expectation: noise with the same bytes in
@@ -22,10 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ciuic_cli.codecs.transform import transform
 from ciuic_cli.passes import feedback
 from ciuic_cli.statistics import moments
+from ciuic_cli.statistics.sums import segments_of
 from ciuic_cli.text.calibration import calibration_sequences
 
 MATRICES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj")
-SEQLEN, SEQUENCES = 512, 60
+SEQLEN = 512
 Tokens = tuple[torch.Tensor, torch.Tensor]
 """Inputs (sequences, SEQLEN, n) and output gradients (sequences, SEQLEN, m) of a matrix, in bfloat16."""
 VARIANTS: dict[str, dict[str, float]] = {
@@ -33,10 +34,10 @@ VARIANTS: dict[str, dict[str, float]] = {
     "half of the text": {"part": 0.5},
     "half of the text for H": {"part_of_h": 0.5},
     "half of the text for G": {"part_of_g": 0.5},
-    "prior tokens per output: 0": {"PRIOR_TOKENS_PER_OUTPUT": 0.0},
-    "prior tokens per output: 3": {"PRIOR_TOKENS_PER_OUTPUT": 3.0},
-    "prior tokens per output: 30": {"PRIOR_TOKENS_PER_OUTPUT": 30.0},
-    "G shrunk by half": {"PRIOR_TOKENS_PER_OUTPUT": 0.0, "shrinkage": 0.5},
+    "H and G not shrunk": {"kept_of_h": 1.0, "kept_of_g": 1.0},
+    "H not shrunk": {"kept_of_h": 1.0},
+    "G not shrunk": {"kept_of_g": 1.0},
+    "G shrunk by half": {"kept_of_g": 0.5},
     "every token for G of tall matrices": {"TALL_OUTPUT_STEP": 1},
     "every eighth token for G of tall matrices": {"TALL_OUTPUT_STEP": 8},
     "damping of H: 0.04": {"INPUT_DAMPING": 0.04},
@@ -54,12 +55,18 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 15, 22, 28])
     parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--sequences", type=int, default=60)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     seen = calibration_sequences(
-        tokenizer, [], only=False, nsamples=SEQUENCES + 4, seqlen=SEQLEN, vocab_size=model.config.vocab_size
-    ).tokens[:SEQUENCES]
+        tokenizer,
+        [],
+        only=False,
+        nsamples=arguments.sequences + 4,
+        seqlen=SEQLEN,
+        vocab_size=model.config.vocab_size,
+    ).tokens[: arguments.sequences]
     texts = [_windows(tokenizer, file, arguments.windows) for file in arguments.text]
     logs: dict[str, list[float]] = {name: [] for name in VARIANTS}
     names = [f"model.layers.{layer}.{matrix}" for layer in arguments.layers for matrix in MATRICES]
@@ -105,16 +112,14 @@ def _tokens(model: torch.nn.Module, names: Sequence[str], batch: torch.Tensor) -
 @torch.no_grad()
 def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.Tensor:
     """(texts,) expected loss of errors that are fed back along both sides, up to a constant factor."""
-    shrinkage, part = variant.pop("shrinkage", 0.0), variant.pop("part", 1.0)
+    part = variant.pop("part", 1.0)
     part_of_h, part_of_g = variant.pop("part_of_h", part), variant.pop("part_of_g", part)
+    kept_of_h, kept_of_g = variant.pop("kept_of_h", None), variant.pop("kept_of_g", None)
     with ExitStack() as stack:
         for key, value in variant.items():
             module = moments if hasattr(moments, key) else feedback
             stack.enter_context(mock.patch.object(module, key, value))
-        h, g = _moments(seen, part_of_h)
-        if part_of_g != part_of_h:
-            g = _moments(seen, part_of_g)[1]
-        g = torch.lerp(g, g.diagonal().diag(), shrinkage)
+        h, g = _moments(seen, part_of_h, kept_of_h)[0], _moments(seen, part_of_g, kept_of_g)[1]
         inputs, outputs = feedback.factor_inputs(h), feedback.factor_outputs(g)
     assert inputs.ldl.factor is not None and outputs.factor is not None
     # Equal loss in every row, with the same bytes in sum: a row's noise falls with the weight of its errors.
@@ -131,14 +136,30 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     return torch.stack(losses)
 
 
-def _moments(tokens: Tokens, part: float) -> Tokens:
-    """H and G (float32) from a part of the sequences, as the statistics sum them."""
+def _moments(tokens: Tokens, part: float, kept: float | None) -> Tokens:
+    """H and G (float32) from a part of the sequences, as the statistics sum them.
+
+    kept: of the off-diagonal parts; None: what the statistics keep.
+    """
     x, gradient = (each[:: round(1 / part)].float() for each in tokens)
-    found = moments.Moments.zeros(gradient.shape[2], x.shape[2], x.device, torch.float32, full_outputs=True)
-    for sequence in zip(x, gradient, strict=True):
-        found.add_tokens(*sequence, all_outputs=False)
-    found.scale(1 / found.trace, 1.0)
-    return tuple(each.tril() + each.tril(-1).T for each in (found.inputs, found.outputs))  # type: ignore[return-value]
+    total = None
+    for segment in segments_of(len(x)):
+        found = moments.Moments.zeros(
+            gradient.shape[2], x.shape[2], x.device, torch.float32, full_outputs=True
+        )
+        for sequence in segment:
+            found.add_tokens(x[sequence], gradient[sequence], all_outputs=False)
+        if kept is None:
+            found.note_segment()
+        if total is None:
+            total = found
+        else:
+            total.include(found)
+    assert total is not None
+    total.scale(1 / total.trace, 1.0)
+    h, g = (each.tril() + each.tril(-1).T for each in (total.inputs, total.outputs))
+    share = 1.0 if kept is None else kept
+    return torch.lerp(h.diagonal().diag(), h, share), torch.lerp(g.diagonal().diag(), g, share)
 
 
 def _solved(factor: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

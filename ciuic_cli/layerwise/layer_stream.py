@@ -45,7 +45,7 @@ from ciuic_cli.layerwise.stand_ins import (
     linked_arguments,
     require_layer_by_layer,
 )
-from ciuic_cli.process.memory import limit_freed_memory
+from ciuic_cli.process.memory import limit_freed_memory, return_freed_memory
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.threads import in_order
 from ciuic_cli.profiling.account import counted_here
@@ -218,6 +218,7 @@ class LayerStream(PartialModel):
         """Context that yields a function from a chunk to its spans, hidden states and logits after the last layer."""
         last, model = len(self.prefixes), self.model
         table, head = model.get_input_embeddings(), model.get_output_embeddings()
+        return_freed_memory()  # of the layers, because the head may be the largest weight of the model
         with self.without_layers(table, head) as stand_ins, float32_outputs(table):
 
             def logits_of_chunk(index: int) -> Iterator[tuple[TokenSpan, torch.Tensor, torch.Tensor]]:

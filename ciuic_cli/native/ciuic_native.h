@@ -179,9 +179,10 @@ struct CiuicPredictions {
   int32_t bf16, weights_bf16;
 };
 
-// gradient (tokens x vocabulary, of the dtype of the logits) = p, less 1 at the token's label. weights (bfloat16 if `weights_bf16`
-// is not 0 and float32 otherwise) = w = (p - p^2) slope, and token_weights = the sum of w over the vocabulary. sums (4 x
-// vocabulary) += the sums of p, w, w^2 and w |x|^2 over the tokens. The bytes depend neither on `threads` nor on the kernel.
+// gradient (tokens x vocabulary, of the dtype of the logits) = p, less 1 at the token's label; it may be the logits. weights
+// (bfloat16 if `weights_bf16` is not 0 and float32 otherwise) = w = (p - p^2) slope, and token_weights = the sum of w over the
+// vocabulary. sums (4 x vocabulary) += the sums of p, w, w^2 and w |x|^2 over the tokens. The bytes depend neither on `threads`
+// nor on the kernel.
 CIUIC_EXPORT int ciuic_predictions(const CiuicPredictions* call, void* gradient, void* weights, float* token_weights, float* sums,
                                    int threads);
 

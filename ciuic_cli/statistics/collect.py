@@ -276,6 +276,8 @@ class _Collection:
                 recorder = MomentRecorder(watched, self.stream.dtype, spare, tall_outputs=self.tall_outputs)
                 with SkippedProducts(unread), recorder:
                     run_chunks(segment)
+                for each in recorder.moments.values():
+                    each.note_segment()
                 return recorder.moments
 
             besides = recorded_bytes(watched, tall_outputs=self.tall_outputs)

@@ -76,7 +76,8 @@ class HeadSums:
 
         Args:
             x: (t, n) float32, the head's inputs.
-            logits, slope, draws: see `Predictions`.
+            logits, slope, draws: see `Predictions`. Without slopes the gradient overwrites the logits, which no backward
+                pass needs: they are the head's product.
 
         Returns:
             The gradient of sampled labels in the logits.
@@ -86,7 +87,7 @@ class HeadSums:
         kept = slice(self._kept, self._kept + len(x))
         squares = x.square().sum(1)
         predictions = Predictions(logits, slope, draws, squares)
-        gradient, token_weights = predictions.add_to(self._sums, self._weights[kept])
+        gradient, token_weights = predictions.add_to(self._sums, self._weights[kept], overwrite=slope is None)
         self._inputs[kept], self._kept = x, kept.stop
         self.moments.inputs.addmm_((x * token_weights[:, None]).T, x)
         with one_thread():

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
+from ciuic_cli.process.threads import one_thread
+
 _BLOCK = 256
 """Rows of a block. Half of a block's square lies above the diagonal, and takes memory. Chosen, not tuned."""
 
@@ -43,6 +45,20 @@ def scale(matrix: torch.Tensor, factor: float) -> None:
     """Multiply the lower half of a matrix (n, n) by a number."""
     for block in blocks(matrix):
         block *= factor
+
+
+def squared_correlations(matrix: torch.Tensor) -> float:
+    """Σ m_ij² / (m_ii m_jj) over all j < i of a matrix (n, n). Rows and columns without a positive diagonal count 0."""
+    with one_thread():
+        diagonal = matrix.diagonal()
+        root = torch.where(diagonal > 0, diagonal.rsqrt(), 0.0)
+        total, begin = 0.0, 0
+        for block in blocks(matrix):
+            end = begin + len(block)
+            correlations = (block * root[begin:end, None]).mul_(root[:end]).tril_(begin - 1)
+            total += float(correlations.square_().sum())
+            begin = end
+        return total
 
 
 def bytes_of(size: int) -> int:

@@ -35,8 +35,9 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    OUTLIER_LIMIT times the mean of |x| |g|. In some layers one token of each sequence, usually the first, has nearly all
    of the sum; but its loss cannot grow with it (measured: docs/experiments/statistics/outlier-tokens.md).
 
-6. G's off-diagonal part overfits if it is estimated from few tokens. So it is multiplied by t / (t + 10 m), with t
-   tokens in its sum (PRIOR_TOKENS_PER_OUTPUT; measured: docs/experiments/statistics/damping.md).
+6. Off-diagonal parts overfit if they are estimated from few tokens. The share of their squared correlations that is
+   noise, by the differences between segments of the text, is left out (`noise_share`; measured:
+   docs/experiments/statistics/few-tokens.md).
 
 Two more corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when
 they are read (`files.py`), and both factors are damped before they are factorised (`passes/feedback.py`; measured:
@@ -45,7 +46,9 @@ docs/experiments/statistics/damping.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -59,12 +62,38 @@ SMALLEST_ROOT = 1e-24
 OUTLIER_LIMIT = 16.0
 """A token's |x| |g| counts as at most this many times the mean over all tokens when the loss of a matrix is predicted
 (measured: docs/experiments/statistics/outlier-tokens.md)."""
-PRIOR_TOKENS_PER_OUTPUT = 10.0
-"""Tokens per output for which a diagonal G counts when the sum for G is shrunk towards its own diagonal (measured:
-docs/experiments/statistics/damping.md)."""
 TALL_OUTPUT_STEP = 4
 """Where a matrix has more rows than columns, G is summed over one of so many tokens: it takes most of the work, and
 gains least (measured: docs/experiments/statistics/tall-matrices.md)."""
+
+
+class Segment(NamedTuple):
+    """A part of the text. tokens: how many. inputs, outputs: squared correlations of its sums for H and for G
+    (`lower_half.squared_correlations`); 0 of diagonals."""
+
+    tokens: int
+    inputs: float
+    outputs: float
+
+
+def noise_share(total: float, parts: Sequence[tuple[int, float]]) -> float:
+    """The share in [0, 1] of a moment's squared correlations that is noise; 0 if there is one part.
+
+    With r² the sum of the true squared correlations, an estimate from t tokens has r² + c / t. So the parts and the
+    whole text give c. Correlations are multiplied by 1 minus the result, (c / t) / (r² + c / t), which is the shrinkage
+    with the least squared error. Source: Schäfer & Strimmer 2005, who estimate c from tokens that are independent.
+
+    Args:
+        total: squared correlations of the whole text.
+        parts: tokens, and squared correlations, of each part of the text.
+    """
+    parts = [part for part in parts if part[1]]  # the others have no tokens, or only tokens without weight
+    tokens, count = sum(tokens for tokens, _ in parts), len(parts)
+    if count < 2 or total <= 0:
+        return 0.0
+    excess = sum(squares for _, squares in parts) - count * total
+    noise = excess / (sum(tokens / each for each, _ in parts) - count)
+    return min(max(noise / total, 0.0), 1.0)
 
 
 @dataclass
@@ -74,7 +103,8 @@ class Moments:
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
     (m,). trace: of the full sum, equal for both. tokens: how many were added. roots: (tokens,) float32 on the CPU,
     |x| |g| of each token; empty where tokens are not weighted. halves: whether full sums have only their lower half
-    (`lower_half.py`). dtype: of products, see `symmetric_product`.
+    (`lower_half.py`). segments: of the text, that make up the sums; empty if they were not noted. dtype: of products,
+    see `symmetric_product`.
     """
 
     inputs: torch.Tensor
@@ -83,6 +113,7 @@ class Moments:
     tokens: int = 0
     roots: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     halves: bool = False
+    segments: tuple[Segment, ...] = ()
     dtype: torch.dtype = torch.float32
 
     @classmethod
@@ -104,9 +135,9 @@ class Moments:
         return cls(inputs, outputs, halves=True, dtype=dtype)
 
     @property
-    def header(self) -> tuple[float, int, torch.Tensor, bool]:
+    def header(self) -> tuple[float, int, torch.Tensor, bool, tuple[Segment, ...]]:
         """All fields between the two sums and `dtype`, in their order."""
-        return self.trace, self.tokens, self.roots, self.halves
+        return self.trace, self.tokens, self.roots, self.halves, self.segments
 
     @property
     def energy_ratio(self) -> float:
@@ -146,6 +177,10 @@ class Moments:
         self.roots = torch.cat((self.roots, roots.flatten().cpu()))
         self.tokens += len(x)
 
+    def note_segment(self) -> None:
+        """Note that these are the sums of one segment of the text."""
+        self.segments = (Segment(self.tokens, *self._squared_correlations()),)
+
     def include(self, other: Moments) -> None:
         """Add the sums of other tokens."""
         for total, more in ((self.inputs, other.inputs), (self.outputs, other.outputs)):
@@ -156,21 +191,30 @@ class Moments:
         self.trace += other.trace
         self.tokens += other.tokens
         self.roots = torch.cat((self.roots, other.roots))
+        self.segments += other.segments
 
     def scale(self, inputs: float, outputs: float) -> None:
-        """Multiply each of the two sums by a number. Before, a sum for G that lacks some tokens is completed, and its
-        off-diagonal part is shrunk."""
-        tokens = float(self._weighted_tokens)
+        """Multiply each of the two sums by a number. Before, a sum for G that lacks some tokens is completed, and
+        off-diagonal parts are shrunk if segments were noted."""
         if self._has_tall_outputs and (found := float(self.outputs.diagonal().sum(dtype=torch.float64))) > 0:
             outputs *= self.trace / found
-            tokens *= found / self.trace
-        self._scale(self.inputs, inputs)
-        if self.outputs.dim() == 1:
-            self._scale(self.outputs, outputs)
-            return
-        diagonal = self.outputs.diagonal() * outputs
-        self._scale(self.outputs, outputs * tokens / (tokens + PRIOR_TOKENS_PER_OUTPUT * len(self.outputs)))
-        self.outputs.diagonal().copy_(diagonal)
+        kept = [1.0, 1.0]
+        if self.segments:
+            of_inputs, of_outputs = self._squared_correlations()
+            kept[0] -= noise_share(of_inputs, [(segment.tokens, segment.inputs) for segment in self.segments])
+            kept[1] -= noise_share(
+                of_outputs, [(segment.tokens, segment.outputs) for segment in self.segments]
+            )
+        self._scale(self.inputs, inputs, kept[0])
+        self._scale(self.outputs, outputs, kept[1])
+
+    def _squared_correlations(self) -> tuple[float, float]:
+        """Of H and of G; 0 of diagonals."""
+        squares = [
+            lower_half.squared_correlations(total) if total.dim() == 2 else 0.0
+            for total in (self.inputs, self.outputs)
+        ]
+        return squares[0], squares[1]
 
     @property
     def _has_tall_outputs(self) -> bool:
@@ -180,11 +224,17 @@ class Moments:
     def _is_half(self, total: torch.Tensor) -> bool:
         return self.halves and total.dim() == 2
 
-    def _scale(self, total: torch.Tensor, factor: float) -> None:
-        if self._is_half(total):
-            lower_half.scale(total, factor)
-        else:
+    def _scale(self, total: torch.Tensor, factor: float, kept: float) -> None:
+        """Multiply a sum by `factor`, and its off-diagonal part, if it has one, by `kept` besides."""
+        if total.dim() == 1:
             total *= factor
+            return
+        diagonal = total.diagonal() * factor
+        if self.halves:
+            lower_half.scale(total, factor * kept)
+        else:
+            total *= factor * kept
+        total.diagonal().copy_(diagonal)
 
     def _add(
         self, total: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, *, rounded: bool

@@ -33,24 +33,30 @@ class Predictions:
     draws: torch.Tensor
     squares: torch.Tensor
 
-    def add_to(self, sums: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_to(
+        self, sums: torch.Tensor, weights: torch.Tensor, *, overwrite: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Add Σ p, Σ w, Σ w² and Σ w |x|² over the tokens, with w = p (1 - p) slope.
 
         Args:
             sums: (4, vocabulary) float32.
             weights: (t, vocabulary) float32 or bfloat16, contiguous; receives w.
+            overwrite: whether the gradient may take the memory of the logits.
 
         Returns:
             The gradient p - onehot(label) in the dtype of the logits, and Σ w (t,) float32 of each token.
         """
         has_kernel = self.logits.device.type == "cpu" and self.logits.dtype in (torch.float32, torch.bfloat16)
-        return (self._native if has_kernel else self._torch)(sums, weights)
+        return self._native(sums, weights, overwrite) if has_kernel else self._torch(sums, weights)
 
-    def _native(self, sums: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _native(
+        self, sums: torch.Tensor, weights: torch.Tensor, overwrite: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         logits = self.logits.contiguous()
         slope = None if self.slope is None else self.slope.contiguous()
         draws, squares = self.draws.contiguous(), self.squares.contiguous()
-        gradient, token_weights = torch.empty_like(logits), torch.empty(len(logits))
+        gradient = logits if overwrite else torch.empty_like(logits)
+        token_weights = torch.empty(len(logits))
         call = native.CiuicPredictions(
             logits.data_ptr(), None if slope is None else slope.data_ptr(), draws.data_ptr(), squares.data_ptr(),
             *logits.shape, logits.dtype == torch.bfloat16, weights.dtype == torch.bfloat16,

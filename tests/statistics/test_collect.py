@@ -16,7 +16,7 @@ from ciuic_cli.allocation.matrices import TOKEN_WEIGHT_EXPONENT, fisher_of, weig
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise import logits as layer_logits
-from ciuic_cli.statistics import collect, moments
+from ciuic_cli.statistics import collect, moments, sums
 from ciuic_cli.statistics.collect import chunks_of, collect_statistics
 from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
@@ -29,8 +29,10 @@ def _silent(what: str, done: int, total: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _in_float32_and_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences of 24 tokens go through the head in three parts; the references take them whole."""
+def _in_float32_in_parts_and_one_segment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences of 24 tokens go through the head in three parts; the references take them whole. The text is one
+    segment, so that nothing is shrunk (test_few_tokens.py)."""
+    monkeypatch.setattr(sums, "SEGMENTS", 1)
     monkeypatch.setattr(collect, "compute_dtype", lambda device: torch.float32)
     monkeypatch.setattr(layer_logits, "LEAST_TOKENS", 1)
     monkeypatch.setattr(layer_logits, "LOGIT_BYTES", 10 * 4 * 256)
@@ -72,12 +74,6 @@ def _reference(
     return _moments(*(torch.cat([part.flatten(0, -2) for part in parts]) for parts in (x_parts, g_parts)))
 
 
-def _shrunk(g: torch.Tensor, tokens: float) -> torch.Tensor:
-    """G (m, m) with less off its diagonal, as if a diagonal G counted for 10 tokens per output."""
-    diagonal = g.diagonal().diag()
-    return diagonal + (g - diagonal) * tokens / (tokens + 10 * len(g))
-
-
 def _sums(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """Sums for H and G from the inputs and gradients (t, ·) of tokens, and their losses without and with weights.
 
@@ -97,7 +93,7 @@ def _moments(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     """H with unit trace, and G per token."""
     h, g_sum, loss, weighted_loss = _sums(x, g)
     share = float(g_sum.trace()) / weighted_loss  # of the tokens in G
-    return h / h.trace(), _shrunk(g_sum * loss / (weighted_loss * share * len(x)), len(x) * share)
+    return h / h.trace(), g_sum * loss / (weighted_loss * share * len(x))
 
 
 @pytest.mark.parametrize(("sequences", "most"), [(1, 4), (2, 4), (5, 1), (20, 4), (60, 4), (7, 7), (9, 2)])
@@ -208,7 +204,7 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
     found_h, found_g = statistics.input_moment(name), statistics.output_fisher(name)
     assert found_h is not None and found_g is not None
     torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-4 * float(h.abs().max()))
-    expected = _shrunk(torch.block_diag(*blocks), tokens * count)
+    expected = torch.block_diag(*blocks)
     torch.testing.assert_close(found_g, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
 
 
@@ -323,6 +319,7 @@ def test_the_sums_of_one_segment_of_the_vocabulary_are_in_memory(
         return found
 
     monkeypatch.setattr(torch, "zeros", counted)
+    monkeypatch.setattr(sums, "SEGMENTS", 3)
     _collect(tiny_checkpoint("llama"), tmp_path / "out", _batches(), chunk=1)
     assert alive == [0, 0, 0]
 

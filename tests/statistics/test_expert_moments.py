@@ -14,12 +14,7 @@ from ciuic_cli.passes.feedback import factor_outputs
 from ciuic_cli.statistics import experts
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
-from ciuic_cli.statistics.moments import (
-    OUTLIER_LIMIT,
-    PRIOR_TOKENS_PER_OUTPUT,
-    TALL_OUTPUT_STEP,
-    Moments,
-)
+from ciuic_cli.statistics.moments import OUTLIER_LIMIT, TALL_OUTPUT_STEP, Moments
 from ciuic_cli.statistics.symmetric_product import symmetric_product
 
 NAME = "model.layers.1.mlp.experts.down_proj"
@@ -180,19 +175,15 @@ def test_an_outlier_does_not_decide_the_predicted_loss() -> None:
     assert expected < 0.01 * (1999 + 1000**2)
 
 
-@pytest.mark.parametrize(("rows", "tokens"), [(8, 32), (8, 256), (64, 256)])
-def test_correlations_of_outputs_shrink_where_tokens_are_few(rows: int, tokens: int) -> None:
-    generator = torch.Generator().manual_seed(rows + tokens)
-    x, g = (torch.randn(tokens, width, generator=generator) for width in (16, rows))
+@pytest.mark.parametrize("rows", [8, 64])
+def test_the_sum_for_g_is_completed(rows: int) -> None:
+    """That of a tall matrix has every fourth token."""
+    generator = torch.Generator().manual_seed(rows)
+    x, g = (torch.randn(256, width, generator=generator) for width in (16, rows))
     found = Moments.zeros(rows, 16, x.device, torch.float32, full_outputs=True)
     found.add_tokens(x, g, all_outputs=False)
     before, trace = found.outputs.tril(), found.trace
     found.scale(1.0, 2.0)
     completed = 2.0 * trace / float(before.trace())  # 2 where all tokens are in the sum
     assert completed == pytest.approx(2.0 if rows < 16 else 2.0 * TALL_OUTPUT_STEP, rel=0.1)
-    in_sum = tokens * 2.0 / completed
-    share = in_sum / (in_sum + PRIOR_TOKENS_PER_OUTPUT * rows)
-    torch.testing.assert_close(found.outputs.diagonal(), before.diagonal() * completed, rtol=1e-5, atol=0.0)
-    torch.testing.assert_close(
-        found.outputs.tril(-1), before.tril(-1) * completed * share, rtol=1e-4, atol=1e-5
-    )
+    torch.testing.assert_close(found.outputs.tril(), before * completed, rtol=1e-5, atol=1e-5)

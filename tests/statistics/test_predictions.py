@@ -28,7 +28,7 @@ def _both(
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Sums, weights, gradient and token weights of the kernel and of torch."""
     results = []
-    for add in (predictions._native, predictions._torch):
+    for add in (predictions.add_to, predictions._torch):
         sums, weights = (
             torch.ones(4, predictions.logits.shape[1]),
             torch.empty_like(predictions.logits, dtype=dtype),
@@ -81,6 +81,15 @@ def test_logits_of_other_dtypes(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found_of_tokens, of_tokens, rtol=2e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_may_overwrite_the_logits(dtype: torch.dtype) -> None:
+    predictions = _predictions(7, 2049, dtype, slopes=False)
+    expected, _ = predictions.add_to(torch.zeros(4, 2049), torch.empty(7, 2049))
+    assert not torch.equal(predictions.logits, expected)
+    found, _ = predictions.add_to(torch.zeros(4, 2049), torch.empty(7, 2049), overwrite=True)
+    assert torch.equal(found, expected) and torch.equal(predictions.logits, expected)
+
+
 def test_labels_are_drawn_with_the_probability_of_the_prediction() -> None:
     """A grid of draws gives each label as often as its probability says, also across the parts of a long row."""
     tokens, vocabulary = 2_000, 70_000
@@ -105,9 +114,9 @@ def test_labels_are_drawn_with_the_probability_of_the_prediction() -> None:
 @pytest.mark.parametrize("draw", [0.0, 1.0 - 2.0**-24])
 def test_the_ends_of_the_draws(draw: float) -> None:
     logits = torch.tensor([[-200.0, 3.0, 1.0, -200.0]])
-    for predict in (Predictions._native, Predictions._torch):
-        predictions = Predictions(logits, None, torch.tensor([[draw]]), torch.ones(1))
-        gradient, _ = predict(predictions, torch.zeros(4, 4), torch.empty(1, 4))
+    predictions = Predictions(logits, None, torch.tensor([[draw]]), torch.ones(1))
+    sums, weights = torch.zeros(4, 4), torch.empty(1, 4)
+    for gradient, _ in (predictions.add_to(sums, weights), predictions._torch(sums, weights)):
         assert gradient.argmin().item() == (1 if draw == 0.0 else 2)
 
 
