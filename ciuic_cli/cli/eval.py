@@ -125,6 +125,11 @@ def evaluate(
             console.json(found)
             show_task_scores(console, found["tasks"], str(folder))
             return
+        if text is None:
+            console.hint(
+                "measuring on the package's own text; perplexity is high on text unlike the model's training text: "
+                "--text FILE measures on yours"
+            )
         with console.progress() as progress:
             evaluation = run_evaluate(
                 folder, base=original, text=text, seqlen=seqlen or DEFAULT_SEQLEN, limit=limit, device=device,
@@ -140,11 +145,6 @@ def evaluate(
             evaluation["text_after"] = generate_text(folder, prompt, device=device)
         console.json(evaluation)
         show_evaluation(console, evaluation, str(folder))
-        if text is None:
-            console.hint(
-                "measured on the package's own text; perplexity is high on text unlike the model's training text: "
-                "--text FILE measures on yours"
-            )
 
     execute(console, action)
 

@@ -276,8 +276,11 @@ class _Collection:
                 recorder = MomentRecorder(watched, self.stream.dtype, spare, tall_outputs=self.tall_outputs)
                 with SkippedProducts(unread), recorder:
                     run_chunks(segment)
-                for each in recorder.moments.values():
-                    each.note_segment()
+                for (_, expert), each in recorder.moments.items():
+                    if (
+                        expert is None
+                    ):  # an expert's are shrunk towards the pool of its stack instead (`files.py`)
+                        each.note_segment()
                 return recorder.moments
 
             besides = recorded_bytes(watched, tall_outputs=self.tall_outputs)

@@ -164,7 +164,6 @@ def _pool(experts: Sequence[Moments]) -> Moments:
     pool = Moments(torch.zeros_like(first.inputs), torch.zeros_like(first.outputs), halves=first.halves)
     for each in experts:
         pool.include(each)
-    pool.segments = ()  # those of experts differ by more than noise
     return pool
 
 

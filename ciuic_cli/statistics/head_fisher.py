@@ -76,8 +76,8 @@ class HeadSums:
 
         Args:
             x: (t, n) float32, the head's inputs.
-            logits, slope, draws: see `Predictions`. Without slopes the gradient overwrites the logits, which no backward
-                pass needs: they are the head's product.
+            logits, slope, draws: see `Predictions`. Without slopes the gradient overwrites the logits, which no
+                backward pass needs: they are the head's product.
 
         Returns:
             The gradient of sampled labels in the logits.

@@ -11,7 +11,7 @@ import torch
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.passes.feedback import factor_outputs
-from ciuic_cli.statistics import experts
+from ciuic_cli.statistics import experts, sums
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics
 from ciuic_cli.statistics.moments import OUTLIER_LIMIT, TALL_OUTPUT_STEP, Moments
@@ -69,6 +69,9 @@ def test_a_stack_over_the_limit_keeps_pool_and_diagonals(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny_checkpoint("deepseek_v3")
+    monkeypatch.setattr(
+        sums, "SEGMENTS", 1
+    )  # with more, the pool of diagonals is shrunk, and the other is not
     full = _collect(checkpoint, tmp_path / "full")
     monkeypatch.setattr(experts, "FULL_MOMENTS_BYTES", 1000)
     pooled = _collect(checkpoint, tmp_path / "pooled")

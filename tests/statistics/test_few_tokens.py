@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -105,8 +106,9 @@ def test_what_is_noise_is_left_out() -> None:
 def test_the_statistics_of_a_model_are_shrunk(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All off-diagonal numbers of a matrix by one factor, and none of them if the text is one segment."""
-    model_map = map_model(open_checkpoint(tiny_checkpoint("llama")))
+    """All off-diagonal numbers of a matrix by one factor, and none of them if the text is one segment. Those of experts
+    are not: they are shrunk towards the pool of their stack."""
+    model_map = map_model(open_checkpoint(tiny_checkpoint("deepseek_v3")))
     batches = torch.randint(0, 256, (4, 24), generator=torch.Generator().manual_seed(1))
 
     def collect(folder: Path) -> Statistics:
@@ -118,13 +120,17 @@ def test_the_statistics_of_a_model_are_shrunk(
     shrunk = collect(tmp_path / "segments")
     monkeypatch.setattr(sums, "SEGMENTS", 1)
     whole = collect(tmp_path / "one")
-    for name in ("model.layers.0.mlp.down_proj.weight", "model.layers.1.self_attn.o_proj.weight"):
-        for part in ("input_moment", "output_fisher"):
-            found, old = getattr(shrunk, part)(name), getattr(whole, part)(name)
-            torch.testing.assert_close(found.diagonal(), old.diagonal())
-            ratio = float(found[0, 1] / old[0, 1])
-            assert 0.1 < ratio < 0.95
-            diagonal = old.diagonal().diag()
-            torch.testing.assert_close(
-                found, diagonal + ratio * (old - diagonal), rtol=0.02, atol=1e-3 * float(old.max())
-            )
+    cases = (
+        ("self_attn.o_proj.weight", None),
+        ("mlp.shared_experts.down_proj.weight", None),
+        ("mlp.experts.down_proj", 1),
+    )
+    for (name, expert), part in product(cases, ("input_moment", "output_fisher")):
+        found, old = (getattr(each, part)(f"model.layers.1.{name}", expert) for each in (shrunk, whole))
+        torch.testing.assert_close(found.diagonal(), old.diagonal())
+        ratio = float(found[0, 1] / old[0, 1])
+        assert 0.01 < ratio < 0.99 if expert is None else ratio == pytest.approx(1.0, rel=0.01)
+        diagonal = old.diagonal().diag()
+        torch.testing.assert_close(
+            found, diagonal + ratio * (old - diagonal), rtol=0.02, atol=1e-3 * float(old.max())
+        )
