@@ -1,8 +1,8 @@
-"""Probes: measured corrections of the predicted loss, one for each role of matrices.
+"""Probes: measured corrections of the predicted loss, one for each role of matrices or for two similar ones.
 
 The curvature from a few thousand tokens can be wrong by a factor for a whole role: attention sinks inflate that of down
-projections, saturated predictions deflate that of others. So before the budget is spent, one probe per role perturbs
-the role's matrices with noise like the rounding error of a first plan. The ratio of measured to predicted KL multiplies
+projections, saturated predictions deflate that of others. So before the budget is spent, a probe perturbs
+a role's matrices with noise like the rounding error of a first plan. The ratio of measured to predicted KL multiplies
 the role's predictions. A last probe perturbs all roles at once and corrects for the overlap of their losses."""
 
 from __future__ import annotations
@@ -38,27 +38,40 @@ CORRECTION_LIMITS = (0.33, 10.0)
 EMBEDDING_PROBE_SHARE = 0.3
 """The correction of an embedding or head is a geometric mean of its probe's ratio, with this share, and the mean
 correction of the other roles (measured: docs/experiments/allocation/embedding-share.md)."""
+PROBED_WITH = {
+    "k": "q",
+    "up": "gate",
+    "shared_expert_up": "shared_expert_gate",
+    "expert_up": "expert_gate",
+}
+"""Roles that a probe perturbs together with another role, because their corrections hardly differ (measured:
+docs/experiments/allocation/shared-probes.md)."""
 ALL_ROLES = "together"
 """Key of the probe of all roles at once, in the corrections and in the report."""
 
 
 def probe_matrices(plan: Plan, layers: Sequence[str], most: int) -> list[list[WeightMatrix]]:
-    """The matrices that each probe perturbs: one role after the other, and finally all roles together.
+    """The matrices that each probe perturbs: those of a role, or of two by PROBED_WITH, and finally all of these.
 
     A role's probe perturbs at most `most` of its layers, evenly spaced, and the last probe perturbs the same matrices.
     layers: name prefixes of all layers.
     """
-    by_role = [_in_some_layers(matrices, layers, most) for matrices in _by_role(plan).values()]
+    by_role = [_in_some_layers(matrices, layers, most) for matrices in _by_probe(plan).values()]
     return [*by_role, [matrix for matrices in by_role for matrix in matrices]]
 
 
-def _by_role(plan: Plan) -> dict[str, list[WeightMatrix]]:
-    roles: dict[str, list[WeightMatrix]] = {}
+def probe_of(role: str) -> str:
+    """The name of the probe that perturbs the matrices of a role."""
+    return PROBED_WITH.get(role, role)
+
+
+def _by_probe(plan: Plan) -> dict[str, list[WeightMatrix]]:
+    probes: dict[str, list[WeightMatrix]] = {}
     for matrix_plan in plan.matrices.values():
         if matrix_plan.matrix.role in UNPROBED_ROLES:
             continue
-        roles.setdefault(matrix_plan.matrix.role, []).append(matrix_plan.matrix)
-    return roles
+        probes.setdefault(probe_of(matrix_plan.matrix.role), []).append(matrix_plan.matrix)
+    return probes
 
 
 def _in_some_layers(matrices: Sequence[WeightMatrix], layers: Sequence[str], most: int) -> list[WeightMatrix]:
@@ -172,6 +185,7 @@ def probe_corrections(
 ) -> dict[str, dict[str, float]]:
     """For each role and for ALL_ROLES: `predicted_kl` and `measured_kl` of its probe, and the `correction` to apply.
 
+    Roles with one probe share its measured KL in proportion to their predicted KL, so that their corrections are equal.
     The correction of every role already contains that of ALL_ROLES. The latter is below 1 where losses overlap: the
     perturbations of several roles flip the same close decisions of a router.
 
@@ -186,8 +200,13 @@ def probe_corrections(
     *by_role, all_at_once = measured
     corrections = {}
     for matrices, kl in zip(probes[:-1], by_role, strict=True):
-        predicted = sum(plan.rounding_kl[matrix.key] for matrix in matrices)
-        corrections[matrices[0].role] = _correction(predicted, kl)
+        predicted: dict[str, float] = {}
+        for matrix in matrices:
+            predicted[matrix.role] = predicted.get(matrix.role, 0.0) + plan.rounding_kl[matrix.key]
+        total = sum(predicted.values())
+        for role, own in predicted.items():
+            share = own / total if total > 0 else 1 / len(predicted)
+            corrections[role] = _correction(own, kl * share)
     corrected = sum(
         plan.rounding_kl[matrix.key] * corrections[matrix.role]["correction"] for matrix in probes[-1]
     )

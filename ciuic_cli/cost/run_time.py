@@ -21,6 +21,7 @@ from ciuic_cli.allocation.matrices import (
     WeightMatrix,
     full_outputs,
 )
+from ciuic_cli.allocation.probes import probe_of
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
@@ -160,7 +161,7 @@ def phase_seconds(
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
     draws_outside, draws_of_experts = _noise_draws(model_map, kept_noise)
-    roles, restored = set(), 0.0
+    probes, restored = set(), 0.0
     for matrix, count, time_of in rates.matrices:
         share, draws = probed_share(model_map, matrix, probed_layers), 1.0
         if matrix.role.startswith("expert"):
@@ -173,7 +174,7 @@ def phase_seconds(
         outputs = time_of["outputs"] if full else 0.0
         total["arms"] += count * (time_of["arms"] + (time_of["outputs of arms"] if full else 0.0))
         if share:
-            roles.add(matrix.role)
+            probes.add(probe_of(matrix.role))
         total["probe"] += count * share * draws * (time_of["probe"] + outputs)
         total["encode"] += count * (time_of["encode"] + outputs + time_of["state"] * states)
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
@@ -198,8 +199,8 @@ def phase_seconds(
     per_token += moments * rates.moments
     per_token += ACTIVATION_PASSES * _activations(model_map) * rates.activations
     total["statistics"] += text.tokens * per_token + 2 * reading
-    # Every role, all roles together, and the original. All probes read the model once.
-    total["probe"] += len(roles) * probed + 2 * held_out + 2 * reading + rates.read * restored
+    # The probes of roles, that of all roles together, and the original. All probes read the model once.
+    total["probe"] += len(probes) * probed + 2 * held_out + 2 * reading + rates.read * restored
     total["measure"] += held_out + reading + decoding
     if text.recovery:
         # Products of the original, of the forward pass, of recomputing each layer, and of its gradients. Every step

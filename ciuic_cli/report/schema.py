@@ -115,7 +115,8 @@ class PaddingReport:
 class RoleReport:
     """A probe of all matrices of one role: predicted and measured KL, and the correction that the plan took from them.
 
-    The roles include "together": all matrices perturbed at once.
+    Two roles with one probe share its measured KL in proportion to their predicted KL. The roles include "together":
+    all matrices perturbed at once.
     """
 
     predicted_kl: float

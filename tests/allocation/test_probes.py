@@ -86,20 +86,42 @@ def test_each_role_is_corrected_by_its_probe_and_by_the_overlap() -> None:
 
 def test_the_corrected_prediction_of_the_plan_equals_the_measured_kl() -> None:
     predicted = {"q": 0.003, "k": 0.004, "v": 0.005}
-    corrections = _corrections(predicted, [0.004, 0.002, 0.009, 0.0111])
+    corrections = _corrections(predicted, [0.006, 0.009, 0.0111])
     assert sum(predicted[role] * corrections[role]["correction"] for role in predicted) == pytest.approx(
         0.0111
     )
 
 
+def test_similar_roles_share_a_probe() -> None:
+    plan = _plan({"q": 0.003, "gate": 0.002, "k": 0.001, "up": 0.006, "down": 0.005})
+    probes = probe_matrices(plan, (), MOST)
+    assert [[matrix.role for matrix in matrices] for matrices in probes[:-1]] == [
+        ["q", "k"],
+        ["gate", "up"],
+        ["down"],
+    ]
+    corrections = probe_corrections(plan, probes, [0.002, 0.016, 0.005, 0.023])
+    assert corrections["q"] == pytest.approx(
+        {"predicted_kl": 0.003, "measured_kl": 0.0015, "correction": 0.5}
+    )
+    assert corrections["k"] == pytest.approx(
+        {"predicted_kl": 0.001, "measured_kl": 0.0005, "correction": 0.5}
+    )
+    assert corrections["up"]["correction"] == corrections["gate"]["correction"] == pytest.approx(2.0)
+    alone = _corrections({"up": 0.0, "down": 0.01}, [0.0, 0.02, 0.02])
+    assert alone["up"]["correction"] == pytest.approx(1.0) and alone["down"]["correction"] == pytest.approx(
+        2.0
+    )
+
+
 def test_most_of_an_embeddings_correction_is_the_mean_of_the_other_roles() -> None:
-    predicted = {"embedding": 0.01, "q": 0.01, "k": 0.03, "v": 0.01, "head": 0.01}
+    predicted = {"embedding": 0.01, "q": 0.01, "o": 0.03, "v": 0.01, "head": 0.01}
     measured = [0.005, 0.02, 0.03, 0.03, 0.08, 0.33]  # the last probe: twice the corrected sum
     corrections = _corrections(predicted, measured)
     mean = (0.08 / 0.05) ** (1 - EMBEDDING_PROBE_SHARE)
     assert corrections["embedding"]["correction"] == pytest.approx(2 * 0.5**EMBEDDING_PROBE_SHARE * mean)
     assert corrections["head"]["correction"] == pytest.approx(2 * 8.0**EMBEDDING_PROBE_SHARE * mean)
-    assert [corrections[role]["correction"] for role in "qkv"] == pytest.approx([4.0, 2.0, 6.0])
+    assert [corrections[role]["correction"] for role in "qov"] == pytest.approx([4.0, 2.0, 6.0])
     alone = _corrections({"embedding": 0.01}, [0.02, 0.02])
     assert alone["embedding"]["correction"] == pytest.approx(2.0)
 
