@@ -276,10 +276,9 @@ class _Collection:
                 recorder = MomentRecorder(watched, self.stream.dtype, spare, tall_outputs=self.tall_outputs)
                 with SkippedProducts(unread), recorder:
                     run_chunks(segment)
+                # Not those of experts, which are shrunk towards the pool of their stack instead (`files.py`).
                 for (_, expert), each in recorder.moments.items():
-                    if (
-                        expert is None
-                    ):  # an expert's are shrunk towards the pool of its stack instead (`files.py`)
+                    if expert is None:
                         each.note_segment()
                 return recorder.moments
 
