@@ -1,4 +1,4 @@
-"""Probes: measured corrections of the predicted loss, one for each role of matrices or for two similar ones.
+"""Probes: measured corrections of the predicted loss, by role of matrices. Two similar roles share a probe.
 
 The curvature from a few thousand tokens can be wrong by a factor for a whole role: attention sinks inflate that of down
 projections, saturated predictions deflate that of others. So before the budget is spent, a probe perturbs

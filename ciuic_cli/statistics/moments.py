@@ -35,8 +35,8 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    OUTLIER_LIMIT times the mean of |x| |g|. In some layers one token of each sequence, usually the first, has nearly all
    of the sum; but its loss cannot grow with it (measured: docs/experiments/statistics/outlier-tokens.md).
 
-6. Off-diagonal parts overfit if they are estimated from few tokens. The share of their squared correlations that is
-   noise, by the differences between segments of the text, is left out (`noise_share`; measured:
+6. Off-diagonal parts overfit if they are estimated from few tokens. Segments of the text show which share of their
+   squared correlations is noise, and that share is left out (`noise_share`; measured:
    docs/experiments/statistics/few-tokens.md).
 
 Two more corrections for too few tokens happen later: an expert's moments are shrunk towards the pool of its layer when
@@ -103,8 +103,8 @@ class Moments:
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
     (m,). trace: of the full sum, equal for both. tokens: how many were added. roots: (tokens,) float32 on the CPU,
     |x| |g| of each token; empty where tokens are not weighted. halves: whether full sums have only their lower half
-    (`lower_half.py`). segments: of the text, that make up the sums; empty if they were not noted. dtype: of products,
-    see `symmetric_product`.
+    (`lower_half.py`). segments: the parts of the text that the sums contain; empty if they were not noted. dtype: of
+    products, see `symmetric_product`.
     """
 
     inputs: torch.Tensor

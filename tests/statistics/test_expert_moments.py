@@ -69,9 +69,8 @@ def test_a_stack_over_the_limit_keeps_pool_and_diagonals(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = tiny_checkpoint("deepseek_v3")
-    monkeypatch.setattr(
-        sums, "SEGMENTS", 1
-    )  # with more, the pool of diagonals is shrunk, and the other is not
+    # With more segments, the pool of diagonals is shrunk, and that of full moments is not.
+    monkeypatch.setattr(sums, "SEGMENTS", 1)
     full = _collect(checkpoint, tmp_path / "full")
     monkeypatch.setattr(experts, "FULL_MOMENTS_BYTES", 1000)
     pooled = _collect(checkpoint, tmp_path / "pooled")
