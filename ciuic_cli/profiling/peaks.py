@@ -11,10 +11,13 @@ import torch
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import Account, Entry
 
-_SIZE = 1024
-"""Rows and columns of the timed products (chosen: larger products are not faster)."""
+_SIZES = (256, 1024)
+"""Rows and columns of the timed products (chosen: products larger than the last are not faster)."""
+_LONGEST = 0.5
+"""Seconds that a larger product may take, by the rate of the smaller ones (chosen: a processor without instructions for
+bfloat16 takes several)."""
 _REPEATS = 8
-"""Timed products per dtype, of which the fastest counts (chosen)."""
+"""Timed products per dtype and size, of which the fastest counts (chosen)."""
 TIMED_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 """Dtypes in which a run multiplies."""
 
@@ -36,14 +39,20 @@ def _products(dtype: torch.dtype) -> list[Callable[[torch.Tensor, torch.Tensor],
 
 
 def _rate(product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], dtype: torch.dtype) -> float:
-    a, b = (torch.ones(_SIZE, _SIZE, dtype=dtype) for _ in range(2))
-    product(a, b)
-    seconds = []
-    for _ in range(_REPEATS):
-        started = time.thread_time()
+    rate = 0.0
+    for size in _SIZES:
+        operations = 2.0 * size**3
+        if rate and operations / rate > _LONGEST:
+            break
+        a, b = (torch.ones(size, size, dtype=dtype) for _ in range(2))
         product(a, b)
-        seconds.append(time.thread_time() - started)
-    return 2.0 * _SIZE**3 / min(seconds)
+        seconds = []
+        for _ in range(_REPEATS):
+            started = time.thread_time()
+            product(a, b)
+            seconds.append(time.thread_time() - started)
+        rate = max(rate, operations / min(seconds))
+    return rate
 
 
 @dataclass(frozen=True)

@@ -198,16 +198,29 @@ def _weights(out: Path) -> bytes:
     return b"".join(path.read_bytes() for path in sorted(out.glob("*.safetensors")))
 
 
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("The quick brown fox jumps over the lazy dog; pack my box with five dozen jugs. " * 60)
     return path
 
 
-def _alone(model: Path, out: Path, text: Path, **chosen: Any) -> bytes:
-    compress(model, out, calibration=[text], calibration_only=True, **{**SETTINGS, **chosen})
-    return _weights(out)
+@pytest.fixture(scope="module")
+def alone(
+    tiny_checkpoint: Callable[..., Path], text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, str], bytes]:
+    """`alone(family, effort)`: the weights of a run with one worker."""
+    made: dict[tuple[str, str], bytes] = {}
+
+    def make(family: str, effort: str) -> bytes:
+        if (family, effort) not in made:
+            out = tmp_path_factory.mktemp("alone") / "out"
+            settings = {**SETTINGS, "effort": effort}
+            compress(tiny_checkpoint(family), out, calibration=[text], calibration_only=True, **settings)
+            made[family, effort] = _weights(out)
+        return made[family, effort]
+
+    return make
 
 
 @pytest.mark.parametrize(
@@ -217,19 +230,19 @@ def test_any_number_of_workers_gives_the_same_bytes(
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     text: Path,
+    alone: Callable[[str, str], bytes],
     monkeypatch: pytest.MonkeyPatch,
     family: str,
     size: int,
     effort: str,
 ) -> None:
     monkeypatch.setitem(options.EFFORTS, "best", SHORT)
-    model = tiny_checkpoint(family)
-    run = _torchrun(size, model, tmp_path / "several", text, effort=effort)
+    run = _torchrun(size, tiny_checkpoint(family), tmp_path / "several", text, effort=effort)
     stdout, stderr = run.communicate(timeout=240)
     assert run.returncode == 0, stderr
     assert stdout.count("KL divergence") == 1, "more than one worker prints"
-    assert _weights(tmp_path / "several") == _alone(model, tmp_path / "one", text, effort=effort)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "several", "text.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["several"]
+    assert _weights(tmp_path / "several") == alone(family, effort)
 
 
 def test_a_dry_run_with_several_workers_writes_nothing(
@@ -238,7 +251,7 @@ def test_a_dry_run_with_several_workers_writes_nothing(
     run = _torchrun(2, tiny_checkpoint("llama_tied"), tmp_path / "out", text, "--dry-run")
     stdout, stderr = run.communicate(timeout=240)
     assert run.returncode == 0 and stdout.count("KL divergence") == 1, stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_refused_output_ends_all_workers_and_stays(
@@ -252,7 +265,7 @@ def test_a_refused_output_ends_all_workers_and_stays(
     assert run.returncode != 0
     assert stderr.count("the output exists already") == 1
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "text.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def _worker(run: subprocess.Popen[str], rank: int) -> int:
@@ -271,7 +284,11 @@ def _worker(run: subprocess.Popen[str], rank: int) -> int:
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the workers in /proc")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_after_a_killed_worker_another_run_continues(
-    tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, rank: int
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    text: Path,
+    alone: Callable[[str, str], bytes],
+    rank: int,
 ) -> None:
     model, out = tiny_checkpoint("deepseek_v3"), tmp_path / "out"
     run = _torchrun(2, model, out, text)
@@ -285,4 +302,4 @@ def test_after_a_killed_worker_another_run_continues(
     hints: list[str] = []
     compress(model, out, calibration=[text], calibration_only=True, hint=hints.append, **SETTINGS)
     assert any("continuing the unfinished run" in line for line in hints)
-    assert _weights(out) == _alone(model, tmp_path / "one", text)
+    assert _weights(out) == alone("deepseek_v3", "fast")

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-STEPS = 40
+STEPS = 16
 
 
 class Run:

@@ -14,6 +14,7 @@ from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.scales import encode_input_scales
 from ciuic_cli.codecs.testing import random_matrix
 from ciuic_cli.passes.rounding import round_without_feedback
+from ciuic_cli.process.processor import multiplies_bfloat16
 from ciuic_cli.runtime import products
 from ciuic_cli.runtime.matrices import CpuMatrix
 from ciuic_cli.runtime.products import gradient
@@ -72,6 +73,8 @@ def test_planned_bytes_are_those_of_the_allocator(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """is_fast: whether the processor multiplies bfloat16 fast; products are in float32 otherwise."""
+    if dtype == torch.bfloat16 and is_fast and batch * rows * cols > 1e9 and not multiplies_bfloat16():
+        pytest.skip("this processor would multiply for up to a minute")
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: is_fast)
     packed = matrix(rows, cols, **{"is_sorted": False, "scaled": False, "rank": 0, **parts})
     compressed, kind = CpuMatrix(packed), MatrixKind.of(packed.header)

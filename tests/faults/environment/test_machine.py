@@ -262,4 +262,5 @@ def test_fault_38_python_without_docstrings_is_named(
     done = spawn(*arguments, env={**compiled_once, "PYTHONOPTIMIZE": "2"})
     assert done.code == 5 and "without docstrings" in done.stderr and "-OO" in done.field("try"), done.stderr
     harmless(done)
-    assert spawn(*arguments, env={**compiled_once, "PYTHONOPTIMIZE": "1"}).code == 0
+    if name == "compress":  # Python compiles all libraries again for this level
+        assert spawn(*arguments, env={**compiled_once, "PYTHONOPTIMIZE": "1"}).code == 0
