@@ -300,9 +300,16 @@ class FinishedFiles:
             shutil.copyfile(self.folder / file, folder / file)
 
     @staticmethod
-    def are_intact(journal: Journal) -> bool:
-        """True if all finished files still have the bytes that were recorded. Reads all of them."""
-        for step in sorted((journal.folder / _FINISHED).glob("*")):
+    def are_intact(journal: Journal, earlier: str) -> bool:
+        """True if all finished files still have the bytes that were recorded. Reads all of them.
+
+        earlier: a step that was made from the codes before there was a file. If it is damaged, so are the files: the
+        codes that it needs may be in them only.
+        """
+        steps = sorted((journal.folder / _FINISHED).glob("*"))
+        if steps and journal.load(earlier) is None:
+            return False
+        for step in steps:
             digest = journal.load(_step_of(step.name))
             found = None
             with suppress(FileNotFoundError):

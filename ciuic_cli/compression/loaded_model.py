@@ -41,9 +41,12 @@ def loaded_kls(run: Run, folder: Path, rounded: list[Floats]) -> list[Floats]:
     return_freed_memory()
     name = type(run.map.meta_model()).__name__
     try:
-        with artifact_in_memory(folder, run.device, run.map.layer_prefixes) as model:
+        with artifact_in_memory(
+            folder, run.device, run.map.layer_prefixes, most=run.task.work_bytes()
+        ) as model:
             dtype = model.dtype
             loaded = run.meter().token_kls_of_model(model, folder / "config.json")
+        del model  # frees it
     except CiuicError as error:
         if isinstance(error, InputError):
             raise _cannot_run(run, name, error.message) from error

@@ -26,7 +26,7 @@ from ciuic_cli.compression.options import CompressOptions, check_path
 from ciuic_cli.compression.output_checks import check_apart, check_no_other_run, check_output
 from ciuic_cli.compression.run import STATISTICS, Run
 from ciuic_cli.compression.task import Task, make_task
-from ciuic_cli.compression.writing import write_artifact
+from ciuic_cli.compression.writing import ROUNDED, write_artifact
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError, UsageError
 from ciuic_cli.hub.download import hub_id
 from ciuic_cli.hub.mirror import mirrored
@@ -207,7 +207,7 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
                 request.hint(task.choice_sentence())
             request.hint(task.forecast().sentence())
         report = _published_report(journal, out, replace=force) if resumed else None
-        if resumed and report is None and not FinishedFiles.are_intact(journal):
+        if resumed and report is None and not FinishedFiles.are_intact(journal, ROUNDED):
             journal.clear()  # the codes in a damaged file are nowhere else
             journal.begin(task.fingerprint(), restart=force)
         with _disk_faults_of(journal), _keep_or_remove(journal, request.hint):

@@ -34,7 +34,8 @@ class JournalMark:
 
 
 class Steps:
-    """Numbered steps of several phases ("arms", "probe", "encode"). Workers pull missing steps from a shared queue."""
+    """Numbered steps of several phases ("arms", "probe", "encode"). In `finish`, workers pull missing steps from a shared
+    queue."""
 
     def __init__(self, journal: Journal, workers: Workers, progress: Progress) -> None:
         self._journal, self._workers, self._progress = journal, workers, progress
@@ -87,7 +88,7 @@ class Steps:
         return data
 
     def replace(self, phase: str, number: int, result: bytes) -> None:
-        """Save another result of a finished step."""
+        """Save the result of a step, in place of an earlier one."""
         self._journal.save(_name(phase, number), result)
 
 

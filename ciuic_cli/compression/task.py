@@ -25,7 +25,7 @@ from ciuic_cli.checkpoint.mtp_parameters import keep_mtp
 from ciuic_cli.checkpoint.reader import Checkpoint
 from ciuic_cli.compression.options import CompressOptions
 from ciuic_cli.compression.time_budget import within_time
-from ciuic_cli.cost.forecast import Forecast, forecast, stored_codes_bytes
+from ciuic_cli.cost.forecast import Forecast, forecast, kept_noise, stored_codes_bytes, work_bytes
 from ciuic_cli.cost.run_time import Rates, TextSize, measure_rates, phase_seconds
 from ciuic_cli.errors import InputError
 from ciuic_cli.evaluation.opening import open_generation_config
@@ -133,10 +133,16 @@ class Task:
 
     def forecast(self) -> Forecast:
         """Expected time, memory and disk space of the run."""
-        text = _text_size(self.options, len(self.calibration), len(self.held_out), self.text.tokens.shape[1])
         return forecast(
-            self.map, text, **_work(self.options), ranks=self.options.rank != "off", budget=self.budget,
+            self.map, self._size, **_work(self.options), ranks=self.options.rank != "off", budget=self.budget,
             device=choose_device(self.options.device), rates=self.rates,
+        )  # fmt: skip
+
+    def work_bytes(self) -> int:
+        """The most bytes that a phase of the run is expected to take in memory, see `forecast.work_bytes`."""
+        return work_bytes(
+            self.map, weight_matrices(self.map.parameters.values()), self._size,
+            device=choose_device(self.options.device), tall_outputs=self.options.level.tall_outputs,
         )  # fmt: skip
 
     def fingerprint(self) -> dict[str, Any]:
@@ -159,6 +165,12 @@ class Task:
                 os.path.relpath(path, folder): self._file_states[path] for path in self.checkpoint.files()
             },
         }
+
+    @property
+    def _size(self) -> TextSize:
+        return _text_size(
+            self.options, len(self.calibration), len(self.held_out), self.text.tokens.shape[1]
+        )
 
     def _choice(self) -> dict[str, Any]:
         names = ("effort", "nsamples", "states")
@@ -279,7 +291,8 @@ def _settled(
     def seconds_of(choice: CompressOptions) -> float:
         held_out = int(_held_out(choice.sequences, choice.level.least_held_out).sum())
         text = _text_size(choice, choice.sequences - held_out, held_out, seqlen)
-        return sum(phase_seconds(model_map, rates, text, **_work(choice)).values())
+        room = kept_noise(model_map, matrices, text, tall_outputs=choice.level.tall_outputs)
+        return sum(phase_seconds(model_map, rates, text, kept_noise=room, **_work(choice)).values())
 
     return within_time(options, seconds_of), seconds, rates
 

@@ -48,6 +48,7 @@ from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.compact import compact_bytes
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.head_fisher import WEIGHT_BYTES
+from ciuic_cli.statistics.sums import SEGMENTS
 
 LOGIT_COPIES = 6
 """Estimated number of float32 arrays of the logits' size that the statistics of the head have at a time. No measurement
@@ -57,11 +58,11 @@ PLAN_BYTES = 400
 TUNING_BYTES = 72
 """Bytes of recovery in memory, per row: the factor, Adam's two moments, the best factor, and copies of all while the
 state is saved. Computed, not measured: docs/SCALE.md."""
-_ARM_FIELDS = 5
-"""Float64 numbers per group of 16 rows in the journal's file of a matrix's arms (`allocation/arms_file.py`).
-Estimated."""
-_ARM_FILE_BYTES = 1500
-"""Other bytes of such a file: header and low-rank parts. Estimated."""
+_ARM_BYTES = 72
+"""Bytes per group of 16 rows in the journal's file of a matrix's arms (`allocation/arms_file.py`): twice, as they are and
+sorted, sensitivity, loss of pruning and what a low-rank part leaves; and the rows' classes."""
+_ARM_FILE_BYTES = 4200
+"""Other bytes of such a file: headers of 16 arrays. Measured: files of 8.9 kB where a matrix has 64 groups."""
 DISK_SHARE = 2.9
 """Noise is kept while a run has fewer bytes on the disk than this multiple of its model's, at two bytes per weight.
 Chosen: at most three times, with some small files (docs/experiments/scale/disk.md)."""
@@ -117,9 +118,6 @@ def forecast(
     matrices = weight_matrices(model_map.parameters.values())
     base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     rates = rates or measure_rates(model_map, matrices, ranks=ranks, device=device)
-    stored = _probing_bytes(model_map, matrices, text) + _statistics_bytes(
-        model_map, tall_outputs=tall_outputs
-    )
     return Forecast(
         phase_seconds(
             model_map,
@@ -128,18 +126,10 @@ def forecast(
             states=states,
             probed_layers=probed_layers,
             tall_outputs=tall_outputs,
-            kept_noise=noise_room(model_map, stored),
+            kept_noise=kept_noise(model_map, matrices, text, tall_outputs=tall_outputs),
         ),
         disk_bytes(model_map, matrices, text, budget, tall_outputs=tall_outputs),
-        peak_bytes(
-            model_map,
-            matrices,
-            text,
-            base,
-            device=device,
-            bfloat16=compute_dtype(device) == torch.bfloat16,
-            tall_outputs=tall_outputs,
-        ),
+        base + SLACK + work_bytes(model_map, matrices, text, device=device, tall_outputs=tall_outputs),
     )
 
 
@@ -200,7 +190,8 @@ def disk_bytes(
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     probing = _probing_bytes(model_map, matrices, text)
     statistics = _statistics_bytes(model_map, tall_outputs=tall_outputs)
-    noise = min(noise_room(model_map, probing + statistics), sum(kept_noise_bytes(model_map)))
+    room = kept_noise(model_map, matrices, text, tall_outputs=tall_outputs)
+    noise = min(room, sum(kept_noise_bytes(model_map)))
     codes = stored_codes_bytes(budget, recovers=text.recovery > 0) + recovery
     return max(sweeps, probing + max(statistics + noise, codes))
 
@@ -208,7 +199,7 @@ def disk_bytes(
 def _probing_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize) -> int:
     """Bytes on the disk of the arms, and of the original's predictions of the held-out sequences."""
     _, vocabulary = hidden_and_vocabulary(model_map)
-    arms = sum(_ARM_FIELDS * 8 * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
+    arms = sum(_ARM_BYTES * matrix.groups + _ARM_FILE_BYTES for matrix in matrices)
     return arms + 2 * text.held_out * text.length * vocabulary
 
 
@@ -219,6 +210,14 @@ def _statistics_bytes(model_map: ModelMap, *, tall_outputs: bool) -> int:
         for parameter in executed_compressible(model_map)
     )
     return moments + stored_vocabulary_bytes(model_map)
+
+
+def kept_noise(
+    model_map: ModelMap, matrices: Sequence[WeightMatrix], text: TextSize, *, tall_outputs: bool
+) -> int:
+    """`noise_room` when all statistics and arms are on the disk."""
+    stored = _probing_bytes(model_map, matrices, text)
+    return noise_room(model_map, stored + _statistics_bytes(model_map, tall_outputs=tall_outputs))
 
 
 def noise_room(model_map: ModelMap, stored: int) -> int:
@@ -234,21 +233,20 @@ def stored_codes_bytes(budget: int, *, recovers: bool) -> int:
     return budget + (budget if recovers else min(budget, SHARD_BYTES))
 
 
-def peak_bytes(
+def work_bytes(
     model_map: ModelMap,
     matrices: Sequence[WeightMatrix],
     text: TextSize,
-    base: int,
     *,
     device: torch.device,
-    bfloat16: bool,
     tall_outputs: bool = True,
 ) -> int:
-    """The most resident bytes: `base`, which are resident before the run, the largest phase, and freed memory.
+    """The most bytes that a phase takes in memory besides the process itself and freed memory.
 
-    bfloat16: whether the statistics' matrix products are in bfloat16 on this device.
+    The finished artifact is not counted: a run loads it as a whole only if that takes no more (`loaded_model.py`).
     tall_outputs: as in `moment_bytes`.
     """
+    bfloat16 = compute_dtype(device) == torch.bfloat16
     _, vocabulary = hidden_and_vocabulary(model_map)
     largest_in_layers = max(
         (_side_by_side_bytes(matrix) for matrix in matrices if matrix.role not in EMBEDDING_ROLES), default=0
@@ -271,13 +269,13 @@ def peak_bytes(
         others = sum(p.numel for p in parameters) - stacked
         linears = sum(p.numel for p in parameters if p.compress and len(p.shape) == 2 and not p.transposed)
         # Statistics: with bfloat16 products, stacks and linears are bfloat16. Moments exist of each segment of the text
-        # in work, and as sums.
+        # in work, of those that wait for an earlier one, and as sums.
         # Probes: products are float32, and stacks have the model's own dtype. Other values for matrices outside stacks
         # are computed before the layer is in memory, those of experts while it is there.
         stacks = stacked * model_map.dtype.itemsize
         layers.append(
             (2 * (stacked + linears) + 4 * (others - linears) if bfloat16 else stacks + 4 * others)
-            + (count + 1) * sum(moments)
+            + min(2 * count, SEGMENTS + 1) * sum(moments)
             + count * activations
         )
         layers.append(4 * linears + largest_in_layers)
@@ -295,7 +293,7 @@ def peak_bytes(
     )
     plan = PLAN_BYTES * sum(matrix.groups for matrix in matrices)
     tuning = TUNING_BYTES * sum(matrix.rows for matrix in matrices) if text.recovery else 0
-    return base + SLACK + tuning + max([*layers, outside_layers, plan])
+    return tuning + max([*layers, outside_layers, plan])
 
 
 def _side_by_side_bytes(matrix: WeightMatrix) -> int:

@@ -22,6 +22,7 @@ from ciuic_cli.allocation.matrices import (
     full_outputs,
 )
 from ciuic_cli.allocation.probes import probe_of
+from ciuic_cli.checkpoint.config.numbers import experts_per_token
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
@@ -183,7 +184,7 @@ def phase_seconds(
     contexts = math.prod(hidden_and_vocabulary(model_map))
     moments = contexts + sum(
         _moment_work(p, tall_outputs=tall_outputs)
-        * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
+        * (experts_per_token(model_map.config) if len(p.shape) == 3 else 1)
         for p in executed_compressible(model_map)
     )
     attended = _attention_outputs(model_map)
@@ -257,7 +258,7 @@ def _moment_work(parameter: Parameter, *, tall_outputs: bool) -> float:
 def _activations(model_map: ModelMap) -> float:
     """Inputs and outputs of all products that a token passes."""
     return sum(
-        sum(p.shape[-2:]) * (_experts_per_token(model_map) if len(p.shape) == 3 else 1)
+        sum(p.shape[-2:]) * (experts_per_token(model_map.config) if len(p.shape) == 3 else 1)
         for p in executed_compressible(model_map)
         if p.role != "embedding"
     )
@@ -282,15 +283,10 @@ def experts_of(parameter: Parameter) -> int:
     return parameter.shape[0] if len(parameter.shape) == 3 else 1
 
 
-def _experts_per_token(model_map: ModelMap) -> float:
-    """Experts that each token is routed to, 1 in a model without experts."""
-    return float(getattr(model_map.config.get_text_config(), "num_experts_per_tok", None) or 1)
-
-
 def _active_weights(model_map: ModelMap) -> float:
     """Weights that each token is multiplied with."""
     return sum(
-        p.numel * (min(1.0, _experts_per_token(model_map) / experts_of(p)) if len(p.shape) == 3 else 1.0)
+        p.numel * (min(1.0, experts_per_token(model_map.config) / experts_of(p)) if len(p.shape) == 3 else 1.0)
         for p in executed(model_map)
         if len(p.shape) > 1 and p.role != "embedding"
     )

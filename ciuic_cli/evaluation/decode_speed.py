@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from ciuic_cli.checkpoint.config.numbers import experts_per_token
 from ciuic_cli.integers import ceil_div
 
 CONTEXTS = (128, 2048, 8192)
@@ -39,7 +40,7 @@ def active_bytes(model: nn.Module) -> int:
     head = model.get_output_embeddings()  # type: ignore[operator]
     table = model.get_input_embeddings()  # type: ignore[operator]
     config: Any = model.config
-    chosen = getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
+    chosen = experts_per_token(config)
     seen: set[int] = set()
     total = 0.0
     for module in model.modules():

@@ -50,18 +50,22 @@ def open_model(path: str | Path, device: str = "auto", dtype: torch.dtype | None
 
 
 @contextmanager
-def artifact_in_memory(folder: Path, target: torch.device, layer_prefixes: Sequence[str]) -> Iterator[Any]:
+def artifact_in_memory(
+    folder: Path, target: torch.device, layer_prefixes: Sequence[str], *, most: int
+) -> Iterator[Any]:
     """An artifact as a transformers model in evaluation mode, in float32 on a CPU and in its own dtype elsewhere.
 
-    If it does not fit into the free memory (on a CPU: into half of it), the layers stay on disk, and transformers reads
-    each one when it runs.
+    If it does not fit into the free memory (on a CPU: into half of it, or into `most` bytes), the layers stay on disk,
+    and transformers reads each one when it runs.
 
     Args:
         layer_prefixes: of the decoder layers' names, with a trailing dot.
     """
     on_cpu = target.type == "cpu"
     dtype = torch.float32 if on_cpu else None
-    if expected_bytes(folder, dtype) <= free_memory(target) // (2 if on_cpu else 1):
+    if expected_bytes(folder, dtype) <= (
+        min(most, free_memory(target) // 2) if on_cpu else free_memory(target)
+    ):
         yield open_model(folder, str(target), dtype)
         return
     with tempfile.TemporaryDirectory(prefix="ciuic-") as scratch:

@@ -39,8 +39,8 @@ class Variants:
     those of embedding and head, which run twice, and those of experts.
 
     Args:
-        override: the other values. It is called about once for each weight, from several threads; its values are
-            overwritten.
+        override: the other values. It is called from several threads, once for each weight whose values are kept or
+            stay in memory, more often for the others. Its values are overwritten.
         folder: for the files. limit: the most bytes of them.
     """
 

@@ -27,17 +27,6 @@ def hidden_width(model_map: ModelMap) -> int:
     return streams * int(config.hidden_size)
 
 
-def bytes_besides_layers(model_map: ModelMap) -> int:
-    """Bytes of the float32 weights in no layer, which are in memory while a stream begins and makes logits."""
-    layers = tuple(model_map.layer_prefixes)
-    others = (
-        parameter
-        for parameter in model_map.parameters.values()
-        if parameter.tied_to is None and not parameter.name.startswith(layers)
-    )
-    return 4 * sum(parameter.numel for parameter in others)
-
-
 def activation_bytes(model_map: ModelMap, prefix: str, tokens: int) -> int:
     """Estimated bytes of activations while a layer runs forward and backward on a chunk of so many tokens.
 

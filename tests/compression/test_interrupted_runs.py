@@ -201,19 +201,22 @@ def test_codes_are_on_the_disk_once_and_a_run_continues_from_its_files(
     assert (out / file.name).stat().st_nlink == 1  # the journal is gone
 
 
-@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize("damage", ["lost", "changed", "measurement"])
 def test_a_damaged_file_is_made_again_from_the_start(
     tiny_checkpoint: Callable[..., Path],
     tmp_path: Path,
     text: Path,
     monkeypatch: pytest.MonkeyPatch,
-    lost: bool,
+    damage: str,
 ) -> None:
+    """The measurement of the rounded weights cannot be repeated either: it needs the codes that only the file has."""
     source, out = tiny_checkpoint("llama_tied"), tmp_path / "out"
     compress_tiny(source, tmp_path / "whole", text)
     _stopped_after_writing(source, out, text, monkeypatch)
     (file,) = (tmp_path / ".out.ciuic" / "files").iterdir()
-    if lost:
+    if damage == "measurement":
+        file = tmp_path / ".out.ciuic" / writing.ROUNDED
+    if damage == "lost":
         file.unlink()
     else:
         data = file.read_bytes()

@@ -22,9 +22,9 @@ from ciuic_cli.cost import run_time, timing
 from ciuic_cli.cost.forecast import (
     disk_bytes,
     forecast,
-    peak_bytes,
     stored_moment_bytes,
     stored_vocabulary_bytes,
+    work_bytes,
 )
 from ciuic_cli.cost.run_time import TextSize
 from ciuic_cli.kernels import fronts
@@ -70,7 +70,7 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(
     for name, model_map in (("few", few), ("many", many)):
         matrices = weight_matrices(model_map.parameters.values())
         disk[name] = disk_bytes(model_map, matrices, text, model_map.stored_numel // 2)
-        peak[name] = peak_bytes(model_map, matrices, text, 0, device=torch.device("cpu"), bfloat16=True)
+        peak[name] = work_bytes(model_map, matrices, text, device=torch.device("cpu"))
     assert disk["many"] > 2.4 * disk["few"]
     matrices = weight_matrices(many.parameters.values())
     with_noise = disk_bytes(many, matrices, text, 1)

@@ -131,6 +131,11 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return next((value for value in values if isinstance(value, int)), None)
 
 
+def experts_per_token(config: PretrainedConfig) -> int:
+    """Routed experts that each token passes; 1 in a model without experts, or whose config does not name their number."""
+    return getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
+
+
 def check_routing(config: PretrainedConfig, file: Path | None) -> None:
     """Check experts per token and expert groups against the experts: transformers would fail only in the forward."""
     text = config.get_text_config()

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ciuic_cli.checkpoint.config.numbers import experts_per_token
 from ciuic_cli.train.memory.activations import CODE
 from ciuic_cli.train.options import TrainOptions
 from ciuic_cli.train.planning.memory_plan import MemoryPlan
@@ -60,7 +61,7 @@ class Counts:
         parameters = sum(parameter.numel() for parameter in model.parameters())
         layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         config = model.config.get_text_config()
-        chosen = getattr(config, "num_experts_per_tok", None) or 1
+        chosen = experts_per_token(config)
         active = 0.0
         for layer in layers:
             for module in layer.modules():
