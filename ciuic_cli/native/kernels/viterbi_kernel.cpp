@@ -34,16 +34,18 @@ static const int kBatch = 2;
 #endif
 static_assert(kBatch <= kMaxEncodeBatch, "callers size their arrays by kMaxEncodeBatch");
 
-// Steps from one saved step to the next. A longer stride keeps the saved costs in the cache but makes the traceback slower
-// (docs/experiments/runtime/cpu-encoder.md). If K is not whole, the stride is even, so that all saved steps have the same
-// number of prefixes.
-static int save_stride(int half_bits) {
+// Steps from one saved step to the next. A longer stride keeps the saved costs in the cache but makes the traceback slower.
+// With few states, of which the traceback takes a third of the time, it is one or two steps
+// (docs/experiments/runtime/cpu-encoder.md). From 14 state bits on it is even if K is not whole, so that all saved steps
+// have the same number of prefixes.
+static int save_stride(int half_bits, int L) {
+  if (L <= 13 && half_bits >= 4) return half_bits >= 6 ? 1 : 2;
   return half_bits == 2 ? 8 : half_bits <= 4 ? 4 : half_bits <= 8 || half_bits % 2 == 1 ? 2 : 1;
 }
 
 struct Search {
   int half_bits, L, stride;
-  int prefixes;             // of a saved step; no step has more
+  int prefixes;             // the most that a step has; a saved step takes so much room
   bool squared;
   const int32_t* table[2];  // cost tables of even and odd weights
   int32_t terms[kBatch][kTileWeights];  // terms of the targets (codebook.h)
@@ -54,10 +56,10 @@ struct Search {
   int32_t rebased_by[kBatch][kTileWeights / 16 + 1];  // what rebase() subtracted after 16, 32 .. steps
 };
 
-static int saved_count(int half_bits) { return kTileWeights / save_stride(half_bits) + 1; }
+static int saved_count(int half_bits, int L) { return kTileWeights / save_stride(half_bits, L) + 1; }
 
 size_t encode_workspace_bytes(int half_bits, int L) {
-  return 64 + sizeof(int32_t) * kBatch * (saved_count(half_bits) + 2) * ((size_t{1} << (L - half_bits / 2)) + 64);
+  return 64 + sizeof(int32_t) * kBatch * (saved_count(half_bits, L) + 2) * ((size_t{1} << (L - half_bits / 2)) + 64);
 }
 
 int encode_batch() { return kBatch; }
@@ -167,9 +169,51 @@ static inline int expand(const Candidates& from, int count, int32_t term, int in
   return kept;
 }
 
-// Traces the cheapest path back over one stride: from `prefix` after weight (slot + 1) * stride - 1 to the saved step
-// `slot`. Writes the windows of these weights and returns the path's prefix at the saved step.
-static int trace_stride(const Search& search, int tile, int slot, int prefix, uint16_t* windows) {
+// Most bits of a stride whose paths backwards are all compared: for so few paths, looking for those that a bound rules out
+// takes longer than reading the saved costs of all while these are in the cache.
+static const int kMostBits = 6;
+
+// Strides between the one that is traced and the one whose saved costs are brought from the second-level cache, and the most
+// prefixes for which that pays (chosen).
+static const int kPrefetchedStrides = 4, kPrefetchedPrefixes = 1024;
+
+// The choices of the cheapest path backwards from `prefix` over the weights first .. end - 1, `bits` of them in all, to the
+// costs in `before`; of equally cheap paths, those of the least number.
+template <bool Squared>
+static inline int cheapest(const Search& search, const int32_t* terms, int first, int end, int prefix, int bits,
+                           const int32_t* before) {
+  Numbers lane;
+  for (int j = 0; j < kLanes; ++j) lane[j] = j;
+  Numbers least = Numbers{} + INT32_MAX, best = least;
+  for (int begin = 0; begin < 1 << bits; begin += kLanes) {
+    const Numbers choice = lane + begin;
+    Numbers rest = choice, reached = Numbers{} + prefix;
+    Lanes cost = broadcast(0);
+    for (int weight = end - 1; weight >= first; --weight) {
+      const int in = bits_of(weight, search.half_bits), out = bits_after(weight, search.half_bits);
+      const Numbers window = (rest & ((1 << out) - 1)) << (search.L - out) | reached;
+      const Numbers level = (Numbers)byte_sums((Lanes)((Bits)window * CIUIC_MULTIPLIER)) - CIUIC_LEVEL_CENTRE;
+      const Lanes term = broadcast(terms[weight]);
+      if (Squared) {
+        cost = add_squares(cost, (Lanes)((Bits)level << 4 & 0xFFFF), term);
+      } else {
+        const Lanes low = (Lanes)(level & 0xFFFF);
+        const Numbers square = (Numbers)add_product(broadcast(2 - CIUIC_LEVEL_CENTRE * CIUIC_LEVEL_CENTRE / 2), low, low);
+        cost = add_product(cost, (Lanes)((Bits)(square >> 2 & 0xFFFF) | (Bits)level << 16), term);
+      }
+      reached = window >> in;
+      rest >>= out;
+    }
+    const Numbers total = (Numbers)cost + (Numbers)gather(before, (Lanes)reached);
+    const Numbers is_less = (total < least) & (choice < 1 << bits);
+    least = is_less ? total : least;
+    best = is_less ? choice : best;
+  }
+  return lowest((Lanes)(least == lowest((Lanes)least) ? best : Numbers{} + INT32_MAX));
+}
+
+// As `cheapest`, but paths that cannot be the cheapest are dropped on the way.
+static int cheapest_of_many(const Search& search, int tile, int slot, int prefix) {
   const int L = search.L, stride = search.stride, end = (slot + 1) * stride;
   const int32_t* before = search.saved[tile] + static_cast<size_t>(slot) * search.prefixes;
   // The cost of the whole path. A partial path is dropped if it costs more with the least of what may come before it.
@@ -202,6 +246,24 @@ static int trace_stride(const Search& search, int tile, int slot, int prefix, ui
       best = reached.choice[i];
     }
   }
+  return best;
+}
+
+// Traces the cheapest path back over one stride: from `prefix` after weight (slot + 1) * stride - 1 to the saved step
+// `slot`. Writes the windows of these weights and returns the path's prefix at the saved step.
+static int trace_stride(const Search& search, int tile, int slot, int prefix, uint16_t* windows) {
+  const int L = search.L, stride = search.stride, end = (slot + 1) * stride;
+  const int32_t *before = search.saved[tile] + static_cast<size_t>(slot) * search.prefixes, *terms = search.terms[tile];
+  if (search.prefixes <= kPrefetchedPrefixes && slot >= kPrefetchedStrides)
+    for (int i = 0; i < search.prefixes; i += 16)
+      __builtin_prefetch(before - kPrefetchedStrides * search.prefixes + i);
+  int bits = 0, best;
+  for (int weight = slot * stride; weight < end; ++weight) bits += bits_after(weight, search.half_bits);
+  if (bits > kMostBits)
+    best = cheapest_of_many(search, tile, slot, prefix);
+  else
+    best = search.squared ? cheapest<true>(search, terms, slot * stride, end, prefix, bits, before)
+                          : cheapest<false>(search, terms, slot * stride, end, prefix, bits, before);
   for (int weight = end - 1; weight >= slot * stride; --weight) {
     const int out = bits_after(weight, search.half_bits);
     const int state = (best & ((1 << out) - 1)) << (L - out) | prefix;
@@ -210,6 +272,26 @@ static int trace_stride(const Search& search, int tile, int slot, int prefix, ui
     prefix = state >> bits_of(weight, search.half_bits);
   }
   return prefix;
+}
+
+// The prefixes of a path at all saved steps.
+typedef uint16_t Trail[kTileWeights + 1];
+
+// Traces the cheapest path of each tile back to its beginning. The traces take turns, because each weight of a trace waits
+// for the one before.
+template <int Tiles>
+static void trace_best(const Search& search, uint16_t* const* windows, Trail* trails) {
+  const int prefixes = search.prefixes, slots = kTileWeights / search.stride;
+  for (int t = 0; t < Tiles; ++t) {
+    const int32_t* last = search.saved[t] + static_cast<size_t>(slots) * prefixes;
+    int end = 0;
+    for (int p = 1; p < prefixes; ++p)
+      if (last[p] < last[end]) end = p;
+    trails[t][slots] = static_cast<uint16_t>(end);
+  }
+  for (int slot = slots - 1; slot >= 0; --slot)
+    for (int t = 0; t < Tiles; ++t)
+      trails[t][slot] = static_cast<uint16_t>(trace_stride(search, t, slot, trails[t][slot + 1], windows[t]));
 }
 
 // Traces the cheapest path to `prefix` at the saved step `slots` back to its beginning and returns the prefix that it
@@ -232,15 +314,9 @@ static const int kRepair = 64;
 // Finds a closed path, one that ends in the prefix that it starts from. Nearly all paths start from the same prefix. So
 // the path that ends in the start of the best path is usually closed. If it is not, the next attempt is the path that
 // ends in its start. After three failures the path that ends in the best path's start is closed by force: its first
-// kRepair weights are searched again, from that prefix to the path's prefix after them.
-static void close_path(Search& search, int tile, uint16_t* windows) {
-  const int prefixes = search.prefixes, slots = kTileWeights / search.stride;
-  const int32_t* last = search.saved[tile] + static_cast<size_t>(slots) * prefixes;
-  int end = 0;
-  for (int p = 1; p < prefixes; ++p)
-    if (last[p] < last[end]) end = p;
-  uint16_t trail[kTileWeights + 1];
-  const int first_start = trace(search, tile, slots, end, windows, trail, false);
+// kRepair weights are searched again, from that prefix to the path's prefix after them. windows, trail: of the best path.
+static void close_path(Search& search, int tile, uint16_t* windows, uint16_t* trail) {
+  const int prefixes = search.prefixes, slots = kTileWeights / search.stride, first_start = trail[0];
   int start = first_start;
   for (int attempt = 0; attempt < 3; ++attempt) {
     const int new_start = trace(search, tile, slots, start, windows, trail, true);
@@ -272,7 +348,9 @@ static void encode_together(const float* const* targets, Search& search, uint16_
   forward<Tiles>(search, tiles, kTileWeights - lead, lead, start, false);
   for (int t = 0; t < Tiles; ++t) start[t] = search.saved[t];
   forward<Tiles>(search, tiles, 0, kTileWeights, start, true);
-  for (int t = 0; t < Tiles; ++t) close_path(search, t, windows[t]);
+  Trail trails[Tiles];
+  trace_best<Tiles>(search, windows, trails);
+  for (int t = 0; t < Tiles; ++t) close_path(search, t, windows[t], trails[t]);
 }
 
 int encode_tiles(const float* const* targets, int tiles, int half_bits, int L, void* workspace,
@@ -280,7 +358,7 @@ int encode_tiles(const float* const* targets, int tiles, int half_bits, int L, v
   Search search;
   search.half_bits = half_bits;
   search.L = L;
-  search.stride = save_stride(half_bits);
+  search.stride = save_stride(half_bits, L);
   search.prefixes = 1 << (L - half_bits / 2);
   search.squared = uses_squares(half_bits);
   for (int i = 0; i < 2; ++i) {
@@ -293,7 +371,7 @@ int encode_tiles(const float* const* targets, int tiles, int half_bits, int L, v
   int32_t* memory = reinterpret_cast<int32_t*>((reinterpret_cast<uintptr_t>(workspace) + 63) / 64 * 64);
   for (int t = 0; t < kBatch; ++t) {
     search.saved[t] = memory;
-    memory += static_cast<size_t>(saved_count(half_bits)) * search.prefixes + 64;
+    memory += static_cast<size_t>(saved_count(half_bits, L)) * search.prefixes + 64;
     for (int i = 0; i < 2; ++i, memory += padded) search.scratch[t][i] = memory;
   }
   for (int done = 0; done < tiles;) {

@@ -22,6 +22,13 @@ static inline Lanes load(const int32_t* from) { return _mm512_loadu_si512(from);
 static inline void store(int32_t* to, Lanes v) { _mm512_storeu_si512(to, v); }
 static inline Lanes broadcast(int32_t value) { return _mm512_set1_epi32(value); }
 static inline Lanes minimum(Lanes a, Lanes b) { return _mm512_min_epi32(a, b); }
+// from[v] of each lane.
+static inline Lanes gather(const int32_t* from, Lanes v) { return _mm512_i32gather_epi32(v, from, 4); }
+static inline int32_t lowest(Lanes v) { return _mm512_reduce_min_epi32(v); }
+// The sum of the four bytes of each lane.
+static inline Lanes byte_sums(Lanes v) {
+  return _mm512_madd_epi16(_mm512_maddubs_epi16(v, _mm512_set1_epi8(1)), _mm512_set1_epi16(1));
+}
 // base + entry.low * term.low + entry.high * term.high, on the two int16 of each lane.
 static inline Lanes add_product(Lanes base, Lanes entry, Lanes term) { return _mm512_dpwssd_epi32(base, entry, term); }
 // base + (entry.low - term.low)^2 + (entry.high - term.high)^2.
@@ -57,6 +64,15 @@ static inline Lanes load(const int32_t* from) { return _mm256_loadu_si256(reinte
 static inline void store(int32_t* to, Lanes v) { _mm256_storeu_si256(reinterpret_cast<Lanes*>(to), v); }
 static inline Lanes broadcast(int32_t value) { return _mm256_set1_epi32(value); }
 static inline Lanes minimum(Lanes a, Lanes b) { return _mm256_min_epi32(a, b); }
+static inline Lanes gather(const int32_t* from, Lanes v) { return _mm256_i32gather_epi32(from, v, 4); }
+static inline int32_t lowest(Lanes v) {
+  v = minimum(v, _mm256_permute2x128_si256(v, v, 1));
+  v = minimum(v, _mm256_shuffle_epi32(v, 0x4E));
+  return _mm256_cvtsi256_si32(minimum(v, _mm256_shuffle_epi32(v, 0xB1)));
+}
+static inline Lanes byte_sums(Lanes v) {
+  return _mm256_madd_epi16(_mm256_maddubs_epi16(v, _mm256_set1_epi8(1)), _mm256_set1_epi16(1));
+}
 static inline Lanes add_product(Lanes base, Lanes entry, Lanes term) {
   return _mm256_add_epi32(base, _mm256_madd_epi16(entry, term));
 }
@@ -91,6 +107,14 @@ static inline Lanes load(const int32_t* from) {
 static inline void store(int32_t* to, Lanes v) { std::memcpy(to, &v, sizeof v); }
 static inline Lanes broadcast(int32_t value) { return Lanes{value, value, value, value}; }
 static inline Lanes minimum(Lanes a, Lanes b) { return a < b ? a : b; }
+static inline Lanes gather(const int32_t* from, Lanes v) { return Lanes{from[v[0]], from[v[1]], from[v[2]], from[v[3]]}; }
+static inline int32_t lowest(Lanes v) {
+  v = minimum(v, __builtin_shuffle(v, Lanes{2, 3, 0, 1}));
+  return v[0] < v[1] ? v[0] : v[1];
+}
+static inline Lanes byte_sums(Lanes v) {
+  return (v & 0xFF) + (v >> 8 & 0xFF) + (v >> 16 & 0xFF) + (v >> 24 & 0xFF);
+}
 static inline Lanes products(Lanes a, Lanes b) {
 #if defined(__SSE2__)
   return reinterpret_cast<Lanes>(_mm_madd_epi16(reinterpret_cast<__m128i>(a), reinterpret_cast<__m128i>(b)));
@@ -117,6 +141,9 @@ static inline void store_interleaved(Lanes a, Lanes b, int32_t* to) {
 #endif
 
 constexpr int kLanes = 4 * kQuads;
+// The same vectors for the operators of C++.
+typedef int32_t Numbers __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Bits __attribute__((vector_size(4 * kLanes)));
 
 }  // namespace CIUIC_ISA
 }  // namespace ciuic
