@@ -168,9 +168,7 @@ class Task:
 
     @property
     def _size(self) -> TextSize:
-        return _text_size(
-            self.options, len(self.calibration), len(self.held_out), self.text.tokens.shape[1]
-        )
+        return _text_size(self.options, len(self.calibration), len(self.held_out), self.text.tokens.shape[1])
 
     def _choice(self) -> dict[str, Any]:
         names = ("effort", "nsamples", "states")

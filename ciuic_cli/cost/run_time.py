@@ -286,7 +286,8 @@ def experts_of(parameter: Parameter) -> int:
 def _active_weights(model_map: ModelMap) -> float:
     """Weights that each token is multiplied with."""
     return sum(
-        p.numel * (min(1.0, experts_per_token(model_map.config) / experts_of(p)) if len(p.shape) == 3 else 1.0)
+        p.numel
+        * (min(1.0, experts_per_token(model_map.config) / experts_of(p)) if len(p.shape) == 3 else 1.0)
         for p in executed(model_map)
         if len(p.shape) > 1 and p.role != "embedding"
     )
