@@ -25,7 +25,7 @@ def apply_ciuic_compression(model: Model, tokenizer: Any = None, **options: Any)
     """Compress a loaded transformers model in place and return it.
 
     Dense weights are replaced by compressed ones, module by module; references to the model stay valid. The weights
-    pass through a temporary folder, which takes the bytes of the original and of a run's files (`cost/forecast.py`). The
+    pass through a temporary folder, which takes the bytes of the original and those of a run (`cost/forecast.py`). The
     call takes as long as `ciuic compress`; pass progress=lambda phase, done, total: ... to watch it.
 
     Args:

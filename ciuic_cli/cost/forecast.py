@@ -59,8 +59,8 @@ TUNING_BYTES = 72
 """Bytes of recovery in memory, per row: the factor, Adam's two moments, the best factor, and copies of all while the
 state is saved. Computed, not measured: docs/SCALE.md."""
 _ARM_BYTES = 72
-"""Bytes per group of 16 rows in the journal's file of a matrix's arms (`allocation/arms_file.py`): twice, as they are and
-sorted, sensitivity, loss of pruning and what a low-rank part leaves; and the rows' classes."""
+"""Bytes per group of 16 rows in the journal's file of a matrix's arms (`allocation/arms_file.py`): sensitivity, loss of
+pruning and what low-rank parts leave, in natural order and sorted; and the rows' classes."""
 _ARM_FILE_BYTES = 4200
 """Other bytes of such a file: headers of 16 arrays. Measured: files of 8.9 kB where a matrix has 64 groups."""
 DISK_SHARE = 2.9

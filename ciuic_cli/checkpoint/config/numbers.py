@@ -132,7 +132,7 @@ def max_positions(config: PretrainedConfig) -> int | None:
 
 
 def experts_per_token(config: PretrainedConfig) -> int:
-    """Routed experts that each token passes; 1 in a model without experts, or whose config does not name their number."""
+    """Routed experts that each token passes; 1 if the config names no number, as without experts."""
     return getattr(config.get_text_config(), "num_experts_per_tok", None) or 1
 
 
