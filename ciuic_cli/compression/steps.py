@@ -34,8 +34,8 @@ class JournalMark:
 
 
 class Steps:
-    """Numbered steps of several phases ("arms", "probe", "encode"). In `finish`, workers pull missing steps from a queue
-    that they share."""
+    """Numbered steps of several phases ("arms", "probe", "encode"). In `finish`, workers pull missing steps from one
+    queue."""
 
     def __init__(self, journal: Journal, workers: Workers, progress: Progress) -> None:
         self._journal, self._workers, self._progress = journal, workers, progress
