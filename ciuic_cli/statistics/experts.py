@@ -26,19 +26,9 @@ def full_moments_fit(experts: int, rows: int, cols: int) -> bool:
     return 4 * experts * (rows * rows + cols * cols) <= FULL_MOMENTS_BYTES
 
 
-def root_ratios(pool: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """Square roots r (n,) of the ratios of the variances `diagonal` (n,) to those of `pool` (n, n); all float32.
+def root_ratios(pool: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+    """Square roots (n,) of the ratios of an expert's variances (n,) to those of its pool (n,); all float32.
 
     0 where the pool has no variance.
     """
-    variance = pool.diagonal()
-    return torch.where(variance > 0, diagonal / variance.clamp_min(1e-38), 0.0).sqrt()
-
-
-def with_diagonal(pool: torch.Tensor, diagonal: torch.Tensor) -> torch.Tensor:
-    """The moment (n, n) with the correlations of `pool` (n, n) and the variances of `diagonal` (n,); all float32.
-
-    Rows and columns in which the pool has no variance are zero.
-    """
-    root = root_ratios(pool, diagonal)
-    return root[:, None] * pool * root
+    return torch.where(pool > 0, expert / pool.clamp_min(1e-38), 0.0).sqrt()

@@ -37,7 +37,7 @@ from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.compact import compact, expanded
-from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, root_ratios, with_diagonal
+from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, root_ratios
 from ciuic_cli.statistics.moments import Moments
 
 INDEX = "statistics.json"
@@ -234,8 +234,8 @@ class Statistics:
 
         part: "inputs" or "outputs".
         """
-        mixed = self._mixed_diagonal(name, part, expert)
-        return None if mixed is None else root_ratios(*mixed)
+        variances = self._mixed_variances(name, part, expert)
+        return None if variances is None else root_ratios(*variances)
 
     def contexts(self, name: str) -> torch.Tensor | None:
         """Vectors v (vocabulary, n) bfloat16, one per row of a head; None for other matrices.
@@ -261,20 +261,29 @@ class Statistics:
         The pool counts for as many tokens as the moment has dimensions; for an expert with diagonals it counts for
         DIAGONAL_PRIOR_TOKENS.
         """
-        if expert is not None and (mixed := self._mixed_diagonal(name, part, expert)) is not None:
-            return with_diagonal(*mixed)
+        if expert is not None and (variances := self._mixed_variances(name, part, expert)) is not None:
+            of_pool, of_expert = variances
+            with self._moments_of(name) as file:
+                correlations = file.get_tensor(f"{name}|{part}|correlations")
+            return expanded(torch.where(of_pool > 0, of_expert, 0.0), correlations)
         own = self._read(name, part, expert)
         if expert is None:
             return own
         pool = self.pool(name, part)
         return own if pool is None else self._mixed(name, part, expert, own, pool, pool.shape[0])
 
-    def _mixed_diagonal(self, name: str, part: str, expert: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The pool's moment (n, n), and the diagonal (n,) of an expert's; None if the expert has more than that."""
-        own, pool = self._read(name, part, expert), self.pool(name, part)
-        if own is None or pool is None or own.dim() == pool.dim():
+    def _mixed_variances(self, name: str, part: str, expert: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Diagonals (n,) of the pool's moment and of an expert's, which is mixed with the pool's; None unless the pool
+        has correlations and the expert has none.
+        """
+        if name not in self._files[MOMENTS]:
             return None
-        return pool, self._mixed(name, part, expert, own, pool.diagonal(), DIAGONAL_PRIOR_TOKENS)
+        of_pool, of_expert = f"{name}|{part}|diagonal", f"{name}|{expert}|{part}"
+        with self._moments_of(name) as file:
+            if not {of_pool, of_expert} <= set(file.keys()):
+                return None
+            pool, own = file.get_tensor(of_pool), file.get_tensor(of_expert)
+        return pool, self._mixed(name, part, expert, own, pool, DIAGONAL_PRIOR_TOKENS)
 
     def _mixed(
         self,
@@ -299,12 +308,18 @@ class Statistics:
         if name not in self._files[MOMENTS]:
             return None
         key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
-        path = self.folder / self._files[MOMENTS][name]
-        with _damage(path), safe_open(path, framework="pt") as file:
+        with self._moments_of(name) as file:
             keys = file.keys()
             if f"{key}|diagonal" in keys:
                 return expanded(*(file.get_tensor(f"{key}|{part}") for part in ("diagonal", "correlations")))
             return file.get_tensor(key) if key in keys else None
+
+    @contextmanager
+    def _moments_of(self, name: str) -> Iterator[Any]:
+        """The opened file with the parameter's moments."""
+        path = self.folder / self._files[MOMENTS][name]
+        with _damage(path), safe_open(path, framework="pt") as file:
+            yield file
 
     def _single(self, kind: str, name: str) -> torch.Tensor:
         path = self.folder / self._files[kind][name]

@@ -11,9 +11,10 @@ import torch
 from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.passes.feedback import factor_outputs
+from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics import experts, sums
 from ciuic_cli.statistics.collect import collect_statistics
-from ciuic_cli.statistics.files import Statistics
+from ciuic_cli.statistics.files import Statistics, StatisticsWriter
 from ciuic_cli.statistics.moments import OUTLIER_LIMIT, TALL_OUTPUT_STEP, Moments
 from ciuic_cli.statistics.symmetric_product import symmetric_product
 
@@ -40,20 +41,30 @@ def test_diagonals_equal_those_of_full_moments() -> None:
     assert diagonals.trace == pytest.approx(full.trace) and diagonals.tokens == full.tokens == 40
 
 
-def test_a_mixed_moment_has_the_pools_correlations_and_the_experts_variances() -> None:
-    a = torch.randn(30, 8, generator=torch.Generator().manual_seed(1))
-    pool = a.T @ a
-    pool[3], pool[:, 3] = 0, 0  # an input that is always zero
-    wanted = torch.arange(1.0, 9.0)
-    found = experts.with_diagonal(pool, wanted)
-    keep = [0, 1, 2, 4, 5, 6, 7]
-    torch.testing.assert_close(found.diagonal()[keep], wanted[keep])
-    assert found[3].abs().sum() == 0
-    scale = found.diagonal()[keep].sqrt()
-    pool_scale = pool.diagonal()[keep].sqrt()
-    torch.testing.assert_close(
-        found[keep][:, keep] / scale / scale[:, None], pool[keep][:, keep] / pool_scale / pool_scale[:, None]
-    )
+def test_a_mixed_moment_has_the_pools_correlations_and_variances_between(tmp_path: Path) -> None:
+    """The fourth input is always zero."""
+    x = torch.randn(300, 8, generator=torch.Generator().manual_seed(1))
+    x[:, 3] = 0
+    g = torch.randn(300, 5, generator=torch.Generator().manual_seed(2))
+    pool = Moments.zeros(5, 8, x.device, torch.float32, full_outputs=True)
+    pool.add_tokens(x, g)
+    expert = Moments.zeros(5, 8, x.device, torch.float32, full_inputs=False, full_outputs=False)
+    expert.add_tokens(x[:90], g[:90])
+    writer = StatisticsWriter(tmp_path, 300, tmp_path)
+    writer.write({("stack", None): pool, ("stack", 0): expert})
+    writer.finish(Workers())
+    statistics = Statistics(tmp_path)
+    whole, found = statistics.pool("stack", "inputs"), statistics.input_moment("stack", 0)
+    ratios = statistics.pool_ratios("stack", "inputs", 0)
+    assert whole is not None and found is not None and ratios is not None
+    torch.testing.assert_close(found, ratios[:, None] * whole * ratios, rtol=1e-4, atol=1e-6)
+    assert float(found[3].abs().sum()) == 0 and float(ratios[3]) == 0
+    prior = experts.DIAGONAL_PRIOR_TOKENS
+    mixed = (90 * expert.inputs + prior * whole.diagonal()) / (
+        90 + prior
+    )  # both have been written with trace 1
+    torch.testing.assert_close(found.diagonal(), mixed)
+    assert statistics.pool_ratios("stack", "inputs", 1) is None  # nothing was recorded
 
 
 def _collect(checkpoint: Path, folder: Path) -> Statistics:
