@@ -1,14 +1,14 @@
-"""Serialises the arms of one matrix for the journal, in numpy's .npz format."""
+"""Serialises the arms of one matrix for the journal, as safetensors: numpy's .npz takes milliseconds to read."""
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from safetensors.numpy import load, save
 
 from ciuic_cli.allocation.arms import ArmTable, PassOptions
 from ciuic_cli.allocation.matrices import WeightMatrix
@@ -19,18 +19,16 @@ _SORTED = "sorted "
 
 
 def arms_to_bytes(table: ArmTable) -> bytes:
-    """The table as .npz, without bits and L, which follow from the options."""
-    buffer = io.BytesIO()
+    """The table without bits and L, which follow from the options."""
     fields = _fields(table)
     if table.row_sorted is not None:
         fields |= {_SORTED + name: value for name, value in _fields(table.row_sorted).items()}
-    np.savez(buffer, allow_pickle=False, **fields)
-    return buffer.getvalue()
+    return save({name: np.ascontiguousarray(value) for name, value in fields.items()})
 
 
 def arms_from_bytes(data: bytes, matrix: WeightMatrix, options: PassOptions) -> ArmTable:
     """The inverse of `arms_to_bytes`, for the same matrix and options."""
-    stored = dict(np.load(io.BytesIO(data), allow_pickle=False))
+    stored = load(data)
     table = _from_fields(stored, matrix, options)
     fields = {name.removeprefix(_SORTED): value for name, value in stored.items() if name.startswith(_SORTED)}
     return replace(table, row_sorted=_from_fields(fields, matrix, options)) if fields else table

@@ -61,8 +61,8 @@ state is saved. Computed, not measured: docs/SCALE.md."""
 _ARM_BYTES = 72
 """Bytes per group of 16 rows in the journal's file of a matrix's arms (`allocation/arms_file.py`): sensitivity, loss of
 pruning and what low-rank parts leave, in natural order and sorted; and the rows' classes."""
-_ARM_FILE_BYTES = 4200
-"""Other bytes of such a file: headers of 16 arrays. Measured: files of 8.9 kB where a matrix has 64 groups."""
+_ARM_FILE_BYTES = 1300
+"""Other bytes of such a file: the header of 16 arrays. Measured."""
 DISK_SHARE = 2.9
 """Noise is kept while a run has fewer bytes on the disk than this multiple of its model's, at two bytes per weight.
 Chosen: at most three times, with some small files (docs/experiments/scale/disk.md)."""
