@@ -303,8 +303,8 @@ class FinishedFiles:
     def are_intact(journal: Journal, earlier: str) -> bool:
         """True if all finished files still have the bytes that were recorded. Reads all of them.
 
-        earlier: a step that was made from the codes before there was a file. If it is damaged, so are the files: the
-        codes that it needs may be in them only.
+        earlier: a step that is made from the codes before the first file. If it is damaged while there are files, this
+        returns False, too: it cannot be made again, because codes may be in the files only.
         """
         steps = sorted((journal.folder / _FINISHED).glob("*"))
         if steps and journal.load(earlier) is None:

@@ -60,9 +60,8 @@ def test_a_mixed_moment_has_the_pools_correlations_and_variances_between(tmp_pat
     torch.testing.assert_close(found, ratios[:, None] * whole * ratios, rtol=1e-4, atol=1e-6)
     assert float(found[3].abs().sum()) == 0 and float(ratios[3]) == 0
     prior = experts.DIAGONAL_PRIOR_TOKENS
-    mixed = (90 * expert.inputs + prior * whole.diagonal()) / (
-        90 + prior
-    )  # both have been written with trace 1
+    # Writing has given both a trace of 1.
+    mixed = (90 * expert.inputs + prior * whole.diagonal()) / (90 + prior)
     torch.testing.assert_close(found.diagonal(), mixed)
     assert statistics.pool_ratios("stack", "inputs", 1) is None  # nothing was recorded
 

@@ -274,26 +274,6 @@ static int trace_stride(const Search& search, int tile, int slot, int prefix, ui
   return prefix;
 }
 
-// The prefixes of a path at all saved steps.
-typedef uint16_t Trail[kTileWeights + 1];
-
-// Traces the cheapest path of each tile back to its beginning. The traces take turns, because each weight of a trace waits
-// for the one before.
-template <int Tiles>
-static void trace_best(const Search& search, uint16_t* const* windows, Trail* trails) {
-  const int prefixes = search.prefixes, slots = kTileWeights / search.stride;
-  for (int t = 0; t < Tiles; ++t) {
-    const int32_t* last = search.saved[t] + static_cast<size_t>(slots) * prefixes;
-    int end = 0;
-    for (int p = 1; p < prefixes; ++p)
-      if (last[p] < last[end]) end = p;
-    trails[t][slots] = static_cast<uint16_t>(end);
-  }
-  for (int slot = slots - 1; slot >= 0; --slot)
-    for (int t = 0; t < Tiles; ++t)
-      trails[t][slot] = static_cast<uint16_t>(trace_stride(search, t, slot, trails[t][slot + 1], windows[t]));
-}
-
 // Traces the cheapest path to `prefix` at the saved step `slots` back to its beginning and returns the prefix that it
 // starts from. `trail` receives the path's prefix at every saved step. With have_trail it holds those of the path traced
 // before: where the two paths meet the trace ends, because before that point they are the same.
@@ -314,9 +294,15 @@ static const int kRepair = 64;
 // Finds a closed path, one that ends in the prefix that it starts from. Nearly all paths start from the same prefix. So
 // the path that ends in the start of the best path is usually closed. If it is not, the next attempt is the path that
 // ends in its start. After three failures the path that ends in the best path's start is closed by force: its first
-// kRepair weights are searched again, from that prefix to the path's prefix after them. windows, trail: of the best path.
-static void close_path(Search& search, int tile, uint16_t* windows, uint16_t* trail) {
-  const int prefixes = search.prefixes, slots = kTileWeights / search.stride, first_start = trail[0];
+// kRepair weights are searched again, from that prefix to the path's prefix after them.
+static void close_path(Search& search, int tile, uint16_t* windows) {
+  const int prefixes = search.prefixes, slots = kTileWeights / search.stride;
+  const int32_t* last = search.saved[tile] + static_cast<size_t>(slots) * prefixes;
+  int end = 0;
+  for (int p = 1; p < prefixes; ++p)
+    if (last[p] < last[end]) end = p;
+  uint16_t trail[kTileWeights + 1];
+  const int first_start = trace(search, tile, slots, end, windows, trail, false);
   int start = first_start;
   for (int attempt = 0; attempt < 3; ++attempt) {
     const int new_start = trace(search, tile, slots, start, windows, trail, true);
@@ -348,9 +334,7 @@ static void encode_together(const float* const* targets, Search& search, uint16_
   forward<Tiles>(search, tiles, kTileWeights - lead, lead, start, false);
   for (int t = 0; t < Tiles; ++t) start[t] = search.saved[t];
   forward<Tiles>(search, tiles, 0, kTileWeights, start, true);
-  Trail trails[Tiles];
-  trace_best<Tiles>(search, windows, trails);
-  for (int t = 0; t < Tiles; ++t) close_path(search, t, windows[t], trails[t]);
+  for (int t = 0; t < Tiles; ++t) close_path(search, t, windows[t]);
 }
 
 int encode_tiles(const float* const* targets, int tiles, int half_bits, int L, void* workspace,
