@@ -91,12 +91,15 @@ def row_slices(matrix: WeightMatrix) -> list[slice]:
 
 def working_bytes(matrix: WeightMatrix) -> int:
     """Peak bytes of preparing, probing or rounding the matrix."""
+    whole = EMBEDDING_WEIGHT_BYTES * matrix.weights if matrix.role in EMBEDDING_ROLES else 0
+    return whole + chunk_bytes(matrix)
+
+
+def chunk_bytes(matrix: WeightMatrix) -> int:
+    """As `working_bytes`, but of one row chunk, without what all chunks share."""
     full = full_outputs(matrix.role, matrix.rows, matrix.cols)
-    if matrix.role not in EMBEDDING_ROLES:
-        return matrix_bytes(matrix.rows, matrix.cols, full_outputs=full)
-    chunk = row_slices(matrix)[0].stop
-    whole = EMBEDDING_WEIGHT_BYTES * matrix.weights
-    return whole + matrix_bytes(chunk, matrix.cols, full_outputs=full, contexts=True)
+    contexts = matrix.role in EMBEDDING_ROLES
+    return matrix_bytes(row_slices(matrix)[0].stop, matrix.cols, full_outputs=full, contexts=contexts)
 
 
 def is_large(matrix: WeightMatrix) -> bool:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ciuic_cli.allocation.arms import ArmTable, PassOptions, require_finite_loss
 from ciuic_cli.allocation.matrices import CHANNEL_ROLES, WeightMatrix, fisher_of
 from ciuic_cli.allocation.pool_factors import PoolFactors
-from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
+from ciuic_cli.allocation.row_chunks import RowChunk, map_row_chunks, read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.passes import lowrank, prune
@@ -67,22 +67,21 @@ def price_matrix(
         with step("input scales"):
             input_scale = input_scales(weight, fisher)
         weight, fisher = scaled(weight, fisher, input_scale)
-    factored, sensitivities = pools.inputs(matrix, fisher), []
-    for chunk in row_chunks(weight, fisher, matrix, factored=factored, pools=pools):
-        prepared = chunk.prepared
-        sensitivities.append(prepared.row_sensitivity[: prepared.rows])
-    # `prepared` is now the last chunk. Only matrices of a single chunk have a full G or low-rank parts.
+    factored = pools.inputs(matrix, fisher)
+    chunks = map_row_chunks(_sensitivity, weight, fisher, matrix, factored=factored, pools=pools)
+    sensitivities, factors_of_g = zip(*chunks, strict=True)
     sensitivity = torch.cat(sensitivities)
+    outputs = factors_of_g[-1]  # only matrices of a single chunk have a full G or low-rank parts
     fisher = replace(fisher, contexts=None)  # as large as the matrix, and not needed any more
     energies = {}
     if ranks := options.ranks_for(matrix):
         with step("low-rank parts"):
-            energies = lowrank.residual_energies(weight, prepared.outputs.d_diagonal[: matrix.rows], ranks)
+            energies = lowrank.residual_energies(weight, outputs.d_diagonal[: matrix.rows], ranks)
     channels = np.zeros(0)
     if options.prune == "auto" and matrix.role in CHANNEL_ROLES:
         with step("loss of pruning"):
             channels = prune.channel_loss(weight, fisher)
-    damping = max(prepared.inputs.damping, prepared.outputs.damping)
+    damping = max(factored.ldl.damping, outputs.damping)
     if damping:
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, matrix.key, damping)
     dead_inputs = bool((fisher.inputs.diagonal() <= 0).any())
@@ -93,7 +92,7 @@ def price_matrix(
         options.L,
         group_sums(sensitivity),
         group_sums(pruning),
-        _lowrank_parts(energies, prepared.outputs, matrix),
+        _lowrank_parts(energies, outputs, matrix),
         channels=channels,
         singular=covered and (bool(damping) or dead_inputs or few_tokens),
         input_scale=input_scale,
@@ -101,9 +100,15 @@ def price_matrix(
     row_class = row_classes(sensitivity)
     keeps_order = matrix.role in UNSORTED_POOLED_ROLES and pools.shares_outputs(matrix)
     if covered and not keeps_order and sorting_pays(sensitivity, row_class, matrix.cols):
-        in_order = _sorted_table(table, row_class, sensitivity, pruning, energies, prepared.outputs)
+        in_order = _sorted_table(table, row_class, sensitivity, pruning, energies, outputs)
         table = replace(table, row_sorted=in_order)
     return table
+
+
+def _sensitivity(chunk: RowChunk) -> tuple[torch.Tensor, BlockLDL]:
+    """The sensitivity of the chunk's rows (m,), and the factors of their G."""
+    prepared = chunk.prepared
+    return prepared.row_sensitivity[: prepared.rows], prepared.outputs
 
 
 def _sorted_table(

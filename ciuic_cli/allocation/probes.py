@@ -8,6 +8,7 @@ the role's predictions. A last probe perturbs all roles at once and corrects for
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 from ciuic_cli.allocation.matrices import EMBEDDING_ROLES, UNPROBED_ROLES, WeightMatrix, fisher_of
 from ciuic_cli.allocation.plan import Plan
 from ciuic_cli.allocation.pool_factors import PoolFactors
-from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
+from ciuic_cli.allocation.row_chunks import RowChunk, map_row_chunks, read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.bits import bits_of
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L
@@ -120,11 +121,10 @@ def perturbation(
         weight = read_matrix(model_map, matrix).to(factors.device)
         weight, fisher = scaled(weight, fisher, matrix_plan.input_scale)
         factored = factors.inputs(matrix, fisher)
-        generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode()))
         structure_mask = plan.structure_masks.get(matrix.key)
-        for chunk in row_chunks(
-            weight, fisher, matrix, matrix_plan.row_class, factored=factored, pools=factors
-        ):
+
+        def add_noise(chunk: RowChunk) -> None:
+            generator = torch.Generator().manual_seed(zlib.crc32(matrix.key.encode(), chunk.stored.start))
             prepared, product = chunk.prepared, weight.new_zeros(1)
             if matrix_plan.rank:
                 importance = prepared.outputs.d_diagonal[: matrix.rows]
@@ -139,6 +139,11 @@ def perturbation(
                 kept = kept.to(noisy.device)
                 noisy[kept] = chunk.weight[kept]
             weight[chunk.rows] = noisy  # no other chunk reads these rows
+
+        row_class = matrix_plan.row_class
+        deque(
+            map_row_chunks(add_noise, weight, fisher, matrix, row_class, factored=factored, pools=factors), 0
+        )
         scale = matrix_plan.input_scale
         return weight if scale is None else weight.mul_(input_factors(scale).to(weight.device))
 

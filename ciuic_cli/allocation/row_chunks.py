@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ciuic_cli.allocation.matrices import WeightMatrix, row_slices
+from ciuic_cli.allocation.matrices import WeightMatrix, chunk_bytes, row_slices
 from ciuic_cli.allocation.pool_factors import PoolFactors
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.row_order import stored_order
@@ -18,6 +19,10 @@ from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.feedback import FactoredInputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
+from ciuic_cli.process.threads import in_order
+
+Result = TypeVar("Result")
 
 
 def read_matrix(model_map: ModelMap, matrix: WeightMatrix) -> torch.Tensor:
@@ -49,7 +54,8 @@ class RowChunk:
         return slice(self.stored.start // TILE, ceil_div(self.stored.stop, TILE))
 
 
-def row_chunks(
+def map_row_chunks(
+    function: Callable[[RowChunk], Result],
     weight: torch.Tensor,
     fisher: KroneckerFisher,
     matrix: WeightMatrix,
@@ -57,8 +63,8 @@ def row_chunks(
     *,
     factored: FactoredInputs,
     pools: PoolFactors,
-) -> Iterator[RowChunk]:
-    """The row chunks of a matrix in stored order.
+) -> Iterator[Result]:
+    """The function's results for the row chunks of a matrix, in stored order. A processor works on several at once.
 
     Args:
         weight: (m, n) float32; weight and fisher as `passes.scale.scaled` returns them if there are input scales.
@@ -68,9 +74,19 @@ def row_chunks(
     """
     order = torch.arange(matrix.rows) if row_class is None else torch.from_numpy(stored_order(row_class))
     order = order.to(weight.device)
-    for stored in row_slices(matrix):
+
+    def result(stored: slice) -> Result:
         rows = order[stored]
         whole = row_class is None and len(rows) == matrix.rows
         chunk, chunk_fisher = (weight, fisher) if whole else (weight[rows], fisher.reordered(rows))
         outputs = pools.outputs(matrix, fisher) if whole else None
-        yield RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs))
+        return function(RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs)))
+
+    side_by_side = row_chunks_side_by_side(matrix) if pools.device.type == "cpu" else 1
+    return in_order(row_slices(matrix), result, side_by_side)
+
+
+def row_chunks_side_by_side(matrix: WeightMatrix) -> int:
+    """How many row chunks a processor works on at once."""
+    fit = PARALLEL_WORK_BYTES // chunk_bytes(matrix)
+    return max(1, min(len(row_slices(matrix)), torch.get_num_threads(), fit))

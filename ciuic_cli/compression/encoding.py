@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ciuic_cli.allocation.matrices import WeightMatrix, fisher_of, row_slices
 from ciuic_cli.allocation.plan import MatrixPlan, Plan
 from ciuic_cli.allocation.pool_factors import PoolFactors
-from ciuic_cli.allocation.row_chunks import read_matrix, row_chunks
+from ciuic_cli.allocation.row_chunks import RowChunk, map_row_chunks, read_matrix
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.header import MatrixHeader
 from ciuic_cli.codecs.packing import PackedMatrix
@@ -48,7 +49,10 @@ def encode_matrix(
     if len(row_slices(matrix)) > 1:
         return _encode_in_chunks(weight, fisher, matrix_plan, pools, rounder)
     factored = pools.inputs(matrix, fisher)
-    (chunk,) = row_chunks(weight, fisher, matrix, matrix_plan.row_class, factored=factored, pools=pools)
+    row_class = matrix_plan.row_class
+    (chunk,) = map_row_chunks(
+        lambda chunk: chunk, weight, fisher, matrix, row_class, factored=factored, pools=pools
+    )
     prepared, factors = chunk.prepared, None
     if matrix_plan.rank:
         importance = prepared.outputs.d_diagonal[: matrix.rows]
@@ -82,16 +86,21 @@ def _encode_in_chunks(
     matrix, row_class, L = matrix_plan.matrix, matrix_plan.row_class, matrix_plan.L
     factored = pools.inputs(matrix, fisher)
     without_contexts = replace(fisher, contexts=None)
-    plain = row_chunks(weight, without_contexts, matrix, row_class, factored=factored, pools=pools)
-    rms = torch.cat([chunk.prepared.rms[: len(chunk.rows)] for chunk in plain])
-    base, codes = row_scales(rms, matrix_plan.row_bits, L)
+    all_rms = map_row_chunks(
+        lambda chunk: chunk.prepared.rms[: len(chunk.rows)], weight, without_contexts, matrix, row_class,
+        factored=factored, pools=pools,
+    )  # fmt: skip
+    base, codes = row_scales(torch.cat(list(all_rms)), matrix_plan.row_bits, L)
     scales = decode_scales(base, codes)
-    tiles = [
-        round_rows(chunk.prepared, matrix_plan.row_bits[chunk.groups], scales[chunk.stored], L, rounder)
-        for chunk in row_chunks(weight, fisher, matrix, row_class, factored=factored, pools=pools)
-    ]
+
+    def round_chunk(chunk: RowChunk) -> NDArray[np.uint8]:
+        return round_rows(
+            chunk.prepared, matrix_plan.row_bits[chunk.groups], scales[chunk.stored], L, rounder
+        )
+
+    tiles = map_row_chunks(round_chunk, weight, fisher, matrix, row_class, factored=factored, pools=pools)
     header = MatrixHeader(
         matrix.rows, matrix.cols, L, 0, base, matrix_plan.row_bits, codes,
         row_class=row_class, input_scale=matrix_plan.input_scale,
     )  # fmt: skip
-    return PackedMatrix(header, np.concatenate(tiles))
+    return PackedMatrix(header, np.concatenate(list(tiles)))

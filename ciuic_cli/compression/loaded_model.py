@@ -15,6 +15,7 @@ import torch
 from ciuic_cli.compression.run import Run
 from ciuic_cli.errors import CiuicError, InputError, TargetError
 from ciuic_cli.evaluation.estimates import Floats, mean_of
+from ciuic_cli.evaluation.kl_meter import CHECKED_SEQUENCES
 from ciuic_cli.evaluation.opening import artifact_in_memory
 from ciuic_cli.process.memory import machine_fault, return_freed_memory
 
@@ -27,11 +28,11 @@ ABSOLUTE_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-3, torch.float16: 
 model differ by 0.001 (`evaluate`)."""
 
 
-def loaded_kls(run: Run, folder: Path, rounded: list[Floats]) -> list[Floats]:
-    """KL of every held-out token of the artifact in `folder`, loaded by transformers with the plug-in.
+def require_loadable(run: Run, folder: Path, rounded: list[Floats]) -> None:
+    """Load the artifact in `folder` by transformers with the plug-in, and compare its KL with that of its weights.
 
     Args:
-        rounded: the same of the rounded weights, measured layer by layer.
+        rounded: KL of every held-out token of the rounded weights, measured layer by layer.
 
     Raises:
         TargetError: the two measurements differ by more than their standard errors allow.
@@ -45,7 +46,7 @@ def loaded_kls(run: Run, folder: Path, rounded: list[Floats]) -> list[Floats]:
             folder, run.device, run.map.layer_prefixes, most=run.task.work_bytes()
         ) as model:
             dtype = model.dtype
-            loaded = run.meter().token_kls_of_model(model, folder / "config.json")
+            loaded = run.meter().token_kls_of_model(model, folder / "config.json", CHECKED_SEQUENCES)
         del model  # frees it
     except CiuicError as error:
         if isinstance(error, InputError):
@@ -59,8 +60,7 @@ def loaded_kls(run: Run, folder: Path, rounded: list[Floats]) -> list[Floats]:
             run, name, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         ) from error
     return_freed_memory()
-    _require_agreement(run, name, rounded, loaded, dtype)
-    return loaded
+    _require_agreement(run, name, rounded[:CHECKED_SEQUENCES], loaded, dtype)
 
 
 def allowed_difference(rounded: list[Floats], loaded: list[Floats], dtype: torch.dtype) -> float:

@@ -16,7 +16,7 @@ from ciuic_cli.artifact import publishing, writer
 from ciuic_cli.artifact.schema import quantization_config
 from ciuic_cli.codecs.stack import ExpertStack
 from ciuic_cli.compression.journal import FinishedFiles
-from ciuic_cli.compression.loaded_model import loaded_kls
+from ciuic_cli.compression.loaded_model import require_loadable
 from ciuic_cli.compression.output_checks import check_no_run_inside
 from ciuic_cli.compression.recipe import write_recipe
 from ciuic_cli.compression.run import Run
@@ -71,15 +71,15 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     with measured("write", ""):
         _write_weights(run, plan, folder, factors)
     writer.copy_companions(run.map.checkpoint.folder, folder)
-    report = run.report(plan, started)  # without the loaded artifact's KL: loading needs the config
+    report = run.report(plan, started, mean_of(rounded))
     quantization = quantization_config(
         bits_per_weight=report.bits_per_weight, ratio=report.ratio, mtp=run.map.mtp
     )
     writer.write_config(folder, run.map.source_config, quantization)
     _require_readable(folder)
     with measured("measure", ""):
-        loaded = mean_of(loaded_kls(run, folder, rounded))
-    report = run.report(plan, started, loaded)
+        require_loadable(run, folder, rounded)
+    report = run.report(plan, started, mean_of(rounded))  # again: its seconds include the check
     if run.options.prompt is not None:
         report = _with_sample(
             report, run.options.prompt, run.map.checkpoint.folder, folder, run.options.device

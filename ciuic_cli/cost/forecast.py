@@ -16,11 +16,13 @@ from ciuic_cli.allocation.machine import processor
 from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
     WeightMatrix,
+    chunk_bytes,
     full_outputs,
     weight_matrices,
     working_bytes,
 )
 from ciuic_cli.allocation.pool_factors import KEPT_POOLS
+from ciuic_cli.allocation.row_chunks import row_chunks_side_by_side
 from ciuic_cli.artifact.layout import SHARD_BYTES
 from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.cost.run_time import (
@@ -297,5 +299,6 @@ def work_bytes(
 
 
 def _side_by_side_bytes(matrix: WeightMatrix) -> int:
-    """Bytes of work on all matrices of this shape that are worked on side by side."""
-    return working_bytes(matrix) * processor().side_by_side(matrix)
+    """Bytes of work on all matrices of this shape, or row chunks of one, that are worked on side by side."""
+    chunks = (row_chunks_side_by_side(matrix) - 1) * chunk_bytes(matrix)
+    return chunks + working_bytes(matrix) * processor().side_by_side(matrix)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 SCRATCH_ROWS = 4096
 """Rows whose temporaries are in memory at a time; a row chunk has a multiple of it (measured:
 docs/experiments/scale/vocabulary-chunks.md)."""
-CHUNK_BYTES = 1 << 25
+CHUNK_BYTES = 12 << 20
 """Approximate bytes of a row chunk in float32 (measured: docs/experiments/scale/vocabulary-chunks.md)."""
 
 

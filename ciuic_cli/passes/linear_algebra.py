@@ -1,7 +1,11 @@
 """Cholesky factors, triangular solves and decompositions whose bits do not depend on the number of threads.
 
 LAPACK splits a large factorisation or triangular solve among threads, and its rounding depends on the split. Here one
-thread solves each panel of 128 columns. The products between panels are nearly all of the work and use all threads.
+thread works on each panel of columns. The products between panels are nearly all of the work and use all threads.
+
+A panel is solved by multiplying with the inverse of its corner on the diagonal: MKL solves triangular systems at a
+ninth of the rate of its products (measured: docs/experiments/scale/arms.md). All matrices here are damped, so that the
+corners' inverses are exact enough.
 """
 
 from __future__ import annotations
@@ -12,8 +16,12 @@ import torch
 
 from ciuic_cli.process.threads import one_thread
 
-PANEL = 128
-"""Columns of a panel, which one thread solves (chosen, not tuned)."""
+PANEL = 192
+"""Columns of a panel, on which one thread works. Of 64, 96, 128 and 192, the fastest with 576 and 1,536 columns
+together (measured: docs/experiments/scale/arms.md)."""
+_SOLVED = 64
+"""Most rows of a triangular matrix that is inverted by solving; larger ones are halved. Of 16 to 128, the fastest
+(measured: the same page)."""
 _INVERSE_COLUMNS = 8 * PANEL
 """Columns of an inverse that are computed at a time, so that most products with the zeros above its diagonal are left
 out: nearly half of all products (chosen, not tuned)."""
@@ -29,13 +37,13 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
     lower = torch.zeros_like(matrix)
     for begin, end in _panels(len(matrix)):
         residual = matrix[begin:, begin:end] - lower[begin:, :begin] @ lower[begin:end, :begin].T
-        below = residual[end - begin :].T.contiguous()
         with one_thread():
             corner, info = torch.linalg.cholesky_ex(residual[: end - begin])
             if int(info) or not bool(torch.isfinite(corner).all()):
                 return None
-            lower[end:, begin:end] = torch.linalg.solve_triangular(corner, below, upper=False).T
-        lower[begin:end, begin:end] = corner
+            lower[begin:end, begin:end] = corner
+            if end < len(matrix):
+                lower[end:, begin:end] = residual[end - begin :] @ _inverse_of_corner(corner).T
     return lower
 
 
@@ -63,7 +71,7 @@ def solve_lower(lower: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     for begin, end in _panels(len(lower)):
         residual = values[begin:end] - lower[begin:end, :begin] @ x[:begin]
         with one_thread():
-            x[begin:end] = torch.linalg.solve_triangular(lower[begin:end, begin:end], residual, upper=False)
+            x[begin:end] = _inverse_of_corner(lower[begin:end, begin:end]) @ residual
     return x
 
 
@@ -71,15 +79,14 @@ def inverse_lower(lower: torch.Tensor) -> torch.Tensor:
     """The inverse of a lower triangular L (n, n), which is lower triangular: a third of `solve_lower`'s work."""
     x = torch.zeros_like(lower)
     for begin, end in _panels(len(lower)):
-        residual = torch.zeros(end - begin, end, dtype=lower.dtype, device=lower.device)
+        with one_thread():
+            inverse = _inverse_of_corner(lower[begin:end, begin:end])
+        x[begin:end, begin:end] = inverse
         for left in range(0, begin, _INVERSE_COLUMNS):
             right = min(left + _INVERSE_COLUMNS, begin)  # the rows above `left` are zero in these columns
-            residual[:, left:right] = -lower[begin:end, left:begin] @ x[left:begin, left:right]
-        residual[:, begin:].fill_diagonal_(1.0)
-        with one_thread():
-            x[begin:end, :end] = torch.linalg.solve_triangular(
-                lower[begin:end, begin:end], residual, upper=False
-            )
+            residual = lower[begin:end, left:begin] @ x[left:begin, left:right]
+            with one_thread():
+                x[begin:end, left:right] = inverse.neg() @ residual
     return x
 
 
@@ -89,8 +96,22 @@ def solve_transposed(lower: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     for begin, end in reversed(_panels(len(lower))):
         residual = values[begin:end] - lower[end:, begin:end].T @ x[end:]
         with one_thread():
-            x[begin:end] = torch.linalg.solve_triangular(lower[begin:end, begin:end].T, residual, upper=True)
+            x[begin:end] = _inverse_of_corner(lower[begin:end, begin:end]).T @ residual
     return x
+
+
+def _inverse_of_corner(lower: torch.Tensor) -> torch.Tensor:
+    """The inverse of a lower triangular (n, n) of at most a panel. Call it with one thread."""
+    size = len(lower)
+    if size <= _SOLVED:
+        identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+        return torch.linalg.solve_triangular(lower, identity, upper=False)
+    half = size // 2
+    first, last = _inverse_of_corner(lower[:half, :half]), _inverse_of_corner(lower[half:, half:])
+    inverse = torch.zeros_like(lower)
+    inverse[:half, :half], inverse[half:, half:] = first, last
+    inverse[half:, :half] = -last @ lower[half:, :half] @ first
+    return inverse
 
 
 def orthonormal(columns: torch.Tensor) -> torch.Tensor:

@@ -93,9 +93,13 @@ def machine_fault(error: BaseException) -> EnvironmentFault | None:
 
 def resident_bytes() -> int:
     """Resident memory of this process now, in bytes."""
-    import psutil  # imported late: every command imports this module
+    try:  # `limit_freed_memory` asks some thousand times a second; psutil takes three times as long
+        with open("/proc/self/statm", "rb", buffering=0) as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except OSError:  # another system than Linux
+        import psutil  # imported late: every command imports this module
 
-    return int(psutil.Process().memory_info().rss)
+        return int(psutil.Process().memory_info().rss)
 
 
 def peak_resident_bytes() -> int:
@@ -124,6 +128,10 @@ SLACK = 256 << 20
 the end of its heap; so much more than what is in use may be resident. With 64 MB, and the 128 kB that glibc keeps by
 default, a fifth of the statistics' time went into mapping and clearing pages that had just been returned (measured:
 docs/experiments/scale/account.md)."""
+KEPT_BYTES = 1 << 30
+"""Resident bytes up to which `limit_freed_memory` returns nothing: nearly every machine has them. Mapping and clearing
+what had been returned took a twelfth of the time of compressing SmolLM2 (measured:
+docs/experiments/scale/freed-memory.md)."""
 _LARGEST_REUSED = 32 << 20
 """Bytes from which a block is mapped separately while a model generates. It is the largest value that glibc takes; it
 chooses this value, and twice as many bytes kept at the heap's end, by itself after it has freed such a block (measured:
@@ -167,14 +175,15 @@ def return_freed_memory() -> None:
 
 
 def limit_freed_memory(slack: int = SLACK) -> None:
-    """`return_freed_memory` if the process has grown by `slack` bytes since the last return; for inner loops.
+    """`return_freed_memory` if the process has more than KEPT_BYTES, and has grown by `slack` bytes since the last
+    return; for inner loops.
 
     glibc puts a block into the hole that fits best. In a heap with many holes, one layer uses most of them once, and
     they stay resident: a layer that needs 240 MB took 600 MB.
     """
     global _settled
     resident = resident_bytes()
-    if resident > _settled + slack:
+    if resident > max(KEPT_BYTES, _settled + slack):
         return_freed_memory()
         resident = resident_bytes()
         _settled = resident

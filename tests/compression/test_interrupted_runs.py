@@ -178,7 +178,7 @@ def _stopped_after_writing(source: Path, out: Path, text: Path, monkeypatch: pyt
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing, "loaded_kls", interrupt)
+        patch.setattr(writing, "require_loadable", interrupt)
         with pytest.raises(KeyboardInterrupt):
             compress_tiny(source, out, text)
 
