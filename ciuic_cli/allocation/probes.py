@@ -103,7 +103,8 @@ def perturbation(
     pools: keeps factors from one matrix to the next, and says on which device to compute; None: on the CPU.
 
     Row groups of pruned structures keep their weights, because the loss of a structure is not part of a role's loss of
-    rounding. Row groups that the budget pruned become zero. The noise of a matrix depends only on its key.
+    rounding. Row groups that the budget pruned become zero. The noise of a row chunk depends only on its first row and
+    on the key of its matrix.
     """
     chosen = {(matrix.name, matrix.expert): matrix for matrix in matrices}
     factors = pools or PoolFactors(statistics)

@@ -15,7 +15,7 @@ import torch
 from ciuic_cli.compression.run import Run
 from ciuic_cli.errors import CiuicError, InputError, TargetError
 from ciuic_cli.evaluation.estimates import Floats, mean_of
-from ciuic_cli.evaluation.kl_meter import CHECKED_SEQUENCES
+from ciuic_cli.evaluation.kl_meter import CHECKED_TOKENS
 from ciuic_cli.evaluation.opening import artifact_in_memory
 from ciuic_cli.process.memory import machine_fault, return_freed_memory
 
@@ -40,13 +40,14 @@ def require_loadable(run: Run, folder: Path, rounded: list[Floats]) -> None:
         EnvironmentFault: memory does not suffice.
     """
     return_freed_memory()
+    count = min(CHECKED_TOKENS, len(rounded[0]))
     name = type(run.map.meta_model()).__name__
     try:
         with artifact_in_memory(
             folder, run.device, run.map.layer_prefixes, most=run.task.work_bytes()
         ) as model:
             dtype = model.dtype
-            loaded = run.meter().token_kls_of_model(model, folder / "config.json", CHECKED_SEQUENCES)
+            loaded = run.meter().token_kls_of_model(model, folder / "config.json", count)
         del model  # frees it
     except CiuicError as error:
         if isinstance(error, InputError):
@@ -60,28 +61,26 @@ def require_loadable(run: Run, folder: Path, rounded: list[Floats]) -> None:
             run, name, f"{type(error).__name__}: {' '.join(str(error).split()):.300}"
         ) from error
     return_freed_memory()
-    _require_agreement(run, name, rounded[:CHECKED_SEQUENCES], loaded, dtype)
+    _require_agreement(run, name, rounded[0][:count], loaded, dtype)
 
 
-def allowed_difference(rounded: list[Floats], loaded: list[Floats], dtype: torch.dtype) -> float:
+def allowed_difference(rounded: Floats, loaded: Floats, dtype: torch.dtype) -> float:
     """The largest difference of the two means, in nats per token, that chance and rounding explain.
 
     Both models predict the same tokens, so the standard error is that of the differences token by token, but at most
     that of two independent measurements as exact as `rounded`: a fault would raise its own limit otherwise.
     """
-    differences = mean_of([after - before for before, after in zip(rounded, loaded, strict=True)])
-    before = mean_of(rounded)
+    differences, before = mean_of([loaded - rounded]), mean_of([rounded])
     stderr = min(differences.stderr, math.sqrt(2) * before.stderr)
     absolute = ABSOLUTE_TOLERANCE.get(dtype, ABSOLUTE_TOLERANCE[torch.float32])
     return STANDARD_ERRORS * stderr + RELATIVE_TOLERANCE * abs(before.value) + absolute
 
 
-def _require_agreement(
-    run: Run, name: str, rounded: list[Floats], loaded: list[Floats], dtype: torch.dtype
-) -> None:
-    before, after = mean_of(rounded), mean_of(loaded)
-    finite = all(np.isfinite(part).all() for part in loaded)
-    if finite and abs(after.value - before.value) <= allowed_difference(rounded, loaded, dtype):
+def _require_agreement(run: Run, name: str, rounded: Floats, loaded: Floats, dtype: torch.dtype) -> None:
+    before, after = mean_of([rounded]), mean_of([loaded])
+    if np.isfinite(loaded).all() and abs(after.value - before.value) <= allowed_difference(
+        rounded, loaded, dtype
+    ):
         return
     raise TargetError(
         f"the finished artifact, loaded by transformers as {name}, predicts otherwise than its weights do in the "

@@ -35,7 +35,7 @@ from ciuic_cli.cost.timing import (
     time_products,
     time_reading,
 )
-from ciuic_cli.evaluation.kl_meter import CHECKED_SEQUENCES
+from ciuic_cli.evaluation.kl_meter import CHECKED_TOKENS
 from ciuic_cli.layerwise.chunk_threads import hidden_width
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.layerwise.overrides import KEPT_DTYPE
@@ -210,8 +210,8 @@ def phase_seconds(
         total["recovery"] += 4 * text.recovery * text.length * active * rates.statistics
         total["recovery"] += 2 * (text.recovery // STEP_SEQUENCES) * (reading + decoding)
         total["recovery"] += (EVALUATIONS + 1) * total["measure"]
-    # The finished artifact runs some of the sequences once more, from its codes.
-    total["measure"] += held_out * min(1.0, CHECKED_SEQUENCES / text.held_out) + decoding
+    # The finished artifact runs some of the tokens once more, from its codes.
+    total["measure"] += run_forward(min(CHECKED_TOKENS, text.length)) / text.held_out + decoding
     return total
 
 

@@ -28,9 +28,9 @@ from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.process.progress import Progress
 
 NONFINITE_REMEDY = "see with `ciuic eval` whether the original predicts this text, or ask for a lower --ratio"
-CHECKED_SEQUENCES = 1
-"""Held-out sequences that the finished artifact runs. A fault of loading shows in every token, and the artifact takes
-two to three times as long as the layers of its weights (measured: docs/experiments/scale/account.md)."""
+CHECKED_TOKENS = 256
+"""Tokens that the finished artifact runs, the first of a held-out sequence. A fault of loading shows in every token,
+and the artifact takes two to three times as long as the layers of its weights (docs/experiments/scale/account.md)."""
 
 
 class KLMeter:
@@ -116,29 +116,27 @@ class KLMeter:
         return kls
 
     @torch.inference_mode()
-    def token_kls_of_model(self, model: Any, config: Path, count: int) -> list[Floats]:
-        """KL of every token of the first `count` sequences, as `token_kls`, of a transformers model in memory; may be
-        NaN.
+    def token_kls_of_model(self, model: Any, config: Path, count: int) -> Floats:
+        """KL of the first `count` tokens in nats, of a transformers model in memory; may be NaN. The first sequence has
+        at least so many tokens.
 
         config: the model's config.json. Raises as `logits_in_parts`.
         """
-        size = self._stream.span_tokens
-        kls = []
+        ids = self._chunks[0][0, :count]
+        kls: list[Floats] = []
         # The allocator keeps the activations of every layer otherwise: 950 MB instead of 70 MB with SmolLM2-135M.
         hooks = [
             model.get_submodule(prefix.rstrip(".")).register_forward_hook(lambda *_: limit_freed_memory())
             for prefix in self._stream.prefixes
         ]
-        for chunk, (ids,) in enumerate(self._chunks[:count]):  # one sequence each
-            parts, begin = [], 0
-            for logits in logits_in_parts(model, ids, len(ids), size, config):
-                parts += self._span_kls(TokenSpan(chunk, 0, begin), logits)
-                begin += len(logits)
-                del logits  # frees them before the next ones are made
-            kls.append(np.concatenate(parts))
+        begin = 0
+        for logits in logits_in_parts(model, ids, count, self._stream.span_tokens, config):
+            kls += self._span_kls(TokenSpan(0, 0, begin), logits)
+            begin += len(logits)
+            del logits  # frees them before the next ones are made
         for hook in hooks:
             hook.remove()
-        return kls
+        return np.concatenate(kls)
 
     @torch.no_grad()
     def _run(self, override: Override | None) -> list[Floats]:
