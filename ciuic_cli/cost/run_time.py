@@ -34,6 +34,7 @@ from ciuic_cli.cost.timing import (
     time_moments,
     time_products,
     time_reading,
+    time_weights,
 )
 from ciuic_cli.evaluation.kl_meter import CHECKED_TOKENS
 from ciuic_cli.layerwise.chunk_threads import hidden_width
@@ -41,6 +42,7 @@ from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
+from ciuic_cli.statistics.collect import CHUNK_SEQUENCES, chunk_count
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import TALL_OUTPUT_STEP
 
@@ -105,6 +107,8 @@ class Rates:
             outputs.
         statistics_attention: the same for both sweeps of the statistics: forward twice, and backward.
         read: seconds per weight that is read.
+        weights: seconds per weight of an expert and product in the KL measurements, besides those of its tokens.
+        statistics_weights: the same in the statistics.
     """
 
     matrices: tuple[tuple[WeightMatrix, int, dict[str, float]], ...]
@@ -115,6 +119,8 @@ class Rates:
     attention: float
     statistics_attention: float
     read: float
+    weights: float
+    statistics_weights: float
 
 
 def measure_rates(
@@ -134,17 +140,20 @@ def measure_rates(
     shapes = Counter(
         (replace(matrix, name="", expert=None), pools_statistics(model_map, matrix)) for matrix in matrices
     )
+    statistics = product if dtype == torch.float32 else time_products(device, dtype)
     return Rates(
         tuple(
             (matrix, count, seconds_of(matrix, pooled=pooled)) for (matrix, pooled), count in shapes.items()
         ),
         product,
-        product if dtype == torch.float32 else time_products(device, dtype),
+        statistics,
         time_moments(device, dtype),
         time_activations(_widest(model_map), device),
         attention[0],
         sum(attention if dtype == torch.float32 else time_attention(device, dtype)),
         time_reading(model_map, matrices),
+        time_weights(device, torch.float32, model_map.dtype, product),
+        time_weights(device, dtype, dtype, statistics),
     )
 
 
@@ -192,7 +201,8 @@ def phase_seconds(
 
     def run_forward(length: int) -> float:
         """Seconds of the held-out sequences' first `length` tokens."""
-        return text.held_out * length * (active * product + length * attended * rates.attention)
+        of_tokens = length * (active * product + length * attended * rates.attention)
+        return text.held_out * (of_tokens + _expert_weights(model_map, length) * rates.weights)
 
     held_out, probed = run_forward(text.length), run_forward(min(text.length, text.probe or text.length))
     # Products and attention of the forward sweep, of recomputing each layer, and of its gradients; H and G of every
@@ -201,6 +211,9 @@ def phase_seconds(
     per_token += moments * rates.moments
     per_token += ACTIVATION_PASSES * _activations(model_map) * rates.activations
     total["statistics"] += text.tokens * per_token + 2 * reading
+    chunks = chunk_count(text.sequences, CHUNK_SEQUENCES)
+    tokens_of_chunk = text.tokens // max(1, chunks)
+    total["statistics"] += 3 * chunks * _expert_weights(model_map, tokens_of_chunk) * rates.statistics_weights
     # The probes of roles, that of all roles together, and the original. All probes read the model once.
     total["probe"] += len(probes) * probed + 2 * held_out + 2 * reading + rates.read * restored
     total["measure"] += held_out + reading + decoding
@@ -276,6 +289,16 @@ def _widest(model_map: ModelMap) -> int:
     layers = tuple(model_map.layer_prefixes)
     return max(
         (max(p.shape[-2:]) for p in executed_compressible(model_map) if p.name.startswith(layers)), default=1
+    )
+
+
+def _expert_weights(model_map: ModelMap, tokens: int) -> float:
+    """Weights of all experts that so many tokens reach, if each token chooses at random."""
+    chosen = experts_per_token(model_map.config)
+    return sum(
+        p.numel * (1.0 - max(0.0, 1.0 - chosen / experts_of(p)) ** tokens)
+        for p in executed(model_map)
+        if len(p.shape) == 3
     )
 
 

@@ -30,6 +30,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.layerwise.sequence_attention import NativeAttention
+from ciuic_cli.layerwise.stable_bits import outer_product
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.feedback import factor_inputs, factor_outputs
 from ciuic_cli.passes.fisher import KroneckerFisher
@@ -55,6 +56,8 @@ TIMING_REPEATS = {"cpu": 2, "gpu": 1}
 a GPU a repetition has up to sixteen matrices. Chosen, not tuned."""
 _TIMED_TOKENS = 512
 """Tokens of the timed product and attention: a usual length of calibration sequences."""
+_TIMED_FEW_TOKENS = 32
+"""Tokens of the product that times what weights take besides. Chosen: an expert gets about so many in a probe."""
 _TIMED_HEADS, _HEAD_SIZE = 16, 64
 """Heads of the timed attention, and the numbers of each. Chosen: SmolLM2's heads are as large."""
 _TIMED_READ_WEIGHTS = 1 << 22
@@ -217,6 +220,23 @@ def time_products(device: torch.device, dtype: torch.dtype) -> float:
     x, w = (torch.randn(rows, TIMED_SIZE, device=device).to(dtype) for rows in (_TIMED_TOKENS, TIMED_SIZE))
     best = _least_time(lambda: float(torch.nn.functional.linear(x, w)[-1, -1]), device)
     return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
+
+
+def time_weights(device: torch.device, dtype: torch.dtype, stored: torch.dtype, product: float) -> float:
+    """Seconds per weight that a product of few tokens in `dtype` takes besides those of its tokens.
+
+    The library converts and packs the weights of every product. With the tokens that an expert gets in a probe, that
+    takes longer than to multiply them.
+
+    Args:
+        stored: dtype of the weights in memory.
+        product: seconds per weight and token, from `time_products`.
+    """
+    x = torch.randn(_TIMED_FEW_TOKENS, TIMED_SIZE, device=device).to(dtype)
+    w = torch.randn(TIMED_SIZE, TIMED_SIZE, device=device).to(stored)
+    multiply = outer_product if dtype == torch.float32 else torch.nn.functional.linear
+    best = _least_time(lambda: float(multiply(x, w.to(dtype))[-1, -1]), device)
+    return max(0.0, best / (TIMED_SIZE * TIMED_SIZE) - _TIMED_FEW_TOKENS * product)
 
 
 def time_moments(device: torch.device, dtype: torch.dtype) -> float:

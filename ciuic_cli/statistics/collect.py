@@ -129,7 +129,12 @@ def chunks_of(batches: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
 
     Chunks and segments run side by side: five chunks keep two threads as long as six.
     """
-    return batches.tensor_split(min(2 * ceil_div(len(batches), 2 * most), len(batches)))
+    return batches.tensor_split(chunk_count(len(batches), most))
+
+
+def chunk_count(sequences: int, most: int) -> int:
+    """How many chunks `chunks_of` makes."""
+    return min(2 * ceil_div(sequences, 2 * most), sequences)
 
 
 @dataclass(frozen=True)

@@ -109,15 +109,33 @@ def test_a_dry_run_reports_the_forecast(
     assert any("of memory at its peak" in hint for hint in hints)
 
 
+NO_TIME = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
 def test_attention_takes_the_square_of_the_sequences_length(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     outputs = sum(p.shape[1] for p in model_map.parameters.values() if p.role == "o")
-    rates = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, attention=1.0, statistics_attention=10.0, read=0.0)
-    for length in (64, 128):
+    rates = replace(NO_TIME, attention=1.0, statistics_attention=10.0)
+    for length in (64, 512):
         text = TextSize(sequences=3, held_out=2, length=length)
         seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
         assert seconds["statistics"] == 3 * length**2 * outputs * 10.0
-        assert seconds["measure"] == 2 * 2 * length**2 * outputs  # the changed model, and the artifact
+        checked = min(256, length)
+        assert (
+            seconds["measure"] == (2 * length**2 + checked**2) * outputs
+        )  # the changed model, and the artifact
+
+
+def test_experts_weights_take_time_in_every_chunk(tiny_checkpoint: Callable[..., Path]) -> None:
+    model_map = _map(tiny_checkpoint("deepseek_v3"))
+    weights = sum(p.numel for p in model_map.parameters.values() if len(p.shape) == 3)
+    rates = replace(NO_TIME, weights=1.0, statistics_weights=10.0)
+    text = TextSize(sequences=12, held_out=2, length=4096)  # so many tokens reach all experts
+    seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
+    assert seconds["statistics"] == pytest.approx(
+        3 * 4 * 10.0 * weights
+    )  # three products in each of four chunks
+    assert seconds["measure"] == pytest.approx(3 * weights)
 
 
 def _native_search(targets: torch.Tensor, bits: float, L: int) -> tuple[torch.Tensor, torch.Tensor]:
