@@ -123,6 +123,11 @@ _MMAP_BYTES = 16 << 20
 Smaller blocks, such as activations, are reused. At 1 MB, mapping and clearing took twice the system time.
 """
 _M_TRIM_THRESHOLD = -1  # option of mallopt
+_M_TOP_PAD = -2  # option of mallopt
+_TOP_BYTES = 65 << 20
+"""Bytes by which glibc extends a heap beyond what is asked for; untouched, they take no memory. A thread's heaps have 64
+MB. With more than that here, glibc keeps an empty one, such as that of a layer's activations (measured:
+docs/experiments/scale/freed-memory.md)."""
 SLACK = 256 << 20
 """Default growth in bytes after which `limit_freed_memory` returns free pages, and most free bytes that glibc keeps at
 the end of its heap; so much more than what is in use may be resident. With 64 MB, and the 128 kB that glibc keeps by
@@ -213,11 +218,13 @@ def reuse_activations() -> None:
 
 
 def _set_thresholds(mapped: int, kept: int) -> None:
-    """glibc maps blocks from `mapped` bytes on separately, and keeps up to `kept` free bytes at the end of its heap."""
+    """glibc maps blocks from `mapped` bytes on separately, and keeps up to `kept` free bytes at the end of its heap, and
+    the empty heaps of threads."""
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, mapped)
         mallopt(_M_TRIM_THRESHOLD, kept)
+        mallopt(_M_TOP_PAD, _TOP_BYTES)
 
 
 def _c_library() -> ctypes.CDLL:
