@@ -43,7 +43,7 @@ from ciuic_cli.layerwise.chunk_threads import (
 )
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
-from ciuic_cli.process.memory import SLACK, resident_bytes
+from ciuic_cli.process.memory import KEPT_BYTES, SLACK, resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
@@ -118,6 +118,7 @@ def forecast(
     model, if they have been measured.
     """
     matrices = weight_matrices(model_map.parameters.values())
+    work = work_bytes(model_map, matrices, text, device=device, tall_outputs=tall_outputs)
     base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     rates = rates or measure_rates(model_map, matrices, ranks=ranks, device=device)
     return Forecast(
@@ -131,8 +132,13 @@ def forecast(
             kept_noise=kept_noise(model_map, matrices, text, tall_outputs=tall_outputs),
         ),
         disk_bytes(model_map, matrices, text, budget, tall_outputs=tall_outputs),
-        base + SLACK + work_bytes(model_map, matrices, text, device=device, tall_outputs=tall_outputs),
+        base + work + _freed_bytes(base + work, work),
     )
+
+
+def _freed_bytes(used: int, work: int) -> int:
+    """The most freed bytes that stay resident beside `used` ones (`limit_freed_memory`), of which phases use `work`."""
+    return max(SLACK, min(work, KEPT_BYTES - used))
 
 
 def moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> int:

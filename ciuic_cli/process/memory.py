@@ -125,18 +125,18 @@ Smaller blocks, such as activations, are reused. At 1 MB, mapping and clearing t
 _M_TRIM_THRESHOLD = -1  # option of mallopt
 _M_TOP_PAD = -2  # option of mallopt
 _TOP_BYTES = 65 << 20
-"""Bytes by which glibc extends a heap beyond what is asked for; untouched, they take no memory. A thread's heaps have 64
-MB. With more than that here, glibc keeps an empty one, such as that of a layer's activations (measured:
+"""Bytes by which glibc extends a heap beyond what is asked for; untouched, they take no memory. A thread's heaps have
+64 MB. With more than that here, glibc keeps an empty one, such as that of a layer's activations (measured:
 docs/experiments/scale/freed-memory.md)."""
 SLACK = 256 << 20
 """Default growth in bytes after which `limit_freed_memory` returns free pages, and most free bytes that glibc keeps at
 the end of its heap; so much more than what is in use may be resident. With 64 MB, and the 128 kB that glibc keeps by
 default, a fifth of the statistics' time went into mapping and clearing pages that had just been returned (measured:
 docs/experiments/scale/account.md)."""
-KEPT_BYTES = 1 << 30
-"""Resident bytes up to which `limit_freed_memory` returns nothing: nearly every machine has them. Mapping and clearing
-what had been returned took a twelfth of the time of compressing SmolLM2 (measured:
-docs/experiments/scale/freed-memory.md)."""
+KEPT_BYTES = 3 << 29
+"""Resident bytes up to which `limit_freed_memory` returns nothing. A model of 135 million weights needs less, and a
+machine that compresses models has more. Mapping and clearing what had been returned took a twentieth of the time of
+compressing that model (measured: docs/experiments/scale/freed-memory.md)."""
 _LARGEST_REUSED = 32 << 20
 """Bytes from which a block is mapped separately while a model generates. It is the largest value that glibc takes; it
 chooses this value, and twice as many bytes kept at the heap's end, by itself after it has freed such a block (measured:
@@ -218,8 +218,8 @@ def reuse_activations() -> None:
 
 
 def _set_thresholds(mapped: int, kept: int) -> None:
-    """glibc maps blocks from `mapped` bytes on separately, and keeps up to `kept` free bytes at the end of its heap, and
-    the empty heaps of threads."""
+    """glibc maps blocks from `mapped` bytes on separately, and keeps up to `kept` free bytes at the end of its heap, as
+    well as empty heaps of threads."""
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, mapped)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from ciuic_cli.process.memory import exhaustion
+from ciuic_cli.process.memory import KEPT_BYTES, exhaustion
 
 FREED = """
 import numpy as np
@@ -37,8 +37,10 @@ def test_memory_of_a_freed_layer_returns_to_the_system() -> None:
 
 HOLES = """
 import numpy as np
+from ciuic_cli.process import memory
 from ciuic_cli.process.memory import limit_freed_memory, resident_bytes, return_freed_memory, configure_allocators
 configure_allocators()
+memory.KEPT_BYTES = {kept_bytes}
 # A heap of many holes, each a little larger than the one before, with blocks in between that stay.
 holes, kept = [], []
 for number in range(400):
@@ -57,13 +59,17 @@ print(most - least)
 
 
 def test_memory_freed_in_a_loop_returns_during_the_loop() -> None:
-    def growth(limit: str) -> int:
+    def growth(limit: str, kept_bytes: int = 0) -> int:
         done = subprocess.run(
-            [sys.executable, "-c", HOLES.format(limit=limit)], check=True, capture_output=True, text=True
+            [sys.executable, "-c", HOLES.format(limit=limit, kept_bytes=kept_bytes)],
+            check=True,
+            capture_output=True,
+            text=True,
         )
         return int(done.stdout)
 
     assert growth("limit_freed_memory(64 << 20)") < 80 << 20 < growth("pass")
+    assert growth("limit_freed_memory(64 << 20)", KEPT_BYTES) > 80 << 20  # so few bytes stay
 
 
 FAULTS = """
