@@ -8,7 +8,6 @@ the role's predictions. A last probe perturbs all roles at once and corrects for
 from __future__ import annotations
 
 import zlib
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -142,9 +141,10 @@ def perturbation(
             weight[chunk.rows] = noisy  # no other chunk reads these rows
 
         row_class = matrix_plan.row_class
-        deque(
-            map_row_chunks(add_noise, weight, fisher, matrix, row_class, factored=factored, pools=factors), 0
-        )
+        for _ in map_row_chunks(
+            add_noise, weight, fisher, matrix, row_class, factored=factored, pools=factors
+        ):
+            pass
         scale = matrix_plan.input_scale
         return weight if scale is None else weight.mul_(input_factors(scale).to(weight.device))
 

@@ -21,6 +21,7 @@ from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
 from ciuic_cli.process.threads import in_order
+from ciuic_cli.profiling.account import counted_here
 
 Result = TypeVar("Result")
 
@@ -64,7 +65,7 @@ def map_row_chunks(
     factored: FactoredInputs,
     pools: PoolFactors,
 ) -> Iterator[Result]:
-    """The function's results for the row chunks of a matrix, in stored order. A processor works on several at once.
+    """The function's results for the row chunks of a matrix, in stored order (`row_chunks_side_by_side`).
 
     Args:
         weight: (m, n) float32; weight and fisher as `passes.scale.scaled` returns them if there are input scales.
@@ -83,10 +84,12 @@ def map_row_chunks(
         return function(RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs)))
 
     side_by_side = row_chunks_side_by_side(matrix) if pools.device.type == "cpu" else 1
-    return in_order(row_slices(matrix), result, side_by_side)
+    return in_order(row_slices(matrix), counted_here(result), side_by_side)
 
 
 def row_chunks_side_by_side(matrix: WeightMatrix) -> int:
-    """How many row chunks a processor works on at once."""
-    fit = PARALLEL_WORK_BYTES // chunk_bytes(matrix)
-    return max(1, min(len(row_slices(matrix)), torch.get_num_threads(), fit))
+    """How many row chunks a processor works on at once: one for each thread, or if that takes much memory, one with all
+    threads."""
+    threads = torch.get_num_threads()
+    fits = threads * chunk_bytes(matrix) <= PARALLEL_WORK_BYTES
+    return threads if fits and threads <= len(row_slices(matrix)) else 1

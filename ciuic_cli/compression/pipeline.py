@@ -32,7 +32,7 @@ from ciuic_cli.hub.download import hub_id
 from ciuic_cli.hub.mirror import mirrored
 from ciuic_cli.process import atomic_files
 from ciuic_cli.process.file_faults import environment_fault
-from ciuic_cli.process.memory import configure_allocators
+from ciuic_cli.process.memory import KEPT_BYTES, configure_allocators
 from ciuic_cli.process.numeric_libraries import make_products_reproducible
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.process.threads import renew_pool
@@ -95,7 +95,7 @@ def compress(
             started=started,
         )
         native.interface()  # raises if the library is missing; the first rounding comes late
-        configure_allocators()
+        configure_allocators(KEPT_BYTES)
         with join_workers() as workers:
             return _lead(request, workers) if workers.is_leader else _follow(request, workers)
 

@@ -137,7 +137,8 @@ def forecast(
 
 
 def _freed_bytes(used: int, work: int) -> int:
-    """The most freed bytes that stay resident beside `used` ones (`limit_freed_memory`), of which phases use `work`."""
+    """The most freed bytes that stay resident (`limit_freed_memory`), where a phase uses `work` bytes and the whole
+    process `used`."""
     return max(SLACK, min(work, KEPT_BYTES - used))
 
 
@@ -305,6 +306,7 @@ def work_bytes(
 
 
 def _side_by_side_bytes(matrix: WeightMatrix) -> int:
-    """Bytes of work on all matrices of this shape, or row chunks of one, that are worked on side by side."""
-    chunks = (row_chunks_side_by_side(matrix) - 1) * chunk_bytes(matrix)
-    return chunks + working_bytes(matrix) * processor().side_by_side(matrix)
+    """Bytes of work on all matrices of this shape, or all row chunks of one, that are worked on side by side."""
+    together = processor().side_by_side(matrix)
+    chunks = 1 if together > 1 else row_chunks_side_by_side(matrix)
+    return together * working_bytes(matrix) + (chunks - 1) * chunk_bytes(matrix)

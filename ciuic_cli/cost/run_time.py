@@ -107,7 +107,8 @@ class Rates:
             outputs.
         statistics_attention: the same for both sweeps of the statistics: forward twice, and backward.
         read: seconds per weight that is read.
-        weights: seconds per weight of an expert and product in the KL measurements, besides those of its tokens.
+        weights: seconds per weight that a product with an expert takes in the KL measurements, whatever the number of
+            tokens.
         statistics_weights: the same in the statistics.
     """
 

@@ -57,7 +57,7 @@ a GPU a repetition has up to sixteen matrices. Chosen, not tuned."""
 _TIMED_TOKENS = 512
 """Tokens of the timed product and attention: a usual length of calibration sequences."""
 _TIMED_FEW_TOKENS = 32
-"""Tokens of the product that times what weights take besides. Chosen: an expert gets about so many in a probe."""
+"""Tokens of the product from which `time_weights` follows. Chosen: an expert gets about so many in a probe."""
 _TIMED_HEADS, _HEAD_SIZE = 16, 64
 """Heads of the timed attention, and the numbers of each. Chosen: SmolLM2's heads are as large."""
 _TIMED_READ_WEIGHTS = 1 << 22
@@ -223,10 +223,10 @@ def time_products(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def time_weights(device: torch.device, dtype: torch.dtype, stored: torch.dtype, product: float) -> float:
-    """Seconds per weight that a product of few tokens in `dtype` takes besides those of its tokens.
+    """Seconds per weight that a product in `dtype` takes whatever the number of its tokens.
 
-    The library converts and packs the weights of every product. With the tokens that an expert gets in a probe, that
-    takes longer than to multiply them.
+    The library converts and packs the weights for every product. With the few tokens that an expert gets in a probe,
+    that takes longer than the multiplications.
 
     Args:
         stored: dtype of the weights in memory.

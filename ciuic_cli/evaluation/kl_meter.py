@@ -29,8 +29,9 @@ from ciuic_cli.process.progress import Progress
 
 NONFINITE_REMEDY = "see with `ciuic eval` whether the original predicts this text, or ask for a lower --ratio"
 CHECKED_TOKENS = 256
-"""Tokens that the finished artifact runs, the first of a held-out sequence. A fault of loading shows in every token,
-and the artifact takes two to three times as long as the layers of its weights (docs/experiments/scale/account.md)."""
+"""Tokens that the finished artifact runs, the first of a held-out sequence. Nearly every fault of loading shows in
+them, and the artifact takes two to three times as long as the layers of its weights (measured:
+docs/experiments/scale/account.md)."""
 
 
 class KLMeter:
@@ -124,7 +125,7 @@ class KLMeter:
         """
         ids = self._chunks[0][0, :count]
         kls: list[Floats] = []
-        # The allocator keeps the activations of every layer otherwise: 950 MB instead of 70 MB with SmolLM2-135M.
+        # The allocator would keep the activations of every layer.
         hooks = [
             model.get_submodule(prefix.rstrip(".")).register_forward_hook(lambda *_: limit_freed_memory())
             for prefix in self._stream.prefixes

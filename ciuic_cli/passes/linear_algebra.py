@@ -4,8 +4,8 @@ LAPACK splits a large factorisation or triangular solve among threads, and its r
 thread works on each panel of columns. The products between panels are nearly all of the work and use all threads.
 
 A panel is solved by multiplying with the inverse of its corner on the diagonal: MKL solves triangular systems at a
-ninth of the rate of its products (measured: docs/experiments/scale/arms.md). All matrices here are damped, so that the
-corners' inverses are exact enough.
+ninth of the rate of its products (measured: docs/experiments/scale/arms.md). The callers damp their matrices, so that
+the corners' inverses are exact enough.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ import torch
 from ciuic_cli.process.threads import one_thread
 
 PANEL = 192
-"""Columns of a panel, on which one thread works. Of 64, 96, 128 and 192, the fastest with 576 and 1,536 columns
-together (measured: docs/experiments/scale/arms.md)."""
+"""Columns of a panel, on which one thread works. Of 128 and 192, the faster (measured:
+docs/experiments/scale/arms.md)."""
+_LEAST_PANEL = 128
+"""Least columns of a panel beside others: products with smaller sizes may depend on the number of threads (measured:
+docs/experiments/statistics/thread-bits.md)."""
 _SOLVED = 64
 """Most rows of a triangular matrix that is inverted by solving; larger ones are halved. Of 16 to 128, the fastest
 (measured: the same page)."""
@@ -137,4 +140,7 @@ def singular_values(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _panels(size: int) -> list[tuple[int, int]]:
-    return [(begin, min(begin + PANEL, size)) for begin in range(0, size, PANEL)]
+    starts = list(range(0, size, PANEL))
+    if len(starts) > 1 and size - starts[-1] < _LEAST_PANEL:
+        starts.pop()  # the last panel is joined to the one before
+    return list(zip(starts, [*starts[1:], size], strict=True))

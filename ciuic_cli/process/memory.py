@@ -2,7 +2,8 @@
 
 `exhaustion` and `machine_fault` recognise errors that mean memory, threads or the machine, and return the
 EnvironmentFault for them. `configure_allocators`, `return_freed_memory` and `limit_freed_memory` keep the resident
-size near the memory in use; `reuse_activations` saves the time of returning memory and taking it again.
+size near the memory in use, or below what a process may keep; `reuse_activations` saves the time of returning memory
+and taking it again.
 """
 
 from __future__ import annotations
@@ -134,15 +135,17 @@ the end of its heap; so much more than what is in use may be resident. With 64 M
 default, a fifth of the statistics' time went into mapping and clearing pages that had just been returned (measured:
 docs/experiments/scale/account.md)."""
 KEPT_BYTES = 3 << 29
-"""Resident bytes up to which `limit_freed_memory` returns nothing. A model of 135 million weights needs less, and a
-machine that compresses models has more. Mapping and clearing what had been returned took a twentieth of the time of
-compressing that model (measured: docs/experiments/scale/freed-memory.md)."""
+"""Resident bytes of a compression up to which `limit_freed_memory` returns nothing. A model of 135 million weights
+needs less, and a machine that compresses models has more. Mapping and clearing what had been returned took a twentieth
+of the time of compressing that model (measured: docs/experiments/scale/freed-memory.md)."""
 _LARGEST_REUSED = 32 << 20
 """Bytes from which a block is mapped separately while a model generates. It is the largest value that glibc takes; it
 chooses this value, and twice as many bytes kept at the heap's end, by itself after it has freed such a block (measured:
 docs/experiments/runtime/kept-memory.md)."""
 _GLIBC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
 """Environment variables by which users set glibc's allocator."""
+_kept = 0
+"""Resident bytes up to which `limit_freed_memory` returns nothing, as `configure_allocators` was told."""
 _settled = 0
 """Resident bytes after the last return of freed memory, or the least since then."""
 _PRIMITIVES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
@@ -180,23 +183,26 @@ def return_freed_memory() -> None:
 
 
 def limit_freed_memory(slack: int = SLACK) -> None:
-    """`return_freed_memory` if the process has more than KEPT_BYTES, and has grown by `slack` bytes since the last
-    return; for inner loops.
+    """`return_freed_memory` if the process has grown by `slack` bytes since the last return; for inner loops. A process
+    that `configure_allocators` let keep bytes has to have more than these, too.
 
     glibc puts a block into the hole that fits best. In a heap with many holes, one layer uses most of them once, and
     they stay resident: a layer that needs 240 MB took 600 MB.
     """
     global _settled
     resident = resident_bytes()
-    if resident > max(KEPT_BYTES, _settled + slack):
+    if resident > max(_kept, _settled + slack):
         return_freed_memory()
         resident = resident_bytes()
         _settled = resident
     _settled = min(_settled, resident)
 
 
-def configure_allocators() -> None:
+def configure_allocators(kept: int = 0) -> None:
     """Configure glibc and oneDNN so that resident memory stays near what is in use, over layers of many sizes.
+
+    kept: so many resident bytes may stay with the process, whatever is in use. Then glibc also keeps empty heaps of
+    threads.
 
     By default glibc raises its mmap threshold whenever a mapped block is freed. After some layers, matrices then lie
     in a fragmented heap that never shrinks. Here the threshold is fixed. By default oneDNN and torch each keep the
@@ -205,7 +211,11 @@ def configure_allocators() -> None:
     """
     for name, capacity in _PRIMITIVES.items():
         os.environ.setdefault(name, capacity)
+    global _kept
+    _kept = kept
     _set_thresholds(_MMAP_BYTES, SLACK)
+    if kept:
+        _set_option(_M_TOP_PAD, _TOP_BYTES)
 
 
 def reuse_activations() -> None:
@@ -218,13 +228,16 @@ def reuse_activations() -> None:
 
 
 def _set_thresholds(mapped: int, kept: int) -> None:
-    """glibc maps blocks from `mapped` bytes on separately, and keeps up to `kept` free bytes at the end of its heap, as
-    well as empty heaps of threads."""
+    """glibc maps blocks from `mapped` bytes on separately, and keeps up to `kept` free bytes at the end of its heap."""
+    _set_option(_M_MMAP_THRESHOLD, mapped)
+    _set_option(_M_TRIM_THRESHOLD, kept)
+
+
+def _set_option(option: int, value: int) -> None:
+    """Set an option of glibc's allocator. Does nothing if the C library is not glibc."""
     mallopt = getattr(_c_library(), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, mapped)
-        mallopt(_M_TRIM_THRESHOLD, kept)
-        mallopt(_M_TOP_PAD, _TOP_BYTES)
+        mallopt(option, value)
 
 
 def _c_library() -> ctypes.CDLL:

@@ -36,6 +36,7 @@ from ciuic_cli.process.file_faults import reading
 from ciuic_cli.process.memory import exhaustion
 from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.process.workers import Workers
+from ciuic_cli.profiling.account import counted_here
 from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.compact import compact, expanded
 from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, root_ratios
@@ -51,8 +52,8 @@ EMBEDDING, TOKEN_FISHER, FREQUENCY, CONTEXTS = SINGLE_TENSOR_KINDS = (
 
 
 _PARALLEL_BYTES = 64 << 20
-"""Most bytes of a parameter's moments that are written beside others: their compact form takes half as many more.
-Chosen, not tuned."""
+"""Most bytes of a parameter's moments that are written beside others. Their compact form takes half of these bytes in
+addition. Chosen, not tuned."""
 
 
 class StatisticsWriter:
@@ -84,7 +85,10 @@ class StatisticsWriter:
             nbytes = sum(each.inputs.nbytes + each.outputs.nbytes for each in parameter[1].values())
             return threads if nbytes <= _PARALLEL_BYTES else 1
 
-        for _ in parallel_map(by_name.items(), lambda item: self._write_parameter(*item), side_by_side):
+        def write(parameter: tuple[str, dict[int | None, Moments]]) -> None:
+            self._write_parameter(*parameter)
+
+        for _ in parallel_map(by_name.items(), counted_here(write), side_by_side):
             pass
 
     def write_single(self, kind: str, name: str, tensor: torch.Tensor) -> None:
@@ -105,7 +109,7 @@ class StatisticsWriter:
             expert_tokens |= their_tokens
         if workers.is_leader:
             index = {"tokens": self.tokens, "files": files, "expert_tokens": expert_tokens}
-            (self.folder / INDEX).write_text(json.dumps(index))
+            (self.folder / INDEX).write_text(json.dumps(index, sort_keys=True))
         workers.barrier()
 
     def state(self) -> dict[str, Any]:

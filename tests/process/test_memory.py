@@ -37,10 +37,8 @@ def test_memory_of_a_freed_layer_returns_to_the_system() -> None:
 
 HOLES = """
 import numpy as np
-from ciuic_cli.process import memory
 from ciuic_cli.process.memory import limit_freed_memory, resident_bytes, return_freed_memory, configure_allocators
-configure_allocators()
-memory.KEPT_BYTES = {kept_bytes}
+configure_allocators({kept_bytes})
 # A heap of many holes, each a little larger than the one before, with blocks in between that stay.
 holes, kept = [], []
 for number in range(400):

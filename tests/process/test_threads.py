@@ -24,9 +24,9 @@ from ciuic_cli.statistics.symmetric_product import add_symmetric_product, symmet
 SIZE = 700
 
 
-def _positive(generator: torch.Generator) -> torch.Tensor:
-    x = torch.randn(SIZE, SIZE + 40, dtype=torch.float64, generator=generator)
-    return x @ x.T / SIZE
+def _positive(generator: torch.Generator, size: int = SIZE) -> torch.Tensor:
+    x = torch.randn(size, size + 40, dtype=torch.float64, generator=generator)
+    return x @ x.T / size
 
 
 def _prepared(generator: torch.Generator) -> torch.Tensor:
@@ -55,6 +55,8 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "inverse": lambda g: inverse_lower(_lower(g)),
     "sum along rows": lambda g: torch.randn(SIZE, 4096, generator=g).square().sum(1),
     "factorisation": lambda g: _cholesky(_positive(g)),
+    "factorisation of 640": lambda g: _cholesky(_positive(g, 640).float() + torch.eye(640)),
+    "factorisation of 1024": lambda g: _cholesky(_positive(g, 1024).float() + torch.eye(1024)),
     "low rank": lambda g: lowrank.factor(
         torch.randn(SIZE, SIZE, generator=g), torch.rand(SIZE, generator=g), 64
     )[0],
