@@ -10,6 +10,7 @@ the corners' inverses are exact enough.
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -140,7 +141,6 @@ def singular_values(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
 
 def _panels(size: int) -> list[tuple[int, int]]:
-    starts = list(range(0, size, PANEL))
-    if len(starts) > 1 and size - starts[-1] < _LEAST_PANEL:
-        starts.pop()  # the last panel is joined to the one before
-    return list(zip(starts, [*starts[1:], size], strict=True))
+    # A last panel with too few columns is joined to the one before.
+    starts = [begin for begin in range(0, size, PANEL) if begin == 0 or size - begin >= _LEAST_PANEL]
+    return list(itertools.pairwise([*starts, size]))

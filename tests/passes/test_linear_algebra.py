@@ -15,7 +15,7 @@ def _positive(size: int) -> torch.Tensor:
     return x @ x.T / size
 
 
-@pytest.mark.parametrize("size", [1, 16, 128, 129, 300, 700])
+@pytest.mark.parametrize("size", [0, 1, 16, 128, 193, 300, 700])
 def test_factor_and_solves_equal_those_of_lapack(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_algebra, "_INVERSE_COLUMNS", 2 * linear_algebra.PANEL)
     matrix = _positive(size)
