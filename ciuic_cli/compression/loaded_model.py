@@ -78,9 +78,8 @@ def allowed_difference(rounded: Floats, loaded: Floats, dtype: torch.dtype) -> f
 
 def _require_agreement(run: Run, name: str, rounded: Floats, loaded: Floats, dtype: torch.dtype) -> None:
     before, after = mean_of([rounded]), mean_of([loaded])
-    if np.isfinite(loaded).all() and abs(after.value - before.value) <= allowed_difference(
-        rounded, loaded, dtype
-    ):
+    difference = abs(after.value - before.value)
+    if np.isfinite(loaded).all() and difference <= allowed_difference(rounded, loaded, dtype):
         return
     raise TargetError(
         f"the finished artifact, loaded by transformers as {name}, predicts otherwise than its weights do in the "

@@ -25,7 +25,7 @@ _LEAST_PANEL = 128
 docs/experiments/statistics/thread-bits.md)."""
 _SOLVED = 64
 """Most rows of a triangular matrix that is inverted by solving; larger ones are halved. Of 16 to 128, the fastest
-(measured: the same page)."""
+(measured: docs/experiments/scale/arms.md)."""
 _INVERSE_COLUMNS = 8 * PANEL
 """Columns of an inverse that are computed at a time, so that most products with the zeros above its diagonal are left
 out: nearly half of all products (chosen, not tuned)."""

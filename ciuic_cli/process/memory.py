@@ -94,7 +94,7 @@ def machine_fault(error: BaseException) -> EnvironmentFault | None:
 
 def resident_bytes() -> int:
     """Resident memory of this process now, in bytes."""
-    try:  # `limit_freed_memory` asks some thousand times a second; psutil takes three times as long
+    try:  # `limit_freed_memory` asks in inner loops, and psutil takes three times as long (measured)
         with open("/proc/self/statm", "rb", buffering=0) as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
     except OSError:  # another system than Linux
@@ -183,8 +183,8 @@ def return_freed_memory() -> None:
 
 
 def limit_freed_memory(slack: int = SLACK) -> None:
-    """`return_freed_memory` if the process has grown by `slack` bytes since the last return; for inner loops. A process
-    that `configure_allocators` let keep bytes has to have more than these, too.
+    """`return_freed_memory` if the process has grown by `slack` bytes since the last return; for inner loops. It does
+    nothing while the process has no more than the bytes that `configure_allocators` allows it to keep.
 
     glibc puts a block into the hole that fits best. In a heap with many holes, one layer uses most of them once, and
     they stay resident: a layer that needs 240 MB took 600 MB.
@@ -201,7 +201,7 @@ def limit_freed_memory(slack: int = SLACK) -> None:
 def configure_allocators(kept: int = 0) -> None:
     """Configure glibc and oneDNN so that resident memory stays near what is in use, over layers of many sizes.
 
-    kept: so many resident bytes may stay with the process, whatever is in use. Then glibc also keeps empty heaps of
+    kept: resident bytes up to which freed memory stays with the process. If not 0, glibc also keeps empty heaps of
     threads.
 
     By default glibc raises its mmap threshold whenever a mapped block is freed. After some layers, matrices then lie

@@ -49,8 +49,6 @@ EMBEDDING, TOKEN_FISHER, FREQUENCY, CONTEXTS = SINGLE_TENSOR_KINDS = (
     "embedding_moment", "token_fisher", "frequency", "contexts",
 )  # fmt: skip
 """Kinds of files that hold one tensor, named like the kind."""
-
-
 _PARALLEL_BYTES = 64 << 20
 """Most bytes of a parameter's moments that are written beside others. Their compact form takes half of these bytes in
 addition. Chosen, not tuned."""
