@@ -65,7 +65,9 @@ def map_row_chunks(
     factored: FactoredInputs,
     pools: PoolFactors,
 ) -> Iterator[Result]:
-    """The function's results for the row chunks of a matrix, in stored order (`row_chunks_side_by_side`).
+    """The function's results for the row chunks of a matrix, in stored order.
+
+    On a processor `row_chunks_side_by_side` of them are in work at once; on another device one is.
 
     Args:
         weight: (m, n) float32; weight and fisher as `passes.scale.scaled` returns them if there are input scales.
