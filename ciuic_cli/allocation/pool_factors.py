@@ -46,22 +46,22 @@ class PoolFactors:
         self._lock = threading.Lock()
 
     def inputs(self, matrix: WeightMatrix, fisher: KroneckerFisher) -> FactoredInputs:
-        """The factors of H. fisher: of this matrix, on `device`, without input scales."""
+        """The factors of H. fisher: of this matrix, on `device`; its H is overwritten."""
         shares = matrix.role in SHARED_INPUT_ROLES and not self._for_coding
         if shares and self._ratios(matrix, "inputs") is not None:
             shared: SharedInputs | None = self._pool(matrix.name, "inputs", share_inputs)
             if shared is not None:
                 return shared.of(fisher.inputs)
-        return factor_inputs(fisher.inputs)
+        return factor_inputs(fisher.inputs, overwrite=True)
 
     def outputs(self, matrix: WeightMatrix, fisher: KroneckerFisher) -> BlockLDL:
-        """The factors of G for rows in natural order. fisher: of this matrix, on `device`."""
+        """The factors of G for rows in natural order. fisher: of this matrix, on `device`; its G is overwritten."""
         ratios = self._ratios(matrix, "outputs")
         if ratios is not None:
             shared: SharedOutputs | None = self._pool(matrix.name, "outputs", share_outputs)
             if shared is not None:
                 return shared.of(ratios.to(self.device), fisher.outputs)
-        return factor_outputs(fisher.outputs.float())
+        return factor_outputs(fisher.outputs.float(), overwrite=True)
 
     def shares_outputs(self, matrix: WeightMatrix) -> bool:
         """True if the matrix is an expert, and the correlations in its G were collected for its whole pool."""

@@ -67,7 +67,12 @@ def price_matrix(
         with step("input scales"):
             input_scale = input_scales(weight, fisher)
         weight, fisher = scaled(weight, fisher, input_scale)
-    factored = pools.inputs(matrix, fisher)
+    channels = np.zeros(0)
+    if options.prune == "auto" and matrix.role in CHANNEL_ROLES:
+        with step("loss of pruning"):
+            channels = prune.channel_loss(weight, fisher)
+    dead_inputs = bool((fisher.inputs.diagonal() <= 0).any())
+    factored = pools.inputs(matrix, fisher)  # overwrites H
     chunks = map_row_chunks(_sensitivity, weight, fisher, matrix, factored=factored, pools=pools)
     sensitivities, factors_of_g = zip(*chunks, strict=True)
     sensitivity = torch.cat(sensitivities)
@@ -77,14 +82,9 @@ def price_matrix(
     if ranks := options.ranks_for(matrix):
         with step("low-rank parts"):
             energies = lowrank.residual_energies(weight, outputs.d_diagonal[: matrix.rows], ranks)
-    channels = np.zeros(0)
-    if options.prune == "auto" and matrix.role in CHANNEL_ROLES:
-        with step("loss of pruning"):
-            channels = prune.channel_loss(weight, fisher)
     damping = max(factored.ldl.damping, outputs.damping)
     if damping:
         _LOG.warning(_FALLBACK if math.isinf(damping) else _DAMPED, matrix.key, damping)
-    dead_inputs = bool((fisher.inputs.diagonal() <= 0).any())
     few_tokens = statistics.tokens(matrix.name, matrix.expert) < matrix.cols
     table = ArmTable(
         matrix,

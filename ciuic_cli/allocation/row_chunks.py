@@ -16,7 +16,7 @@ from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.row_order import stored_order
 from ciuic_cli.codecs.transform import TILE
 from ciuic_cli.integers import ceil_div
-from ciuic_cli.passes.feedback import FactoredInputs
+from ciuic_cli.passes.feedback import FactoredInputs, factor_outputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
@@ -70,7 +70,8 @@ def map_row_chunks(
     On a processor `row_chunks_side_by_side` of them are in work at once; on another device one is.
 
     Args:
-        weight: (m, n) float32; weight and fisher as `passes.scale.scaled` returns them if there are input scales.
+        weight: (m, n) float32; weight and fisher as `passes.scale.scaled` returns them if there are input scales. G is
+            overwritten if it is full.
         row_class: (m,) uint8 classes by which the stored rows are sorted; None: natural order.
         factored: the factors of this H.
         pools: factors G, unless the rows are split or sorted.
@@ -81,8 +82,11 @@ def map_row_chunks(
     def result(stored: slice) -> Result:
         rows = order[stored]
         whole = row_class is None and len(rows) == matrix.rows
-        chunk, chunk_fisher = (weight, fisher) if whole else (weight[rows], fisher.reordered(rows))
-        outputs = pools.outputs(matrix, fisher) if whole else None
+        if whole:
+            chunk, chunk_fisher, outputs = weight, fisher, pools.outputs(matrix, fisher)
+        else:
+            chunk, chunk_fisher = weight[rows], fisher.reordered(rows)
+            outputs = factor_outputs(chunk_fisher.outputs.float(), overwrite=True)
         return function(RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs)))
 
     side_by_side = row_chunks_side_by_side(matrix) if pools.device.type == "cpu" else 1

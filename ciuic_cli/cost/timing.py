@@ -37,7 +37,7 @@ from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import pruning_loss
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.passes.rounding import round_prepared
-from ciuic_cli.passes.scale import input_scales
+from ciuic_cli.passes.scale import BLOCK_INPUTS, input_scales
 from ciuic_cli.passes.shared_factors import share_inputs, share_outputs
 from ciuic_cli.process.threads import parallel_map
 from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
@@ -154,7 +154,9 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         + clock(lambda: pruning_loss(weight, fisher)) * matrix.cols / cols
     )
     if not matrix.role.startswith("expert") and matrix.role not in UNPROBED_ROLES:
-        pricing += input_growth * clock(lambda: input_scales(weight, fisher))
+        block = min(matrix.cols, BLOCK_INPUTS)  # larger moments are inverted in blocks
+        block_growth = factor_growth(own_inputs / input_growth, cols, block, of_identity(factor_inputs))
+        pricing += matrix.cols / block * block_growth * clock(lambda: input_scales(weight, fisher))
     if ranks and matrix.role not in UNPRUNED_ROLES:
         pricing += area_growth * clock(
             lambda: lowrank.residual_energies(weight, weight.new_ones(rows), lowrank.RANKS)

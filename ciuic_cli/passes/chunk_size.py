@@ -11,6 +11,12 @@ CHUNK_BYTES = 12 << 20
 """Approximate bytes of a row chunk in float32 (measured: docs/experiments/scale/vocabulary-chunks.md)."""
 
 
+PART_BYTES = 4 << 20
+"""Bytes of the rows, in float32, that a pass over a large matrix takes at a time: its temporaries stay in the cache and
+in memory that the process has, instead of being mapped and cleared (measured:
+docs/experiments/scale/large-moments.md)."""
+
+
 def chunk_rows(cols: int) -> int:
     """Rows of a row chunk of a matrix with this many columns."""
     return max(1, CHUNK_BYTES // (4 * cols * SCRATCH_ROWS)) * SCRATCH_ROWS
@@ -18,5 +24,13 @@ def chunk_rows(cols: int) -> int:
 
 def scratch_slices(rows: int) -> Iterator[slice]:
     """Slices of at most SCRATCH_ROWS rows that cover `rows` rows."""
-    for begin in range(0, rows, SCRATCH_ROWS):
-        yield slice(begin, min(begin + SCRATCH_ROWS, rows))
+    return _slices(rows, SCRATCH_ROWS)
+
+
+def part_slices(rows: int, cols: int) -> Iterator[slice]:
+    """Slices that cover `rows` rows with `cols` columns; each has about PART_BYTES in float32."""
+    return _slices(rows, max(1, PART_BYTES // (4 * cols)))
+
+
+def _slices(rows: int, size: int) -> Iterator[slice]:
+    return (slice(begin, min(begin + size, rows)) for begin in range(0, rows, size))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ciuic_cli.codecs.transform import TILE, transform
-from ciuic_cli.passes.chunk_size import scratch_slices
+from ciuic_cli.passes.chunk_size import part_slices, scratch_slices
 from ciuic_cli.passes.column_order import rounding_order
 from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
 from ciuic_cli.process.threads import one_thread
@@ -89,26 +89,37 @@ class FactoredInputs(NamedTuple):
     ldl: BlockLDL
 
 
-def factor_inputs(moment: torch.Tensor) -> FactoredInputs:
+def factor_inputs(moment: torch.Tensor, *, overwrite: bool = False) -> FactoredInputs:
     """Transform, damp, order and factor H (n, n) float32.
 
-    Three matrices of its size exist at a time; a moment that is made for this call is freed early.
+    overwrite: use the memory of `moment`, unless it must be padded. Then only the factor takes as much again.
     """
     with step("factors of H"):
-        h = transform(transform(moment).T)  # symmetric but for rounding
-        del moment
+        extra = -len(moment) % TILE
+        h = moment if overwrite else moment.clone()
+        if extra:
+            h = torch.nn.functional.pad(h, (0, extra, 0, extra))
+        _transform_both_sides(h)
         damp(h)
         block_order = rounding_order(h)
-        h = _in_order(h, columns_of(block_order))
+        _reorder(h, columns_of(block_order))
         return FactoredInputs(block_order, block_ldl(h))
 
 
-def _in_order(moment: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """moment[columns][:, columns], without a third matrix of its size (n, n)."""
-    ordered = torch.empty_like(moment)
-    for rows in scratch_slices(len(moment)):
-        torch.index_select(moment[columns[rows]], 1, columns, out=ordered[rows])
-    return ordered
+def _transform_both_sides(moment: torch.Tensor) -> None:
+    """T H Tᵀ for H (n, n), n a multiple of 16, in place; symmetric but for rounding."""
+    for part in part_slices(*moment.shape):
+        moment[:, part] = transform(moment[:, part].T).T
+    for part in part_slices(*moment.shape):
+        moment[part] = transform(moment[part])
+
+
+def _reorder(moment: torch.Tensor, columns: torch.Tensor) -> None:
+    """moment[columns][:, columns] for a moment (n, n), in place."""
+    for part in part_slices(*moment.shape):
+        moment[part] = moment[part].index_select(1, columns)
+    for part in part_slices(*moment.shape):
+        moment[:, part] = moment[:, part].index_select(0, columns)
 
 
 def damp(moment: torch.Tensor) -> None:
@@ -133,13 +144,16 @@ def columns_of(block_order: torch.Tensor) -> torch.Tensor:
     return (block_order[:, None] * TILE + torch.arange(TILE, device=block_order.device)).reshape(-1)
 
 
-def factor_outputs(moment: torch.Tensor) -> BlockLDL:
-    """Damp, pad and factor G (m, m) float32; a diagonal (m,) is only padded."""
+def factor_outputs(moment: torch.Tensor, *, overwrite: bool = False) -> BlockLDL:
+    """Damp, pad and factor G (m, m) float32; a diagonal (m,) is only padded.
+
+    overwrite: use the memory of a full `moment`, unless it must be padded.
+    """
     if moment.dim() == 1:
         return BlockLDL(None, torch.nn.functional.pad(moment, (0, -len(moment) % TILE)))
     with step("factors of G"):
-        g = moment.clone()
-        g.diagonal().add_(output_damping(moment.diagonal().mean()))
+        g = moment if overwrite else moment.clone()
+        g.diagonal().add_(output_damping(g.diagonal().mean()))
         return block_ldl(pad_square(g))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ciuic_cli.passes.chunk_size import scratch_slices
+from ciuic_cli.passes.chunk_size import part_slices, scratch_slices
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,14 @@ class KroneckerFisher:
 
     def reordered(self, order: torch.Tensor) -> KroneckerFisher:
         """The Fisher information of W[order]; order: (k,) int64, distinct row numbers."""
-        outputs = self.outputs[order]
+        outputs = self.outputs[order] if self.outputs.dim() == 1 else _in_order(self.outputs, order)
         contexts = None if self.contexts is None else self.contexts.rows(order)
-        return KroneckerFisher(self.inputs, outputs if outputs.dim() == 1 else outputs[:, order], contexts)
+        return KroneckerFisher(self.inputs, outputs, contexts)
+
+
+def _in_order(moment: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """moment[order][:, order] (k, k) of a moment (n, n), without a matrix (k, n)."""
+    ordered = moment.new_empty(len(order), len(order))
+    for part in part_slices(*ordered.shape):
+        torch.index_select(moment[order[part]], 1, order, out=ordered[part])
+    return ordered

@@ -8,10 +8,15 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes import feedback
 from ciuic_cli.passes.chunk_size import chunk_rows
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.process.threads import one_thread
+
+MULTIPLIED_COLUMNS = 1024
+"""Most columns of H that are multiplied at a time. The products above its diagonal are left out: nearly half of all
+where there are many columns (chosen, not tuned)."""
 
 
 def predicted_loss(
@@ -37,10 +42,24 @@ def pruning_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
     with one_thread():
         mean, damping = float(g.mean()), feedback.INPUT_DAMPING * float(h.diagonal().mean())
     chunks = weight.split(chunk_rows(weight.shape[1]))
-    row_energy = [((w @ h).add_(w, alpha=damping) * w).sum(1) for w in chunks]
+    row_energy = [_energy(w, h) + damping * w.square().sum(1) for w in chunks]
     # The curvature does not describe errors as large as a whole row: pruning a saturated attention head seems free. So
     # G of every row counts as at least the mean (measured: docs/experiments/allocation/saturated-heads.md).
     return 0.5 * g.clamp_min(mean) * torch.cat(row_energy)
+
+
+def _energy(weight: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
+    """(m,) wᵀ H w of each row of a weight (m, n), for a symmetric H (n, n) of which the lower half is read."""
+    size, energy = len(moment), weight.new_zeros(len(weight))
+    width = ceil_div(size, ceil_div(size, MULTIPLIED_COLUMNS))
+    for begin in range(0, size, width):
+        end = min(begin + width, size)
+        columns = weight[:, begin:end]
+        product = 0.5 * columns @ moment[begin:end, begin:end]
+        if end < size:
+            product.addmm_(weight[:, end:], moment[end:, begin:end])
+        energy += 2 * (product * columns).sum(1)
+    return energy
 
 
 def group_sums(per_row: torch.Tensor) -> NDArray[np.float64]:

@@ -4,7 +4,7 @@ The code's error has the same variance in all columns of a row, proportional to 
 of this error is proportional to tr(D) of H = L D Lᵀ. With columns divided by S_j, block b of a row has the energy
 e_b = Σ w_j² / S_j², and the row's effective variance is the power mean of order p of these (`effective_variance.py`).
 H becomes S H S, whose tr(D) is taken as Σ S_j² d_j. Here d_j = 1 / (H⁻¹)_jj is the part of input j that the other
-inputs cannot compensate.
+inputs cannot compensate; where there are many inputs, the others in its block of at most BLOCK_INPUTS.
 
 Every row gets the bits that it needs. So the bits per weight grow with the mean logarithm of the rows' effective
 variances plus log tr(D). Their sum is least where S_j⁴ = c_j / d_j; c_j is w_j² e_b^(p-1) / Σ e_b^p, summed over the
@@ -26,13 +26,18 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.scales import encode_input_scales, input_factors
 from ciuic_cli.codecs.transform import TILE, block_width, padded
-from ciuic_cli.passes.chunk_size import scratch_slices
+from ciuic_cli.integers import ceil_div
+from ciuic_cli.passes.chunk_size import part_slices
 from ciuic_cli.passes.effective_variance import effective_variance, log_variance_gradient
-from ciuic_cli.passes.feedback import damp
+from ciuic_cli.passes.feedback import input_damping
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
 from ciuic_cli.process.threads import one_thread
 
+BLOCK_INPUTS = 2048
+"""Most inputs of a block of H whose inverse is computed. With 8,960 inputs five blocks take an eighth of the time of
+all inputs together. A quarter of the inputs per block costs 0.002 bits per weight of down projections (measured:
+docs/experiments/scale/large-moments.md)."""
 _ITERATIONS = 5
 """Fixed-point iterations (chosen, not tuned). All but the first change log S by half of the difference; the whole
 difference would make loud and quiet blocks change places for ever."""
@@ -47,13 +52,13 @@ def scaled(
 ) -> tuple[torch.Tensor, KroneckerFisher]:
     """Divide the columns of a weight (m, n) by the input scales and transform its Fisher information accordingly.
 
-    `weight` is changed in place. input_scale: (n,) codes; None changes nothing.
+    `weight` and H are changed in place. input_scale: (n,) codes; None changes nothing.
     """
     if input_scale is None:
         return weight, fisher
     factors = input_factors(input_scale).to(weight.device)
     contexts = None if fisher.contexts is None else replace(fisher.contexts, column_factors=factors)
-    inputs = fisher.inputs * factors * factors[:, None]
+    inputs = fisher.inputs.mul_(factors).mul_(factors[:, None])
     return weight.div_(factors), replace(fisher, inputs=inputs, contexts=contexts)
 
 
@@ -87,12 +92,12 @@ def input_scales(weight: torch.Tensor, fisher: KroneckerFisher) -> NDArray[np.ui
 def _block_energies(
     weight: torch.Tensor, factors: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For a few thousand rows of a weight (m, n) at a time: their squares (rows, blocks, block width), padded; and the
+    """For some rows of a weight (m, n) at a time: their squares (rows, blocks, block width), padded; and the
     mean squares (rows, blocks) of each block with the columns divided by `factors`."""
     padding, blocks = padded(weight.shape[1]) - weight.shape[1], (-1, block_width(weight.shape[1]))
     inverse_squares = torch.nn.functional.pad(factors.square().reciprocal(), (0, padding))
     inverse_squares = inverse_squares.unflatten(0, blocks)
-    for part in scratch_slices(len(weight)):
+    for part in part_slices(*weight.shape):
         rows = weight[part].square()
         squares = (torch.nn.functional.pad(rows, (0, padding)) if padding else rows).unflatten(1, blocks)
         yield squares, (squares * inverse_squares).mean(2)
@@ -117,14 +122,25 @@ def _mean_log_variance(weight: torch.Tensor, factors: torch.Tensor) -> float:
 
 
 def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
-    """(n,) float64 diagonal of H⁻¹ for H (n, n), damped as for rounding; None if H could not be factored."""
-    damped = moment.clone()
-    damp(damped)
-    lower, _ = damped_cholesky(damped)
-    del damped
-    if lower is None:
-        return None
-    squares = inverse_lower(lower).square_()  # H⁻¹ is the Gram matrix of the inverse
+    """(n,) float64 diagonal of H⁻¹ for H (n, n), damped as for rounding; None if H could not be factored.
+
+    With more than BLOCK_INPUTS inputs, H is taken as block diagonal, in blocks of about the same size.
+    """
+    size = len(moment)
     with one_thread():
-        # A float64 sum of float32 numbers takes five times as long as the float32 sums of blocks of rows.
-        return torch.stack([rows.sum(0) for rows in squares.split(TILE)]).sum(0, dtype=torch.float64)
+        damping = input_damping(moment.diagonal().mean())
+    width = ceil_div(size, ceil_div(size, BLOCK_INPUTS))
+    parts = []
+    for begin in range(0, size, width):
+        inputs = slice(begin, begin + width)
+        damped = moment[inputs, inputs].clone()
+        damped.diagonal().add_(damping)
+        lower, _ = damped_cholesky(damped)
+        if lower is None:
+            return None
+        squares = inverse_lower(lower).square_()  # H⁻¹ is the Gram matrix of the inverse
+        with one_thread():
+            # A float64 sum of float32 numbers takes five times as long as the float32 sums of blocks of rows.
+            sums = torch.stack([rows.sum(0) for rows in squares.split(TILE)])
+            parts.append(sums.sum(0, dtype=torch.float64))
+    return torch.cat(parts)

@@ -59,9 +59,11 @@ def test_a_stack_with_pooled_moments_is_factored_once(
     assert calls == {"share_inputs": len(stacks) // 2, "share_outputs": len(stacks)}
     matrix = next(m for m in matrices if m.role == "expert_gate_up")
     fisher = fisher_of(matrix, pooled)
-    coding = PoolFactors(pooled, for_coding=True).inputs(matrix, fisher)
-    assert torch.equal(coding.ldl.d_diagonal, factor_inputs(fisher.inputs).ldl.d_diagonal)
-    assert not torch.equal(coding.ldl.d_diagonal, factors.inputs(matrix, fisher).ldl.d_diagonal)
+    own_inputs = factor_inputs(fisher.inputs)
+    predicted = factors.inputs(matrix, fisher)
+    coding = PoolFactors(pooled, for_coding=True).inputs(matrix, fisher)  # overwrites H
+    assert torch.equal(coding.ldl.d_diagonal, own_inputs.ldl.d_diagonal)
+    assert not torch.equal(coding.ldl.d_diagonal, predicted.ldl.d_diagonal)
     outputs, own_outputs = factors.outputs(matrix, fisher), factor_outputs(fisher.outputs)
     torch.testing.assert_close(outputs.d_diagonal, own_outputs.d_diagonal, rtol=0.05, atol=0)
     assert not torch.equal(outputs.d_diagonal, own_outputs.d_diagonal)

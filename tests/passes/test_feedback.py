@@ -6,11 +6,15 @@ import pytest
 import torch
 from random_moments import random_matrix, random_moment
 
-from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.codecs.transform import TILE, transform
+from ciuic_cli.passes import chunk_size
 from ciuic_cli.passes.feedback import (
     INPUT_DAMPING,
     OUTPUT_DAMPING,
     block_ldl,
+    columns_of,
+    damp,
+    factor_inputs,
     factor_outputs,
     pad_square,
 )
@@ -57,6 +61,37 @@ def test_float32_suffices_for_damped_moments() -> None:
     g = random_moment(96, 6)
     expected = block_ldl(pad_square(factor_moment(g)).double()).d_diagonal
     torch.testing.assert_close(factor_outputs(g).d_diagonal, expected, rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("size", [192, 100])
+def test_inputs_are_factored_with_and_without_overwriting(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk_size, "PART_BYTES", 4 * 40 * size)  # several parts
+    h = random_moment(size, 7)
+    kept = h.clone()
+    order, ldl = factor_inputs(h)
+    assert torch.equal(h, kept)
+    overwritten = factor_inputs(h, overwrite=True)
+    assert torch.equal(h, kept) == (size % TILE != 0)  # a moment that must be padded is copied
+    assert torch.equal(overwritten.block_order, order)
+    assert ldl.factor is not None and overwritten.ldl.factor is not None
+    assert torch.equal(overwritten.ldl.factor, ldl.factor)
+    # The factors are those of the transformed, damped moment in the chosen order.
+    transformed = transform(transform(kept).T)
+    damp(transformed)
+    columns = columns_of(order)
+    expected = block_ldl(transformed[columns][:, columns].double())
+    torch.testing.assert_close(ldl.d_diagonal, expected.d_diagonal, rtol=1e-4, atol=0.0)
+    torch.testing.assert_close(ldl.factor, expected.factor, rtol=0.0, atol=1e-4)
+
+
+def test_outputs_are_factored_with_and_without_overwriting() -> None:
+    g = random_moment(100, 8)
+    kept = g.clone()
+    plain = factor_outputs(g)
+    assert torch.equal(g, kept)
+    overwritten = factor_outputs(g, overwrite=True)
+    assert plain.factor is not None and overwritten.factor is not None
+    assert torch.equal(overwritten.factor, plain.factor)
 
 
 @pytest.mark.parametrize("rank", [1, 20])

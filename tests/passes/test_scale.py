@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -33,9 +35,16 @@ def chosen(weight: torch.Tensor, fisher: KroneckerFisher) -> np.ndarray | None:
     return input_scales(weight, fisher)
 
 
+def scaled_copy(
+    weight: torch.Tensor, fisher: KroneckerFisher, codes: np.ndarray | None
+) -> tuple[torch.Tensor, KroneckerFisher]:
+    """As `scaled`, which overwrites both."""
+    return scaled(weight.clone(), replace(fisher, inputs=fisher.inputs.clone()), codes)
+
+
 def real_loss(weight: torch.Tensor, fisher: KroneckerFisher, codes: np.ndarray | None) -> tuple[float, float]:
     """Predicted and real loss of rounding to 3 bits."""
-    prepared = prepare(*scaled(weight.clone(), fisher, codes))
+    prepared = prepare(*scaled_copy(weight, fisher, codes))
     bits = np.full(ROWS // 16, 3, np.uint8)
     error = decode_dense(round_prepared(prepared, bits, input_scale=codes, L=12)) - weight
     predicted = predicted_loss(group_sums(prepared.row_sensitivity), np.zeros(ROWS // 16), (3,), 12)
@@ -50,6 +59,18 @@ def test_the_diagonal_of_the_inverse(cols: int) -> None:
     damped.diagonal().add_(input_damping(damped.diagonal().mean()))
     assert found is not None
     torch.testing.assert_close(found, torch.linalg.inv(damped).diagonal(), rtol=1e-4, atol=0.0)
+
+
+def test_the_inverse_of_many_inputs_is_that_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale, "BLOCK_INPUTS", 100)
+    moment = random_moment(250, 500)
+    found = scale._inverse_diagonal(moment)
+    damped = moment.double()
+    damped.diagonal().add_(input_damping(damped.diagonal().mean()))
+    blocks = [damped[part, part] for part in (slice(0, 84), slice(84, 168), slice(168, 250))]
+    expected = torch.cat([torch.linalg.inv(block).diagonal() for block in blocks])
+    assert found is not None
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)
 
 
 def test_the_loss_falls_as_predicted() -> None:
@@ -124,7 +145,7 @@ def test_scaling_keeps_the_loss_with_contexts() -> None:
     contexts = random_contexts(ROWS, COLS)
     fisher = KroneckerFisher(fisher.inputs, fisher.outputs, contexts)
     codes = np.arange(COLS).astype(np.uint8)
-    stored, moved = scaled(weight.clone(), fisher, codes)
+    stored, moved = scaled_copy(weight, fisher, codes)
     factors = input_factors(codes)
     error = torch.randn(ROWS, COLS, generator=torch.Generator().manual_seed(2))
     before = ((error @ fisher.inputs) * error).sum() + ((error * contexts.float32()).sum(1) ** 2).sum()
