@@ -16,6 +16,7 @@ from ciuic_cli.passes.fisher import Contexts, KroneckerFisher
 from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, matrix_bytes
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.files import Statistics
+from ciuic_cli.statistics.head_fisher import context_moment
 from ciuic_cli.statistics.recorder import records_full_outputs
 
 UNIFORM_SHARE = 0.02
@@ -154,7 +155,7 @@ def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
         # Only the head's share of a row's loss depends on contexts. The mean of v vᵀ over the rows is subtracted from
         # H, so that the mean of H + v vᵀ is the H of the statistics.
         contexts = Contexts(vectors, (as_head / g.clamp_min(_TINY)).sqrt())
-        h = h - contexts.second_moment(g / g.sum().clamp_min(_TINY))
+        h = h - context_moment(contexts, g / g.sum().clamp_min(_TINY))
     if matrix.role in EMBEDDING_ROLES and g.dim() == 1:
         g = tempered(g)
     return KroneckerFisher(h, g, contexts)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ciuic_cli.passes.chunk_size import part_slices, scratch_slices
+from ciuic_cli.passes.chunk_size import part_slices
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,6 @@ class Contexts:
         """v (m, n) float32, a new tensor: twice the memory of `vectors`."""
         v = self.vectors.to(torch.float32, copy=True).mul_(self.row_factors[:, None])
         return v if self.column_factors is None else v.mul_(self.column_factors)
-
-    def second_moment(self, weights: torch.Tensor) -> torch.Tensor:
-        """Σ weights_r v_r v_rᵀ, (n, n) float32. weights: (m,)."""
-        cols = self.vectors.shape[1]
-        total = self.row_factors.new_zeros(cols, cols)
-        for part in scratch_slices(len(self.vectors)):
-            v = self.rows(part).float32()
-            total.addmm_((v * weights[part, None]).T, v)
-        return total
 
 
 @dataclass(frozen=True)

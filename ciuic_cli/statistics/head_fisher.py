@@ -20,9 +20,13 @@ import torch
 
 from ciuic_cli.layerwise.logits import logit_tokens
 from ciuic_cli.layerwise.stable_bits import stable_bits
+from ciuic_cli.passes.chunk_size import scratch_slices
+from ciuic_cli.passes.fisher import Contexts
 from ciuic_cli.process.threads import one_thread
+from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.predictions import Predictions
+from ciuic_cli.statistics.symmetric_product import add_weighted_product
 
 WEIGHT_BYTES = 64 << 20
 """Most bytes of the weights w of tokens that are kept. Chosen: 680 tokens in bfloat16 with a vocabulary of 49,152."""
@@ -139,3 +143,15 @@ def context_vectors(rows: Moments, fisher: torch.Tensor) -> torch.Tensor:
     effective = weight.square() / squares.clamp_min(1e-30)
     scale = effective / ((effective + 1.0) * weight * fisher).clamp_min(1e-30)
     return rows.inputs.mul_(scale.sqrt()[:, None])
+
+
+def context_moment(contexts: Contexts, weights: torch.Tensor) -> torch.Tensor:
+    """Σ weights_r v_r v_rᵀ over the context vectors v, (n, n) float32. weights: (m,) float32, none negative."""
+    of_rows = (weights * contexts.row_factors.square())[:, None]
+    moment = lower_half.zeros(contexts.vectors.shape[1], contexts.vectors.device)
+    for part in scratch_slices(len(of_rows)):
+        add_weighted_product(moment, contexts.vectors[part], of_rows[part])
+    lower_half.mirror(moment)
+    if contexts.column_factors is not None:
+        moment.mul_(contexts.column_factors).mul_(contexts.column_factors[:, None])
+    return moment

@@ -35,6 +35,15 @@ def cleared(matrix: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
+def mirror(matrix: torch.Tensor) -> None:
+    """Copy the lower half of a matrix (n, n) to the upper one."""
+    for begin in range(0, len(matrix), _BLOCK):
+        rows = slice(begin, begin + _BLOCK)
+        matrix[:begin, rows] = matrix[rows, :begin].T
+        corner = matrix[rows, rows]
+        corner.copy_(corner.tril() + corner.tril(-1).T)
+
+
 def add(total: torch.Tensor, more: torch.Tensor) -> None:
     """Add the lower half of `more` (n, n) to that of `total`."""
     for block, added in zip(blocks(total), blocks(more), strict=True):

@@ -24,6 +24,7 @@ from ciuic_cli.passes.feedback import damp
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
 from ciuic_cli.statistics.files import Statistics
+from ciuic_cli.statistics.head_fisher import context_moment
 
 _ROWS = 4096
 """Rows that are rounded at a time; bounds the temporaries (chosen, not tuned)."""
@@ -57,7 +58,7 @@ def feedback_of(fisher: KroneckerFisher, group: int = 1) -> Feedback:
     """
     h = fisher.inputs.clone()
     if fisher.contexts is not None:
-        h += fisher.contexts.second_moment(fisher.outputs / fisher.outputs.sum())
+        h += context_moment(fisher.contexts, fisher.outputs / fisher.outputs.sum())
     damp(h)
     groups = torch.argsort(h.diagonal().reshape(-1, group).sum(1), descending=True, stable=True)
     order = (group * groups[:, None] + torch.arange(group)).reshape(-1)
