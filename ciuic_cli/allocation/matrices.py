@@ -123,7 +123,6 @@ def weight_matrices(parameters: Iterable[Parameter]) -> list[WeightMatrix]:
     return matrices
 
 
-@one_thread()
 def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
     """H and G of one matrix.
 
@@ -132,6 +131,23 @@ def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
     is the sum of the losses of both of its uses. Without statistics H and G are multiples of the identity, and
     `arms.rescale_uncovered` sets the scale of the losses.
     """
+    h, g, contexts = _moments_of(matrix, statistics)
+    if contexts is not None:
+        # Only the head's share of a row's loss depends on contexts. The mean of v vᵀ over the rows is subtracted from
+        # H, so that the mean of H + v vᵀ is the H of the statistics.
+        with one_thread():
+            weights = g / g.sum().clamp_min(_TINY)
+        h = h - context_moment(contexts, weights)
+    if matrix.role in EMBEDDING_ROLES and g.dim() == 1:
+        g = tempered(g)
+    return KroneckerFisher(h, g, contexts)
+
+
+@one_thread()
+def _moments_of(
+    matrix: WeightMatrix, statistics: Statistics
+) -> tuple[torch.Tensor, torch.Tensor, Contexts | None]:
+    """H and G of both uses of a matrix, token weights not raised to a power; and the contexts of a head's rows."""
     h = statistics.input_moment(matrix.name, matrix.expert)
     g = statistics.output_fisher(matrix.name, matrix.expert)
     use = statistics.embedding_use(matrix.name)
@@ -152,15 +168,11 @@ def fisher_of(matrix: WeightMatrix, statistics: Statistics) -> KroneckerFisher:
         h = torch.eye(matrix.cols) / matrix.cols
         g = torch.ones(matrix.rows)
     if vectors is not None and as_head is not None:
-        # Only the head's share of a row's loss depends on contexts. The mean of v vᵀ over the rows is subtracted from
-        # H, so that the mean of H + v vᵀ is the H of the statistics.
         contexts = Contexts(vectors, (as_head / g.clamp_min(_TINY)).sqrt())
-        h = h - context_moment(contexts, g / g.sum().clamp_min(_TINY))
-    if matrix.role in EMBEDDING_ROLES and g.dim() == 1:
-        g = tempered(g)
-    return KroneckerFisher(h, g, contexts)
+    return h, g, contexts
 
 
+@one_thread()
 def tempered(weights: torch.Tensor) -> torch.Tensor:
     """Token weights (m,) raised to TOKEN_WEIGHT_EXPONENT and rescaled to the same sum."""
     powers = weights.clamp_min(0.0) ** TOKEN_WEIGHT_EXPONENT

@@ -46,7 +46,7 @@ class PoolFactors:
         self._lock = threading.Lock()
 
     def inputs(self, matrix: WeightMatrix, fisher: KroneckerFisher) -> FactoredInputs:
-        """The factors of H. fisher: of this matrix, on `device`; its H is overwritten."""
+        """The factors of H. fisher: of this matrix, on `device`; its H may be overwritten."""
         shares = matrix.role in SHARED_INPUT_ROLES and not self._for_coding
         if shares and self._ratios(matrix, "inputs") is not None:
             shared: SharedInputs | None = self._pool(matrix.name, "inputs", share_inputs)
@@ -55,7 +55,7 @@ class PoolFactors:
         return factor_inputs(fisher.inputs, overwrite=True)
 
     def outputs(self, matrix: WeightMatrix, fisher: KroneckerFisher) -> BlockLDL:
-        """The factors of G for rows in natural order. fisher: of this matrix, on `device`; its G is overwritten."""
+        """The factors of G for rows in natural order. fisher: of this matrix, on `device`; its G may be overwritten."""
         ratios = self._ratios(matrix, "outputs")
         if ratios is not None:
             shared: SharedOutputs | None = self._pool(matrix.name, "outputs", share_outputs)

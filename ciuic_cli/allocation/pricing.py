@@ -77,7 +77,7 @@ def price_matrix(
     sensitivities, factors_of_g = zip(*chunks, strict=True)
     sensitivity = torch.cat(sensitivities)
     outputs = factors_of_g[-1]  # only matrices of a single chunk have a full G or low-rank parts
-    fisher = replace(fisher, contexts=None)  # as large as the matrix, and not needed any more
+    del fisher  # as large as the matrix, or larger, and overwritten
     energies = {}
     if ranks := options.ranks_for(matrix):
         with step("low-rank parts"):

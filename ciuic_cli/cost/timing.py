@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -128,10 +128,9 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         return seconds
 
     area_growth = matrix.weights / (rows * cols)
-    own_inputs = clock(lambda: factor_inputs(fisher.inputs))
+    timed_inputs, of_inputs = clock(lambda: factor_inputs(fisher.inputs)), cache(of_identity(factor_inputs))
     # Times of factorisations grow by this from the timed matrix to the real one.
-    input_growth = factor_growth(own_inputs, cols, matrix.cols, of_identity(factor_inputs))
-    own_inputs *= input_growth
+    own_inputs = timed_inputs * factor_growth(timed_inputs, cols, matrix.cols, of_inputs)
     own_outputs = 0.0
     if full:
         own_outputs = clock(lambda: factor_outputs(fisher.outputs))
@@ -155,7 +154,7 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
     )
     if not matrix.role.startswith("expert") and matrix.role not in UNPROBED_ROLES:
         block = min(matrix.cols, BLOCK_INPUTS)  # larger moments are inverted in blocks
-        block_growth = factor_growth(own_inputs / input_growth, cols, block, of_identity(factor_inputs))
+        block_growth = factor_growth(timed_inputs, cols, block, of_inputs)
         pricing += matrix.cols / block * block_growth * clock(lambda: input_scales(weight, fisher))
     if ranks and matrix.role not in UNPRUNED_ROLES:
         pricing += area_growth * clock(

@@ -1,8 +1,17 @@
-"""How many rows are processed at a time. Rows of an embedding or head are independent; row chunks bound its memory."""
+"""How many rows or columns are processed at a time.
+
+Rows of an embedding or head are independent, and row chunks bound its memory. Parts of any large matrix bound the
+memory of temporaries.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+
+import torch
+
+from ciuic_cli.codecs.transform import TILE
+from ciuic_cli.integers import ceil_div, round_up
 
 SCRATCH_ROWS = 4096
 """Rows whose temporaries are in memory at a time; a row chunk has a multiple of it (measured:
@@ -11,10 +20,10 @@ CHUNK_BYTES = 12 << 20
 """Approximate bytes of a row chunk in float32 (measured: docs/experiments/scale/vocabulary-chunks.md)."""
 
 
-PART_BYTES = 4 << 20
-"""Bytes of the rows, in float32, that a pass over a large matrix takes at a time: its temporaries stay in the cache and
-in memory that the process has, instead of being mapped and cleared (measured:
-docs/experiments/scale/large-moments.md)."""
+PART_BYTES = {"cpu": 4 << 20, "gpu": 256 << 20}
+"""Bytes in float32 that a pass over a large matrix takes at a time, by kind of device. On a CPU its temporaries stay in
+the cache and in memory that the process has, instead of being mapped and cleared (measured:
+docs/experiments/scale/large-moments.md). A GPU should have few launches; chosen, not tuned."""
 
 
 def chunk_rows(cols: int) -> int:
@@ -27,9 +36,20 @@ def scratch_slices(rows: int) -> Iterator[slice]:
     return _slices(rows, SCRATCH_ROWS)
 
 
-def part_slices(rows: int, cols: int) -> Iterator[slice]:
-    """Slices that cover `rows` rows with `cols` columns; each has about PART_BYTES in float32."""
-    return _slices(rows, max(1, PART_BYTES // (4 * cols)))
+def part_slices(matrix: torch.Tensor) -> Iterator[slice]:
+    """Slices of the rows of a matrix (m, n), each of about PART_BYTES; of a square one also of its columns."""
+    rows, cols = matrix.shape
+    part = PART_BYTES["cpu" if matrix.device.type == "cpu" else "gpu"]
+    return _slices(rows, max(1, part // (4 * cols)))
+
+
+def equal_slices(size: int, most: int) -> Iterator[slice]:
+    """Slices of `size` columns: as few as possible of at most about `most`, of equal size but for the last.
+
+    They have multiples of 16 columns, as far as `size` has: the bits of products with other sizes may depend on the
+    number of threads (docs/experiments/statistics/thread-bits.md).
+    """
+    return _slices(size, round_up(ceil_div(size, ceil_div(size, most)), TILE))
 
 
 def _slices(rows: int, size: int) -> Iterator[slice]:

@@ -92,13 +92,13 @@ class FactoredInputs(NamedTuple):
 def factor_inputs(moment: torch.Tensor, *, overwrite: bool = False) -> FactoredInputs:
     """Transform, damp, order and factor H (n, n) float32.
 
-    overwrite: use the memory of `moment`, unless it must be padded. Then only the factor takes as much again.
+    overwrite: transform and order H in its own memory, if it need not be padded; then only the factor takes as much
+    again.
     """
     with step("factors of H"):
         extra = -len(moment) % TILE
-        h = moment if overwrite else moment.clone()
-        if extra:
-            h = torch.nn.functional.pad(h, (0, extra, 0, extra))
+        copies = extra or not overwrite
+        h = torch.nn.functional.pad(moment, (0, extra, 0, extra)) if copies else moment
         _transform_both_sides(h)
         damp(h)
         block_order = rounding_order(h)
@@ -108,17 +108,17 @@ def factor_inputs(moment: torch.Tensor, *, overwrite: bool = False) -> FactoredI
 
 def _transform_both_sides(moment: torch.Tensor) -> None:
     """T H Tᵀ for H (n, n), n a multiple of 16, in place; symmetric but for rounding."""
-    for part in part_slices(*moment.shape):
+    for part in part_slices(moment):
         moment[:, part] = transform(moment[:, part].T).T
-    for part in part_slices(*moment.shape):
+    for part in part_slices(moment):
         moment[part] = transform(moment[part])
 
 
 def _reorder(moment: torch.Tensor, columns: torch.Tensor) -> None:
     """moment[columns][:, columns] for a moment (n, n), in place."""
-    for part in part_slices(*moment.shape):
+    for part in part_slices(moment):
         moment[part] = moment[part].index_select(1, columns)
-    for part in part_slices(*moment.shape):
+    for part in part_slices(moment):
         moment[:, part] = moment[:, part].index_select(0, columns)
 
 
@@ -147,7 +147,7 @@ def columns_of(block_order: torch.Tensor) -> torch.Tensor:
 def factor_outputs(moment: torch.Tensor, *, overwrite: bool = False) -> BlockLDL:
     """Damp, pad and factor G (m, m) float32; a diagonal (m,) is only padded.
 
-    overwrite: use the memory of a full `moment`, unless it must be padded.
+    overwrite: a full G is damped in its own memory.
     """
     if moment.dim() == 1:
         return BlockLDL(None, torch.nn.functional.pad(moment, (0, -len(moment) % TILE)))

@@ -70,6 +70,6 @@ class KroneckerFisher:
 def _in_order(moment: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """moment[order][:, order] (k, k) of a moment (n, n), without a matrix (k, n)."""
     ordered = moment.new_empty(len(order), len(order))
-    for part in part_slices(*ordered.shape):
+    for part in part_slices(ordered):
         torch.index_select(moment[order[part]], 1, order, out=ordered[part])
     return ordered

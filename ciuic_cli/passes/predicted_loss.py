@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.rate_distortion import MSE_BY_L
 from ciuic_cli.codecs.transform import TILE
-from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes import feedback
-from ciuic_cli.passes.chunk_size import chunk_rows
+from ciuic_cli.passes.chunk_size import chunk_rows, equal_slices
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.process.threads import one_thread
 
@@ -50,14 +49,12 @@ def pruning_loss(weight: torch.Tensor, fisher: KroneckerFisher) -> torch.Tensor:
 
 def _energy(weight: torch.Tensor, moment: torch.Tensor) -> torch.Tensor:
     """(m,) wᵀ H w of each row of a weight (m, n), for a symmetric H (n, n) of which the lower half is read."""
-    size, energy = len(moment), weight.new_zeros(len(weight))
-    width = ceil_div(size, ceil_div(size, MULTIPLIED_COLUMNS))
-    for begin in range(0, size, width):
-        end = min(begin + width, size)
-        columns = weight[:, begin:end]
-        product = 0.5 * columns @ moment[begin:end, begin:end]
-        if end < size:
-            product.addmm_(weight[:, end:], moment[end:, begin:end])
+    energy = weight.new_zeros(len(weight))
+    for part in equal_slices(len(moment), MULTIPLIED_COLUMNS):
+        columns, rest = weight[:, part], slice(part.stop, None)
+        product = 0.5 * columns @ moment[part, part]
+        if part.stop < len(moment):
+            product.addmm_(weight[:, rest], moment[rest, part])
         energy += 2 * (product * columns).sum(1)
     return energy
 

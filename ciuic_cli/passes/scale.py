@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from ciuic_cli.codecs.scales import encode_input_scales, input_factors
 from ciuic_cli.codecs.transform import TILE, block_width, padded
-from ciuic_cli.integers import ceil_div
-from ciuic_cli.passes.chunk_size import part_slices
+from ciuic_cli.passes.chunk_size import equal_slices, part_slices
 from ciuic_cli.passes.effective_variance import effective_variance, log_variance_gradient
 from ciuic_cli.passes.feedback import input_damping
 from ciuic_cli.passes.fisher import KroneckerFisher
@@ -35,7 +34,7 @@ from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
 from ciuic_cli.process.threads import one_thread
 
 BLOCK_INPUTS = 2048
-"""Most inputs of a block of H whose inverse is computed. With 8,960 inputs five blocks take an eighth of the time of
+"""Most inputs of a block of H whose inverse is computed. With 8,960 inputs, five blocks take a tenth of the time of
 all inputs together. A quarter of the inputs per block costs 0.002 bits per weight of down projections (measured:
 docs/experiments/scale/large-moments.md)."""
 _ITERATIONS = 5
@@ -97,7 +96,7 @@ def _block_energies(
     padding, blocks = padded(weight.shape[1]) - weight.shape[1], (-1, block_width(weight.shape[1]))
     inverse_squares = torch.nn.functional.pad(factors.square().reciprocal(), (0, padding))
     inverse_squares = inverse_squares.unflatten(0, blocks)
-    for part in part_slices(*weight.shape):
+    for part in part_slices(weight):
         rows = weight[part].square()
         squares = (torch.nn.functional.pad(rows, (0, padding)) if padding else rows).unflatten(1, blocks)
         yield squares, (squares * inverse_squares).mean(2)
@@ -126,13 +125,10 @@ def _inverse_diagonal(moment: torch.Tensor) -> torch.Tensor | None:
 
     With more than BLOCK_INPUTS inputs, H is taken as block diagonal, in blocks of about the same size.
     """
-    size = len(moment)
     with one_thread():
         damping = input_damping(moment.diagonal().mean())
-    width = ceil_div(size, ceil_div(size, BLOCK_INPUTS))
     parts = []
-    for begin in range(0, size, width):
-        inputs = slice(begin, begin + width)
+    for inputs in equal_slices(len(moment), BLOCK_INPUTS):
         damped = moment[inputs, inputs].clone()
         damped.diagonal().add_(damping)
         lower, _ = damped_cholesky(damped)

@@ -157,8 +157,8 @@ record."""
 _CONTEXT_COPIES = 3
 """Additional copies if the rows have contexts: the contexts, and temporaries of rounding with them."""
 _MOMENT_COPIES = 5
-"""The same count for each second moment: pricing and coding have four at a time, up to 4,096 rows (measured:
-docs/experiments/scale/large-matrices.md), and one is added for what was not measured."""
+"""The same count for each second moment: pricing and coding had four at a time, up to 4,096 rows, before they overwrote
+moments (measured: docs/experiments/scale/large-matrices.md), and one is added for what was not measured."""
 PARALLEL_WORK_BYTES = 256 << 20
 """Largest working set, in bytes, of an item that runs beside others. Larger items run alone with all threads. Chosen,
 not tuned."""

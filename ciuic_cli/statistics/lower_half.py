@@ -1,8 +1,9 @@
 """Symmetric matrices (n, n) of which only the lower half is used, in the usual layout in memory.
 
 The numbers above the diagonal are undefined. The operating system gives a large matrix its memory page by page, when a
-page is first written. So the upper half takes no memory as long as nothing writes to it. Neither these functions nor
-the native sums of moments (`symmetric_product.py`) do. A matrix with 8,960 rows takes 0.20 GB instead of 0.32.
+page is first written. So the upper half takes no memory as long as nothing writes to it. Of these functions only
+`mirror` does, and the native sums of moments (`symmetric_product.py`) do not. A matrix with 8,960 rows takes 0.20 GB
+instead of 0.32.
 """
 
 from __future__ import annotations

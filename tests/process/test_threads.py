@@ -13,12 +13,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from ciuic_cli.passes import lowrank
-from ciuic_cli.passes.fisher import KroneckerFisher
+from ciuic_cli.passes import lowrank, scale
+from ciuic_cli.passes.fisher import Contexts, KroneckerFisher
 from ciuic_cli.passes.linear_algebra import cholesky, inverse_lower, solve_lower, solve_transposed
+from ciuic_cli.passes.predicted_loss import pruning_loss
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.passes.prune import channel_loss
+from ciuic_cli.passes.scale import BLOCK_INPUTS
 from ciuic_cli.process.threads import in_order, one_thread, parallel_map, renew_pool
+from ciuic_cli.statistics.head_fisher import context_moment
 from ciuic_cli.statistics.symmetric_product import add_symmetric_product, symmetric_product
 
 SIZE = 700
@@ -35,6 +38,12 @@ def _prepared(generator: torch.Generator) -> torch.Tensor:
     made = prepare(weight, KroneckerFisher(moment / moment.trace(), moment))
     assert made.inputs.factor is not None and made.outputs.factor is not None
     return torch.cat([made.weight, made.inputs.factor, made.outputs.factor], dim=1)
+
+
+def _inverse_in_blocks(generator: torch.Generator) -> torch.Tensor:
+    diagonal = scale._inverse_diagonal(_moment(generator, BLOCK_INPUTS + 600))
+    assert diagonal is not None
+    return diagonal
 
 
 WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
@@ -64,6 +73,14 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
         _lower(g), solve_lower(_lower(g), torch.randn(SIZE, 300, generator=g))
     ),
     "prepared matrix": _prepared,
+    "loss of pruning": lambda g: pruning_loss(
+        torch.randn(300, 1100, generator=g), KroneckerFisher(_moment(g, 1100), torch.ones(300))
+    ),
+    "inverse's diagonal in blocks": _inverse_in_blocks,
+    "moment of contexts": lambda g: context_moment(
+        Contexts(torch.randn(900, 500, generator=g).bfloat16(), torch.rand(900, generator=g)),
+        torch.rand(900, generator=g),
+    ),
     "losses of channels": lambda g: torch.from_numpy(
         channel_loss(torch.randn(300, 1030, generator=g), KroneckerFisher(_moment(g, 1030), _moment(g, 300)))
     ),
