@@ -72,12 +72,12 @@ def price_matrix(
         with step("loss of pruning"):
             channels = prune.channel_loss(weight, fisher)
     dead_inputs = bool((fisher.inputs.diagonal() <= 0).any())
-    factored = pools.inputs(matrix, fisher)  # overwrites H
+    factored = pools.inputs(matrix, fisher)  # may overwrite H
     chunks = map_row_chunks(_sensitivity, weight, fisher, matrix, factored=factored, pools=pools)
     sensitivities, factors_of_g = zip(*chunks, strict=True)
     sensitivity = torch.cat(sensitivities)
     outputs = factors_of_g[-1]  # only matrices of a single chunk have a full G or low-rank parts
-    del fisher  # as large as the matrix, or larger, and overwritten
+    del fisher  # frees H and G, which were overwritten, and contexts
     energies = {}
     if ranks := options.ranks_for(matrix):
         with step("low-rank parts"):

@@ -18,8 +18,6 @@ SCRATCH_ROWS = 4096
 docs/experiments/scale/vocabulary-chunks.md)."""
 CHUNK_BYTES = 12 << 20
 """Approximate bytes of a row chunk in float32 (measured: docs/experiments/scale/vocabulary-chunks.md)."""
-
-
 PART_BYTES = {"cpu": 4 << 20, "gpu": 256 << 20}
 """Bytes in float32 that a pass over a large matrix takes at a time, by kind of device. On a CPU its temporaries stay in
 the cache and in memory that the process has, instead of being mapped and cleared (measured:
