@@ -1,4 +1,4 @@
-"""What do input scales lose if the inverse of H is taken in blocks of inputs, and how long does pricing take?
+"""Measures what input scales lose if the inverse of H is taken in blocks of inputs, and how long pricing takes.
 
     python benchmarks/blocks_of_inputs.py MODEL WORK [--nsamples 14] [--layers 7]
 
