@@ -44,6 +44,9 @@ VARIANTS: dict[str, dict[str, float]] = {
     "damping of H: 0.16": {"INPUT_DAMPING": 0.16},
     "damping of G: 0.05": {"OUTPUT_DAMPING": 0.05},
     "damping of G: 0.2": {"OUTPUT_DAMPING": 0.2},
+    "H rounded to bfloat16": {"round_h": 1.0},
+    "G rounded to bfloat16": {"round_g": 1.0},
+    "H and G rounded to bfloat16": {"round_h": 1.0, "round_g": 1.0},
 }
 
 
@@ -115,11 +118,15 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     part = variant.pop("part", 1.0)
     part_of_h, part_of_g = variant.pop("part_of_h", part), variant.pop("part_of_g", part)
     kept_of_h, kept_of_g = variant.pop("kept_of_h", None), variant.pop("kept_of_g", None)
+    dtype_of_h, dtype_of_g = (
+        torch.bfloat16 if variant.pop(key, 0.0) else torch.float32 for key in ("round_h", "round_g")
+    )
     with ExitStack() as stack:
         for key, value in variant.items():
             module = moments if hasattr(moments, key) else feedback
             stack.enter_context(mock.patch.object(module, key, value))
-        h, g = _moments(seen, part_of_h, kept_of_h)[0], _moments(seen, part_of_g, kept_of_g)[1]
+        h = _moments(seen, part_of_h, kept_of_h, dtype_of_h)[0]
+        g = _moments(seen, part_of_g, kept_of_g, dtype_of_g)[1]
         inputs, outputs = feedback.factor_inputs(h), feedback.factor_outputs(g)
     assert inputs.ldl.factor is not None and outputs.factor is not None
     # Equal loss in every row, with the same bytes in sum: a row's noise falls with the weight of its errors.
@@ -136,17 +143,15 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     return torch.stack(losses)
 
 
-def _moments(tokens: Tokens, part: float, kept: float | None) -> Tokens:
+def _moments(tokens: Tokens, part: float, kept: float | None, dtype: torch.dtype) -> Tokens:
     """H and G (float32) from a part of the sequences, as the statistics sum them.
 
-    kept: of the off-diagonal parts; None: what the statistics keep.
+    kept: of the off-diagonal parts; None: what the statistics keep. dtype: to which the vectors are rounded.
     """
     x, gradient = (each[:: round(1 / part)].float() for each in tokens)
     total = None
     for segment in segments_of(len(x)):
-        found = moments.Moments.zeros(
-            gradient.shape[2], x.shape[2], x.device, torch.float32, full_outputs=True
-        )
+        found = moments.Moments.zeros(gradient.shape[2], x.shape[2], x.device, dtype, full_outputs=True)
         for sequence in segment:
             found.add_tokens(x[sequence], gradient[sequence], all_outputs=False)
         if kept is None:

@@ -23,9 +23,9 @@ In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the followin
    would dominate H: their activations are huge, but hardly any gradient reaches them. Products of different
    tokens are left out: they gain nothing on other text (measured: docs/experiments/statistics/token-pairs.md).
 
-3. The products of G are rounded to the dtype of the layer's products, bfloat16 on recent processors; those of H are
-   not. That does not make G indefinite, because it is shrunk and damped (measured:
-   docs/experiments/statistics/faster-moments.md).
+3. The weighted vectors are rounded to the dtype of the layer's products, bfloat16 on recent processors, and their
+   products are summed in float32. The sum is that of other vectors, so it cannot become indefinite (measured:
+   docs/experiments/statistics/rounded-inputs.md).
 
 4. G of a matrix with more rows than columns is the sum over every fourth token (TALL_OUTPUT_STEP), scaled to the trace
    that the whole sum would have, which is that of H (`Moments.scale`). Experts have few tokens each, so they keep all.
@@ -170,8 +170,8 @@ class Moments:
             # Not the first token of a sequence, which may be an outlier.
             chosen = slice(TALL_OUTPUT_STEP - 1, None, TALL_OUTPUT_STEP)
             g, output_weights = g[chosen], output_weights[chosen]
-        self._add(self.inputs, x, input_weights, rounded=False)
-        self._add(self.outputs, g, output_weights, rounded=True)
+        self._add(self.inputs, x, input_weights)
+        self._add(self.outputs, g, output_weights)
         with one_thread():
             self.trace += float(roots.sum())
         self.roots = torch.cat((self.roots, roots.flatten().cpu()))
@@ -236,14 +236,12 @@ class Moments:
             total *= factor * kept
         total.diagonal().copy_(diagonal)
 
-    def _add(
-        self, total: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor, *, rounded: bool
-    ) -> None:
+    def _add(self, total: torch.Tensor, vectors: torch.Tensor, weights: torch.Tensor) -> None:
         """Add the products of vectors (t, n) with themselves, times weights (t, 1), or their diagonal."""
         if total.dim() == 1:
             total += (vectors.float().square() * weights).sum(0)
         else:
-            add_weighted_product(total, vectors, weights, self.dtype, rounded=rounded)
+            add_weighted_product(total, vectors, weights, self.dtype, rounded=True)
 
 
 def _norms(vectors: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,41 @@
+"""H from vectors that are rounded to bfloat16, used for feedback."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ciuic_cli.codecs.transform import transform
+from ciuic_cli.passes.feedback import columns_of, factor_inputs
+from ciuic_cli.statistics.moments import Moments
+
+TOKENS, COLS = 800, 128
+
+
+def _expected_loss(x: torch.Tensor, g: torch.Tensor, dtype: torch.dtype) -> float:
+    """Of noise that is fed back by the H of these tokens, under the H of exact products; relative to its trace."""
+    found = Moments.zeros(g.shape[1], COLS, x.device, dtype, full_outputs=True)
+    found.add_tokens(x, g)
+    h = found.inputs.tril() + found.inputs.tril(-1).T
+    factors = factor_inputs(h / h.trace())
+    assert factors.ldl.factor is not None
+    weighted = x * (g.norm(dim=1) / x.norm(dim=1)).sqrt()[:, None]
+    vectors = transform(weighted)[:, columns_of(factors.block_order)]
+    fed_back = torch.linalg.solve_triangular(factors.ldl.factor.double(), vectors.T.double(), upper=False)
+    return float(fed_back.square().sum() / weighted.double().square().sum())
+
+
+@pytest.mark.parametrize("share", [0.0, 0.9, 0.99, 0.9999])
+def test_rounding_the_inputs_loses_nothing_where_one_direction_has_nearly_all(share: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(TOKENS, COLS, generator=generator)
+    x *= torch.logspace(0, -2, COLS)
+    # One direction in a few channels, the same at every token: the rounding errors of all tokens add up.
+    direction = torch.zeros(COLS)
+    direction[5:8] = torch.tensor([3.0, -2.0, 1.0])
+    size = (share / (1 - share) * x.square().sum(1).mean()).sqrt() if share else torch.zeros(())
+    x = (x + size * direction / direction.norm()).bfloat16().float()
+    g = torch.randn(TOKENS, 32, generator=generator)
+    exact, rounded = (_expected_loss(x, g, dtype) for dtype in (torch.float32, torch.bfloat16))
+    assert exact < 0.9
+    assert rounded == pytest.approx(exact, rel=0.002)
