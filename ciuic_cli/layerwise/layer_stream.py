@@ -3,7 +3,7 @@
 A chunk is a batch of sequences that run through a layer together. The methods, in the order of their use:
 
 1. `begin` runs the model on each chunk with stand-ins in place of its decoder layers. In memory: everything but the
-   layers (embedding, final norm, head). It writes the first layer's inputs to disk, and records the arguments that the
+   layers and the head (embedding, final norm). It writes the first layer's inputs to disk, and records the arguments that the
    model passes to each layer (masks, rotary embeddings). The model's own code makes them, so any family works.
 2. `forward_layer` loads one layer and runs it on one chunk after the other, from inputs on disk to outputs on disk.
 3. `tail` runs what follows the last layer, again with everything but the layers in memory. `visit` gets the logits in
@@ -106,7 +106,7 @@ class LayerStream(PartialModel):
         The head does not run: with a vocabulary of 262,144, the logits of one token take longer than everything else
         here (measured: docs/experiments/scale/head-only-for-logits.md).
         """
-        with self.without_layers() as stand_ins, torch.no_grad(), self._autocast():
+        with self.without_layers(head=False) as stand_ins, torch.no_grad(), self._autocast():
             for place, index in enumerate(self._chunks_or_all(chunks)):
                 tokens = self.chunks[index]
                 self._run_without_layers(tokens, stand_ins)
@@ -273,7 +273,7 @@ class LayerStream(PartialModel):
         if not self._projects_rows:
             yield lambda index: torch.stack([scaled(part, scale) for part in at_first_layer(index)])
             return
-        with self.without_layers() as stand_ins:
+        with self.without_layers(head=False) as stand_ins:
 
             def gradients(index: int) -> torch.Tensor:
                 def run() -> None:
