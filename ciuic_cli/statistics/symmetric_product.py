@@ -9,7 +9,6 @@ import torch
 from ciuic_cli.codecs import native
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.stable_bits import outer_product
-from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import count_native
 from ciuic_cli.statistics import lower_half
 
@@ -21,20 +20,13 @@ MAX_BLOCKS = 8
 
 
 def symmetric_product(
-    left: torch.Tensor,
-    right: torch.Tensor,
-    dtype: torch.dtype = torch.float32,
-    *,
-    rounded: bool = False,
+    left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
     """leftᵀ right, where the caller knows that it is symmetric; the upper triangle is mirrored from the lower.
 
     The sums are float32. Rounded to bfloat16, a moment with one large direction is no longer positive definite
     (measured: docs/experiments/statistics/float32-moments.md). The same happens if two different factors are rounded
     separately, so `dtype` only applies to leftᵀ left on a GPU, which can multiply bfloat16 factors into float32.
-
-    With `rounded`, factors and result are rounded to `dtype` anyway. So (i, j) has an error of about 2^-8 of the root
-    of (i, i) times (j, j) with bfloat16. That is harmless where the diagonal is raised or the rest shrunk afterwards.
 
     Args:
         left, right: (t, n) float32; the same tensor object for a Gram matrix.
@@ -48,15 +40,15 @@ def symmetric_product(
         return torch.mm(rounded_factor.T, rounded_factor, out_dtype=torch.float32)
     cols = left.shape[1]
     moment = torch.empty(cols, cols, device=left.device)
-    columns = left.T.to(dtype if rounded else left.dtype).contiguous()
-    other_columns = columns if left is right else right.T.to(columns.dtype).contiguous()
+    columns = left.T.contiguous()
+    other_columns = columns if left is right else right.T.contiguous()
     count = max(1, min(MAX_BLOCKS, cols // MIN_BLOCK_COLUMNS))
     # Blocks of equal size: the bits of a product with few columns depend on the number of threads.
     step = ceil_div(cols, count)
     for begin in range(0, cols, step):
         end = min(begin + step, cols)
         block = moment[begin:end, :end]
-        block.copy_(_row_products(columns[begin:end], other_columns[:end]))
+        block.copy_(outer_product(columns[begin:end], other_columns[:end]))
         moment[:begin, begin:end] = block[:, :begin].T
     return moment
 
@@ -71,19 +63,22 @@ def add_symmetric_product(
 ) -> None:
     """Add leftᵀ right, where the caller knows that it is symmetric, to `moment` (n, n) float32.
 
-    Only its lower half is read and written (`lower_half.py`). The arguments are those of
-    `symmetric_product`, but left and right are (t, n), float32 or bfloat16. CPUs with the instructions for it use a
-    kernel of our own, which reads the factors as they lie in memory; torch's products need transposed copies
-    (measured: docs/experiments/statistics/native-sums.md).
+    Only its lower half is read and written (`lower_half.py`). The arguments are those of `symmetric_product`, but left
+    and right are (t, n), float32 or bfloat16. With `rounded`, factors are rounded to `dtype` on a CPU, too; the sums
+    are float32. CPUs with the instructions for it use a kernel of our own, which reads the factors as they lie in
+    memory; torch's products need transposed copies (measured: docs/experiments/statistics/native-sums.md).
     """
-    rounds = rounded and dtype != torch.float32
-    if moment.device.type != "cpu" or not _has_kernel(rounds):
-        factor = left.float()
-        other = factor if left is right else right.float()
-        lower_half.add(moment, symmetric_product(factor, other, dtype, rounded=rounded))
-        return
     factor = left.contiguous()
     other = factor if left is right else right.contiguous()
+    rounds = rounded and dtype != torch.float32 and moment.device.type == "cpu"
+    if rounds and not _has_kernel(True):
+        rounds, factor = False, factor.to(dtype)
+        other = factor if left is right else other.to(dtype)
+    if moment.device.type != "cpu" or not _has_kernel(rounds):
+        factor = factor.float()
+        other = factor if left is right else other.float()
+        lower_half.add(moment, symmetric_product(factor, other, dtype))
+        return
     tokens, cols = factor.shape
     status = native.interface().ciuic_symmetric_sums(
         moment.data_ptr(), cols, factor.data_ptr(), factor.dtype == torch.bfloat16,
@@ -103,9 +98,9 @@ def add_weighted_product(
 ) -> None:
     """Add Σ w v vᵀ to the lower half of `moment`, over vectors v (t, n) with weights w (t, 1) that are not negative.
 
-    Vectors are float32 or bfloat16, weights float32. The other arguments are those of `symmetric_product`. Factors that
-    are rounded must be the same on both sides, so they are v √w. Otherwise, on a CPU, one factor is v as it is: AMX
-    multiplies bfloat16 numbers faster than float32 ones.
+    Vectors are float32 or bfloat16, weights float32. The other arguments are those of `add_symmetric_product`. Factors
+    that are rounded must be the same on both sides, so they are v √w. Otherwise, on a CPU, one factor is v as it is:
+    AMX multiplies bfloat16 numbers faster than float32 ones.
     """
     if rounded or moment.device.type != "cpu":
         factor = vectors * weights.sqrt()
@@ -123,12 +118,3 @@ def _count(moment: torch.Tensor, tokens: int, rounds: bool, read: int) -> None:
 @functools.cache
 def _has_kernel(rounded: bool) -> bool:
     return bool(native.interface().ciuic_has_symmetric_sums(rounded))
-
-
-def _row_products(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left rightᵀ (m, n) in the dtype of left (m, k) and right (n, k), contiguous."""
-    if left.dtype == torch.float32:
-        return outer_product(left, right)
-    # If oneDNN multiplies with AMX, it splits a long sum among the threads.
-    with one_thread():
-        return left @ right.T

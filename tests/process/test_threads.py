@@ -56,9 +56,6 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
         @ torch.randn(SIZE, SIZE, dtype=torch.float64, generator=g)
     ),
     "moment": lambda g: symmetric_product(*2 * (torch.randn(1536, 130, generator=g),)),
-    "rounded moment": lambda g: symmetric_product(
-        *2 * (torch.randn(4096, 200, generator=g),), torch.bfloat16, rounded=True
-    ),
     "added moment": lambda g: _added_moment(torch.randn(1000, 500, generator=g), rounded=False),
     "added rounded moment": lambda g: _added_moment(torch.randn(1000, 500, generator=g), rounded=True),
     "inverse": lambda g: inverse_lower(_lower(g)),
