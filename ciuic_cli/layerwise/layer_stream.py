@@ -3,8 +3,9 @@
 A chunk is a batch of sequences that run through a layer together. The methods, in the order of their use:
 
 1. `begin` runs the model on each chunk with stand-ins in place of its decoder layers. In memory: everything but the
-   layers and the head (embedding, final norm). It writes the first layer's inputs to disk, and records the arguments
-   that the model passes to each layer (masks, rotary embeddings). The model's own code makes them, so any family works.
+   layers (embedding, final norm, and the original's head). It writes the first layer's inputs to disk, and records the
+   arguments that the model passes to each layer (masks, rotary embeddings). The model's own code makes them, so any
+   family works.
 2. `forward_layer` loads one layer and runs it on one chunk after the other, from inputs on disk to outputs on disk.
 3. `tail` runs what follows the last layer, again with everything but the layers in memory. `visit` gets the logits in
    parts of at most `logits.LOGIT_BYTES`. If it computes a gradient, that at the last layer's output is written to disk.
@@ -106,7 +107,9 @@ class LayerStream(PartialModel):
         The head does not run: with a vocabulary of 262,144, the logits of one token take longer than everything else
         here (measured: docs/experiments/scale/head-only-for-logits.md).
         """
-        with self.without_layers(head=False) as stand_ins, torch.no_grad(), self._autocast():
+        # The original's head is loaded once at the start, so that faults in it are found before hours of work.
+        loads_head = self.override is None
+        with self.without_layers(head=loads_head) as stand_ins, torch.no_grad(), self._autocast():
             for place, index in enumerate(self._chunks_or_all(chunks)):
                 tokens = self.chunks[index]
                 self._run_without_layers(tokens, stand_ins)
