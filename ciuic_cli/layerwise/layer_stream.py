@@ -107,9 +107,9 @@ class LayerStream(PartialModel):
         The head does not run: with a vocabulary of 262,144, the logits of one token take longer than everything else
         here (measured: docs/experiments/scale/head-only-for-logits.md).
         """
-        # The original's head is loaded once at the start, so that faults in it are found before hours of work.
-        loads_head = self.override is None
-        with self.without_layers(head=loads_head) as stand_ins, torch.no_grad(), self._autocast():
+        # The original's head is loaded although it does not run: a fault in it is found before hours of work.
+        head = self.override is None
+        with self.without_layers(head=head) as stand_ins, torch.no_grad(), self._autocast():
             for place, index in enumerate(self._chunks_or_all(chunks)):
                 tokens = self.chunks[index]
                 self._run_without_layers(tokens, stand_ins)

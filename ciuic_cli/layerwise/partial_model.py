@@ -70,8 +70,8 @@ class PartialModel:
     def without_layers(self, *rounded: nn.Module, head: bool = True) -> Iterator[list[StandIn]]:
         """The model with stand-ins for its decoder layers, and all other weights in memory inside the block.
 
-        rounded: modules whose weights have `dtype`, with all others of the same class. head: False if only the base
-        model runs; the head's weights, which may be the largest of the model, are not loaded then.
+        rounded: modules whose weights have `dtype`, with all others of the same class. head: whether the weights of the
+        head, which may be the largest of the model, are loaded; without them only the base model can run.
         """
         stand_ins, layers = [], []
         for number, prefix in enumerate(self.prefixes):
@@ -79,9 +79,9 @@ class PartialModel:
             stand_ins.append(StandIn(layers[-1]))
             self.model.set_submodule(prefix.rstrip("."), stand_ins[-1])
         try:
-            used = self.model if head else self.model.base_model
-            prefix = "" if used is self.model else f"{self.model.base_model_prefix}."
-            self._load_weights(used, prefix, {type(module) for module in rounded})
+            loaded = self.model if head else self.model.base_model
+            name = "" if loaded is self.model else f"{self.model.base_model_prefix}."
+            self._load_weights(loaded, name, {type(module) for module in rounded})
             yield stand_ins
         finally:
             self.map.release(self.model)

@@ -71,7 +71,7 @@ def add_symmetric_product(
     factor = left.contiguous()
     other = factor if left is right else right.contiguous()
     rounds = rounded and dtype != torch.float32 and moment.device.type == "cpu"
-    if rounds and not _has_kernel(True):
+    if rounds and not _has_kernel(True):  # then the rounded factors are multiplied like factors that are not
         rounds, factor = False, factor.to(dtype)
         other = factor if left is right else other.to(dtype)
     if moment.device.type != "cpu" or not _has_kernel(rounds):

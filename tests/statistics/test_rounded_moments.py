@@ -10,11 +10,14 @@ from ciuic_cli.passes.feedback import columns_of, factor_inputs
 from ciuic_cli.statistics.moments import Moments
 
 TOKENS, COLS = 2000, 768
-"""With fewer columns the damping of H hides it if every sum is rounded to bfloat16."""
+"""With fewer columns the test passes even if every sum is rounded to bfloat16, because H is damped."""
 
 
 def _expected_loss(x: torch.Tensor, g: torch.Tensor, dtype: torch.dtype) -> float:
-    """Of noise that is fed back by the H of these tokens, under the H of exact products; relative to its trace."""
+    """The expected loss of noise, as a share of the loss without feedback.
+
+    The feedback is that of the H of these tokens, with vectors rounded to `dtype`. The loss is that under the exact H.
+    """
     found = Moments.zeros(g.shape[1], COLS, x.device, dtype, full_outputs=True)
     found.add_tokens(x, g)
     h = found.inputs.tril() + found.inputs.tril(-1).T
