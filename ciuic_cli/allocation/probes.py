@@ -40,6 +40,7 @@ EMBEDDING_PROBE_SHARE = 0.3
 correction of the other roles (measured: docs/experiments/allocation/embedding-share.md)."""
 PROBED_WITH = {
     "k": "q",
+    "v": "o",
     "up": "gate",
     "shared_expert_up": "shared_expert_gate",
     "expert_up": "expert_gate",

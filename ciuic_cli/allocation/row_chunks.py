@@ -29,8 +29,14 @@ Result = TypeVar("Result")
 def read_matrix(model_map: ModelMap, matrix: WeightMatrix) -> torch.Tensor:
     """A copy of the weight (rows, cols) in float32; raises `InputError` for NaN or infinity."""
     name, expert = matrix.name, matrix.expert
-    weight = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
-    return weight.to(torch.float32, copy=True)
+    if expert is not None:
+        return model_map.read_expert(name, expert).to(torch.float32, copy=True)
+    if not model_map.stores_rows(name):
+        return model_map.read(name).to(torch.float32, copy=True)
+    weight = torch.empty(matrix.rows, matrix.cols)
+    for rows in row_slices(matrix):  # the stored dtype of the whole embedding would take half as much memory again
+        weight[rows] = model_map.read_rows(name, rows.start, rows.stop)
+    return weight
 
 
 @dataclass(frozen=True)

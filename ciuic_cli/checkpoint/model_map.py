@@ -206,11 +206,14 @@ class ModelMap:
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of a matrix, for embeddings that are too large to read as a whole."""
-        assembly = self._assembly(name)
-        if assembly.converter is None and not self.parameters[name].transposed:
-            return self._reader(name)(assembly.source_names[0], (begin, end))
+        """Rows [begin, end) of a matrix; reads the whole of one that does not store its rows (`stores_rows`)."""
+        if self.stores_rows(name):
+            return self._reader(name)(self._assembly(name).source_names[0], (begin, end))
         return self.read(name)[begin:end].clone()
+
+    def stores_rows(self, name: str) -> bool:
+        """Whether the checkpoint stores the rows of the matrix as they are, so that some can be read without the others."""
+        return self._assembly(name).converter is None and not self.parameters[name].transposed
 
     def materialise(
         self,

@@ -43,7 +43,7 @@ class Effort:
 
 
 EFFORTS = {
-    "fast": Effort(1 << 12, 14, 8, 0, passages=4, least_held_out=2, tall_outputs=False),
+    "fast": Effort(1 << 12, 14, 8, 0, probe_tokens=192, passages=4, least_held_out=2, tall_outputs=False),
     "default": Effort(3 << 13, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }

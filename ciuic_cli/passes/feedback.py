@@ -22,7 +22,12 @@ import torch
 from ciuic_cli.codecs.transform import TILE, transform
 from ciuic_cli.passes.chunk_size import part_slices, scratch_slices
 from ciuic_cli.passes.column_order import rounding_order
-from ciuic_cli.passes.linear_algebra import damped_cholesky, solve_lower
+from ciuic_cli.passes.linear_algebra import (
+    damped_cholesky,
+    inverse_lower,
+    times_lower_transposed,
+    transpose,
+)
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.profiling.account import step
 
@@ -35,6 +40,9 @@ _INPUT_FLOOR = 1e-12
 _OUTPUT_FLOOR = 1e-30
 """Also added to the diagonals of H and of G, so that a moment of zeros factors (chosen, not tuned). G holds squared
 gradients, which can be far smaller than inputs."""
+_COLUMNS_AT_ONCE = 256
+"""Columns of a moment that are copied at a time: parts of its rows, which lie far apart in memory. Of 128, 256 and 576,
+the fastest (measured: docs/experiments/scale/arms.md)."""
 _PADDING_DIAGONAL = 1e-3
 """Diagonal of the rows and columns that pad a moment, as a share of its mean diagonal: any positive value will do,
 because they multiply zeros."""
@@ -102,24 +110,28 @@ def factor_inputs(moment: torch.Tensor, *, overwrite: bool = False) -> FactoredI
         _transform_both_sides(h)
         damp(h)
         block_order = rounding_order(h)
-        _reorder(h, columns_of(block_order))
+        _reorder(h, block_order)
         return FactoredInputs(block_order, block_ldl(h))
 
 
 def _transform_both_sides(moment: torch.Tensor) -> None:
-    """T H Tᵀ for H (n, n), n a multiple of 16, in place; symmetric but for rounding."""
+    """T H Tᵀ for a symmetric H (n, n), n a multiple of 16, in place; symmetric but for rounding."""
+    # Rows are transformed where they lie: H Tᵀ, whose transpose is T H, and then T H Tᵀ.
     for part in part_slices(moment):
-        moment[:, part] = transform(moment[:, part].T).T
+        moment[part] = transform(moment[part])
+    transpose(moment)
     for part in part_slices(moment):
         moment[part] = transform(moment[part])
 
 
-def _reorder(moment: torch.Tensor, columns: torch.Tensor) -> None:
-    """moment[columns][:, columns] for a moment (n, n), in place."""
+def _reorder(moment: torch.Tensor, block_order: torch.Tensor) -> None:
+    """Put the blocks of 16 rows and of 16 columns of a moment (n, n) into this order, in place."""
     for part in part_slices(moment):
-        moment[part] = moment[part].index_select(1, columns)
-    for part in part_slices(moment):
-        moment[:, part] = moment[:, part].index_select(0, columns)
+        blocks = moment[part].unflatten(1, (-1, TILE))
+        blocks.copy_(blocks.index_select(1, block_order))
+    for begin in range(0, len(moment), _COLUMNS_AT_ONCE):
+        blocks = moment[:, begin : begin + _COLUMNS_AT_ONCE].unflatten(0, (-1, TILE))
+        blocks.copy_(blocks.index_select(0, block_order))
 
 
 def damp(moment: torch.Tensor) -> None:
@@ -190,8 +202,9 @@ def factor_contexts(ldl: BlockLDL, contexts: torch.Tensor) -> RowFeedback | None
     if ldl.factor is None or ldl.whitening is None:
         return None
     pull, trace = torch.empty_like(contexts), contexts.new_empty(len(contexts))
+    inverse = inverse_lower(ldl.factor)  # once, instead of solving for each part of a large embedding
     for rows in scratch_slices(len(contexts)):
-        z = solve_lower(ldl.factor, contexts[rows].T).T.contiguous()
+        z = times_lower_transposed(contexts[rows], inverse)
         blocks = z.unfold(1, TILE, TILE).transpose(0, 1)  # (n / 16, rows, 16)
         white = blocks @ ldl.whitening.transpose(1, 2)
         power = white.square().sum(2).T  # (rows, n / 16): z_j · D_j⁻¹ z_j

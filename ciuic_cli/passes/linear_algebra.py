@@ -20,6 +20,9 @@ from ciuic_cli.process.threads import one_thread
 PANEL = 192
 """Columns of a panel, on which one thread works. Of 128 and 192, the faster (measured:
 docs/experiments/scale/arms.md)."""
+_WHOLE = 768
+"""Most rows of a matrix that is factored without panels: torch's own factorisation with one thread takes half of the time
+at 576 rows, and as long at 1,536 (measured: docs/experiments/scale/arms.md)."""
 _LEAST_PANEL = 128
 """Least columns of a panel beside others: products with smaller sizes may depend on the number of threads (measured:
 docs/experiments/statistics/thread-bits.md)."""
@@ -29,6 +32,9 @@ _SOLVED = 64
 _INVERSE_COLUMNS = 8 * PANEL
 """Columns of an inverse that are computed at a time, so that most products with the zeros above its diagonal are left
 out: nearly half of all products (chosen, not tuned)."""
+_SQUARE = 256
+"""Rows and columns of a square that is transposed at a time. Of 192, 256 and 512, the fastest (measured:
+docs/experiments/scale/arms.md)."""
 _LEAST_SINGULAR_VALUE = 1e-7
 """Singular values below this share of the largest count as 0. Chosen: a few times the root of float64's precision,
 below which the eigenvalues of A Aᵀ are rounding errors."""
@@ -38,17 +44,27 @@ DAMPINGS = (0.0, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 
 def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
     """The lower Cholesky factor of a symmetric (n, n) matrix of floats; None if it is not positive definite."""
+    if len(matrix) <= _WHOLE:
+        with one_thread():
+            return _corner(matrix)
     lower = torch.zeros_like(matrix)
     for begin, end in _panels(len(matrix)):
         residual = matrix[begin:, begin:end] - lower[begin:, :begin] @ lower[begin:end, :begin].T
         with one_thread():
-            corner, info = torch.linalg.cholesky_ex(residual[: end - begin])
-            if int(info) or not bool(torch.isfinite(corner).all()):
+            corner = _corner(residual[: end - begin])
+            if corner is None:
                 return None
             lower[begin:end, begin:end] = corner
             if end < len(matrix):
                 lower[end:, begin:end] = residual[end - begin :] @ _inverse_of_corner(corner).T
     return lower
+
+
+def _corner(matrix: torch.Tensor) -> torch.Tensor | None:
+    """As `cholesky`, by torch. Call it with one thread."""
+    lower, info = torch.linalg.cholesky_ex(matrix)
+    # A number that is not finite makes the diagonal of its row so.
+    return None if int(info) or not bool(torch.isfinite(lower.diagonal()).all()) else lower
 
 
 def damped_cholesky(matrix: torch.Tensor) -> tuple[torch.Tensor | None, float]:
@@ -92,6 +108,33 @@ def inverse_lower(lower: torch.Tensor) -> torch.Tensor:
             with one_thread():
                 x[begin:end, left:right] = inverse.neg() @ residual
     return x
+
+
+def times_lower_transposed(values: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """V Lᵀ (m, n) for V (m, n) and a lower triangular L (n, n), without most of the products with L's zeros."""
+    product = torch.empty_like(values)
+    for begin, end in _panels(len(lower)):
+        product[:, begin:end] = values[:, :end] @ lower[begin:end, :end].T
+    return product
+
+
+def transpose(matrix: torch.Tensor) -> None:
+    """Transpose an (n, n) matrix in its own memory.
+
+    In squares: torch exchanges rows and columns in the cache only of what lies contiguous in memory.
+    """
+    starts = range(0, len(matrix), _SQUARE)
+    for first, left in enumerate(slice(begin, begin + _SQUARE) for begin in starts):
+        matrix[left, left] = _transposed(matrix[left, left])
+        for right in (slice(begin, begin + _SQUARE) for begin in starts[:first]):
+            upper = _transposed(matrix[right, left])
+            matrix[right, left] = _transposed(matrix[left, right])
+            matrix[left, right] = upper
+
+
+def _transposed(matrix: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of the transpose."""
+    return matrix.clone(memory_format=torch.contiguous_format).T.contiguous()
 
 
 def solve_transposed(lower: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
 from ciuic_cli.process.threads import one_thread
 
-BLOCK_INPUTS = 2048
+BLOCK_INPUTS = 1024
 """Most inputs of a block of H whose inverse is computed. With 8,960 inputs, five blocks take a tenth of the time of
 all inputs together. A quarter of the inputs per block costs 0.002 bits per weight of down projections (measured:
 docs/experiments/scale/large-moments.md)."""

@@ -115,13 +115,13 @@ def test_similar_roles_share_a_probe() -> None:
 
 
 def test_most_of_an_embeddings_correction_is_the_mean_of_the_other_roles() -> None:
-    predicted = {"embedding": 0.01, "q": 0.01, "o": 0.03, "v": 0.01, "head": 0.01}
+    predicted = {"embedding": 0.01, "q": 0.01, "o": 0.03, "down": 0.01, "head": 0.01}
     measured = [0.005, 0.02, 0.03, 0.03, 0.08, 0.33]  # the last probe: twice the corrected sum
     corrections = _corrections(predicted, measured)
     mean = (0.08 / 0.05) ** (1 - EMBEDDING_PROBE_SHARE)
     assert corrections["embedding"]["correction"] == pytest.approx(2 * 0.5**EMBEDDING_PROBE_SHARE * mean)
     assert corrections["head"]["correction"] == pytest.approx(2 * 8.0**EMBEDDING_PROBE_SHARE * mean)
-    assert [corrections[role]["correction"] for role in "qov"] == pytest.approx([4.0, 2.0, 6.0])
+    assert [corrections[role]["correction"] for role in ("q", "o", "down")] == pytest.approx([4.0, 2.0, 6.0])
     alone = _corrections({"embedding": 0.01}, [0.02, 0.02])
     assert alone["embedding"]["correction"] == pytest.approx(2.0)
 

@@ -15,7 +15,7 @@ def _positive(size: int) -> torch.Tensor:
     return x @ x.T / size
 
 
-@pytest.mark.parametrize("size", [0, 1, 16, 128, 193, 300, 700])
+@pytest.mark.parametrize("size", [0, 1, 16, 128, 193, 300, 700, 1000])
 def test_factor_and_solves_equal_those_of_lapack(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_algebra, "_INVERSE_COLUMNS", 2 * linear_algebra.PANEL)
     matrix = _positive(size)
@@ -28,12 +28,26 @@ def test_factor_and_solves_equal_those_of_lapack(size: int, monkeypatch: pytest.
     inverse = linear_algebra.inverse_lower(lower)
     torch.testing.assert_close(inverse @ lower, torch.eye(size, dtype=torch.float64))
     assert torch.equal(inverse, inverse.tril())
+    product = linear_algebra.times_lower_transposed(values.T, lower)
+    torch.testing.assert_close(product, values.T @ lower.T)
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan")])
-def test_a_matrix_that_is_not_positive_definite_has_no_factor(wrong: float) -> None:
-    matrix = _positive(300)
-    matrix[200, 200] = wrong
+@pytest.mark.parametrize("size", [0, 1, 255, 256, 257, 700])
+def test_a_matrix_is_transposed_in_its_own_memory(size: int) -> None:
+    matrix = torch.arange(size * size).reshape(size, size)
+    expected = matrix.T.clone()
+    linear_algebra.transpose(matrix)
+    assert torch.equal(matrix, expected)
+
+
+@pytest.mark.parametrize("size", [300, 900])
+@pytest.mark.parametrize("place", [(200, 200), (250, 100)])
+@pytest.mark.parametrize("wrong", [-1e3, float("nan"), float("inf")])
+def test_a_matrix_that_is_not_positive_definite_has_no_factor(
+    wrong: float, place: tuple[int, int], size: int
+) -> None:
+    matrix = _positive(size)
+    matrix[place] = wrong
     assert linear_algebra.cholesky(matrix) is None
 
 

@@ -15,7 +15,13 @@ import torch
 
 from ciuic_cli.passes import lowrank, scale
 from ciuic_cli.passes.fisher import Contexts, KroneckerFisher
-from ciuic_cli.passes.linear_algebra import cholesky, inverse_lower, solve_lower, solve_transposed
+from ciuic_cli.passes.linear_algebra import (
+    cholesky,
+    inverse_lower,
+    solve_lower,
+    solve_transposed,
+    times_lower_transposed,
+)
 from ciuic_cli.passes.predicted_loss import pruning_loss
 from ciuic_cli.passes.prepare import prepare
 from ciuic_cli.passes.prune import channel_loss
@@ -68,6 +74,9 @@ WORK: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     )[0],
     "solution": lambda g: solve_transposed(
         _lower(g), solve_lower(_lower(g), torch.randn(SIZE, 300, generator=g))
+    ),
+    "product with a triangle": lambda g: times_lower_transposed(
+        torch.randn(301, SIZE, generator=g), _lower(g)
     ),
     "prepared matrix": _prepared,
     "loss of pruning": lambda g: pruning_loss(
