@@ -212,7 +212,7 @@ class ModelMap:
         return self.read(name)[begin:end].clone()
 
     def stores_rows(self, name: str) -> bool:
-        """Whether the checkpoint stores the rows of the matrix as they are, so that some can be read without the others."""
+        """Whether the checkpoint has the matrix as it is, so that some rows can be read without the others."""
         return self._assembly(name).converter is None and not self.parameters[name].transposed
 
     def materialise(

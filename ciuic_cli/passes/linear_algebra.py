@@ -21,8 +21,8 @@ PANEL = 192
 """Columns of a panel, on which one thread works. Of 128 and 192, the faster (measured:
 docs/experiments/scale/arms.md)."""
 _WHOLE = 768
-"""Most rows of a matrix that is factored without panels: torch's own factorisation with one thread takes half of the time
-at 576 rows, and as long at 1,536 (measured: docs/experiments/scale/arms.md)."""
+"""Most rows of a matrix that is factored without panels. With 576, torch's own factorisation takes half of the time of
+panels, with 1,536 it takes as long, one thread each (measured: docs/experiments/scale/arms.md)."""
 _LEAST_PANEL = 128
 """Least columns of a panel beside others: products with smaller sizes may depend on the number of threads (measured:
 docs/experiments/statistics/thread-bits.md)."""
