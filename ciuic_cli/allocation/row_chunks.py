@@ -19,7 +19,7 @@ from ciuic_cli.integers import ceil_div
 from ciuic_cli.passes.feedback import FactoredInputs, factor_outputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.prepare import PreparedMatrix, prepare
-from ciuic_cli.process.memory import PARALLEL_WORK_BYTES
+from ciuic_cli.process.memory import PARALLEL_WORK_BYTES, limit_freed_memory
 from ciuic_cli.process.threads import in_order
 from ciuic_cli.profiling.account import counted_here
 
@@ -33,8 +33,11 @@ def read_matrix(model_map: ModelMap, matrix: WeightMatrix) -> torch.Tensor:
         return model_map.read_expert(name, expert).to(torch.float32, copy=True)
     if not model_map.stores_rows(name):
         return model_map.read(name).to(torch.float32, copy=True)
+    slices = row_slices(matrix)
+    if len(slices) > 1:
+        limit_freed_memory(0)  # the largest weight of the model: without what the work before has left
     weight = torch.empty(matrix.rows, matrix.cols)
-    for rows in row_slices(matrix):  # the stored dtype of the whole embedding would take half as much memory again
+    for rows in slices:  # the stored dtype of the whole embedding would take half as much memory again
         weight[rows] = model_map.read_rows(name, rows.start, rows.stop)
     return weight
 
@@ -93,7 +96,10 @@ def map_row_chunks(
         else:
             chunk, chunk_fisher = weight[rows], fisher.reordered(rows)
             outputs = factor_outputs(chunk_fisher.outputs.float(), overwrite=True)
-        return function(RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs)))
+        found = function(RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs)))
+        if len(rows) < matrix.rows:
+            limit_freed_memory()  # the threads' heaps grew by 13 MB with each chunk of 4,096 x 1,536
+        return found
 
     side_by_side = row_chunks_side_by_side(matrix) if pools.device.type == "cpu" else 1
     return in_order(row_slices(matrix), counted_here(result), side_by_side)
