@@ -1,6 +1,6 @@
 """How much does rounding with feedback lose on text that the statistics have not seen?
 
-    python benchmarks/moments_on_other_text.py MODEL --text FILE... [--layers 1 8 15 22 28] [--sequences 60]
+    python benchmarks/moments_on_other_text.py MODEL --text FILE... [--sequences 60] [--passages 1]
 
 Expected loss of rounding errors under the gradients of other text, relative to the present statistics, for statistics
 that differ in one constant or in their text. Rounding is replaced by its expectation: noise with the same bytes in
@@ -34,6 +34,11 @@ VARIANTS: dict[str, dict[str, float]] = {
     "half of the text": {"part": 0.5},
     "half of the text for H": {"part_of_h": 0.5},
     "half of the text for G": {"part_of_g": 0.5},
+    "H without gradients": {"with_gradients": 0.0},
+    "half of the text for G, H without gradients in the other half": {
+        "part_of_g": 0.5,
+        "with_gradients": 0.5,
+    },
     "H and G not shrunk": {"kept_of_h": 1.0, "kept_of_g": 1.0},
     "H not shrunk": {"kept_of_h": 1.0},
     "G not shrunk": {"kept_of_g": 1.0},
@@ -59,6 +64,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 15, 22, 28])
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--sequences", type=int, default=60)
+    parser.add_argument("--passages", type=int, default=1)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
@@ -69,6 +75,7 @@ def main() -> None:
         nsamples=arguments.sequences + 4,
         seqlen=SEQLEN,
         vocab_size=model.config.vocab_size,
+        passages=arguments.passages,
     ).tokens[: arguments.sequences]
     texts = [_windows(tokenizer, file, arguments.windows) for file in arguments.text]
     logs: dict[str, list[float]] = {name: [] for name in VARIANTS}
@@ -118,6 +125,7 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     part = variant.pop("part", 1.0)
     part_of_h, part_of_g = variant.pop("part_of_h", part), variant.pop("part_of_g", part)
     kept_of_h, kept_of_g = variant.pop("kept_of_h", None), variant.pop("kept_of_g", None)
+    with_gradients = variant.pop("with_gradients", 1.0)
     dtype_of_h, dtype_of_g = (
         torch.bfloat16 if variant.pop(key, 0.0) else torch.float32 for key in ("round_h", "round_g")
     )
@@ -125,7 +133,7 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
         for key, value in variant.items():
             module = moments if hasattr(moments, key) else feedback
             stack.enter_context(mock.patch.object(module, key, value))
-        h = _moments(seen, part_of_h, kept_of_h, dtype_of_h)[0]
+        h = _moments(_with_gradients(seen, with_gradients), part_of_h, kept_of_h, dtype_of_h)[0]
         g = _moments(seen, part_of_g, kept_of_g, dtype_of_g)[1]
         inputs, outputs = feedback.factor_inputs(h), feedback.factor_outputs(g)
     assert inputs.ldl.factor is not None and outputs.factor is not None
@@ -141,6 +149,19 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
             total += (z.T @ y).square().sum()  # the error is the same at every token, so its effects add up
         losses.append(total)
     return torch.stack(losses)
+
+
+def _with_gradients(tokens: Tokens, share: float) -> Tokens:
+    """The tokens, of which only a share of the sequences has its gradients. Those of the others have one direction and
+    the others' mean norm, so that a token's weight in H does not depend on its gradient."""
+    x, gradient = tokens
+    without = (
+        torch.ones(len(x), dtype=torch.bool) if not share else torch.arange(len(x)) % round(1 / share) != 0
+    )
+    replaced = gradient.clone()
+    size = gradient.float().norm(dim=2).mean() / gradient.shape[2] ** 0.5
+    replaced[without] = size.to(gradient.dtype)
+    return x, replaced
 
 
 def _moments(tokens: Tokens, part: float, kept: float | None, dtype: torch.dtype) -> Tokens:
