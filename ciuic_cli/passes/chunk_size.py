@@ -22,6 +22,10 @@ PART_BYTES = {"cpu": 4 << 20, "gpu": 256 << 20}
 """Bytes in float32 that a pass over a large matrix takes at a time, by kind of device. On a CPU its temporaries stay in
 the cache and in memory that the process has, instead of being mapped and cleared (measured:
 docs/experiments/scale/large-moments.md). A GPU should have few launches; chosen, not tuned."""
+SQUARE = {"cpu": 256, "gpu": 8192}
+"""Rows and columns of a moment that are copied at a time where the two are exchanged, or lie far apart, by kind of
+device. On a CPU they stay in a cache: of 192, 256 and 512, the fastest (measured: docs/experiments/scale/arms.md). For a
+GPU it is chosen, as above."""
 
 
 def chunk_rows(cols: int) -> int:
@@ -35,10 +39,18 @@ def scratch_slices(rows: int) -> Iterator[slice]:
 
 
 def part_slices(matrix: torch.Tensor) -> Iterator[slice]:
-    """Slices of the rows of a matrix (m, n), each of about PART_BYTES; of a square one also of its columns."""
+    """Slices of the rows of a matrix (m, n), each of about PART_BYTES."""
     rows, cols = matrix.shape
-    part = PART_BYTES["cpu" if matrix.device.type == "cpu" else "gpu"]
-    return _slices(rows, max(1, part // (4 * cols)))
+    return _slices(rows, max(1, PART_BYTES[_kind(matrix)] // (4 * cols)))
+
+
+def square_slices(moment: torch.Tensor) -> list[slice]:
+    """Slices of the rows or of the columns of a moment (n, n), each of at most SQUARE."""
+    return list(_slices(len(moment), SQUARE[_kind(moment)]))
+
+
+def _kind(matrix: torch.Tensor) -> str:
+    return "cpu" if matrix.device.type == "cpu" else "gpu"
 
 
 def equal_slices(size: int, most: int) -> Iterator[slice]:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from ciuic_cli.codecs.transform import TILE, transform
-from ciuic_cli.passes.chunk_size import part_slices, scratch_slices
+from ciuic_cli.passes.chunk_size import part_slices, scratch_slices, square_slices
 from ciuic_cli.passes.column_order import rounding_order
 from ciuic_cli.passes.linear_algebra import (
     damped_cholesky,
@@ -40,9 +40,6 @@ _INPUT_FLOOR = 1e-12
 _OUTPUT_FLOOR = 1e-30
 """Also added to the diagonals of H and of G, so that a moment of zeros factors (chosen, not tuned). G holds squared
 gradients, which can be far smaller than inputs."""
-_COLUMNS_AT_ONCE = 256
-"""Columns of a moment that are copied at a time: parts of its rows, which lie far apart in memory. Of 128, 256 and 576,
-the fastest (measured: docs/experiments/scale/arms.md)."""
 _PADDING_DIAGONAL = 1e-3
 """Diagonal of the rows and columns that pad a moment, as a share of its mean diagonal: any positive value will do,
 because they multiply zeros."""
@@ -129,8 +126,8 @@ def _reorder(moment: torch.Tensor, block_order: torch.Tensor) -> None:
     for part in part_slices(moment):
         blocks = moment[part].unflatten(1, (-1, TILE))
         blocks.copy_(blocks.index_select(1, block_order))
-    for begin in range(0, len(moment), _COLUMNS_AT_ONCE):
-        blocks = moment[:, begin : begin + _COLUMNS_AT_ONCE].unflatten(0, (-1, TILE))
+    for columns in square_slices(moment):
+        blocks = moment[:, columns].unflatten(0, (-1, TILE))
         blocks.copy_(blocks.index_select(0, block_order))
 
 

@@ -15,6 +15,7 @@ import math
 
 import torch
 
+from ciuic_cli.passes.chunk_size import square_slices
 from ciuic_cli.process.threads import one_thread
 
 PANEL = 192
@@ -32,9 +33,6 @@ _SOLVED = 64
 _INVERSE_COLUMNS = 8 * PANEL
 """Columns of an inverse that are computed at a time, so that most products with the zeros above its diagonal are left
 out: nearly half of all products (chosen, not tuned)."""
-_SQUARE = 256
-"""Rows and columns of a square that is transposed at a time. Of 192, 256 and 512, the fastest (measured:
-docs/experiments/scale/arms.md)."""
 _LEAST_SINGULAR_VALUE = 1e-7
 """Singular values below this share of the largest count as 0. Chosen: a few times the root of float64's precision,
 below which the eigenvalues of A Aᵀ are rounding errors."""
@@ -123,10 +121,10 @@ def transpose(matrix: torch.Tensor) -> None:
 
     In squares: torch exchanges rows and columns in the cache only of what lies contiguous in memory.
     """
-    starts = range(0, len(matrix), _SQUARE)
-    for first, left in enumerate(slice(begin, begin + _SQUARE) for begin in starts):
+    slices = square_slices(matrix)
+    for number, left in enumerate(slices):
         matrix[left, left] = _transposed(matrix[left, left])
-        for right in (slice(begin, begin + _SQUARE) for begin in starts[:first]):
+        for right in slices[:number]:
             upper = _transposed(matrix[right, left])
             matrix[right, left] = _transposed(matrix[left, right])
             matrix[left, right] = upper
