@@ -191,8 +191,7 @@ class ModelMap:
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert (out, in) of a fused stack. Other experts are read only if a converter needs them."""
-        assembly, parameter = self._assembly(name), self.parameters[name]
-        shape = parameter.shape
+        assembly, parameter, shape = self._assembly(name), self.parameters[name], self.parameters[name].shape
         if len(shape) != 3 or not 0 <= expert < shape[0]:
             raise ValueError(f"{name} of shape {shape} has no expert {expert}")
         if assembly.stacks_experts:
@@ -206,7 +205,7 @@ class ModelMap:
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of a matrix; reads the whole of one that does not store its rows (`stores_rows`)."""
+        """Rows [begin, end) of a matrix; without `stores_rows` the whole matrix is read."""
         if self.stores_rows(name):
             return self._reader(name)(self._assembly(name).source_names[0], (begin, end))
         return self.read(name)[begin:end].clone()

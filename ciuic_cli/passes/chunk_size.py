@@ -24,8 +24,8 @@ the cache and in memory that the process has, instead of being mapped and cleare
 docs/experiments/scale/large-moments.md). A GPU should have few launches; chosen, not tuned."""
 SQUARE = {"cpu": 256, "gpu": 8192}
 """Rows and columns of a moment that are copied at a time where the two are exchanged, or lie far apart, by kind of
-device. On a CPU they stay in a cache: of 192, 256 and 512, the fastest (measured: docs/experiments/scale/arms.md). For a
-GPU it is chosen, as above."""
+device. On a CPU they stay in a cache: of 192, 256 and 512, the fastest (measured: docs/experiments/scale/arms.md). For
+a GPU it is chosen, as above."""
 
 
 def chunk_rows(cols: int) -> int:
