@@ -93,7 +93,7 @@ def steps(count: int, chosen: int) -> list[int]:
     return sorted({1 + number * (count - 1) // (chosen - 1) for number in range(chosen)})
 
 
-STEPS = 65
+STEPS = 64
 """Steps in the journal of a run on this model."""
 
 
