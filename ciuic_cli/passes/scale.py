@@ -34,9 +34,9 @@ from ciuic_cli.passes.linear_algebra import damped_cholesky, inverse_lower
 from ciuic_cli.process.threads import one_thread
 
 BLOCK_INPUTS = 1024
-"""Most inputs of a block of H whose inverse is computed. With 8,960 inputs, five blocks take a tenth of the time of
-all inputs together. A quarter of the inputs per block costs 0.002 bits per weight of down projections (measured:
-docs/experiments/scale/large-moments.md)."""
+"""Most inputs of a block of H whose inverse is computed. With 1,536 inputs, two blocks take a third of the time of all
+inputs together and cost 0.001 bits per weight of down projections. With 8,960, a quarter of the inputs per block takes
+a tenth and costs 0.002 bits (measured: docs/experiments/scale/large-moments.md)."""
 _ITERATIONS = 5
 """Fixed-point iterations (chosen, not tuned). All but the first change log S by half of the difference; the whole
 difference would make loud and quiet blocks change places for ever."""
