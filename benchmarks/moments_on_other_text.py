@@ -34,10 +34,10 @@ VARIANTS: dict[str, dict[str, float]] = {
     "half of the text": {"part": 0.5},
     "half of the text for H": {"part_of_h": 0.5},
     "half of the text for G": {"part_of_g": 0.5},
-    "H without gradients": {"with_gradients": 0.0},
+    "H without gradients": {"without_gradients": 1.0},
     "half of the text for G, H without gradients in the other half": {
         "part_of_g": 0.5,
-        "with_gradients": 0.5,
+        "without_gradients": 0.5,
     },
     "H and G not shrunk": {"kept_of_h": 1.0, "kept_of_g": 1.0},
     "H not shrunk": {"kept_of_h": 1.0},
@@ -125,7 +125,7 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     part = variant.pop("part", 1.0)
     part_of_h, part_of_g = variant.pop("part_of_h", part), variant.pop("part_of_g", part)
     kept_of_h, kept_of_g = variant.pop("kept_of_h", None), variant.pop("kept_of_g", None)
-    with_gradients = variant.pop("with_gradients", 1.0)
+    without_gradients = variant.pop("without_gradients", 0.0)
     dtype_of_h, dtype_of_g = (
         torch.bfloat16 if variant.pop(key, 0.0) else torch.float32 for key in ("round_h", "round_g")
     )
@@ -133,7 +133,7 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
         for key, value in variant.items():
             module = moments if hasattr(moments, key) else feedback
             stack.enter_context(mock.patch.object(module, key, value))
-        h = _moments(_with_gradients(seen, with_gradients), part_of_h, kept_of_h, dtype_of_h)[0]
+        h = _moments(_without_gradients(seen, without_gradients), part_of_h, kept_of_h, dtype_of_h)[0]
         g = _moments(seen, part_of_g, kept_of_g, dtype_of_g)[1]
         inputs, outputs = feedback.factor_inputs(h), feedback.factor_outputs(g)
     assert inputs.ldl.factor is not None and outputs.factor is not None
@@ -151,16 +151,15 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     return torch.stack(losses)
 
 
-def _with_gradients(tokens: Tokens, share: float) -> Tokens:
-    """The tokens, of which only a share of the sequences has its gradients. Those of the others have one direction and
-    the others' mean norm, so that a token's weight in H does not depend on its gradient."""
+def _without_gradients(tokens: Tokens, share: float) -> Tokens:
+    """The tokens, whose gradients are left out in a share of the sequences: all of these have the mean norm of the text,
+    so that a token's weight in H does not depend on its gradient. The first sequence keeps its gradients if any does."""
     x, gradient = tokens
-    without = (
-        torch.ones(len(x), dtype=torch.bool) if not share else torch.arange(len(x)) % round(1 / share) != 0
-    )
-    replaced = gradient.clone()
-    size = gradient.float().norm(dim=2).mean() / gradient.shape[2] ** 0.5
-    replaced[without] = size.to(gradient.dtype)
+    if not share:
+        return tokens
+    left_out = torch.arange(1, len(x) + 1) % round(1 / share) == 0
+    replaced, size = gradient.clone(), gradient.float().norm(dim=2).mean() / gradient.shape[2] ** 0.5
+    replaced[left_out] = size.to(gradient.dtype)
     return x, replaced
 
 

@@ -28,16 +28,15 @@ Result = TypeVar("Result")
 
 def read_matrix(model_map: ModelMap, matrix: WeightMatrix) -> torch.Tensor:
     """A copy of the weight (rows, cols) in float32; raises `InputError` for NaN or infinity."""
-    name, expert = matrix.name, matrix.expert
-    if expert is not None:
-        return model_map.read_expert(name, expert).to(torch.float32, copy=True)
-    if not model_map.stores_rows(name):
-        return model_map.read(name).to(torch.float32, copy=True)
-    slices = row_slices(matrix)
-    if len(slices) > 1:
-        limit_freed_memory(0)  # the largest weight of the model: without what the work before has left
+    name, expert, slices = matrix.name, matrix.expert, row_slices(matrix)
+    if len(slices) == 1 or not model_map.stores_rows(name):
+        weight = model_map.read(name) if expert is None else model_map.read_expert(name, expert)
+        return weight.to(torch.float32, copy=True)
+    # An embedding may be the model's largest weight. So the memory that earlier work has freed is returned first, and
+    # the embedding is never in memory in its stored dtype as a whole.
+    limit_freed_memory(0)
     weight = torch.empty(matrix.rows, matrix.cols)
-    for rows in slices:  # the stored dtype of the whole embedding would take half as much memory again
+    for rows in slices:
         weight[rows] = model_map.read_rows(name, rows.start, rows.stop)
     return weight
 
@@ -98,7 +97,9 @@ def map_row_chunks(
             outputs = factor_outputs(chunk_fisher.outputs.float(), overwrite=True)
         found = function(RowChunk(stored, rows, chunk, prepare(chunk, chunk_fisher, factored, outputs)))
         if len(rows) < matrix.rows:
-            limit_freed_memory()  # the threads' heaps grew by 13 MB with each chunk of 4,096 x 1,536
+            # Otherwise the heaps of the threads grow by 13 MB with every chunk of 4,096 x 1,536 (measured:
+            # docs/experiments/scale/large-matrices.md).
+            limit_freed_memory()
         return found
 
     side_by_side = row_chunks_side_by_side(matrix) if pools.device.type == "cpu" else 1

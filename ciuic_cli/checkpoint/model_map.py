@@ -191,9 +191,9 @@ class ModelMap:
 
     def read_expert(self, name: str, expert: int) -> torch.Tensor:
         """One expert (out, in) of a fused stack. Other experts are read only if a converter needs them."""
-        assembly, parameter, shape = self._assembly(name), self.parameters[name], self.parameters[name].shape
-        if len(shape) != 3 or not 0 <= expert < shape[0]:
-            raise ValueError(f"{name} of shape {shape} has no expert {expert}")
+        assembly, parameter = self._assembly(name), self.parameters[name]
+        if len(parameter.shape) != 3 or not 0 <= expert < parameter.shape[0]:
+            raise ValueError(f"{name} of shape {parameter.shape} has no expert {expert}")
         if assembly.stacks_experts:
             parts = [self._reader(name)(source) for source in assembly.expert_sources(expert)]
             return parameter.in_memory(torch.cat(parts))
@@ -205,13 +205,13 @@ class ModelMap:
         return self.read(name)[expert].clone()
 
     def read_rows(self, name: str, begin: int, end: int) -> torch.Tensor:
-        """Rows [begin, end) of a matrix; without `stores_rows` the whole matrix is read."""
+        """Rows [begin, end) of a matrix. Unless `stores_rows`, this reads the whole matrix."""
         if self.stores_rows(name):
             return self._reader(name)(self._assembly(name).source_names[0], (begin, end))
         return self.read(name)[begin:end].clone()
 
     def stores_rows(self, name: str) -> bool:
-        """Whether the checkpoint has the matrix as it is, so that some rows can be read without the others."""
+        """True if the checkpoint stores the matrix as it is, so that `read_rows` reads only the rows that it returns."""
         return self._assembly(name).converter is None and not self.parameters[name].transposed
 
     def materialise(

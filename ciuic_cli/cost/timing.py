@@ -32,6 +32,7 @@ from ciuic_cli.codecs.trellis import decode_dense
 from ciuic_cli.layerwise.sequence_attention import NativeAttention
 from ciuic_cli.layerwise.stable_bits import outer_product
 from ciuic_cli.passes import lowrank
+from ciuic_cli.passes.chunk_size import device_kind
 from ciuic_cli.passes.feedback import factor_inputs, factor_outputs
 from ciuic_cli.passes.fisher import KroneckerFisher
 from ciuic_cli.passes.predicted_loss import pruning_loss
@@ -64,10 +65,6 @@ _TIMED_READ_WEIGHTS = 1 << 22
 """Weights of the matrix on which reading is timed, if the model has one of that size. Chosen, not tuned."""
 
 
-def _kind(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else "gpu"
-
-
 def role_of_timing(role: str) -> str:
     """One name for all roles whose matrices are treated alike, so that each shape is timed once."""
     is_special = role.startswith("expert") or role in UNPRUNED_ROLES
@@ -86,7 +83,7 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         ranks: whether arms with a low-rank part are priced.
         pooled: whether it is an expert that has only diagonals of moments beside its pool's.
     """
-    full, kind = full_outputs(matrix.role, matrix.rows, matrix.cols), _kind(machine.device)
+    full, kind = full_outputs(matrix.role, matrix.rows, matrix.cols), device_kind(machine.device)
     rows, cols = min(matrix.rows, TIMED_SIZE), min(matrix.cols, TIMED_SIZE)
     weight = torch.randn(rows, cols, generator=torch.Generator().manual_seed(0)).to(machine.device)
     fisher = KroneckerFisher(torch.eye(cols) / cols, torch.eye(rows) if full else torch.ones(rows))
@@ -286,7 +283,7 @@ def time_attention(device: torch.device, dtype: torch.dtype) -> tuple[float, flo
 
 def _least_time(run: Callable[[], Any], device: torch.device) -> float:
     run()
-    return min(_clock(run) for _ in range(TIMING_REPEATS[_kind(device)]))
+    return min(_clock(run) for _ in range(TIMING_REPEATS[device_kind(device)]))
 
 
 def time_reading(model_map: ModelMap, matrices: Iterable[WeightMatrix]) -> float:

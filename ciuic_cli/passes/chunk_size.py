@@ -23,9 +23,9 @@ PART_BYTES = {"cpu": 4 << 20, "gpu": 256 << 20}
 the cache and in memory that the process has, instead of being mapped and cleared (measured:
 docs/experiments/scale/large-moments.md). A GPU should have few launches; chosen, not tuned."""
 SQUARE = {"cpu": 256, "gpu": 8192}
-"""Rows and columns of a moment that are copied at a time where the two are exchanged, or lie far apart, by kind of
-device. On a CPU they stay in a cache: of 192, 256 and 512, the fastest (measured: docs/experiments/scale/arms.md). For
-a GPU it is chosen, as above."""
+"""Most rows and columns of a part of a moment that is transposed or reordered at a time, by kind of device. On a CPU such
+a part stays in a cache: 256 is the fastest of 192, 256 and 512 (measured: docs/experiments/scale/arms.md). The size for
+a GPU is chosen, for few launches."""
 
 
 def chunk_rows(cols: int) -> int:
@@ -41,16 +41,17 @@ def scratch_slices(rows: int) -> Iterator[slice]:
 def part_slices(matrix: torch.Tensor) -> Iterator[slice]:
     """Slices of the rows of a matrix (m, n), each of about PART_BYTES."""
     rows, cols = matrix.shape
-    return _slices(rows, max(1, PART_BYTES[_kind(matrix)] // (4 * cols)))
+    return _slices(rows, max(1, PART_BYTES[device_kind(matrix.device)] // (4 * cols)))
 
 
 def square_slices(moment: torch.Tensor) -> list[slice]:
     """Slices of the rows or of the columns of a moment (n, n), each of at most SQUARE."""
-    return list(_slices(len(moment), SQUARE[_kind(moment)]))
+    return list(_slices(len(moment), SQUARE[device_kind(moment.device)]))
 
 
-def _kind(matrix: torch.Tensor) -> str:
-    return "cpu" if matrix.device.type == "cpu" else "gpu"
+def device_kind(device: torch.device) -> str:
+    """ "cpu" or "gpu": the key of the device in tables of sizes."""
+    return "cpu" if device.type == "cpu" else "gpu"
 
 
 def equal_slices(size: int, most: int) -> Iterator[slice]:

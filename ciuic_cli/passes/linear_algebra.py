@@ -22,8 +22,8 @@ PANEL = 192
 """Columns of a panel, on which one thread works. Of 128 and 192, the faster (measured:
 docs/experiments/scale/arms.md)."""
 _WHOLE = 768
-"""Most rows of a matrix that is factored without panels. With 576, torch's own factorisation takes half of the time of
-panels, with 1,536 it takes as long, one thread each (measured: docs/experiments/scale/arms.md)."""
+"""Most rows of a matrix that one thread factors as a whole. With 576 rows that takes half of the time that panels take,
+with 1,536 as long as panels with one thread (measured: docs/experiments/scale/arms.md)."""
 _LEAST_PANEL = 128
 """Least columns of a panel beside others: products with smaller sizes may depend on the number of threads (measured:
 docs/experiments/statistics/thread-bits.md)."""
@@ -61,7 +61,7 @@ def cholesky(matrix: torch.Tensor) -> torch.Tensor | None:
 def _corner(matrix: torch.Tensor) -> torch.Tensor | None:
     """As `cholesky`, by torch. Call it with one thread."""
     lower, info = torch.linalg.cholesky_ex(matrix)
-    # A number that is not finite makes the diagonal of its row so.
+    # If a number of a row is NaN or infinite, the row's element on the diagonal is, too.
     return None if int(info) or not bool(torch.isfinite(lower.diagonal()).all()) else lower
 
 
@@ -117,9 +117,9 @@ def times_lower_transposed(values: torch.Tensor, lower: torch.Tensor) -> torch.T
 
 
 def transpose(matrix: torch.Tensor) -> None:
-    """Transpose an (n, n) matrix in its own memory.
+    """Transpose an (n, n) matrix in its own memory, square by square.
 
-    In squares: torch exchanges rows and columns in the cache only of what lies contiguous in memory.
+    Each square is copied to contiguous memory first, because torch's transposition is fast only there.
     """
     slices = square_slices(matrix)
     for number, left in enumerate(slices):

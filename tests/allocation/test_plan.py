@@ -207,12 +207,12 @@ def test_a_low_rank_part_is_chosen_for_a_nearly_low_rank_matrix(
     generator = torch.Generator().manual_seed(0)
     nearly_low_rank = torch.randn(192, 16, generator=generator) @ torch.randn(16, 192, generator=generator)
     nearly_low_rank += 0.02 * torch.randn(192, 192, generator=generator)
-    read_rows = ModelMap.read_rows
+    read = ModelMap.read
 
-    def with_low_rank(self: ModelMap, name: str, begin: int, end: int) -> torch.Tensor:
-        return nearly_low_rank[begin:end] if name == target else read_rows(self, name, begin, end)
+    def with_low_rank(self: ModelMap, name: str) -> torch.Tensor:
+        return nearly_low_rank if name == target else read(self, name)
 
-    monkeypatch.setattr(ModelMap, "read_rows", with_low_rank)
+    monkeypatch.setattr(ModelMap, "read", with_low_rank)
     statistics = cast(Statistics, _WhiteStatistics(model_map))
     budget = _budget(model_map, 4.0)
     plans = {}
