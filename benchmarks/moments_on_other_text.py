@@ -152,8 +152,11 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
 
 
 def _without_gradients(tokens: Tokens, share: float) -> Tokens:
-    """The tokens, whose gradients are left out in a share of the sequences: all of these have the mean norm of the text,
-    so that a token's weight in H does not depend on its gradient. The first sequence keeps its gradients if any does."""
+    """The tokens without the gradients of a share of the sequences.
+
+    What takes their place has the same norm at every token, the mean of the text. So a token's weight in H does not
+    depend on its gradient. With a share below 1 the first sequence keeps its gradients.
+    """
     x, gradient = tokens
     if not share:
         return tokens

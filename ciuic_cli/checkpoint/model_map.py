@@ -211,7 +211,7 @@ class ModelMap:
         return self.read(name)[begin:end].clone()
 
     def stores_rows(self, name: str) -> bool:
-        """True if the checkpoint stores the matrix as it is, so that `read_rows` reads only the rows that it returns."""
+        """True if the checkpoint stores the matrix as it is. Then `read_rows` reads only the rows that it returns."""
         return self._assembly(name).converter is None and not self.parameters[name].transposed
 
     def materialise(
