@@ -23,9 +23,9 @@ PART_BYTES = {"cpu": 4 << 20, "gpu": 256 << 20}
 the cache and in memory that the process has, instead of being mapped and cleared (measured:
 docs/experiments/scale/large-moments.md). A GPU should have few launches; chosen, not tuned."""
 SQUARE = {"cpu": 256, "gpu": 8192}
-"""Most rows and columns of a moment that are transposed or reordered at a time, by kind of device. On a CPU they stay in
-a cache: 256 is the fastest of 192, 256 and 512 (measured: docs/experiments/scale/arms.md). The size for a GPU is chosen,
-for few launches."""
+"""Most rows and columns of a moment that are transposed or reordered at a time, by kind of device. On a CPU they stay
+in a cache: 256 is the fastest of 192, 256 and 512 (measured: docs/experiments/scale/arms.md). The size for a GPU is
+chosen, for few launches."""
 
 
 def chunk_rows(cols: int) -> int:
