@@ -11,8 +11,9 @@ import time
 
 import torch
 
+from ciuic_cli.layerwise.linear_hooks import Product
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
-from ciuic_cli.statistics.recorder import MomentRecorder
+from ciuic_cli.statistics.recorder import InputRecorder, OutputRecorder
 
 SEQUENCES, LENGTH = 4, 512
 """A chunk of the statistics has 4 sequences, of 512 tokens by default."""
@@ -27,11 +28,15 @@ def milliseconds(rows: int, cols: int, repeats: int) -> float:
     x, gradient = (
         torch.randn(SEQUENCES * LENGTH, size, generator=generator).to(dtype) for size in (cols, rows)
     )
-    recorder = MomentRecorder([], dtype)
+    product = Product(
+        ("matrix", None), torch.Size((rows, cols)), slice(0, rows), torch.empty(0), x, torch.empty(0)
+    )
+    inputs, outputs = InputRecorder([], dtype), OutputRecorder([], dtype)
 
     def record() -> float:
         began = time.process_time()
-        recorder._record(("matrix", None), torch.Size((rows, cols)), x, gradient)
+        inputs.watch(product)
+        outputs.watch(product)(gradient)
         return time.process_time() - began
 
     record()

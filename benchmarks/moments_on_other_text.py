@@ -34,11 +34,11 @@ VARIANTS: dict[str, dict[str, float]] = {
     "half of the text": {"part": 0.5},
     "half of the text for H": {"part_of_h": 0.5},
     "half of the text for G": {"part_of_g": 0.5},
-    "H without gradients": {"without_gradients": 1.0},
-    "half of the text for G, H without gradients in the other half": {
-        "part_of_g": 0.5,
-        "without_gradients": 0.5,
-    },
+    "a third of the text for G": {"part_of_g": 1 / 3},
+    "a quarter of the text for G": {"part_of_g": 1 / 4},
+    "H weighted by gradients": {"gradient_power": 1.0},
+    "every token with the same weight in H": {"input_power": 2.0},
+    "weight |x|^-1.5 in H": {"input_power": 1.5},
     "H and G not shrunk": {"kept_of_h": 1.0, "kept_of_g": 1.0},
     "H not shrunk": {"kept_of_h": 1.0},
     "G not shrunk": {"kept_of_g": 1.0},
@@ -125,7 +125,7 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     part = variant.pop("part", 1.0)
     part_of_h, part_of_g = variant.pop("part_of_h", part), variant.pop("part_of_g", part)
     kept_of_h, kept_of_g = variant.pop("kept_of_h", None), variant.pop("kept_of_g", None)
-    without_gradients = variant.pop("without_gradients", 0.0)
+    input_power, gradient_power = variant.pop("input_power", 1.0), variant.pop("gradient_power", 0.0)
     dtype_of_h, dtype_of_g = (
         torch.bfloat16 if variant.pop(key, 0.0) else torch.float32 for key in ("round_h", "round_g")
     )
@@ -133,8 +133,8 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
         for key, value in variant.items():
             module = moments if hasattr(moments, key) else feedback
             stack.enter_context(mock.patch.object(module, key, value))
-        h = _moments(_without_gradients(seen, without_gradients), part_of_h, kept_of_h, dtype_of_h)[0]
-        g = _moments(seen, part_of_g, kept_of_g, dtype_of_g)[1]
+        h = _input_moment(seen, part_of_h, kept_of_h, dtype_of_h, input_power, gradient_power)
+        g = _output_moment(seen, part_of_g, kept_of_g, dtype_of_g)
         inputs, outputs = feedback.factor_inputs(h), feedback.factor_outputs(g)
     assert inputs.ldl.factor is not None and outputs.factor is not None
     # Equal loss in every row, with the same bytes in sum: a row's noise falls with the weight of its errors.
@@ -151,32 +151,52 @@ def _losses(seen: Tokens, others: Sequence[Tokens], **variant: float) -> torch.T
     return torch.stack(losses)
 
 
-def _without_gradients(tokens: Tokens, share: float) -> Tokens:
-    """The tokens without the gradients of a share of the sequences.
+def _input_moment(
+    tokens: Tokens,
+    part: float,
+    kept: float | None,
+    dtype: torch.dtype,
+    input_power: float,
+    gradient_power: float,
+) -> torch.Tensor:
+    """H (float32) from a part of the sequences, as the statistics sum it.
 
-    What takes their place has the same norm at every token, the mean of the text. So a token's weight in H does not
-    depend on its gradient. With a share below 1 the first sequence keeps its gradients.
-    """
-    x, gradient = tokens
-    if not share:
-        return tokens
-    left_out = torch.arange(1, len(x) + 1) % round(1 / share) == 0
-    replaced, size = gradient.clone(), gradient.float().norm(dim=2).mean() / gradient.shape[2] ** 0.5
-    replaced[left_out] = size.to(gradient.dtype)
-    return x, replaced
-
-
-def _moments(tokens: Tokens, part: float, kept: float | None, dtype: torch.dtype) -> Tokens:
-    """H and G (float32) from a part of the sequences, as the statistics sum them.
-
-    kept: of the off-diagonal parts; None: what the statistics keep. dtype: to which the vectors are rounded.
+    kept: of the off-diagonal part; None: what the statistics keep. dtype: to which the vectors are rounded. A token has
+    the weight |g|^gradient_power / |x|^input_power.
     """
     x, gradient = (each[:: round(1 / part)].float() for each in tokens)
-    total = None
-    for segment in segments_of(len(x)):
-        found = moments.Moments.zeros(gradient.shape[2], x.shape[2], x.device, dtype, full_outputs=True)
+    norms = x.norm(dim=2, keepdim=True).clamp_min(moments.SMALLEST_ROOT)
+    factors = gradient.norm(dim=2, keepdim=True) ** gradient_power * norms ** (1.0 - input_power)
+
+    def sums(segment: range) -> moments.Moments:
+        found = moments.Moments.of_inputs(x.shape[2], x.device, dtype)
         for sequence in segment:
-            found.add_tokens(x[sequence], gradient[sequence], all_outputs=False)
+            # `add_inputs` gives a vector the weight 1 / |x|, so a factor of its length is one of its weight.
+            found.add_inputs(x[sequence] * factors[sequence])
+        return found
+
+    return _total(len(x), sums, kept).inputs
+
+
+def _output_moment(tokens: Tokens, part: float, kept: float | None, dtype: torch.dtype) -> torch.Tensor:
+    """G, as `_input_moment`."""
+    x, gradient = (each[:: round(1 / part)].float() for each in tokens)
+    step = moments.TALL_OUTPUT_STEP if gradient.shape[2] > x.shape[2] else 1
+
+    def sums(segment: range) -> moments.Moments:
+        found = moments.Moments.of_outputs(gradient.shape[2], x.device, dtype)
+        for sequence in segment:
+            found.add_outputs(gradient[sequence], moments.vector_norms(x[sequence]), step=step)
+        return found
+
+    return _total(len(x), sums, kept).outputs
+
+
+def _total(sequences: int, sums: Callable[[range], moments.Moments], kept: float | None) -> moments.Moments:
+    """The sums of all segments, normalised. kept: see `_input_moment`."""
+    total = None
+    for segment in segments_of(sequences):
+        found = sums(segment)
         if kept is None:
             found.note_segment()
         if total is None:
@@ -185,9 +205,13 @@ def _moments(tokens: Tokens, part: float, kept: float | None, dtype: torch.dtype
             total.include(found)
     assert total is not None
     total.scale(1 / total.trace, 1.0)
-    h, g = (each.tril() + each.tril(-1).T for each in (total.inputs, total.outputs))
     share = 1.0 if kept is None else kept
-    return torch.lerp(h.diagonal().diag(), h, share), torch.lerp(g.diagonal().diag(), g, share)
+    for name in ("inputs", "outputs"):
+        moment = getattr(total, name)
+        if moment.dim() == 2:
+            moment = moment.tril() + moment.tril(-1).T
+            setattr(total, name, torch.lerp(moment.diagonal().diag(), moment, share))
+    return total
 
 
 def _solved(factor: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ciuic_cli.layerwise.linear_hooks import SkippedProducts, linears_of  # noqa
 from ciuic_cli.layerwise.mixed_precision import compute_dtype  # noqa: E402
 from ciuic_cli.process.memory import configure_allocators  # noqa: E402
 from ciuic_cli.process.threads import in_order  # noqa: E402
-from ciuic_cli.statistics.recorder import MomentRecorder  # noqa: E402
+from ciuic_cli.statistics.recorder import OutputRecorder  # noqa: E402
 
 SEQLEN = 512
 
@@ -72,7 +72,7 @@ def _run(stream: LayerStream, number: int, *, skips: bool) -> None:
         skipped = [item.tensor for item in watched if skips and item.role == "down"]
 
         def record(index: int) -> None:
-            with SkippedProducts(skipped), MomentRecorder(watched, stream.dtype):
+            with SkippedProducts(skipped), OutputRecorder(watched, stream.dtype):
                 run_chunks([index])
 
         list(in_order(range(len(stream.chunks)), record, stream.side_by_side(number)))

@@ -29,7 +29,8 @@ class Effort:
     passages: of each calibration sequence (`text/calibration.py`). least_held_out: at least so many sequences are held
     out for probes and measuring, unless that is more than a third of all. With two of one passage, the probes followed
     the kind of text that these happened to be (docs/experiments/scale/account.md). tall_outputs: whether the statistics
-    have all of G, not its diagonal alone, where a matrix has more rows than columns.
+    have all of G, not its diagonal alone, where a matrix has more rows than columns. gradient_every: one of so many
+    sequences runs backward for the statistics, which then give G; all of them run forward and give H.
     """
 
     states: int
@@ -40,10 +41,21 @@ class Effort:
     passages: int = 1
     least_held_out: int = 4
     tall_outputs: bool = True
+    gradient_every: int = 1
 
 
 EFFORTS = {
-    "fast": Effort(1 << 12, 14, 8, 0, probe_tokens=192, passages=4, least_held_out=2, tall_outputs=False),
+    "fast": Effort(
+        1 << 12,
+        26,
+        8,
+        0,
+        probe_tokens=192,
+        passages=4,
+        least_held_out=2,
+        tall_outputs=False,
+        gradient_every=3,
+    ),
     "default": Effort(3 << 13, 64, 16, 0),
     "best": Effort(1 << 16, 128, 16, 90),
 }

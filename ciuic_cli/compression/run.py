@@ -102,6 +102,7 @@ class Run:
             collect_statistics(
                 self.map, self.task.calibration, folder, device=self.device, seed=self.options.seed,
                 weights=self.task.sequence_weights, tall_outputs=self.options.level.tall_outputs,
+                gradient_every=self.options.level.gradient_every,
                 progress=self.progress, workers=self.workers, journal=self.journal,
             )  # fmt: skip
             if self.workers.is_leader:

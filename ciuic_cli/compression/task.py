@@ -305,7 +305,9 @@ def _work(options: CompressOptions) -> dict[str, Any]:
 
 def _text_size(options: CompressOptions, sequences: int, held_out: int, length: int) -> TextSize:
     level = options.level
-    return TextSize(sequences, held_out, length, STEP_SEQUENCES * level.recovery_steps, level.probe_tokens)
+    return TextSize(
+        sequences, held_out, length, STEP_SEQUENCES * level.recovery_steps, level.probe_tokens, level.gradient_every
+    )  # fmt: skip
 
 
 def _file_state(path: Path) -> list[Any] | None:

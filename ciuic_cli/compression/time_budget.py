@@ -21,6 +21,9 @@ TEXT_LOSS = {1: 7.0, 4: 4.0}
 """Share of KL that n sequences lose, times n, by passages of a sequence. Rough fits to runs of SmolLM2: 15 to 16 % with
 fewer sequences of one passage (four texts, docs/experiments/scale/account.md), and 15 % with 12 instead of 24 sequences
 of four (six texts, docs/experiments/statistics/passages.md)."""
+INPUT_SHARE = 0.7
+"""Of that loss, the share that is due to few tokens in H; the rest is due to few in G (measured:
+docs/experiments/statistics/forward-only.md)."""
 FACTORS = {"fast": 1.03, "default": 1.0, "best": 0.96}
 """KL by effort level apart from states and text, over that of default. Fewer probed layers count like no probes, which
 cost 2 % (docs/experiments/versions/ablation.md), an assumption; diagonals of G for tall matrices cost 1 %
@@ -32,7 +35,8 @@ _TYPICAL_BITS = 4
 def predicted_loss(options: CompressOptions) -> float:
     """Relative KL of a choice; 1 would be the best text, windows of 16 bits and no recovery."""
     code = MSE_BY_L[nominal_window(options.mean_states)][_TYPICAL_BITS] / MSE_BY_L[16][_TYPICAL_BITS]
-    text = 1 + TEXT_LOSS[options.level.passages] / options.sequences
+    fewer_in_g = INPUT_SHARE + (1 - INPUT_SHARE) * options.level.gradient_every
+    text = 1 + TEXT_LOSS[options.level.passages] * fewer_in_g / options.sequences
     return code * text * FACTORS[options.effort]
 
 

@@ -46,11 +46,10 @@ from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.process.memory import KEPT_BYTES, SLACK, resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.statistics import lower_half
-from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
 from ciuic_cli.statistics.compact import compact_bytes
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.head_fisher import WEIGHT_BYTES
-from ciuic_cli.statistics.sums import SEGMENTS
+from ciuic_cli.statistics.sums import CHUNK_SEQUENCES, SEGMENTS
 
 LOGIT_COPIES = 6
 """Estimated number of float32 arrays of the logits' size that the statistics of the head have at a time. No measurement
@@ -142,28 +141,31 @@ def _freed_bytes(used: int, work: int) -> int:
     return max(SLACK, min(work * 3 // 2, KEPT_BYTES - used))
 
 
-def moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> int:
-    """Bytes of H and G of one parameter in memory; of a stack those of all experts and of their pool.
+def moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> tuple[int, int]:
+    """Bytes of H and of G of one parameter in memory; of a stack those of all experts and of their pool.
 
     tall_outputs: see `allocation.matrices.full_outputs`.
     """
     return _moment_bytes(parameter, lower_half.bytes_of, tall_outputs=tall_outputs)
 
 
-def stored_moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> int:
+def stored_moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> tuple[int, int]:
     """As `moment_bytes`, but on the disk."""
     return _moment_bytes(parameter, compact_bytes, tall_outputs=tall_outputs)
 
 
-def _moment_bytes(parameter: Parameter, of_moment: Callable[[int], int], *, tall_outputs: bool) -> int:
+def _moment_bytes(
+    parameter: Parameter, of_moment: Callable[[int], int], *, tall_outputs: bool
+) -> tuple[int, int]:
     """of_moment: bytes of a full moment by its number of rows."""
     rows, cols = parameter.shape[-2:]
     has_full_outputs = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
-    full = of_moment(cols) + (of_moment(rows) if has_full_outputs else 4 * rows)
+    full = of_moment(cols), of_moment(rows) if has_full_outputs else 4 * rows
     if len(parameter.shape) < 3:
         return full
     experts = parameter.shape[0]
-    return full + experts * (full if full_moments_fit(experts, rows, cols) else 4 * (rows + cols))
+    each = full if full_moments_fit(experts, rows, cols) else (4 * cols, 4 * rows)
+    return full[0] + experts * each[0], full[1] + experts * each[1]
 
 
 def vocabulary_bytes(model_map: ModelMap) -> int:
@@ -192,9 +194,10 @@ def disk_bytes(
     statistics are deleted when it is coded, so codes replace them.
     """
     hidden, vocabulary = hidden_and_vocabulary(model_map)
-    state = 4 * text.tokens * hidden
+    state, only_forward = 4 * text.gradient_tokens * hidden, text.tokens - text.gradient_tokens
     head_sums = 4 * vocabulary * hidden
-    sweeps = state * (len(model_map.layer_prefixes) + 3) + head_sums
+    sweeps = state * (len(model_map.layer_prefixes) + 3) + max(head_sums, 8 * only_forward * hidden)
+    sweeps += _moments_on_disk(model_map, tall_outputs=tall_outputs)[0]
     step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     probing = _probing_bytes(model_map, matrices, text)
@@ -214,11 +217,13 @@ def _probing_bytes(model_map: ModelMap, matrices: Sequence[WeightMatrix], text: 
 
 def _statistics_bytes(model_map: ModelMap, *, tall_outputs: bool) -> int:
     """Bytes on the disk of the statistics."""
-    moments = sum(
-        stored_moment_bytes(parameter, tall_outputs=tall_outputs)
-        for parameter in executed_compressible(model_map)
-    )
-    return moments + stored_vocabulary_bytes(model_map)
+    return sum(_moments_on_disk(model_map, tall_outputs=tall_outputs)) + stored_vocabulary_bytes(model_map)
+
+
+def _moments_on_disk(model_map: ModelMap, *, tall_outputs: bool) -> tuple[int, int]:
+    """Bytes on the disk of all H, and of all G."""
+    moments = [stored_moment_bytes(p, tall_outputs=tall_outputs) for p in executed_compressible(model_map)]
+    return sum(of_inputs for of_inputs, _ in moments), sum(of_outputs for _, of_outputs in moments)
 
 
 def kept_noise(
@@ -273,20 +278,21 @@ def work_bytes(
         moments = [moment_bytes(p, tall_outputs=tall_outputs) for p in parameters if p.compress]
         tokens = min(CHUNK_SEQUENCES, text.sequences) * text.length
         activations = activation_bytes(model_map, prefix, tokens)
-        count = chunks_side_by_side(model_map, prefix, tokens, device, besides=sum(moments))
         stacked = sum(p.numel for p in parameters if len(p.shape) == 3)
         others = sum(p.numel for p in parameters) - stacked
         linears = sum(p.numel for p in parameters if p.compress and len(p.shape) == 2 and not p.transposed)
-        # Statistics: with bfloat16 products, stacks and linears are bfloat16. Moments exist of each segment of the text
+        # Statistics: with bfloat16 products, stacks and linears are bfloat16. H or G exist of each segment of the text
         # in work, of those that wait for an earlier one, and as sums.
         # Probes: products are float32, and stacks have the model's own dtype. Other values for matrices outside stacks
         # are computed before the layer is in memory, those of experts while it is there.
         stacks = stacked * model_map.dtype.itemsize
-        layers.append(
-            (2 * (stacked + linears) + 4 * (others - linears) if bfloat16 else stacks + 4 * others)
-            + min(2 * count, SEGMENTS + 1) * sum(moments)
-            + count * activations
-        )
+        weights = 2 * (stacked + linears) + 4 * (others - linears) if bfloat16 else stacks + 4 * others
+        for sums in (
+            sum(of_inputs for of_inputs, _ in moments),
+            sum(of_outputs for _, of_outputs in moments),
+        ):
+            count = chunks_side_by_side(model_map, prefix, tokens, device, besides=sums)
+            layers.append(weights + min(2 * count, SEGMENTS + 1) * sums + count * activations)
         layers.append(4 * linears + largest_in_layers)
         layers.append(stacks + 4 * (others + linears) + max(activations, largest_in_layers if stacked else 0))
     embedding_and_head = sum(

@@ -42,20 +42,22 @@ from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS
-from ciuic_cli.statistics.collect import CHUNK_SEQUENCES, chunk_count
 from ciuic_cli.statistics.experts import full_moments_fit
 from ciuic_cli.statistics.moments import TALL_OUTPUT_STEP
+from ciuic_cli.statistics.sums import CHUNK_SEQUENCES, chunk_count, gradient_sequences
 
-ACTIVATION_PASSES = 16
-"""Operations on activations between the products of the statistics: forward, recomputing and backward. Fitted to runs
-of SmolLM2-135M and of a random model of 1.5 billion weights (docs/experiments/scale/large-matrices.md)."""
+FORWARD_PASSES, BACKWARD_PASSES = 4, 12
+"""Operations on activations between the products of the statistics: of a layer forward, and of computing it again and
+backward. Their sum is fitted to runs of SmolLM2-135M and of a random model of 1.5 billion weights
+(docs/experiments/scale/large-matrices.md); their shares are estimated."""
 
 
 @dataclass(frozen=True)
 class TextSize:
     """Numbers of sequences (statistics, held out, all recovery steps), and the tokens of each.
 
-    probe: tokens of each held-out sequence that a role's probe runs; 0: all.
+    probe: tokens of each held-out sequence that a role's probe runs; 0: all. gradient_every: one of so many sequences
+    of the statistics runs backward.
     """
 
     sequences: int
@@ -63,11 +65,17 @@ class TextSize:
     length: int
     recovery: int = 0
     probe: int = 0
+    gradient_every: int = 1
 
     @property
     def tokens(self) -> int:
         """Tokens of the statistics' sequences."""
         return self.sequences * self.length
+
+    @property
+    def gradient_tokens(self) -> int:
+        """Those that run backward."""
+        return gradient_sequences(self.sequences, self.gradient_every) * self.length
 
 
 def pools_statistics(model_map: ModelMap, matrix: WeightMatrix) -> bool:
@@ -105,7 +113,7 @@ class Rates:
         activations: seconds of an operation on activations, per number.
         attention: seconds of attention in the KL measurements, float32, per query, key, and number of all heads'
             outputs.
-        statistics_attention: the same for both sweeps of the statistics: forward twice, and backward.
+        statistics_attention: the same in the statistics: forward, and forward again and backward.
         read: seconds per weight that is read.
         weights: seconds per weight that a product with an expert takes in the KL measurements, whatever the number of
             tokens.
@@ -118,7 +126,7 @@ class Rates:
     moments: float
     activations: float
     attention: float
-    statistics_attention: float
+    statistics_attention: tuple[float, float]
     read: float
     weights: float
     statistics_weights: float
@@ -151,7 +159,7 @@ def measure_rates(
         time_moments(device, dtype),
         time_activations(_widest(model_map), device),
         attention[0],
-        sum(attention if dtype == torch.float32 else time_attention(device, dtype)),
+        attention if dtype == torch.float32 else time_attention(device, dtype),
         time_reading(model_map, matrices),
         time_weights(device, torch.float32, model_map.dtype, product),
         time_weights(device, dtype, dtype, statistics),
@@ -193,11 +201,7 @@ def phase_seconds(
     active = _active_weights(model_map)
     product, reading = rates.product, rates.read * sum(parameter.numel for parameter in executed(model_map))
     contexts = math.prod(hidden_and_vocabulary(model_map))
-    moments = contexts + sum(
-        _moment_work(p, tall_outputs=tall_outputs)
-        * (experts_per_token(model_map.config) if len(p.shape) == 3 else 1)
-        for p in executed_compressible(model_map)
-    )
+    inputs, outputs = _moment_work(model_map, tall_outputs=tall_outputs)
     attended = _attention_outputs(model_map)
 
     def run_forward(length: int) -> float:
@@ -206,15 +210,18 @@ def phase_seconds(
         return text.held_out * (of_tokens + _expert_weights(model_map, length) * rates.weights)
 
     held_out, probed = run_forward(text.length), run_forward(min(text.length, text.probe or text.length))
-    # Products and attention of the forward sweep, of recomputing each layer, and of its gradients; H and G of every
-    # token; and what is between the products. Every weight is read in both sweeps.
-    per_token = 3 * active * rates.statistics + text.length * attended * rates.statistics_attention
-    per_token += moments * rates.moments
-    per_token += ACTIVATION_PASSES * _activations(model_map) * rates.activations
-    total["statistics"] += text.tokens * per_token + 2 * reading
-    chunks = chunk_count(text.sequences, CHUNK_SEQUENCES)
-    tokens_of_chunk = text.tokens // max(1, chunks)
-    total["statistics"] += 3 * chunks * _expert_weights(model_map, tokens_of_chunk) * rates.statistics_weights
+    # Products, attention, H or G, and what is between the products: of the forward sweep; and of computing each layer
+    # again and its gradients. Every weight is read in both sweeps.
+    activations = _activations(model_map) * rates.activations
+    forward, backward = (text.length * attended * seconds for seconds in rates.statistics_attention)
+    forward += active * rates.statistics + inputs * rates.moments + FORWARD_PASSES * activations
+    backward += 2 * active * rates.statistics + (contexts + outputs) * rates.moments
+    backward += BACKWARD_PASSES * activations
+    total["statistics"] += text.tokens * forward + text.gradient_tokens * backward + 2 * reading
+    for tokens, passes in ((text.tokens, 1), (text.gradient_tokens, 2)):
+        chunks = chunk_count(tokens // text.length, CHUNK_SEQUENCES)
+        experts = _expert_weights(model_map, tokens // max(1, chunks))
+        total["statistics"] += passes * chunks * experts * rates.statistics_weights
     # The probes of roles, that of all roles together, and the original. All probes read the model once.
     total["probe"] += len(probes) * probed + 2 * held_out + 2 * reading + rates.read * restored
     total["measure"] += held_out + reading + decoding
@@ -262,12 +269,18 @@ def _noise_draws(model_map: ModelMap, kept_noise: float) -> tuple[float, float]:
     return 1.0 if fits else 4.0, 2.0 - min(1.0, room / experts if experts else 1.0)
 
 
-def _moment_work(parameter: Parameter, *, tall_outputs: bool) -> float:
-    """Multiplications per token for a parameter's H and G."""
-    rows, cols = parameter.shape[-2:]
-    full = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
-    outputs = rows * rows / (TALL_OUTPUT_STEP if rows > cols and len(parameter.shape) < 3 else 1)
-    return float(cols * cols + (outputs if full else rows))
+def _moment_work(model_map: ModelMap, *, tall_outputs: bool) -> tuple[float, float]:
+    """Multiplications per token for H, and for G, of all matrices."""
+    inputs = outputs = 0.0
+    for parameter in executed_compressible(model_map):
+        rows, cols = parameter.shape[-2:]
+        is_stack = len(parameter.shape) == 3
+        count = experts_per_token(model_map.config) if is_stack else 1
+        full = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
+        inputs += count * cols * cols
+        whole = rows * rows / (TALL_OUTPUT_STEP if rows > cols and not is_stack else 1)
+        outputs += count * (whole if full else rows)
+    return inputs, outputs
 
 
 def _activations(model_map: ModelMap) -> float:

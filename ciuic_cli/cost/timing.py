@@ -41,7 +41,7 @@ from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import BLOCK_INPUTS, input_scales
 from ciuic_cli.passes.shared_factors import share_inputs, share_outputs
 from ciuic_cli.process.threads import parallel_map
-from ciuic_cli.statistics.collect import CHUNK_SEQUENCES
+from ciuic_cli.statistics.sums import CHUNK_SEQUENCES
 from ciuic_cli.statistics.symmetric_product import add_symmetric_product
 
 TIMED_SIZE = 1024

@@ -7,6 +7,7 @@ A chunk is a batch of sequences that run through a layer together. The methods, 
    arguments that the model passes to each layer (masks, rotary embeddings). The model's own code makes them, so any
    family works.
 2. `forward_layer` loads one layer and runs it on one chunk after the other, from inputs on disk to outputs on disk.
+   `loaded_layer` leaves it to the caller which chunks run when.
 3. `tail` runs what follows the last layer, again with everything but the layers in memory. `visit` gets the logits in
    parts of at most `logits.LOGIT_BYTES`. If it computes a gradient, that at the last layer's output is written to disk.
    `run_tail` does so without gradients, and for several chunks at once.
@@ -158,22 +159,37 @@ class LayerStream(PartialModel):
 
         Raises InputError if an output of the original model is NaN or infinite.
         """
-        prefix = self.prefixes[number]
-        with self.in_use(prefix, layer):
 
-            def run(index: int) -> None:
-                hidden = self.hidden.get(f"{number}.{index}", self.device)
-                with torch.no_grad(), self._autocast(), self._blaming_config(prefix):
-                    output = layer(self._as_the_model(hidden), **self._arguments(number, index))
-                if isinstance(output, tuple | list):
-                    sources = {source for links in self._links.values() for source, _ in links.values()}
-                    if number in sources:
-                        self._extras[number, index] = tuple(output[1:])
-                    output = output[0]
-                self._require_finite(output, prefix)
-                self.hidden.put(f"{number + 1}.{index}", self._streams_last(output))
+        def run(index: int) -> None:
+            self._run_chunk(number, layer, index)
 
+        with self.in_use(self.prefixes[number], layer):
             list(in_order(self._chunks_or_all(chunks), counted_here(run), self.side_by_side(number)))
+
+    @contextmanager
+    def loaded_layer(self, number: int) -> Iterator[tuple[nn.Module, RunChunks]]:
+        """Context that yields a layer, and a function that runs it on chunks as `run_layer` does, one after the other.
+        Several threads may call it.
+        """
+        with self.layer_with_weights(number) as layer, self.in_use(self.prefixes[number], layer):
+
+            def run_chunks(chunks: Sequence[int]) -> None:
+                for index in chunks:
+                    self._run_chunk(number, layer, index)
+
+            yield layer, run_chunks
+
+    def _run_chunk(self, number: int, layer: nn.Module, index: int) -> None:
+        prefix, hidden = self.prefixes[number], self.hidden.get(f"{number}.{index}", self.device)
+        with torch.no_grad(), self._autocast(), self._blaming_config(prefix):
+            output = layer(self._as_the_model(hidden), **self._arguments(number, index))
+        if isinstance(output, tuple | list):
+            sources = {source for links in self._links.values() for source, _ in links.values()}
+            if number in sources:
+                self._extras[number, index] = tuple(output[1:])
+            output = output[0]
+        self._require_finite(output, prefix)
+        self.hidden.put(f"{number + 1}.{index}", self._streams_last(output))
 
     def run_tail(self, visit: VisitLogits, chunks: Sequence[int] | None = None) -> None:
         """Run what follows the last layer on these chunks (default: all), without gradients.

@@ -79,12 +79,15 @@ class Product:
 
 
 class LinearHook(TorchFunctionMode, ABC):
-    """While active, `watch` is called for every product with a watched weight whose output requires a gradient.
+    """While active, `watch` is called for every product with a watched weight whose output requires a gradient, or for
+    all products if the class does not need gradients.
 
     Products are `F.linear`, `@` and its named forms, and `torch.bmm` with the groups of DeepSeek-V4's linear or with
-    all experts of a stack. What `watch` returns is called with the gradient of the product's outputs. Experts of a
-    stack (E, m, n) are recognised by the memory address of their slice.
+    all experts of a stack. What `watch` returns, if anything, is called with the gradient of the product's outputs.
+    Experts of a stack (E, m, n) are recognised by the memory address of their slice.
     """
+
+    needs_gradients = True
 
     def __init__(self, watched: Sequence[WatchedLinear]) -> None:
         super().__init__()
@@ -95,8 +98,8 @@ class LinearHook(TorchFunctionMode, ABC):
             self._key_by_address |= {part.data_ptr(): (item.name, expert) for expert, part in experts}
 
     @abstractmethod
-    def watch(self, product: Product) -> Hook:
-        """Function that is called with the gradient of the product's outputs."""
+    def watch(self, product: Product) -> Hook | None:
+        """Function that is called with the gradient of the product's outputs; None without gradients."""
 
     def __torch_function__(
         self,
@@ -106,7 +109,7 @@ class LinearHook(TorchFunctionMode, ABC):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+        if not isinstance(output, torch.Tensor) or (self.needs_gradients and not output.requires_grad):
             return output
         if func in (torch.bmm, torch.baddbmm):
             x, weight = args[-2:]
@@ -120,8 +123,7 @@ class LinearHook(TorchFunctionMode, ABC):
             if key is not None and weight.dim() == 2 and key[0] not in self._transposed:
                 all_rows = slice(0, weight.shape[0])
                 x, outputs = given["input"].detach(), output.detach()
-                product = Product(key, weight.shape, all_rows, weight, x, outputs, has_bias)
-                output.register_hook(self.watch(product))
+                self._watch_one(Product(key, weight.shape, all_rows, weight, x, outputs, has_bias), output)
         return output
 
     def _watch_columns(
@@ -136,7 +138,7 @@ class LinearHook(TorchFunctionMode, ABC):
             product = Product(
                 key, rows.shape, slice(0, len(rows)), rows, x.detach(), output.detach(), has_bias
             )
-            output.register_hook(self.watch(product))
+            self._watch_one(product, output)
 
     def _watch_groups(self, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """A grouped linear (DeepSeek-V4's o_a_proj): x (G, t, n) times a view (G, n, m / G) of the weight (m, n).
@@ -151,33 +153,39 @@ class LinearHook(TorchFunctionMode, ABC):
             return
         groups, cols, rows_per_group = weight.shape
         shape, outputs = torch.Size((groups * rows_per_group, cols)), output.detach()
-        hooks = []
+        products = []
         for group in range(groups):
             rows = slice(group * rows_per_group, (group + 1) * rows_per_group)
-            hooks.append(self.watch(Product(key, shape, rows, weight[group].T, x[group], outputs[group])))
-
-        def call_hooks(gradient: torch.Tensor) -> None:
-            for hook, part in zip(hooks, gradient, strict=True):
-                hook(part)
-
-        output.register_hook(call_hooks)
+            products.append(Product(key, shape, rows, weight[group].T, x[group], outputs[group]))
+        self._watch_parts(products, output)
 
     def _watch_stack(self, name: str, x: torch.Tensor, weight: torch.Tensor, output: torch.Tensor) -> None:
         """All experts of a transposed stack at once (Llama 4): x (E, t, n) times W (E, n, m)."""
         if name not in self._transposed:
             return
-        outputs, hooks = output.detach(), []
-        for expert, rows in enumerate(weight.detach().mT):
-            product = Product(
-                (name, expert), rows.shape, slice(0, len(rows)), rows, x[expert], outputs[expert]
-            )
-            hooks.append(self.watch(product))
+        outputs = output.detach()
+        products = [
+            Product((name, expert), rows.shape, slice(0, len(rows)), rows, x[expert], outputs[expert])
+            for expert, rows in enumerate(weight.detach().mT)
+        ]
+        self._watch_parts(products, output)
+
+    def _watch_one(self, product: Product, output: torch.Tensor) -> None:
+        """Watch the only product of a call with this output."""
+        if (hook := self.watch(product)) is not None:
+            output.register_hook(hook)
+
+    def _watch_parts(self, products: Sequence[Product], output: torch.Tensor) -> None:
+        """Watch all products of a call. Each has a part of the output and of its gradient."""
+        hooks = [self.watch(product) for product in products]
 
         def call_hooks(gradient: torch.Tensor) -> None:
             for hook, part in zip(hooks, gradient, strict=True):
-                hook(part)
+                if hook is not None:
+                    hook(part)
 
-        output.register_hook(call_hooks)
+        if any(hooks):
+            output.register_hook(call_hooks)
 
 
 class SkippedProducts(TorchFunctionMode):

@@ -2,16 +2,17 @@
 
 The steps, in the order in which `_Collection.run` takes them:
 
-1. forward, layer 0 to last: run every calibration sequence through the layer; its inputs stay on disk.
+1. forward, layer 0 to last: run every calibration sequence through the layer. Records H of every compressible matrix
+   of the layer (`moments.py`) and writes it (`files.py`). The layer's inputs stay on disk for the sequences that also
+   run backward: one of `gradient_every`.
 2. head: predict every token, draw a label from each prediction, and write the loss's gradient at the last layer's
    output to disk. Records the head's Fisher information (`head_fisher.py`).
 3. backward, last layer to 0: run the layer again from its inputs on disk, then backward from the gradient at its
-   output; write the gradient at its input to disk. Records H and G of every compressible matrix of the layer
-   (`moments.py`) and writes them (`files.py`). Inputs and gradients that are not needed any more are deleted. A down
-   projection is not multiplied again if no gradient depends on its outputs.
+   output; write the gradient at its input to disk. Records and writes G. Inputs and gradients that are not needed any
+   more are deleted. A down projection is not multiplied again if no gradient depends on its outputs.
 4. embedding: the gradients below layer 0 give the Fisher information of the embedding's rows (`embedding_fisher.py`).
 
-In memory at a time: one layer, one chunk of sequences, and the layer's statistics twice: of the current segment of the
+In memory at a time: one layer, one chunk of sequences, and the layer's H or G twice: of the current segment of the
 text, and the sum over the earlier ones. Of small layers, every thread runs a segment of its own (`chunk_threads.py`).
 Some sums are as large as the head; of these, the one over the earlier segments is on the disk (`StoredSums`).
 
@@ -22,7 +23,6 @@ for any number of workers (`sums.py`). Each finished step is marked in the journ
 
 from __future__ import annotations
 
-import itertools
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 from ciuic_cli.checkpoint.model_map import ModelMap
-from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import LayerStream, RunChunks
 from ciuic_cli.layerwise.linear_hooks import Key, SkippedProducts, WatchedLinear, linears_of
@@ -54,6 +53,7 @@ from ciuic_cli.statistics.files import (
     CONTEXTS,
     EMBEDDING,
     FREQUENCY,
+    OUTPUTS,
     TOKEN_FISHER,
     Statistics,
     StatisticsWriter,
@@ -67,12 +67,21 @@ from ciuic_cli.statistics.head_fisher import (
 )
 from ciuic_cli.statistics.marks import Journal, Marks
 from ciuic_cli.statistics.moments import Moments
-from ciuic_cli.statistics.recorder import MomentRecorder, recorded_bytes
+from ciuic_cli.statistics.recorder import (
+    InputRecorder,
+    OutputRecorder,
+    recorded_input_bytes,
+    recorded_output_bytes,
+)
 from ciuic_cli.statistics.spare_memory import SpareMemory
-from ciuic_cli.statistics.sums import OrderedSums, StoredSums, segments_of, share_of
-
-CHUNK_SEQUENCES = 4
-"""Most sequences that run through a layer at a time. No measurement is on record."""
+from ciuic_cli.statistics.sums import (
+    CHUNK_SEQUENCES,
+    OrderedSums,
+    Share,
+    StoredSums,
+    gradient_sequences,
+    share_of_text,
+)
 
 
 def collect_statistics(
@@ -85,6 +94,7 @@ def collect_statistics(
     progress: Progress,
     weights: torch.Tensor | None = None,
     tall_outputs: bool = True,
+    gradient_every: int = 1,
     chunk: int = CHUNK_SEQUENCES,
     workers: Workers | None = None,
     journal: Journal | None = None,
@@ -99,6 +109,8 @@ def collect_statistics(
             root of its energy (`moments.py`), so a sequence counts with the root of its weight there. The frequencies
             of tokens ignore weights.
         tall_outputs: whether G is full, and not a diagonal, where a matrix outside stacks has more rows than columns.
+        gradient_every: one of so many sequences, evenly spaced, runs backward and gives G, and what is recorded of head
+            and embedding. All sequences give H.
         chunk: most sequences that run through a layer at a time.
         workers: share the sequences; the files have the same bytes for any number of them.
         journal: if given, a killed collection continues after its last finished step.
@@ -107,43 +119,27 @@ def collect_statistics(
         InputError: the text drives activations or statistics to NaN or infinity.
     """
     workers = workers or Workers()
-    chunks = chunks_of(batches, chunk)
-    firsts = list(itertools.accumulate((len(each) for each in chunks), initial=0))
-    shares = share_of(segments_of(len(chunks)), workers)
-    numbers = [number for share in shares for number in share]
-    ends = itertools.accumulate((len(share) for share in shares), initial=0)
+    weights = torch.ones(len(batches)) if weights is None else weights / weights.mean()
+    share = share_of_text(weights, gradient_every, chunk, workers)
     stream = LayerStream(
-        model_map, [chunks[number] for number in numbers], folder / f"stream-{workers.number}",
+        model_map, [batches[numbers] for numbers in share.chunks], folder / f"stream-{workers.number}",
         device=device, dtype=compute_dtype(device),
     )  # fmt: skip
-    writer = StatisticsWriter(folder, batches.numel(), model_map.checkpoint.folder)
+    sequences, length = batches.shape
+    tokens_backward = length * gradient_sequences(sequences, gradient_every)
+    writer = StatisticsWriter(folder, length * sequences, tokens_backward, model_map.checkpoint.folder)
     return _Collection(
         model_map, stream, writer, workers, Marks(journal, workers), seed, tall_outputs, progress,
-        len(batches) * [1.0] if weights is None else (weights / weights.mean()).tolist(),
-        [firsts[number] for number in numbers], [range(begin, end) for begin, end in itertools.pairwise(ends)],
+        weights.tolist(), share,
     ).run()  # fmt: skip
-
-
-def chunks_of(batches: torch.Tensor, most: int) -> tuple[torch.Tensor, ...]:
-    """Cut sequences (s, length) into nearly equal chunks of at most `most`, an even number of them where that can be.
-
-    Chunks and segments run side by side: five chunks keep two threads as long as six.
-    """
-    return batches.tensor_split(chunk_count(len(batches), most))
-
-
-def chunk_count(sequences: int, most: int) -> int:
-    """How many chunks `chunks_of` makes."""
-    return min(2 * ceil_div(sequences, 2 * most), sequences)
 
 
 @dataclass(frozen=True)
 class _Collection:
     """One worker's part of both sweeps: its segments of the text, and the matrices whose sums it owns.
 
-    weights: of all sequences, 1 on average. first_sequences: for each of the stream's
-    chunks, the number of its first sequence in the whole text. segments: of this worker, one per round, as ranges of
-    the stream's chunks. skips: whether layers with these submodules skip the down projection's product (`_unread`).
+    weights: of all sequences, 1 on average. share: the stream's chunks, and their segments. skips: whether layers with
+    these submodules skip the down projection's product (`_unread`).
     """
 
     map: ModelMap
@@ -155,17 +151,17 @@ class _Collection:
     tall_outputs: bool
     progress: Progress
     weights: list[float]
-    first_sequences: list[int]
-    segments: list[range]
+    share: Share
     skips: dict[tuple[tuple[str, type[nn.Module]], ...], bool] = field(default_factory=dict)
 
     def run(self) -> Statistics:
         """Take all steps in order, beginning with the first that is not finished."""
         layers = len(self.stream.prefixes)
+        only_forward = [index for segment in self.share.only_forward for index in segment]
         steps: list[tuple[str, Callable[[], None]]] = [
-            *(("forward", partial(self.stream.forward_layer, number)) for number in range(layers)),
+            *(("forward", partial(self._record_inputs, number)) for number in range(layers)),
             ("head", self._record_head),
-            *(("backward", partial(self._record_layer, number)) for number in reversed(range(layers))),
+            *(("backward", partial(self._record_outputs, number)) for number in reversed(range(layers))),
             ("embedding", self._record_embedding),
         ]
         first = self._resume(len(steps))
@@ -175,13 +171,17 @@ class _Collection:
             if first > 0 and self.stream.carries_state:
                 for number in range(layers):
                     self.stream.forward_layer(number)
+            for number in range(min(first, layers)):
+                self.stream.drop(number, only_forward)
         for number, (phase, step) in enumerate(steps[first:], first):
             with measured(phase, ""):
                 step()
-            if number >= layers:
-                # Deletes what the previous step dropped. All workers have marked that step, or they would not have
-                # met in this one; so none can resume before it.
-                self.stream.delete_dropped()
+            # Deletes what the previous step dropped. All workers have marked that step, or they would not have met in
+            # this one; so none can resume before it.
+            self.stream.delete_dropped()
+            if number < layers:
+                self.stream.drop(number, only_forward)
+            else:
                 self.stream.drop(2 * layers - number)
             self.marks.save(number, self._state())
             if phase in ("forward", "backward"):
@@ -231,7 +231,7 @@ class _Collection:
         def visit(span: TokenSpan, hidden: torch.Tensor, logits: torch.Tensor) -> None:
             slope = squared_slope(logits, outputs.pop())
             x = inputs.pop()[0].float()
-            sequence = self.first_sequences[span.chunk] + span.sequence
+            sequence = int(self.share.chunks[span.chunk][span.sequence])
             if span.begin == 0:
                 generator.manual_seed(sequence_seed(self.seed, sequence))
             draws = torch.rand((logits.shape[1], 1), generator=generator, device=device)
@@ -250,7 +250,7 @@ class _Collection:
         folder.mkdir(exist_ok=True)
         rows = StoredSums(self.workers, [name], device, folder)
         with self.stream.tail(visit) as run_chunks:
-            for segment in self.segments:
+            for segment in self.share.backward:
                 current.clear()  # before the next sums are made: they are as large as the vocabulary
                 current.append(HeadSums(vocabulary, cols, device, self.stream.dtype))
                 run_chunks(segment)
@@ -267,33 +267,67 @@ class _Collection:
         shutil.rmtree(folder)
         self.writer.write(moments.totals)
 
-    def _record_layer(self, number: int) -> None:
-        """Run a layer backward; write the gradient at its input, and H and G of its matrices."""
+    def _record_inputs(self, number: int) -> None:
+        """Run a layer forward; write its outputs, and H of its matrices."""
+        with self.stream.loaded_layer(number) as (layer, run_chunks):
+            watched = linears_of(layer, self.stream.prefixes[number], self.map.parameters)
+
+            def record(segment: range, spare: SpareMemory) -> dict[Key, Moments]:
+                recorder = InputRecorder(watched, self.stream.dtype, spare)
+                for index in segment:
+                    recorder.weight = self.weights[int(self.share.chunks[index][0])] ** 0.5
+                    with recorder:
+                        run_chunks([index])
+                return recorder.moments
+
+            segments = [*self.share.backward, *self.share.only_forward]
+            sums = self._summed(number, watched, segments, record, recorded_input_bytes(watched))
+        self.writer.write(sums.totals)
+
+    def _record_outputs(self, number: int) -> None:
+        """Run a layer backward; write the gradient at its input, and G of its matrices."""
         prefix = self.stream.prefixes[number]
         with self.stream.backward_layer(number) as (layer, run_chunks):
             watched = linears_of(layer, prefix, self.map.parameters)
-            spare = SpareMemory()
-            sums = self._ordered_sums([item.name for item in watched], spare)
-
             unread = self._unread(number, layer, watched, run_chunks)
 
-            def record(segment: range) -> dict[Key, Moments]:
-                recorder = MomentRecorder(watched, self.stream.dtype, spare, tall_outputs=self.tall_outputs)
+            def record(segment: range, spare: SpareMemory) -> dict[Key, Moments]:
+                recorder = OutputRecorder(watched, self.stream.dtype, spare, tall_outputs=self.tall_outputs)
                 with SkippedProducts(unread), recorder:
                     run_chunks(segment)
-                # Not those of experts, which are shrunk towards the pool of their stack instead (`files.py`).
-                for (_, expert), each in recorder.moments.items():
-                    if expert is None:
-                        each.note_segment()
                 return recorder.moments
 
-            besides = recorded_bytes(watched, tall_outputs=self.tall_outputs)
-            count = self.stream.side_by_side(number, besides=besides)
-            for moments in in_order(self.segments, counted_here(record), count):
-                sums.add(moments)
-                del moments  # the last ones' memory would not be freed by `spare.clear`
-        spare.clear()
+            besides = recorded_output_bytes(watched, tall_outputs=self.tall_outputs)
+            sums = self._summed(number, watched, self.share.backward, record, besides)
         self.writer.write(sums.totals)
+
+    def _summed(
+        self,
+        number: int,
+        watched: Sequence[WatchedLinear],
+        segments: Sequence[range],
+        record: Callable[[range, SpareMemory], dict[Key, Moments]],
+        besides: int,
+    ) -> OrderedSums:
+        """The sums over all segments of what `record` finds in each, while a layer is loaded.
+
+        besides: bytes of the sums of a segment.
+        """
+        spare = SpareMemory()
+        sums = self._ordered_sums([item.name for item in watched], spare)
+
+        def noted(segment: range) -> dict[Key, Moments]:
+            moments = record(segment, spare)
+            # Not those of experts, which are shrunk towards the pool of their stack instead (`files.py`).
+            for (_, expert), each in moments.items():
+                if expert is None:
+                    each.note_segment()
+            return moments
+
+        count = self.stream.side_by_side(number, besides=besides)
+        for moments in in_order(segments, counted_here(noted), count):
+            sums.add(moments)
+        return sums
 
     def _unread(
         self, number: int, layer: nn.Module, watched: Sequence[WatchedLinear], run_chunks: RunChunks
@@ -305,7 +339,7 @@ class _Collection:
         tested again.
         """
         candidates = [item for item in watched if item.role == "down" and item.tensor.dim() == 2]
-        chunks = [index for segment in self.segments for index in segment][:1]
+        chunks = [index for segment in self.share.backward for index in segment][:1]
         parts = tuple((name, type(module)) for name, module in layer.named_modules())
         if candidates and chunks and parts not in self.skips:
 
@@ -324,7 +358,7 @@ class _Collection:
         vocabulary, cols = self.map.parameters[name].shape
         sums, scale = self._ordered_sums([name]), self.workers.broadcast(self.stream.embedding_scale)
         with self.stream.embedding_gradients(scale) as gradients:
-            for segment in self.segments:
+            for segment in self.share.backward:
                 segment_sums = empty_embedding_sums(vocabulary, cols, device)
                 for index in segment:
                     chunk = self.stream.chunks[index].to(device)
@@ -334,7 +368,8 @@ class _Collection:
         if sums.totals:  # this worker owns the embedding
             total = sums.totals[name, None]
             self.writer.write_single(EMBEDDING, name, embedding_moment(total))
-            self.writer.write_single(TOKEN_FISHER, name, token_fisher(total, self.writer.tokens))
+            fisher = token_fisher(total, self.writer.tokens[OUTPUTS])
+            self.writer.write_single(TOKEN_FISHER, name, fisher)
 
     def _ordered_sums(self, names: Sequence[str], spare: SpareMemory | None = None) -> OrderedSums:
         return OrderedSums(self.workers, names, self.stream.device, spare)

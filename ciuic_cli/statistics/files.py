@@ -1,9 +1,9 @@
 """The statistics of a model on disk: the writer that the sweeps use, and the reader for everything after them.
 
-Per matrix or expert stack there is one safetensors file with H and G, normalised: H to unit trace, G to one token of
-the text. Full moments are stored in a compact form (`compact.py`), diagonals in float32, contexts of a head in
-bfloat16. `statistics.json` lists the files, and how many tokens each expert saw. A parameter's files can be deleted
-when nothing needs them any more.
+Per matrix or expert stack there is one safetensors file with H, and one with G, normalised: H to unit trace, G to one
+token of the text that ran backward. Full moments are stored in a compact form (`compact.py`), diagonals in float32,
+contexts of a head in bfloat16. `statistics.json` lists the files, and how many tokens each expert saw in either. A
+parameter's files can be deleted when nothing needs them any more.
 
 An expert sees only few tokens, so `Statistics._shrunk` shrinks its moments towards the pool, the sum over all experts
 of its layer. An expert has k tokens, and the pool of an n-dimensional moment counts for n tokens:
@@ -43,8 +43,8 @@ from ciuic_cli.statistics.experts import DIAGONAL_PRIOR_TOKENS, root_ratios
 from ciuic_cli.statistics.moments import Moments
 
 INDEX = "statistics.json"
-MOMENTS = "moments"
-"""Kind of the files with H and G."""
+INPUTS, OUTPUTS = MOMENTS = ("inputs", "outputs")
+"""Kinds of the files with H and with G."""
 EMBEDDING, TOKEN_FISHER, FREQUENCY, CONTEXTS = SINGLE_TENSOR_KINDS = (
     "embedding_moment", "token_fisher", "frequency", "contexts",
 )  # fmt: skip
@@ -59,18 +59,20 @@ class StatisticsWriter:
 
     Args:
         folder: shared by all workers; each writes the parameters that it owns.
-        tokens: of the whole text.
+        input_tokens: of the whole text, for H.
+        output_tokens: of the text that runs backward, for G.
         source: the checkpoint's folder, for messages.
     """
 
-    def __init__(self, folder: Path, tokens: int, source: Path) -> None:
-        self.folder, self.tokens, self.source = folder, tokens, source
-        self.files: dict[str, dict[str, str]] = {kind: {} for kind in (MOMENTS, *SINGLE_TENSOR_KINDS)}
-        self.expert_tokens: dict[str, dict[str, int]] = {}
+    def __init__(self, folder: Path, input_tokens: int, output_tokens: int, source: Path) -> None:
+        self.folder, self.source = folder, source
+        self.tokens = {INPUTS: input_tokens, OUTPUTS: output_tokens}
+        self.files: dict[str, dict[str, str]] = {kind: {} for kind in (*MOMENTS, *SINGLE_TENSOR_KINDS)}
+        self.expert_tokens: dict[str, dict[str, dict[str, int]]] = {kind: {} for kind in MOMENTS}
         self.digests: dict[str, str] = {}
 
     def write(self, moments: Mapping[Key, Moments]) -> None:
-        """Write the sums of matrices and of experts; they are normalised in place, to save memory.
+        """Write the sums of matrices and of experts, for H or G or both; they are normalised in place, to save memory.
 
         Raises InputError if one of them is NaN or infinite.
         """
@@ -100,11 +102,13 @@ class StatisticsWriter:
 
     def finish(self, workers: Workers) -> None:
         """Write the index of all workers' files; the first worker does, the others wait."""
-        files, expert_tokens = {kind: dict[str, str]() for kind in self.files}, dict[str, dict[str, int]]()
+        files = {kind: dict[str, str]() for kind in self.files}
+        expert_tokens = {kind: dict[str, dict[str, int]]() for kind in self.expert_tokens}
         for their_files, their_tokens in workers.gather((self.files, self.expert_tokens)):
             for kind, names in their_files.items():
                 files[kind] |= names
-            expert_tokens |= their_tokens
+            for kind, tokens in their_tokens.items():
+                expert_tokens[kind] |= tokens
         if workers.is_leader:
             index = {"tokens": self.tokens, "files": files, "expert_tokens": expert_tokens}
             (self.folder / INDEX).write_text(json.dumps(index, sort_keys=True))
@@ -133,17 +137,21 @@ class StatisticsWriter:
             for expert, each in sorted(members.items(), key=lambda member: member[0] or 0)
             if expert is not None
         ]
-        if experts:
-            self.expert_tokens[name] = {str(expert): each.tokens for expert, each in experts}
         if None not in members:
             members[None] = _pool([each for _, each in experts])
-        tensors: dict[str, torch.Tensor] = {}
-        for expert, each in members.items():
-            label = name if expert is None else f"{name}|{expert}"
-            each.scale(1 / max(each.trace, 1e-30), each.energy_ratio / self.tokens)
-            self._add(tensors, f"{label}|inputs", each.inputs, name)
-            self._add(tensors, f"{label}|outputs", each.outputs, name)
-        self._save(MOMENTS, name, f"{name}.safetensors", tensors)
+        for each in members.values():
+            each.scale(1 / max(each.trace, 1e-30), each.energy_ratio / self.tokens[OUTPUTS])
+        for kind in MOMENTS:
+            tensors: dict[str, torch.Tensor] = {}
+            for expert, each in members.items():
+                label = name if expert is None else f"{name}|{expert}"
+                moment: torch.Tensor = getattr(each, kind)
+                if moment.numel():
+                    self._add(tensors, f"{label}|{kind}", moment, name)
+            if tensors:
+                if experts:
+                    self.expert_tokens[kind][name] = {str(expert): each.tokens for expert, each in experts}
+                self._save(kind, name, f"{name}.{kind}.safetensors", tensors)
 
     def _add(self, tensors: dict[str, torch.Tensor], key: str, moment: torch.Tensor, name: str) -> None:
         """Add a moment to a file's tensors: a diagonal as it is, the lower half of a full one in the compact form."""
@@ -202,16 +210,16 @@ class Statistics:
         self.folder = folder
         with _damage(folder / INDEX):
             index = json.loads((folder / INDEX).read_text())
-            self.total_tokens: int = index["tokens"]
+            self._total_tokens: dict[str, int] = index["tokens"]
             self._files: dict[str, dict[str, str]] = index["files"]
-            self._tokens: dict[str, dict[str, int]] = index["expert_tokens"]
+            self._tokens: dict[str, dict[str, dict[str, int]]] = index["expert_tokens"]
 
     def covers(self, name: str) -> bool:
-        """Whether anything was recorded for the parameter, or for any expert of a stack.
+        """Whether the parameter, or any expert of a stack, has statistics.
 
-        Nothing is recorded where no gradient passes: the choice of tokens by an indexer has none.
+        It has none where no gradient passes: the choice of tokens by an indexer has none.
         """
-        return any(name in self._files[kind] for kind in (MOMENTS, EMBEDDING))
+        return any(name in self._files[kind] for kind in (OUTPUTS, EMBEDDING))
 
     def parameter_of(self, file: str) -> str | None:
         """The parameter to which a file in the folder belongs; None for the index."""
@@ -225,19 +233,22 @@ class Statistics:
             if name in files:
                 (self.folder / files[name]).unlink(missing_ok=True)
 
+    @property
+    def total_tokens(self) -> int:
+        """Calibration tokens."""
+        return self._total_tokens[INPUTS]
+
     def tokens(self, name: str, expert: int | None = None) -> int:
         """Calibration tokens that reached the matrix."""
-        if expert is None:
-            return self.total_tokens
-        return self._tokens.get(name, {}).get(str(expert), 0)
+        return self.total_tokens if expert is None else self._expert_tokens(name, INPUTS, expert)
 
     def input_moment(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        """H (n, n) float32 with unit trace; None if nothing was recorded."""
-        return self._shrunk(name, "inputs", expert)
+        """H (n, n) float32 with unit trace; None if the parameter is not covered."""
+        return self._shrunk(name, INPUTS, expert) if self.covers(name) else None
 
     def output_fisher(self, name: str, expert: int | None = None) -> torch.Tensor | None:
-        """G (m, m) float32 or its diagonal (m,), per token of the whole text; None if nothing was recorded."""
-        return self._shrunk(name, "outputs", expert)
+        """G (m, m) float32 or its diagonal (m,), per token; None if the parameter is not covered."""
+        return self._shrunk(name, OUTPUTS, expert)
 
     def pool(self, name: str, part: str) -> torch.Tensor | None:
         """The moment (n, n) of all experts of a stack together; part: "inputs" or "outputs"."""
@@ -277,7 +288,7 @@ class Statistics:
         """
         if expert is not None and (variances := self._mixed_variances(name, part, expert)) is not None:
             of_pool, of_expert = variances
-            with self._moments_of(name) as file:
+            with self._moments_of(name, part) as file:
                 correlations = file.get_tensor(f"{name}|{part}|correlations")
             return expanded(torch.where(of_pool > 0, of_expert, 0.0), correlations)
         own = self._read(name, part, expert)
@@ -290,10 +301,10 @@ class Statistics:
         """Diagonals (n,) of the pool's moment and of an expert's, which is mixed with the pool's; None unless the pool
         has correlations and the expert has none.
         """
-        if name not in self._files[MOMENTS]:
+        if name not in self._files[part]:
             return None
         of_pool, of_expert = f"{name}|{part}|diagonal", f"{name}|{expert}|{part}"
-        with self._moments_of(name) as file:
+        with self._moments_of(name, part) as file:
             if not {of_pool, of_expert} <= set(file.keys()):
                 return None
             pool, own = file.get_tensor(of_pool), file.get_tensor(of_expert)
@@ -309,29 +320,33 @@ class Statistics:
         prior_tokens: int,
     ) -> torch.Tensor:
         """The mean of an expert's moment, weighted by its tokens, and of the pool, weighted by `prior_tokens`."""
-        tokens = self.tokens(name, expert)
-        if part == "inputs":
+        tokens = self._expert_tokens(name, part, expert)
+        if part == INPUTS:
             return pool if own is None else (tokens * own + prior_tokens * pool) / (tokens + prior_tokens)
-        routed_tokens = max(1, sum(self._tokens[name].values()))  # over all experts
-        pool_per_routed_token = pool * (self.total_tokens / routed_tokens)
-        own_sum = torch.zeros_like(pool) if own is None else own * self.total_tokens
+        routed_tokens = max(1, sum(self._tokens[part][name].values()))  # over all experts
+        total_tokens = self._total_tokens[part]
+        pool_per_routed_token = pool * (total_tokens / routed_tokens)
+        own_sum = torch.zeros_like(pool) if own is None else own * total_tokens
         per_routed_token = (own_sum + prior_tokens * pool_per_routed_token) / (tokens + prior_tokens)
-        return per_routed_token * max(tokens, 1) / self.total_tokens
+        return per_routed_token * max(tokens, 1) / total_tokens
+
+    def _expert_tokens(self, name: str, part: str, expert: int) -> int:
+        return self._tokens[part].get(name, {}).get(str(expert), 0)
 
     def _read(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
-        if name not in self._files[MOMENTS]:
+        if name not in self._files[part]:
             return None
         key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
-        with self._moments_of(name) as file:
+        with self._moments_of(name, part) as file:
             keys = file.keys()
             if f"{key}|diagonal" in keys:
-                return expanded(*(file.get_tensor(f"{key}|{part}") for part in ("diagonal", "correlations")))
+                return expanded(*(file.get_tensor(f"{key}|{half}") for half in ("diagonal", "correlations")))
             return file.get_tensor(key) if key in keys else None
 
     @contextmanager
-    def _moments_of(self, name: str) -> Iterator[Any]:
-        """The opened file with the parameter's moments."""
-        path = self.folder / self._files[MOMENTS][name]
+    def _moments_of(self, name: str, part: str) -> Iterator[Any]:
+        """The opened file with one of the parameter's moments."""
+        path = self.folder / self._files[part][name]
         with _damage(path), safe_open(path, framework="pt") as file:
             yield file
 

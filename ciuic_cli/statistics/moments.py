@@ -1,4 +1,5 @@
-"""Kronecker-factored Fisher information of every weight matrix, summed up while a layer runs backward.
+"""Kronecker-factored Fisher information of every weight matrix: H is summed up while a layer runs forward, G while it
+runs backward.
 
 Notation: a matrix W (m, n) has inputs x_t (n,) and output gradients g_t = d loss / d (W x_t) (m,) at token t. The loss
 is the cross entropy with a label sampled from the model's own prediction (`collect.py`), so that the second moment of
@@ -9,31 +10,33 @@ error E (m, n) is predicted to cost, in nats per token,
 
 In the simplest form H = E[x xᵀ] and G = E[g gᵀ]. The code does the following, in this order.
 
-1. Tokens are weighted (`Moments.add_tokens`). A few tokens have most of the squared gradient norm
-   |x|² |g|², and in other text these are other tokens. So every g_t is divided by (|x_t| |g_t|)^½. A token then
-   counts with |x_t| |g_t|, the root (measured: docs/experiments/statistics/heavy-tails.md).
+1. Tokens are weighted. A few tokens have most of the squared gradient norm |x|² |g|², and in other text these are other
+   tokens. So a token counts with its root: in G with |x_t| |g_t|, in H with |x_t| (measured:
+   docs/experiments/statistics/heavy-tails.md). H needs no gradients: with |x_t| |g_t| it is no better on other text,
+   and without them text that only runs forward adds to it (measured: docs/experiments/statistics/forward-only.md).
 
-2. The weighted products are summed over tokens, one step of power iteration from the identity
-   (Tseng et al., "Model-Preserving Adaptive Rounding", 2025) for tokens that are taken as independent:
+2. The weighted products are summed over tokens (`Moments.add_inputs` and `add_outputs`). For G this is one step of
+   power iteration from the identity (Tseng et al., "Model-Preserving Adaptive Rounding", 2025) for tokens that are
+   taken as independent:
 
-       H ∝ Σ |g_t| / |x_t| x_t x_tᵀ       (n, n)
+       H ∝ Σ 1 / |x_t| x_t x_tᵀ           (n, n)
        G ∝ Σ |x_t| / |g_t| g_t g_tᵀ       (m, m)
 
-   H weights every input by its gradient, and G every gradient by its input. Without these weights, attention sinks
-   would dominate H: their activations are huge, but hardly any gradient reaches them. Products of different
-   tokens are left out: they gain nothing on other text (measured: docs/experiments/statistics/token-pairs.md).
+   Products of different tokens are left out: they gain nothing on other text (measured:
+   docs/experiments/statistics/token-pairs.md).
 
 3. The weighted vectors are rounded to the dtype of the layer's products, bfloat16 on recent processors, and their
    products are summed in float32. The sum is that of other vectors, so it cannot become indefinite (measured:
    docs/experiments/statistics/rounded-inputs.md).
 
 4. G of a matrix with more rows than columns is the sum over every fourth token (TALL_OUTPUT_STEP), scaled to the trace
-   that the whole sum would have, which is that of H (`Moments.scale`). Experts have few tokens each, so they keep all.
+   that the whole sum would have (`Moments.scale`). Experts have few tokens each, so they keep all.
 
-5. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens of the text, and
-   multiplied by Σ min(|x| |g|, c)² / Σ |x| |g|, because step 1 changed the sum of the squared gradient norms. Here c is
-   OUTLIER_LIMIT times the mean of |x| |g|. In some layers one token of each sequence, usually the first, has nearly all
-   of the sum; but its loss cannot grow with it (measured: docs/experiments/statistics/outlier-tokens.md).
+5. `files.py` normalises the sums before it writes them. H gets unit trace. G is divided by the tokens that ran
+   backward, and multiplied by Σ min(|x| |g|, c)² / Σ |x| |g|, because step 1 changed the sum of the squared gradient
+   norms. Here c is OUTLIER_LIMIT times the mean of |x| |g|. In some layers one token of each sequence, usually the
+   first, has nearly all of the sum; but its loss cannot grow with it (measured:
+   docs/experiments/statistics/outlier-tokens.md).
 
 6. Off-diagonal parts overfit if they are estimated from few tokens. Segments of the text show which share of their
    squared correlations is noise, and that share is left out (`noise_share`; measured:
@@ -58,7 +61,7 @@ from ciuic_cli.statistics.spare_memory import SpareMemory
 from ciuic_cli.statistics.symmetric_product import add_weighted_product
 
 SMALLEST_ROOT = 1e-24
-"""Tokens with a smaller |x| |g| are not counted, so that no weight overflows. Chosen."""
+"""Tokens with a smaller |x| in H, or |x| |g| in G, are not counted, so that no weight overflows. Chosen."""
 OUTLIER_LIMIT = 16.0
 """A token's |x| |g| counts as at most this many times the mean over all tokens when the loss of a matrix is predicted
 (measured: docs/experiments/statistics/outlier-tokens.md)."""
@@ -98,11 +101,12 @@ def noise_share(total: float, parts: Sequence[tuple[int, float]]) -> float:
 
 @dataclass
 class Moments:
-    """Running sums of H and G of one matrix (m, n), not normalised.
+    """Running sums of H or G of one matrix (m, n), or of both, not normalised.
 
     inputs: (n, n) float32, the sum for H, or its diagonal (n,). outputs: (m, m) float32, the sum for G, or its diagonal
-    (m,). trace: of the full sum, equal for both. tokens: how many were added. roots: (tokens,) float32 on the CPU,
-    |x| |g| of each token; empty where tokens are not weighted. halves: whether full sums have only their lower half
+    (m,). One of them is empty (0,) where only the other is summed. trace: of the full sum; of the head it is that of
+    both. tokens: how many were added. roots: (tokens,) float32 on the CPU, |x| |g| of each token in a sum for G; empty
+    where tokens are not weighted. halves: whether full sums have only their lower half
     (`lower_half.py`). segments: the parts of the text that the sums contain; empty if they were not noted. dtype: of
     products, see `symmetric_product`.
     """
@@ -117,22 +121,30 @@ class Moments:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def zeros(
+    def of_inputs(
         cls,
-        rows: int,
         cols: int,
         device: torch.device,
         dtype: torch.dtype,
         *,
-        full_inputs: bool = True,
-        full_outputs: bool,
+        full: bool = True,
         spare: SpareMemory | None = None,
     ) -> Moments:
-        """Empty sums, in halves; without full_inputs or full_outputs, diagonals. spare: memory for them."""
-        zeros = (spare or SpareMemory()).zeros
-        inputs = zeros((cols, cols) if full_inputs else (cols,), device)
-        outputs = zeros((rows, rows) if full_outputs else (rows,), device)
-        return cls(inputs, outputs, halves=True, dtype=dtype)
+        """Zeros for H, in halves; a diagonal unless `full`. spare: memory for them."""
+        return cls(_zeros(cols, device, full, spare), torch.empty(0), halves=True, dtype=dtype)
+
+    @classmethod
+    def of_outputs(
+        cls,
+        rows: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        full: bool = True,
+        spare: SpareMemory | None = None,
+    ) -> Moments:
+        """Zeros for G, as `of_inputs`."""
+        return cls(torch.empty(0), _zeros(rows, device, full, spare), halves=True, dtype=dtype)
 
     @property
     def header(self) -> tuple[float, int, torch.Tensor, bool, tuple[Segment, ...]]:
@@ -155,27 +167,32 @@ class Moments:
         """Tokens with a weight: those of a sequence that does not count have none."""
         return int(self.roots.count_nonzero())
 
-    def add_tokens(self, x: torch.Tensor, g: torch.Tensor, *, all_outputs: bool = True) -> None:
-        """Add tokens: inputs x (t, n) and gradients g (t, m), float32 or bfloat16.
+    def add_inputs(self, x: torch.Tensor, weight: float = 1.0) -> None:
+        """Add tokens to the sum for H: inputs x (t, n), float32 or bfloat16. weight: of these tokens."""
+        norms = vector_norms(x)
+        tiny = norms < SMALLEST_ROOT
+        self._add(self.inputs, x, (weight / norms).masked_fill(tiny, 0.0))
+        with one_thread():
+            self.trace += weight * float(norms.masked_fill(tiny, 0.0).sum())
+        self.tokens += len(x)
 
-        all_outputs: whether a G with more rows than columns has all of these tokens, or every TALL_OUTPUT_STEP-th.
+    def add_outputs(self, g: torch.Tensor, input_norms: torch.Tensor, *, step: int = 1) -> None:
+        """Add tokens to the sum for G: gradients g (t, m), float32 or bfloat16, and the norms (t, 1) of their inputs.
+
+        step: the sum has one of so many tokens.
         """
-        x_norm, g_norm = _norms(x), _norms(g)
-        roots = x_norm * g_norm
+        norms = vector_norms(g)
+        roots = input_norms * norms
         tiny = roots < SMALLEST_ROOT
         roots.masked_fill_(tiny, 0.0)
-        input_weights = (g_norm / x_norm).masked_fill(tiny, 0.0)
-        output_weights = (x_norm / g_norm).masked_fill(tiny, 0.0)
-        if self._has_tall_outputs and not all_outputs:
-            # Not the first token of a sequence, which may be an outlier.
-            chosen = slice(TALL_OUTPUT_STEP - 1, None, TALL_OUTPUT_STEP)
-            g, output_weights = g[chosen], output_weights[chosen]
-        self._add(self.inputs, x, input_weights)
-        self._add(self.outputs, g, output_weights)
+        weights = (input_norms / norms).masked_fill(tiny, 0.0)
+        # Not the first token of a sequence, which may be an outlier.
+        chosen = slice(step - 1, None, step)
+        self._add(self.outputs, g[chosen], weights[chosen])
         with one_thread():
             self.trace += float(roots.sum())
         self.roots = torch.cat((self.roots, roots.flatten().cpu()))
-        self.tokens += len(x)
+        self.tokens += len(g)
 
     def note_segment(self) -> None:
         """Note that these are the sums of one segment of the text."""
@@ -194,9 +211,9 @@ class Moments:
         self.segments += other.segments
 
     def scale(self, inputs: float, outputs: float) -> None:
-        """Multiply each of the two sums by a number. Before, a sum for G that lacks some tokens is completed, and
-        off-diagonal parts are shrunk if segments were noted."""
-        if self._has_tall_outputs and (found := float(self.outputs.diagonal().sum(dtype=torch.float64))) > 0:
+        """Multiply each of the two sums by a number. Before, a full sum for G gets the trace that it has with all
+        tokens, and off-diagonal parts are shrunk if segments were noted."""
+        if self.outputs.dim() == 2 and (found := float(self.outputs.diagonal().sum(dtype=torch.float64))) > 0:
             outputs *= self.trace / found
         kept = [1.0, 1.0]
         if self.segments:
@@ -215,11 +232,6 @@ class Moments:
             for total in (self.inputs, self.outputs)
         ]
         return squares[0], squares[1]
-
-    @property
-    def _has_tall_outputs(self) -> bool:
-        """True if the sum for G is full, and the matrix has more rows than columns."""
-        return self.outputs.dim() == 2 and len(self.outputs) > self.inputs.shape[-1]
 
     def _is_half(self, total: torch.Tensor) -> bool:
         return self.halves and total.dim() == 2
@@ -244,6 +256,10 @@ class Moments:
             add_weighted_product(total, vectors, weights, self.dtype, rounded=True)
 
 
-def _norms(vectors: torch.Tensor) -> torch.Tensor:
+def vector_norms(vectors: torch.Tensor) -> torch.Tensor:
     """Norms of the rows (t, 1), float32."""
     return torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float32)
+
+
+def _zeros(size: int, device: torch.device, full: bool, spare: SpareMemory | None) -> torch.Tensor:
+    return (spare or SpareMemory()).zeros((size, size) if full else (size,), device)

@@ -1,4 +1,4 @@
-"""Records the moments of a layer's matrices while it runs backward: which products are watched, and which are kept."""
+"""Records the moments of a layer's matrices: H while it runs forward, G while it runs backward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ciuic_cli.process.memory import limit_freed_memory
 from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics import lower_half
 from ciuic_cli.statistics.experts import full_moments_fit
-from ciuic_cli.statistics.moments import Moments
+from ciuic_cli.statistics.moments import TALL_OUTPUT_STEP, Moments, vector_norms
 from ciuic_cli.statistics.spare_memory import SpareMemory
 
 FULL_FISHER_LIMIT = 16384
@@ -29,7 +29,7 @@ def records_full_outputs(rows: int, cols: int, *, tall: bool) -> bool:
 
 
 class MomentRecorder(LinearHook):
-    """While active, every product with a watched weight adds its inputs and output gradients to `moments`.
+    """While active, products with watched weights add to `moments`.
 
     If full moments of all experts of a stack would take too much memory (`experts.py`), each expert gets diagonals. The
     pool of the stack then gets full moments, under the key (name, None).
@@ -37,6 +37,60 @@ class MomentRecorder(LinearHook):
     Args:
         dtype: of the layer's products; see `symmetric_product`.
         spare: memory for the sums.
+    """
+
+    def __init__(
+        self, watched: Sequence[WatchedLinear], dtype: torch.dtype, spare: SpareMemory | None = None
+    ) -> None:
+        super().__init__(watched)
+        self.dtype, self._spare = dtype, spare
+        self.moments: dict[Key, Moments] = {}
+        self._roles = {item.name: item.role for item in watched}
+        stacks = [item for item in watched if item.tensor.dim() == 3]
+        self._pooled = {item.name for item in stacks if not full_moments_fit(*item.tensor.shape)}
+
+    def _role(self, key: Key) -> str:
+        return self._roles.get(key[0], "")
+
+    def _rounded(self, product: Product) -> torch.Tensor:
+        """The inputs (t, n) in the dtype in which the layer multiplied them; the hook has them as they were before
+        autocast rounded them."""
+        return product.x.reshape(-1, product.shape[1]).to(self.dtype)
+
+    def _sums_of(self, key: Key) -> list[tuple[Key, bool]]:
+        """The sums to which a matrix adds its tokens, and whether they are full."""
+        name, expert = key
+        if expert is None or name not in self._pooled:
+            return [(key, True)]
+        return [(key, False), ((name, None), True)]
+
+
+class InputRecorder(MomentRecorder):
+    """Records H. No gradient is needed.
+
+    Attributes:
+        weight: of the tokens that are recorded next.
+    """
+
+    needs_gradients = False
+    weight = 1.0
+
+    def watch(self, product: Product) -> None:
+        limit_freed_memory()
+        x = self._rounded(product)
+        with torch.autocast(x.device.type, enabled=False), measured("moments", self._role(product.key)):
+            for key, full in self._sums_of(product.key):
+                if key not in self.moments:
+                    self.moments[key] = Moments.of_inputs(
+                        x.shape[1], x.device, self.dtype, full=full, spare=self._spare
+                    )
+                self.moments[key].add_inputs(x, self.weight)
+
+
+class OutputRecorder(MomentRecorder):
+    """Records G, of gradients.
+
+    Args:
         tall_outputs: `tall` of `records_full_outputs` for matrices outside stacks; in stacks it is True.
     """
 
@@ -48,60 +102,49 @@ class MomentRecorder(LinearHook):
         *,
         tall_outputs: bool = True,
     ) -> None:
-        super().__init__(watched)
-        self.dtype = dtype
-        self._spare = spare
-        self.moments: dict[Key, Moments] = {}
-        self._roles = {item.name: item.role for item in watched}
-        stacks = [item for item in watched if item.tensor.dim() == 3]
-        self._tall = {item.name: tall_outputs or item.tensor.dim() == 3 for item in watched}
-        self._pooled = {item.name for item in stacks if not full_moments_fit(*item.tensor.shape)}
+        super().__init__(watched, dtype, spare)
+        self._tall_outputs = tall_outputs
 
     def watch(self, product: Product) -> Hook:
-        key, shape, rows, x = product.key, product.shape, product.rows, product.x
+        key, shape, rows = product.key, product.shape, product.rows
+        norms = vector_norms(self._rounded(product))
         if rows == slice(0, shape[0]):
-            return lambda gradient: self._record(key, shape, x, gradient)
+            return lambda gradient: self._record(key, shape, norms, gradient)
 
         def record_group(gradient: torch.Tensor) -> None:
             """Gradients of one group of rows; those of the other rows are zero."""
             whole = torch.zeros(len(gradient), shape[0], device=gradient.device)
             whole[:, rows] = gradient
-            self._record(key, shape, x, whole)
+            self._record(key, shape, norms, whole)
 
         return record_group
 
-    def _record(self, key: Key, shape: torch.Size, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _record(self, key: Key, shape: torch.Size, norms: torch.Tensor, gradient: torch.Tensor) -> None:
+        """norms: (t, 1), of the inputs."""
         limit_freed_memory()
-        rows, cols = shape
-        name, expert = key
-        # The layer multiplied inputs of this dtype; the hook has them as they were before autocast rounded them.
-        x, gradient = x.reshape(-1, cols).to(self.dtype), gradient.reshape(-1, rows)
-        with torch.autocast(x.device.type, enabled=False), measured("moments", self._roles.get(name, "")):
-            if expert is not None and name in self._pooled:
-                self._moments_of(key, shape, x.device, diagonals=True).add_tokens(x, gradient)
-                self._moments_of((name, None), shape, x.device).add_tokens(x, gradient)
-            else:
-                moments = self._moments_of(key, shape, x.device)
-                moments.add_tokens(x, gradient, all_outputs=expert is not None)
-
-    def _moments_of(
-        self, key: Key, shape: torch.Size, device: torch.device, *, diagonals: bool = False
-    ) -> Moments:
-        if key not in self.moments:
-            rows, cols = shape
-            full = records_full_outputs(rows, cols, tall=self._tall.get(key[0], True))
-            self.moments[key] = Moments.zeros(
-                rows, cols, device, self.dtype, spare=self._spare,
-                full_inputs=not diagonals, full_outputs=full and not diagonals,
-            )  # fmt: skip
-        return self.moments[key]
+        (rows, cols), outside_stacks = shape, key[1] is None
+        gradient = gradient.reshape(-1, rows)
+        recorded = records_full_outputs(rows, cols, tall=self._tall_outputs or not outside_stacks)
+        with torch.autocast(norms.device.type, enabled=False), measured("moments", self._role(key)):
+            for sums, full in self._sums_of(key):
+                if sums not in self.moments:
+                    self.moments[sums] = Moments.of_outputs(
+                        rows, norms.device, self.dtype, full=full and recorded, spare=self._spare
+                    )
+                step = TALL_OUTPUT_STEP if outside_stacks and recorded and rows > cols else 1
+                self.moments[sums].add_outputs(gradient, norms, step=step)
 
 
-def recorded_bytes(watched: Sequence[WatchedLinear], *, tall_outputs: bool) -> int:
-    """Bytes of the full moments of these matrices; stacks are left out. tall_outputs: see `records_full_outputs`."""
+def recorded_input_bytes(watched: Sequence[WatchedLinear]) -> int:
+    """Bytes of the full sums for H of these matrices; stacks are left out."""
+    return sum(lower_half.bytes_of(item.tensor.shape[1]) for item in watched if item.tensor.dim() == 2)
+
+
+def recorded_output_bytes(watched: Sequence[WatchedLinear], *, tall_outputs: bool) -> int:
+    """As `recorded_input_bytes`, for G. tall_outputs: see `records_full_outputs`."""
     shapes = [item.tensor.shape for item in watched if item.tensor.dim() == 2]
     return sum(
-        lower_half.bytes_of(cols)
-        + (lower_half.bytes_of(rows) if records_full_outputs(rows, cols, tall=tall_outputs) else 0)
+        lower_half.bytes_of(rows)
         for rows, cols in shapes
+        if records_full_outputs(rows, cols, tall=tall_outputs)
     )

@@ -1,14 +1,15 @@
 """Sums of moments over the segments of the text, with the same bits for any number of workers.
 
-Floating-point sums depend on their order. So the text is always cut into the same segments, each segment is summed by
-one worker, and the segments' sums are added in the order of the segments.
+Floating-point sums depend on their order. So the text is always cut into the same chunks, which run through a layer
+together, and the same segments of chunks. Each segment is summed by one worker, and the segments' sums are added in the
+order of the segments.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +23,65 @@ from ciuic_cli.statistics.spare_memory import SpareMemory
 
 SEGMENTS = 8
 """Segments of the text, and so the most workers that have work in the statistics. No measurement is on record."""
+CHUNK_SEQUENCES = 4
+"""Most sequences that run through a layer at a time. No measurement is on record."""
 STORED_ROWS = 4096
 """Rows in each file of `StoredSums`. Chosen, not tuned: 25 MB with 1,536 inputs."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """One worker's share of the text.
+
+    chunks: the numbers (LongTensor) of the sequences of each of its chunks. backward: its segments of sequences that
+    run forward and backward, one per round, as ranges of chunks. only_forward: those of the other sequences.
+    """
+
+    chunks: list[torch.Tensor]
+    backward: list[range]
+    only_forward: list[range]
+
+
+def share_of_text(weights: torch.Tensor, gradient_every: int, most: int, workers: Workers) -> Share:
+    """This worker's share of a text.
+
+    weights: (sequences,). gradient_every: one of so many sequences runs backward. most: sequences of a chunk.
+    """
+    numbers = torch.arange(len(weights))
+    backward = numbers % gradient_every == 0
+    share = Share([], [], [])
+    for some, rounds in ((numbers[backward], share.backward), (numbers[~backward], share.only_forward)):
+        chunks = chunks_of(some, weights[some], most)
+        for segment in share_of(segments_of(len(chunks)), workers):
+            rounds.append(range(len(share.chunks), len(share.chunks) + len(segment)))
+            share.chunks.extend(chunks[number] for number in segment)
+    return share
+
+
+def gradient_sequences(sequences: int, gradient_every: int) -> int:
+    """How many sequences run backward."""
+    return ceil_div(sequences, gradient_every)
+
+
+def chunks_of(numbers: torch.Tensor, weights: torch.Tensor, most: int) -> list[torch.Tensor]:
+    """Cut the numbers (s,) of sequences into nearly equal chunks of at most `most`, an even number of them where that
+    can be. The sequences of a chunk have the same weight.
+
+    Chunks and segments run side by side: five chunks keep two threads as long as six.
+    """
+    alike = (numbers[weights == weight] for weight in weights.unique())
+    return [chunk for some in alike for chunk in some.tensor_split(chunk_count(len(some), most))]
+
+
+def chunk_count(sequences: int, most: int) -> int:
+    """How many chunks `chunks_of` makes of sequences with the same weight."""
+    return min(2 * ceil_div(sequences, 2 * most), sequences)
+
+
 def segments_of(chunks: int) -> list[range]:
     """Cut chunks 0, 1, ... into at most `SEGMENTS` consecutive, nearly equal, non-empty segments."""
+    if not chunks:
+        return []
     count = min(SEGMENTS, chunks)
     bounds = [chunks * part // count for part in range(count + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]

@@ -54,7 +54,7 @@ def test_the_statistics_take_the_forecast_bytes(
         progress=lambda what, done, total: None,
     )
     found = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    predicted = sum(stored_moment_bytes(p) for p in model_map.parameters.values() if p.compress)
+    predicted = sum(sum(stored_moment_bytes(p)) for p in model_map.parameters.values() if p.compress)
     assert predicted + stored_vocabulary_bytes(model_map) == pytest.approx(found, rel=0.05)
 
 
@@ -109,17 +109,17 @@ def test_a_dry_run_reports_the_forecast(
     assert any("of memory at its peak" in hint for hint in hints)
 
 
-NO_TIME = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+NO_TIME = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), 0.0, 0.0, 0.0)
 
 
 def test_attention_takes_the_square_of_the_sequences_length(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     outputs = sum(p.shape[1] for p in model_map.parameters.values() if p.role == "o")
-    rates = replace(NO_TIME, attention=1.0, statistics_attention=10.0)
+    rates = replace(NO_TIME, attention=1.0, statistics_attention=(4.0, 6.0))
     for length in (64, 512):
-        text = TextSize(sequences=3, held_out=2, length=length)
+        text = TextSize(sequences=5, held_out=2, length=length, gradient_every=2)
         seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
-        assert seconds["statistics"] == 3 * length**2 * outputs * 10.0
+        assert seconds["statistics"] == (5 * 4.0 + 3 * 6.0) * length**2 * outputs
         checked = min(256, length)
         assert (
             seconds["measure"] == (2 * length**2 + checked**2) * outputs
@@ -130,11 +130,12 @@ def test_experts_weights_take_time_in_every_chunk(tiny_checkpoint: Callable[...,
     model_map = _map(tiny_checkpoint("deepseek_v3"))
     weights = sum(p.numel for p in model_map.parameters.values() if len(p.shape) == 3)
     rates = replace(NO_TIME, weights=1.0, statistics_weights=10.0)
-    text = TextSize(sequences=12, held_out=2, length=4096)  # so many tokens reach all experts
+    text = TextSize(
+        sequences=12, held_out=2, length=4096, gradient_every=2
+    )  # so many tokens reach all experts
     seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
-    assert seconds["statistics"] == pytest.approx(
-        3 * 4 * 10.0 * weights
-    )  # three products in each of four chunks
+    # A product in each of four chunks forward, and two products in each of two chunks backward.
+    assert seconds["statistics"] == pytest.approx((4 + 2 * 2) * 10.0 * weights)
     assert seconds["measure"] == pytest.approx(3 * weights)
 
 

@@ -17,7 +17,7 @@ from ciuic_cli.checkpoint.model_map import map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise import logits as layer_logits
 from ciuic_cli.statistics import collect, moments, sums
-from ciuic_cli.statistics.collect import chunks_of, collect_statistics
+from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
 from ciuic_cli.statistics.head_fisher import sequence_seed
@@ -71,37 +71,41 @@ def _reference(
         generator.manual_seed(sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
         logits.backward(root * sampled_gradient(logits.detach().softmax(-1), _draws(len(row), generator)))
-    return _moments(*(torch.cat([part.flatten(0, -2) for part in parts]) for parts in (x_parts, g_parts)))
+    x, g = (torch.cat([part.flatten(0, -2) for part in parts]) for parts in (x_parts, g_parts))
+    return _moments(x, g, torch.tensor(roots).repeat_interleave(len(x) // len(roots))[:, None])
 
 
-def _sums(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float, float]:
+def _sums(
+    x: torch.Tensor, g: torch.Tensor, roots: torch.Tensor | float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, float, float]:
     """Sums for H and G from the inputs and gradients (t, ·) of tokens, and their losses without and with weights.
 
-    Each token's g xᵀ is divided by the root of its norm. Every fourth token counts in G if it has more outputs.
+    Each token's g xᵀ is divided by the root of its norm in G, and x by the root of its norm in H. Every fourth token
+    counts in G if it has more outputs. roots (t, 1): of the tokens' weights, which the gradients have already.
     """
-    norm = x.norm(dim=1, keepdim=True) * g.norm(dim=1, keepdim=True)
-    g = g / norm.sqrt()
-    vectors = g * x.norm(dim=1, keepdim=True)
+    x_norm = x.norm(dim=1, keepdim=True)
+    norm = x_norm * g.norm(dim=1, keepdim=True)
+    vectors = g / norm.sqrt() * x_norm
     if g.shape[1] > x.shape[1]:
         vectors = vectors[3::4]
     limited = norm.clamp(max=moments.OUTLIER_LIMIT * float(norm.mean()))
-    h = (x * g.square().sum(1, keepdim=True)).T @ x
+    h = (roots * x / x_norm).T @ x
     return h, vectors.T @ vectors, float(limited.square().sum()), float(norm.sum())
 
 
-def _moments(x: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _moments(x: torch.Tensor, g: torch.Tensor, roots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """H with unit trace, and G per token."""
-    h, g_sum, loss, weighted_loss = _sums(x, g)
+    h, g_sum, loss, weighted_loss = _sums(x, g, roots)
     share = float(g_sum.trace()) / weighted_loss  # of the tokens in G
     return h / h.trace(), g_sum * loss / (weighted_loss * share * len(x))
 
 
 @pytest.mark.parametrize(("sequences", "most"), [(1, 4), (2, 4), (5, 1), (20, 4), (60, 4), (7, 7), (9, 2)])
 def test_chunks_are_nearly_equal_and_keep_two_threads_busy(sequences: int, most: int) -> None:
-    batches = _batches(sequences)
-    chunks = chunks_of(batches, most)
+    numbers = torch.arange(sequences)
+    chunks = sums.chunks_of(numbers, torch.ones(sequences), most)
     sizes = [len(chunk) for chunk in chunks]
-    assert torch.equal(torch.cat(chunks), batches)
+    assert torch.equal(torch.cat(chunks), numbers)
     assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
     assert len(chunks) % 2 == 0 or len(chunks) == sequences
 

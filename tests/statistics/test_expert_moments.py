@@ -15,7 +15,7 @@ from ciuic_cli.process.workers import Workers
 from ciuic_cli.statistics import experts, sums
 from ciuic_cli.statistics.collect import collect_statistics
 from ciuic_cli.statistics.files import Statistics, StatisticsWriter
-from ciuic_cli.statistics.moments import OUTLIER_LIMIT, TALL_OUTPUT_STEP, Moments
+from ciuic_cli.statistics.moments import OUTLIER_LIMIT, TALL_OUTPUT_STEP, Moments, vector_norms
 from ciuic_cli.statistics.symmetric_product import add_symmetric_product, symmetric_product
 
 NAME = "model.layers.1.mlp.experts.down_proj"
@@ -29,16 +29,17 @@ def test_the_limit_is_on_all_experts_of_a_stack() -> None:
 def test_diagonals_equal_those_of_full_moments() -> None:
     generator = torch.Generator().manual_seed(0)
     x, g = torch.randn(40, 24, generator=generator), torch.randn(40, 16, generator=generator)
-    full = Moments.zeros(16, 24, torch.device("cpu"), torch.float32, full_outputs=True)
-    diagonals = Moments.zeros(
-        16, 24, torch.device("cpu"), torch.float32, full_inputs=False, full_outputs=False
-    )
+    inputs = [Moments.of_inputs(24, x.device, torch.float32, full=full) for full in (True, False)]
+    outputs = [Moments.of_outputs(16, g.device, torch.float32, full=full) for full in (True, False)]
     for part in (slice(0, 11), slice(11, 40)):
-        full.add_tokens(x[part], g[part])
-        diagonals.add_tokens(x[part], g[part])
-    for one, whole in ((diagonals.inputs, full.inputs), (diagonals.outputs, full.outputs)):
-        torch.testing.assert_close(one, whole.diagonal(), rtol=2.0**-16, atol=1e-5)
-    assert diagonals.trace == pytest.approx(full.trace) and diagonals.tokens == full.tokens == 40
+        for each in inputs:
+            each.add_inputs(x[part])
+        for each in outputs:
+            each.add_outputs(g[part], vector_norms(x[part]))
+    torch.testing.assert_close(inputs[1].inputs, inputs[0].inputs.diagonal(), rtol=2.0**-16, atol=1e-5)
+    torch.testing.assert_close(outputs[1].outputs, outputs[0].outputs.diagonal(), rtol=2.0**-16, atol=1e-5)
+    for full, diagonal in (inputs, outputs):
+        assert diagonal.trace == pytest.approx(full.trace) and diagonal.tokens == full.tokens == 40
 
 
 def test_a_mixed_moment_has_the_pools_correlations_and_variances_between(tmp_path: Path) -> None:
@@ -46,12 +47,17 @@ def test_a_mixed_moment_has_the_pools_correlations_and_variances_between(tmp_pat
     x = torch.randn(300, 8, generator=torch.Generator().manual_seed(1))
     x[:, 3] = 0
     g = torch.randn(300, 5, generator=torch.Generator().manual_seed(2))
-    pool = Moments.zeros(5, 8, x.device, torch.float32, full_outputs=True)
-    pool.add_tokens(x, g)
-    expert = Moments.zeros(5, 8, x.device, torch.float32, full_inputs=False, full_outputs=False)
-    expert.add_tokens(x[:90], g[:90])
-    writer = StatisticsWriter(tmp_path, 300, tmp_path)
+    pool, expert = (Moments.of_inputs(8, x.device, torch.float32, full=full) for full in (True, False))
+    pool.add_inputs(x)
+    expert.add_inputs(x[:90])
+    pool_outputs, outputs = (
+        Moments.of_outputs(5, x.device, torch.float32, full=full) for full in (True, False)
+    )
+    pool_outputs.add_outputs(g, vector_norms(x))
+    outputs.add_outputs(g[:90], vector_norms(x[:90]))
+    writer = StatisticsWriter(tmp_path, 300, 300, tmp_path)
     writer.write({("stack", None): pool, ("stack", 0): expert})
+    writer.write({("stack", None): pool_outputs, ("stack", 0): outputs})
     writer.finish(Workers())
     statistics = Statistics(tmp_path)
     whole, found = statistics.pool("stack", "inputs"), statistics.input_moment("stack", 0)
@@ -91,7 +97,8 @@ def test_a_stack_over_the_limit_keeps_pool_and_diagonals(
             pooled._read(NAME, part, None), full._read(NAME, part, None), rtol=2e-2, atol=1e-7
         )
     size = {
-        folder: (tmp_path / folder / f"{NAME}.safetensors").stat().st_size for folder in ("full", "pooled")
+        folder: sum(path.stat().st_size for path in (tmp_path / folder).glob(f"{NAME}.*"))
+        for folder in ("full", "pooled")
     }
     assert size["pooled"] < 0.4 * size["full"]
     for expert in range(6):
@@ -139,36 +146,44 @@ def test_moments_with_one_large_direction_stay_positive() -> None:
     x = 0.02 * torch.randn(300, 200, generator=generator)
     x += torch.randn(300, 1, generator=generator) * torch.randn(200, generator=generator)
     g = torch.randn(300, 40, generator=generator) + torch.randn(40, generator=generator)
-    found = Moments.zeros(40, 200, x.device, torch.bfloat16, full_outputs=True)
-    found.add_tokens(x, g)
-    inputs, outputs = (_whole(moment) for moment in (found.inputs, found.outputs))
+    h, fisher = (
+        Moments.of_inputs(200, x.device, torch.bfloat16),
+        Moments.of_outputs(40, x.device, torch.bfloat16),
+    )
+    h.add_inputs(x)
+    fisher.add_outputs(g, vector_norms(x))
+    inputs, outputs = _whole(h.inputs), _whole(fisher.outputs)
     for moment in (inputs, outputs):
         values = torch.linalg.eigvalsh(moment.double())
         assert float(values[0]) > -1e-6 * float(values[-1])
     assert factor_outputs(outputs / 300).damping == 0.0
-    assert found.trace == pytest.approx(float(found.inputs.trace()), rel=1e-4)
-    assert found.trace == pytest.approx(float(found.outputs.trace()), rel=2e-3)  # of rounded products
+    assert h.trace == pytest.approx(float(inputs.trace()), rel=2e-3)  # of rounded products
+    assert fisher.trace == pytest.approx(float(outputs.trace()), rel=2e-3)
 
 
 def test_tokens_without_input_or_gradient_add_nothing() -> None:
     x, g = torch.ones(4, 3), torch.ones(4, 2)
     x[1], g[2], g[3] = 0.0, 0.0, 1e-30
-    found = Moments.zeros(2, 3, x.device, torch.float32, full_outputs=True)
-    found.add_tokens(x, g)
-    alone = Moments.zeros(2, 3, x.device, torch.float32, full_outputs=True)
-    alone.add_tokens(x[:1], g[:1])
-    torch.testing.assert_close(_whole(found.inputs), _whole(alone.inputs))
+    found, alone = (Moments.of_outputs(2, x.device, torch.float32) for _ in range(2))
+    found.add_outputs(g, vector_norms(x))
+    alone.add_outputs(g[:1], vector_norms(x[:1]))
     torch.testing.assert_close(_whole(found.outputs), _whole(alone.outputs))
     assert found.trace == alone.trace == pytest.approx(6**0.5) and found.tokens == 4
+    found, alone = (Moments.of_inputs(3, x.device, torch.float32) for _ in range(2))
+    found.add_inputs(x[:2])
+    alone.add_inputs(x[:1])
+    torch.testing.assert_close(_whole(found.inputs), _whole(alone.inputs))
+    assert found.trace == alone.trace == pytest.approx(3**0.5) and found.tokens == 2
 
 
 def test_a_token_counts_with_the_root_of_its_loss() -> None:
-    """A gradient a thousand times as large gives a thousand times the weight, not a million times."""
+    """A gradient or input a thousand times as large gives a thousand times the weight, not a million times."""
     x, g = torch.eye(4), torch.eye(4)
     g[3] *= 1000.0
-    found = Moments.zeros(4, 4, x.device, torch.float32, full_outputs=True)
-    found.add_tokens(x, g)
-    for moment in (found.inputs, found.outputs):
+    found, h = Moments.of_outputs(4, x.device, torch.float32), Moments.of_inputs(4, x.device, torch.float32)
+    found.add_outputs(g, vector_norms(x))
+    h.add_inputs(g)
+    for moment in (h.inputs, found.outputs):
         torch.testing.assert_close(moment.diagonal(), torch.tensor([1.0, 1.0, 1.0, 1000.0]))
     # The sum of all losses, which an even error has, does not depend on the weighting.
     assert float(found.outputs.trace()) * found.energy_ratio == pytest.approx(
@@ -180,23 +195,22 @@ def test_an_outlier_does_not_decide_the_predicted_loss() -> None:
     """A token whose |x| |g| is a thousand times that of the others counts with OUTLIER_LIMIT times the mean."""
     x, g = torch.ones(2000, 1), torch.ones(2000, 1)
     g[7] = 1000.0
-    found = Moments.zeros(1, 1, x.device, torch.float32, full_outputs=True)
-    found.add_tokens(x, g)
+    found = Moments.of_outputs(1, x.device, torch.float32)
+    found.add_outputs(g, vector_norms(x))
     mean = (1999 + 1000) / 2000
     expected = 1999 + (OUTLIER_LIMIT * mean) ** 2
     assert found.energy_ratio * float(found.outputs.trace()) == pytest.approx(expected, rel=1e-4)
     assert expected < 0.01 * (1999 + 1000**2)
 
 
-@pytest.mark.parametrize("rows", [8, 64])
-def test_the_sum_for_g_is_completed(rows: int) -> None:
-    """That of a tall matrix has every fourth token."""
-    generator = torch.Generator().manual_seed(rows)
-    x, g = (torch.randn(256, width, generator=generator) for width in (16, rows))
-    found = Moments.zeros(rows, 16, x.device, torch.float32, full_outputs=True)
-    found.add_tokens(x, g, all_outputs=False)
+@pytest.mark.parametrize("step", [1, TALL_OUTPUT_STEP])
+def test_the_sum_for_g_is_completed(step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    x, g = (torch.randn(256, width, generator=generator) for width in (16, 64))
+    found = Moments.of_outputs(64, x.device, torch.float32)
+    found.add_outputs(g, vector_norms(x), step=step)
     before, trace = found.outputs.tril(), found.trace
     found.scale(1.0, 2.0)
     completed = 2.0 * trace / float(before.trace())  # 2 where all tokens are in the sum
-    assert completed == pytest.approx(2.0 if rows < 16 else 2.0 * TALL_OUTPUT_STEP, rel=0.1)
+    assert completed == pytest.approx(2.0 * step, rel=0.1)
     torch.testing.assert_close(found.outputs.tril(), before * completed, rtol=1e-5, atol=1e-5)

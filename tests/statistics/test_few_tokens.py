@@ -31,7 +31,7 @@ def correlations(moment: torch.Tensor) -> torch.Tensor:
 def segment(tokens: int, mixing: torch.Tensor, generator: torch.Generator) -> Moments:
     """The sums, without weights, of a segment whose inputs and gradients have the second moment mixing mixingᵀ."""
     x, g = (torch.randn(tokens, SIZE, generator=generator) @ mixing.T for _ in range(2))
-    moments = Moments(x.T @ x, g.T @ g, tokens=tokens)
+    moments = Moments(x.T @ x, g.T @ g, trace=float(g.square().sum()), tokens=tokens)
     moments.note_segment()
     return moments
 

@@ -92,7 +92,13 @@ def test_a_run_that_is_killed_at_every_step(checkpoint: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "file", ["stream-0/hidden/0.0", "stream-0/gradient/1.0", "lm_head.weight.safetensors"]
+    "file",
+    [
+        "stream-0/hidden/0.0",
+        "stream-0/gradient/1.0",
+        "lm_head.weight.outputs.safetensors",
+        "model.layers.0.self_attn.o_proj.weight.inputs.safetensors",
+    ],
 )
 def test_steps_with_a_damaged_file_are_repeated(checkpoint: Path, tmp_path: Path, file: str) -> None:
     expected, everything = collect(checkpoint, tmp_path / "whole", MemoryJournal())
