@@ -56,7 +56,7 @@ EFFORTS = {
         tall_outputs=False,
         gradient_every=3,
     ),
-    "default": Effort(3 << 13, 64, 16, 0),
+    "default": Effort(3 << 13, 64, 16, 0, gradient_every=2),
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^14 instead

@@ -114,11 +114,11 @@ class Run:
 
         def is_coded(file: str) -> bool:
             try:
-                name = Statistics(folder).parameter_of(file)
+                names = Statistics(folder).parameters_of(file)
             except EnvironmentFault:  # the list of files is damaged itself
                 return False
-            return name is not None and all(
-                self._steps.is_intact("encode", n) for n in self._numbers_of[name]
+            return bool(names) and all(
+                self._steps.is_intact("encode", number) for name in names for number in self._numbers_of[name]
             )
 
         return self.journal.sealed(STATISTICS, folder, is_coded)
@@ -232,9 +232,13 @@ class Run:
 
     def _delete_statistics(self, number: int) -> None:
         """Delete the statistics of a parameter when all its matrices are coded: nothing reads them again."""
+
+        def is_coded(name: str) -> bool:
+            return all(self._steps.has("encode", other) for other in self._numbers_of[name])
+
         name = self.matrices[number].name
-        if all(self._steps.has("encode", other) for other in self._numbers_of[name]):
-            self.statistics.delete(name)
+        if is_coded(name):
+            self.statistics.delete(name, is_coded)
 
     def _finish_matrices(
         self,

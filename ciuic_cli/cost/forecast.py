@@ -29,6 +29,7 @@ from ciuic_cli.cost.run_time import (
     Rates,
     TextSize,
     executed_compressible,
+    has_own_inputs,
     hidden_and_vocabulary,
     kept_noise_bytes,
     measure_rates,
@@ -142,7 +143,8 @@ def _freed_bytes(used: int, work: int) -> int:
 
 
 def moment_bytes(parameter: Parameter, *, tall_outputs: bool = True) -> tuple[int, int]:
-    """Bytes of H and of G of one parameter in memory; of a stack those of all experts and of their pool.
+    """Bytes of H and of G of one parameter in memory; of a stack those of all experts and of their pool. Without the H
+    that it has in common with another one.
 
     tall_outputs: see `allocation.matrices.full_outputs`.
     """
@@ -160,7 +162,8 @@ def _moment_bytes(
     """of_moment: bytes of a full moment by its number of rows."""
     rows, cols = parameter.shape[-2:]
     has_full_outputs = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
-    full = of_moment(cols), of_moment(rows) if has_full_outputs else 4 * rows
+    of_inputs = of_moment(cols) if has_own_inputs(parameter) else 0
+    full = of_inputs, of_moment(rows) if has_full_outputs else 4 * rows
     if len(parameter.shape) < 3:
         return full
     experts = parameter.shape[0]

@@ -52,6 +52,11 @@ backward. Their sum is fitted to runs of SmolLM2-135M and of a random model of 1
 (docs/experiments/scale/large-matrices.md); their shares are estimated."""
 
 
+SAME_INPUTS = ("k_proj", "v_proj", "up_proj", "kv_a_proj_with_mqa")
+"""Linears outside stacks that have the inputs, and so the H, of another one in nearly all families: of q_proj,
+gate_proj, or q_a_proj. A run finds out by itself (`InputSharing` in `statistics/recorder.py`)."""
+
+
 @dataclass(frozen=True)
 class TextSize:
     """Numbers of sequences (statistics, held out, all recovery steps), and the tokens of each.
@@ -93,6 +98,11 @@ def executed(model_map: ModelMap) -> list[Parameter]:
 def executed_compressible(model_map: ModelMap) -> list[Parameter]:
     """Parameters whose statistics are collected."""
     return [parameter for parameter in executed(model_map) if parameter.compress]
+
+
+def has_own_inputs(parameter: Parameter) -> bool:
+    """Whether H of the parameter is presumably no other one's."""
+    return parameter.name.removesuffix(".weight").rpartition(".")[2] not in SAME_INPUTS
 
 
 def hidden_and_vocabulary(model_map: ModelMap) -> tuple[int, int]:
@@ -277,7 +287,7 @@ def _moment_work(model_map: ModelMap, *, tall_outputs: bool) -> tuple[float, flo
         is_stack = len(parameter.shape) == 3
         count = experts_per_token(model_map.config) if is_stack else 1
         full = full_outputs(parameter.role, rows, cols, tall_outputs=tall_outputs)
-        inputs += count * cols * cols
+        inputs += count * cols * cols if has_own_inputs(parameter) else 0
         whole = rows * rows / (TALL_OUTPUT_STEP if rows > cols and not is_stack else 1)
         outputs += count * (whole if full else rows)
     return inputs, outputs

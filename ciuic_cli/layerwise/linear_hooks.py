@@ -60,6 +60,14 @@ def linears_of(layer: nn.Module, prefix: str, parameters: Mapping[str, Parameter
     ]
 
 
+Submodules = tuple[tuple[str, type[nn.Module]], ...]
+"""Names and classes of a layer's submodules, which decide how it computes."""
+
+
+def submodules_of(layer: nn.Module) -> Submodules:
+    return tuple((name, type(module)) for name, module in layer.named_modules())
+
+
 @dataclass(frozen=True)
 class Product:
     """One product of inputs with a watched weight, or with some of its rows. No tensor requires a gradient.

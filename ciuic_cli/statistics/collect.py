@@ -36,13 +36,19 @@ from torch import nn
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import LayerStream, RunChunks
-from ciuic_cli.layerwise.linear_hooks import Key, SkippedProducts, WatchedLinear, linears_of
+from ciuic_cli.layerwise.linear_hooks import (
+    Key,
+    SkippedProducts,
+    Submodules,
+    WatchedLinear,
+    linears_of,
+    submodules_of,
+)
 from ciuic_cli.layerwise.logits import TokenSpan
 from ciuic_cli.layerwise.mixed_precision import compute_dtype
 from ciuic_cli.process.progress import Progress
-from ciuic_cli.process.threads import in_order
 from ciuic_cli.process.workers import Workers
-from ciuic_cli.profiling.account import counted_here, measured
+from ciuic_cli.profiling.account import measured
 from ciuic_cli.statistics.embedding_fisher import (
     add_occurrences,
     embedding_moment,
@@ -69,6 +75,7 @@ from ciuic_cli.statistics.marks import Journal, Marks
 from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.recorder import (
     InputRecorder,
+    InputSharing,
     OutputRecorder,
     recorded_input_bytes,
     recorded_output_bytes,
@@ -139,7 +146,7 @@ class _Collection:
     """One worker's part of both sweeps: its segments of the text, and the matrices whose sums it owns.
 
     weights: of all sequences, 1 on average. share: the stream's chunks, and their segments. skips: whether layers with
-    these submodules skip the down projection's product (`_unread`).
+    these submodules skip the down projection's product (`_unread`). firsts: `InputSharing.firsts` of such layers.
     """
 
     map: ModelMap
@@ -152,7 +159,8 @@ class _Collection:
     progress: Progress
     weights: list[float]
     share: Share
-    skips: dict[tuple[tuple[str, type[nn.Module]], ...], bool] = field(default_factory=dict)
+    skips: dict[Submodules, bool] = field(default_factory=dict)
+    firsts: dict[Submodules, list[int]] = field(default_factory=dict)
 
     def run(self) -> Statistics:
         """Take all steps in order, beginning with the first that is not finished."""
@@ -245,7 +253,7 @@ class _Collection:
                 assert hidden.grad is not None
                 hidden.grad *= weight**0.5
 
-        moments = self._ordered_sums([name])
+        moments = OrderedSums(self.workers, [name], device)
         folder = self.stream.folder / "head"
         folder.mkdir(exist_ok=True)
         rows = StoredSums(self.workers, [name], device, folder)
@@ -271,6 +279,8 @@ class _Collection:
         """Run a layer forward; write its outputs, and H of its matrices."""
         with self.stream.loaded_layer(number) as (layer, run_chunks):
             watched = linears_of(layer, self.stream.prefixes[number], self.map.parameters)
+            firsts = self._first_with_inputs(layer, watched, run_chunks)
+            watched = [item for item in watched if firsts[item.name] == item.name]
 
             def record(segment: range, spare: SpareMemory) -> dict[Key, Moments]:
                 recorder = InputRecorder(watched, self.stream.dtype, spare)
@@ -283,6 +293,22 @@ class _Collection:
             segments = [*self.share.backward, *self.share.only_forward]
             sums = self._summed(number, watched, segments, record, recorded_input_bytes(watched))
         self.writer.write(sums.totals)
+        self.writer.share_inputs(firsts)
+
+    def _first_with_inputs(
+        self, layer: nn.Module, watched: Sequence[WatchedLinear], run_chunks: RunChunks
+    ) -> dict[str, str]:
+        """The name of the first matrix with the same inputs, by matrix; one with inputs of its own has its own name.
+
+        Tested on one chunk, and once for all layers with the same submodules. All workers take what the leader found.
+        """
+        parts = submodules_of(layer)
+        if self.workers.is_leader and parts not in self.firsts:
+            with InputSharing(watched) as sharing:
+                run_chunks(self.share.backward[0][:1])
+            self.firsts[parts] = sharing.firsts()
+        found = self.workers.broadcast(self.firsts.get(parts))
+        return {item.name: watched[first].name for item, first in zip(watched, found, strict=True)}
 
     def _record_outputs(self, number: int) -> None:
         """Run a layer backward; write the gradient at its input, and G of its matrices."""
@@ -314,19 +340,9 @@ class _Collection:
         besides: bytes of the sums of a segment.
         """
         spare = SpareMemory()
-        sums = self._ordered_sums([item.name for item in watched], spare)
-
-        def noted(segment: range) -> dict[Key, Moments]:
-            moments = record(segment, spare)
-            # Not those of experts, which are shrunk towards the pool of their stack instead (`files.py`).
-            for (_, expert), each in moments.items():
-                if expert is None:
-                    each.note_segment()
-            return moments
-
+        sums = OrderedSums(self.workers, [item.name for item in watched], self.stream.device, spare)
         count = self.stream.side_by_side(number, besides=besides)
-        for moments in in_order(segments, counted_here(noted), count):
-            sums.add(moments)
+        sums.add_segments(segments, lambda segment: record(segment, spare), count)
         return sums
 
     def _unread(
@@ -340,7 +356,7 @@ class _Collection:
         """
         candidates = [item for item in watched if item.role == "down" and item.tensor.dim() == 2]
         chunks = [index for segment in self.share.backward for index in segment][:1]
-        parts = tuple((name, type(module)) for name, module in layer.named_modules())
+        parts = submodules_of(layer)
         if candidates and chunks and parts not in self.skips:
 
             def gradients() -> torch.Tensor:
@@ -356,7 +372,10 @@ class _Collection:
         """Write the Fisher information of the embedding's rows."""
         name, device = self._embedding_name(), self.stream.device
         vocabulary, cols = self.map.parameters[name].shape
-        sums, scale = self._ordered_sums([name]), self.workers.broadcast(self.stream.embedding_scale)
+        sums, scale = (
+            OrderedSums(self.workers, [name], device),
+            self.workers.broadcast(self.stream.embedding_scale),
+        )
         with self.stream.embedding_gradients(scale) as gradients:
             for segment in self.share.backward:
                 segment_sums = empty_embedding_sums(vocabulary, cols, device)
@@ -370,9 +389,6 @@ class _Collection:
             self.writer.write_single(EMBEDDING, name, embedding_moment(total))
             fisher = token_fisher(total, self.writer.tokens[OUTPUTS])
             self.writer.write_single(TOKEN_FISHER, name, fisher)
-
-    def _ordered_sums(self, names: Sequence[str], spare: SpareMemory | None = None) -> OrderedSums:
-        return OrderedSums(self.workers, names, self.stream.device, spare)
 
     def _embedding_name(self) -> str:
         table = self.stream.model.get_input_embeddings()

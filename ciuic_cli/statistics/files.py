@@ -2,8 +2,8 @@
 
 Per matrix or expert stack there is one safetensors file with H, and one with G, normalised: H to unit trace, G to one
 token of the text that ran backward. Full moments are stored in a compact form (`compact.py`), diagonals in float32,
-contexts of a head in bfloat16. `statistics.json` lists the files, and how many tokens each expert saw in either. A
-parameter's files can be deleted when nothing needs them any more.
+contexts of a head in bfloat16. Matrices with the same inputs share the file with H. `statistics.json` lists the files,
+and how many tokens each expert saw in either. Files can be deleted when nothing needs them any more.
 
 An expert sees only few tokens, so `Statistics._shrunk` shrinks its moments towards the pool, the sum over all experts
 of its layer. An expert has k tokens, and the pool of an n-dimensional moment counts for n tokens:
@@ -17,7 +17,7 @@ expert without tokens gets the pool's moments with k = 1, so that changing it co
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +91,11 @@ class StatisticsWriter:
         for _ in parallel_map(by_name.items(), counted_here(write), side_by_side):
             pass
 
+    def share_inputs(self, firsts: Mapping[str, str]) -> None:
+        """Give matrices the H of the first one with the same inputs, where this worker has written it."""
+        files = self.files[INPUTS]
+        files |= {name: files[first] for name, first in firsts.items() if first in files}
+
     def write_single(self, kind: str, name: str, tensor: torch.Tensor) -> None:
         """Write one tensor of a parameter, of a kind in `SINGLE_TENSOR_KINDS`; raises as `write`.
 
@@ -144,10 +149,9 @@ class StatisticsWriter:
         for kind in MOMENTS:
             tensors: dict[str, torch.Tensor] = {}
             for expert, each in members.items():
-                label = name if expert is None else f"{name}|{expert}"
                 moment: torch.Tensor = getattr(each, kind)
                 if moment.numel():
-                    self._add(tensors, f"{label}|{kind}", moment, name)
+                    self._add(tensors, _tensor_name(kind, expert), moment, name)
             if tensors:
                 if experts:
                     self.expert_tokens[kind][name] = {str(expert): each.tokens for expert, each in experts}
@@ -178,6 +182,11 @@ class StatisticsWriter:
         save_file({key: value.cpu().contiguous() for key, value in tensors.items()}, self.folder / file)
         self.files[kind][name] = file
         self.digests[file] = file_digest(self.folder / file)
+
+
+def _tensor_name(kind: str, expert: int | None = None) -> str:
+    """Name in a file of one kind in MOMENTS; without an expert that of a matrix, or of the pool of a stack."""
+    return kind if expert is None else f"{expert}|{kind}"
 
 
 def _pool(experts: Sequence[Moments]) -> Moments:
@@ -221,16 +230,15 @@ class Statistics:
         """
         return any(name in self._files[kind] for kind in (OUTPUTS, EMBEDDING))
 
-    def parameter_of(self, file: str) -> str | None:
-        """The parameter to which a file in the folder belongs; None for the index."""
-        return next(
-            (name for files in self._files.values() for name, its in files.items() if its == file), None
-        )
+    def parameters_of(self, file: str) -> list[str]:
+        """The parameters to which a file in the folder belongs; none for the index."""
+        return [name for files in self._files.values() for name, its in files.items() if its == file]
 
-    def delete(self, name: str) -> None:
-        """Delete the parameter's files. `covers` and `tokens` still answer; reading its moments raises."""
+    def delete(self, name: str, is_finished: Callable[[str], bool]) -> None:
+        """Delete the parameter's files, but not what it shares with a parameter that is not finished. `covers` and
+        `tokens` still answer; reading its moments raises."""
         for files in self._files.values():
-            if name in files:
+            if name in files and all(is_finished(other) for other in self.parameters_of(files[name])):
                 (self.folder / files[name]).unlink(missing_ok=True)
 
     @property
@@ -289,7 +297,7 @@ class Statistics:
         if expert is not None and (variances := self._mixed_variances(name, part, expert)) is not None:
             of_pool, of_expert = variances
             with self._moments_of(name, part) as file:
-                correlations = file.get_tensor(f"{name}|{part}|correlations")
+                correlations = file.get_tensor(f"{_tensor_name(part)}|correlations")
             return expanded(torch.where(of_pool > 0, of_expert, 0.0), correlations)
         own = self._read(name, part, expert)
         if expert is None:
@@ -303,7 +311,7 @@ class Statistics:
         """
         if name not in self._files[part]:
             return None
-        of_pool, of_expert = f"{name}|{part}|diagonal", f"{name}|{expert}|{part}"
+        of_pool, of_expert = f"{_tensor_name(part)}|diagonal", _tensor_name(part, expert)
         with self._moments_of(name, part) as file:
             if not {of_pool, of_expert} <= set(file.keys()):
                 return None
@@ -336,7 +344,7 @@ class Statistics:
     def _read(self, name: str, part: str, expert: int | None) -> torch.Tensor | None:
         if name not in self._files[part]:
             return None
-        key = f"{name}|{part}" if expert is None else f"{name}|{expert}|{part}"
+        key = _tensor_name(part, expert)
         with self._moments_of(name, part) as file:
             keys = file.keys()
             if f"{key}|diagonal" in keys:

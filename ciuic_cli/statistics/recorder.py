@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -85,6 +86,33 @@ class InputRecorder(MomentRecorder):
                         x.shape[1], x.device, self.dtype, full=full, spare=self._spare
                     )
                 self.moments[key].add_inputs(x, self.weight)
+
+
+class InputSharing(LinearHook):
+    """Finds the matrices with the same inputs, such as q, k and v: they have the same H. Stacks are left out.
+
+    It keeps all inputs of the products, so it is for one chunk.
+    """
+
+    needs_gradients = False
+
+    def __init__(self, watched: Sequence[WatchedLinear]) -> None:
+        super().__init__([item for item in watched if item.tensor.dim() == 2])
+        self._inputs: dict[str, list[torch.Tensor]] = {item.name: [] for item in watched}
+
+    def watch(self, product: Product) -> None:
+        self._inputs[product.key[0]].append(product.x)
+
+    def firsts(self) -> list[int]:
+        """For each of the watched matrices, in their order, the number of the first one with the same inputs, which may
+        be its own."""
+        found: dict[Any, int] = {}
+        return [
+            found.setdefault(
+                tuple((x.data_ptr(), x.shape, x.stride(), x._version) for x in inputs) or name, number
+            )
+            for number, (name, inputs) in enumerate(self._inputs.items())
+        ]
 
 
 class OutputRecorder(MomentRecorder):

@@ -8,7 +8,7 @@ order of the segments.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +17,9 @@ import torch
 
 from ciuic_cli.integers import ceil_div
 from ciuic_cli.layerwise.linear_hooks import Key
+from ciuic_cli.process.threads import in_order
 from ciuic_cli.process.workers import Workers
+from ciuic_cli.profiling.account import counted_here
 from ciuic_cli.statistics.moments import Moments
 from ciuic_cli.statistics.spare_memory import SpareMemory
 
@@ -112,6 +114,25 @@ class OrderedSums:
         self.workers, self.device, self._spare = workers, device, spare
         self.owner = {name: number % workers.size for number, name in enumerate(names)}
         self.totals: dict[Key, Moments] = {}
+
+    def add_segments(
+        self, segments: Sequence[range], record: Callable[[range], Mapping[Key, Moments]], side_by_side: int
+    ) -> None:
+        """Add what `record` finds in this worker's segments, one per round, and note the segments.
+
+        side_by_side: how many segments run at once.
+        """
+
+        def noted(segment: range) -> Mapping[Key, Moments]:
+            moments = record(segment)
+            # Not those of experts, which are shrunk towards the pool of their stack instead (`files.py`).
+            for (_, expert), each in moments.items():
+                if expert is None:
+                    each.note_segment()
+            return moments
+
+        for moments in in_order(segments, counted_here(noted), side_by_side):
+            self.add(moments)
 
     def add(self, moments: Mapping[Key, Moments]) -> None:
         """Add the sums of this worker's segment of one round; all workers must call it once per round.

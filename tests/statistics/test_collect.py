@@ -22,6 +22,7 @@ from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
 from ciuic_cli.statistics.head_fisher import sequence_seed
 from ciuic_cli.statistics.predictions import sampled_gradient
+from ciuic_cli.statistics.recorder import InputSharing
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -55,11 +56,15 @@ def _draws(tokens: int, generator: torch.Generator) -> torch.Tensor:
 
 
 def _reference(
-    checkpoint: Path, batches: torch.Tensor, name: str, roots: Sequence[float] = (1.0, 1.0, 1.0)
+    checkpoint: Path,
+    batches: torch.Tensor,
+    name: str,
+    roots: Sequence[float] = (1.0, 1.0, 1.0),
+    numbers: Sequence[int] = range(9),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """H and G of one linear from a full forward and backward pass, with the same sampled labels.
 
-    roots: of the sequences' weights; they multiply gradients.
+    roots: of the sequences' weights; they multiply gradients. numbers: of the sequences in the whole text.
     """
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     module = model.get_submodule(name.removesuffix(".weight"))
@@ -67,7 +72,7 @@ def _reference(
     module.register_forward_hook(lambda m, args, out: x_parts.append(args[0].detach()))
     module.register_full_backward_hook(lambda m, gin, gout: g_parts.append(gout[0].detach()))
     generator = torch.Generator()
-    for number, (row, root) in enumerate(zip(batches, roots, strict=True)):
+    for row, root, number in zip(batches, roots, numbers, strict=False):
         generator.manual_seed(sequence_seed(0, number))
         logits = model(input_ids=row[None]).logits[0]
         logits.backward(root * sampled_gradient(logits.detach().softmax(-1), _draws(len(row), generator)))
@@ -210,6 +215,68 @@ def test_a_grouped_linear_has_the_moments_of_its_groups(
     torch.testing.assert_close(found_h, h, rtol=1e-3, atol=1e-4 * float(h.abs().max()))
     expected = torch.block_diag(*blocks)
     torch.testing.assert_close(found_g, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_text_that_only_runs_forward_counts_in_h(
+    tiny_checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H is that of all sequences; G, and what is known of the head, that of every second one."""
+    monkeypatch.setattr(moments, "noise_share", lambda total, parts: 0.0)  # there are two segments
+    checkpoint, name = tiny_checkpoint("llama"), "model.layers.1.self_attn.k_proj.weight"
+    found = _collect(checkpoint, tmp_path / "s", _batches(5), gradient_every=2, chunk=2)
+    h, _ = _reference(checkpoint, _batches(5), name, roots=5 * [1.0])
+    _, g = _reference(checkpoint, _batches(5)[::2], name, numbers=(0, 2, 4))
+    found_h, found_g = found.input_moment(name), found.output_fisher(name)
+    assert found_h is not None and found_g is not None
+    torch.testing.assert_close(found_h, h, rtol=1e-3, atol=2e-5 * float(h.abs().max()))
+    torch.testing.assert_close(found_g, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
+    head = _collect(checkpoint, tmp_path / "head", _batches(5)[::2]).output_fisher("lm_head.weight")
+    torch.testing.assert_close(found.output_fisher("lm_head.weight"), head)
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"),
+    [
+        ("llama", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]),
+        ("deepseek_v3", [("q_a_proj", "kv_a_proj_with_mqa"), ("shared_experts.gate_proj", "shared_experts.up_proj")]),
+    ],
+)  # fmt: skip
+def test_matrices_with_the_same_inputs_share_h(
+    tiny_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    shared: list[tuple[str, ...]],
+) -> None:
+    checkpoint = tiny_checkpoint(family)
+    found = _collect(checkpoint, tmp_path / "shared", _batches())
+    monkeypatch.setattr(InputSharing, "firsts", lambda self: list(range(len(self._inputs))))
+    alone = _collect(checkpoint, tmp_path / "alone", _batches())
+    layer = [
+        parameter
+        for parameter in map_model(open_checkpoint(checkpoint)).parameters.values()
+        if parameter.compress and parameter.name.startswith("model.layers.1.")
+    ]
+    files: dict[str, list[str]] = {}
+    for parameter in layer:
+        files.setdefault(found._files["inputs"][parameter.name], []).append(parameter.name)
+        for expert in range(parameter.shape[0]) if len(parameter.shape) == 3 else [None]:
+            assert torch.equal(
+                found.input_moment(parameter.name, expert), alone.input_moment(parameter.name, expert)
+            )
+            assert torch.equal(
+                found.output_fisher(parameter.name, expert), alone.output_fisher(parameter.name, expert)
+            )
+    together = [names for names in files.values() if len(names) > 1]
+    assert len(together) == len(shared)
+    for names, leaves in zip(together, shared, strict=True):
+        assert [name.endswith(f".{leaf}.weight") for name, leaf in zip(names, leaves, strict=True)]
+    first, *others = together[0]
+    for finished in (first, *others):
+        done = {first, *others[: others.index(finished) + 1]} if finished in others else {first}
+        found.delete(finished, done.__contains__)
+        assert (tmp_path / "shared" / found._files["inputs"][first]).exists() == (finished != others[-1])
+        assert not (tmp_path / "shared" / found._files["outputs"][finished]).exists()
 
 
 def test_only_matrices_without_gradients_are_not_covered(

@@ -46,14 +46,15 @@ class MemoryJournal:
 
 
 def collect(
-    checkpoint: Path, folder: Path, journal: MemoryJournal, chunk: int = 4
+    checkpoint: Path, folder: Path, journal: MemoryJournal, chunk: int = 2, gradient_every: int = 2
 ) -> tuple[dict[str, bytes], list[str]]:
     """Bytes of the statistics' files, and the steps of which progress was reported."""
     folder.mkdir(exist_ok=True)
     reported: list[str] = []
     collect_statistics(
         map_model(open_checkpoint(checkpoint)), BATCHES, folder, device=torch.device("cpu"), seed=0, journal=journal,
-        chunk=chunk, progress=lambda what, done, total: reported.append(f"{what} {done}"),
+        chunk=chunk, gradient_every=gradient_every,
+        progress=lambda what, done, total: reported.append(f"{what} {done}"),
     )  # fmt: skip
     assert all(path.is_file() for path in folder.iterdir())
     return {path.name: path.read_bytes() for path in folder.iterdir()}, reported
