@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,9 @@ class LayerStream(PartialModel):
 
         Raises InputError if an output of the original model is NaN or infinite.
         """
-
-        def run(index: int) -> None:
-            self._run_chunk(number, layer, index)
-
+        run = counted_here(partial(self._run_chunk, number, layer))
         with self.in_use(self.prefixes[number], layer):
-            list(in_order(self._chunks_or_all(chunks), counted_here(run), self.side_by_side(number)))
+            list(in_order(self._chunks_or_all(chunks), run, self.side_by_side(number)))
 
     @contextmanager
     def loaded_layer(self, number: int) -> Iterator[tuple[nn.Module, RunChunks]]:

@@ -355,7 +355,7 @@ class _Collection:
         tested again.
         """
         candidates = [item for item in watched if item.role == "down" and item.tensor.dim() == 2]
-        chunks = [index for segment in self.share.backward for index in segment][:1]
+        chunks = self.share.backward[0][:1]  # none for a worker without a segment
         parts = submodules_of(layer)
         if candidates and chunks and parts not in self.skips:
 
@@ -372,10 +372,8 @@ class _Collection:
         """Write the Fisher information of the embedding's rows."""
         name, device = self._embedding_name(), self.stream.device
         vocabulary, cols = self.map.parameters[name].shape
-        sums, scale = (
-            OrderedSums(self.workers, [name], device),
-            self.workers.broadcast(self.stream.embedding_scale),
-        )
+        sums = OrderedSums(self.workers, [name], device)
+        scale = self.workers.broadcast(self.stream.embedding_scale)
         with self.stream.embedding_gradients(scale) as gradients:
             for segment in self.share.backward:
                 segment_sums = empty_embedding_sums(vocabulary, cols, device)
