@@ -102,7 +102,8 @@ def executed_compressible(model_map: ModelMap) -> list[Parameter]:
 
 def has_own_inputs(parameter: Parameter) -> bool:
     """Whether H of the parameter is presumably no other one's."""
-    return parameter.name.removesuffix(".weight").rpartition(".")[2] not in SAME_INPUTS
+    leaf = parameter.name.removesuffix(".weight").rpartition(".")[2]
+    return len(parameter.shape) == 3 or leaf not in SAME_INPUTS
 
 
 def hidden_and_vocabulary(model_map: ModelMap) -> tuple[int, int]:
