@@ -219,9 +219,13 @@ class Statistics:
         self.folder = folder
         with _damage(folder / INDEX):
             index = json.loads((folder / INDEX).read_text())
-            self._total_tokens: dict[str, int] = index["tokens"]
-            self._files: dict[str, dict[str, str]] = index["files"]
-            self._tokens: dict[str, dict[str, dict[str, int]]] = index["expert_tokens"]
+            self._total_tokens: dict[str, int] = {kind: index["tokens"][kind] for kind in MOMENTS}
+            self._files: dict[str, dict[str, str]] = {
+                kind: index["files"][kind] for kind in (*MOMENTS, *SINGLE_TENSOR_KINDS)
+            }
+            self._tokens: dict[str, dict[str, dict[str, int]]] = {
+                kind: index["expert_tokens"][kind] for kind in MOMENTS
+            }
 
     def covers(self, name: str) -> bool:
         """Whether the parameter, or any expert of a stack, has statistics.

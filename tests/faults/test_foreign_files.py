@@ -14,7 +14,7 @@ from attacks import Victim, harmless, invoke
 
 from ciuic_cli.checkpoint.architecture import build_config
 from ciuic_cli.errors import EnvironmentFault
-from ciuic_cli.statistics.files import INDEX, Statistics
+from ciuic_cli.statistics.files import INDEX, MOMENTS, SINGLE_TENSOR_KINDS, Statistics
 
 Make = Callable[..., Victim]
 
@@ -88,8 +88,10 @@ def test_a_model_with_one_position_is_named_and_not_an_option(victim: Make) -> N
 
 @pytest.mark.parametrize("content", [b"", b"\x08\0\0\0\0\0\0\0damaged!", b"\xff" * 64])
 def test_damaged_statistics_are_called_so(tmp_path: Path, content: bytes) -> None:
-    files = {"moments": {"a": "a.safetensors"}, "embedding_moment": {"a": "a.safetensors"}}
-    index = {"tokens": 1, "files": {**files, "contexts": {"a": "a.safetensors"}}, "expert_tokens": {}}
+    files = {kind: {"a": "a.safetensors"} for kind in (*MOMENTS, *SINGLE_TENSOR_KINDS)}
+    index = {
+        "tokens": dict.fromkeys(MOMENTS, 1), "files": files, "expert_tokens": {kind: {} for kind in MOMENTS},
+    }  # fmt: skip
     (tmp_path / INDEX).write_text(json.dumps(index))
     (tmp_path / "a.safetensors").write_bytes(content)
     statistics = Statistics(tmp_path)
