@@ -104,12 +104,15 @@ class InputSharing(LinearHook):
         self._inputs[product.key[0]].append(product.x)
 
     def firsts(self) -> list[int]:
-        """For each of the watched matrices, in their order, the number of the first one with the same inputs, which may
-        be its own."""
+        """For each of the watched matrices, in their order, the number of the first one with the same inputs. It is its
+        own if there is none, and where the chunk had no tokens for the matrix."""
         found: dict[Any, int] = {}
         return [
             found.setdefault(
-                tuple((x.data_ptr(), x.shape, x.stride(), x._version) for x in inputs) or name, number
+                tuple((x.data_ptr(), x.shape, x.stride(), x._version) for x in inputs)
+                if inputs and all(x.numel() for x in inputs)
+                else name,
+                number,
             )
             for number, (name, inputs) in enumerate(self._inputs.items())
         ]
