@@ -98,22 +98,22 @@ class InputSharing(LinearHook):
 
     def __init__(self, watched: Sequence[WatchedLinear]) -> None:
         super().__init__([item for item in watched if item.tensor.dim() == 2])
-        self._inputs: dict[str, list[torch.Tensor]] = {item.name: [] for item in watched}
+        self._inputs: dict[str, list[tuple[Any, ...]]] = {item.name: [] for item in watched}
+        self._kept: list[torch.Tensor] = []  # so that no two tensors have the same address
 
     def watch(self, product: Product) -> None:
-        self._inputs[product.key[0]].append(product.x)
+        x = product.x
+        self._kept.append(x)
+        # Without tokens it has no address of its own.
+        place = (x.data_ptr(), x.shape, x.stride(), x._version) if x.numel() else (product.key,)
+        self._inputs[product.key[0]].append(place)
 
     def firsts(self) -> list[int]:
         """For each of the watched matrices, in their order, the number of the first one with the same inputs. It is its
         own if there is none, and where the chunk had no tokens for the matrix."""
         found: dict[Any, int] = {}
         return [
-            found.setdefault(
-                tuple((x.data_ptr(), x.shape, x.stride(), x._version) for x in inputs)
-                if inputs and all(x.numel() for x in inputs)
-                else name,
-                number,
-            )
+            found.setdefault(tuple(inputs) or name, number)
             for number, (name, inputs) in enumerate(self._inputs.items())
         ]
 
