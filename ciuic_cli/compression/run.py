@@ -233,11 +233,11 @@ class Run:
     def _delete_statistics(self, number: int) -> None:
         """Delete the statistics of a parameter when all its matrices are coded: nothing reads them again."""
 
-        def is_coded(name: str) -> bool:
-            return all(self._steps.has("encode", other) for other in self._numbers_of[name])
+        def is_coded(name: str) -> bool:  # a torn code, which `has` counts, will be found again
+            return all(self._steps.is_intact("encode", other) for other in self._numbers_of[name])
 
         name = self.matrices[number].name
-        if is_coded(name):
+        if all(self._steps.has("encode", other) for other in self._numbers_of[name]):
             self.statistics.delete(name, is_coded)
 
     def _finish_matrices(

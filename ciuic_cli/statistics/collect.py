@@ -146,7 +146,8 @@ class _Collection:
     """One worker's part of both sweeps: its segments of the text, and the matrices whose sums it owns.
 
     weights: of all sequences, 1 on average. share: the stream's chunks, and their segments. skips: whether layers with
-    these submodules skip the down projection's product (`_unread`). firsts: `InputSharing.firsts` of such layers.
+    these submodules skip the down projection's product (`_unread`). firsts: `InputSharing.firsts` of layers with
+    these submodules and matrices.
     """
 
     map: ModelMap
@@ -160,7 +161,7 @@ class _Collection:
     weights: list[float]
     share: Share
     skips: dict[Submodules, bool] = field(default_factory=dict)
-    firsts: dict[Submodules, list[int]] = field(default_factory=dict)
+    firsts: dict[tuple[Submodules, tuple[str, ...]], list[int]] = field(default_factory=dict)
 
     def run(self) -> Statistics:
         """Take all steps in order, beginning with the first that is not finished."""
@@ -279,7 +280,7 @@ class _Collection:
         """Run a layer forward; write its outputs, and H of its matrices."""
         with self.stream.loaded_layer(number) as (layer, run_chunks):
             watched = linears_of(layer, self.stream.prefixes[number], self.map.parameters)
-            firsts = self._first_with_inputs(layer, watched, run_chunks)
+            firsts = self._first_with_inputs(number, layer, watched, run_chunks)
             watched = [item for item in watched if firsts[item.name] == item.name]
 
             def record(segment: range, spare: SpareMemory) -> dict[Key, Moments]:
@@ -296,18 +297,20 @@ class _Collection:
         self.writer.share_inputs(firsts)
 
     def _first_with_inputs(
-        self, layer: nn.Module, watched: Sequence[WatchedLinear], run_chunks: RunChunks
+        self, number: int, layer: nn.Module, watched: Sequence[WatchedLinear], run_chunks: RunChunks
     ) -> dict[str, str]:
         """The name of the first matrix with the same inputs, by matrix; one with inputs of its own has its own name.
 
-        Tested on one chunk, and once for all layers with the same submodules. All workers take what the leader found.
+        Tested on one chunk, and once for all layers with the same submodules and matrices: some layers have the
+        matrices of an earlier one. All workers take what the leader found.
         """
-        parts = submodules_of(layer)
-        if self.workers.is_leader and parts not in self.firsts:
+        names = tuple(item.name.removeprefix(self.stream.prefixes[number]) for item in watched)
+        key = submodules_of(layer), names
+        if self.workers.is_leader and key not in self.firsts:
             with InputSharing(watched) as sharing:
                 run_chunks(self.share.backward[0][:1])
-            self.firsts[parts] = sharing.firsts()
-        found = self.workers.broadcast(self.firsts.get(parts))
+            self.firsts[key] = sharing.firsts()
+        found = self.workers.broadcast(self.firsts.get(key))
         return {item.name: watched[first].name for item, first in zip(watched, found, strict=True)}
 
     def _record_outputs(self, number: int) -> None:

@@ -242,7 +242,8 @@ class Statistics:
         """Delete the parameter's files, but not what it shares with a parameter that is not finished. `covers` and
         `tokens` still answer; reading its moments raises."""
         for files in self._files.values():
-            if name in files and all(is_finished(other) for other in self.parameters_of(files[name])):
+            others = [other for other, its in files.items() if its == files.get(name) and other != name]
+            if name in files and all(map(is_finished, others)):
                 (self.folder / files[name]).unlink(missing_ok=True)
 
     @property
