@@ -22,7 +22,7 @@ TEXT_LOSS = {1: 7.0, 4: 4.0}
 fewer sequences of one passage (four texts, docs/experiments/scale/account.md), and 15 % with 12 instead of 24 sequences
 of four (six texts, docs/experiments/statistics/passages.md)."""
 INPUT_SHARE = 0.7
-"""Of that loss, the share that is due to few tokens in H; the rest is due to few in G (measured:
+"""The share of TEXT_LOSS that few tokens in H cause. Few tokens in G cause the rest (measured:
 docs/experiments/statistics/forward-only.md)."""
 FACTORS = {"fast": 1.03, "default": 1.0, "best": 0.96}
 """KL by effort level apart from states and text, over that of default. Fewer probed layers count like no probes, which

@@ -197,10 +197,11 @@ def disk_bytes(
     statistics are deleted when it is coded, so codes replace them.
     """
     hidden, vocabulary = hidden_and_vocabulary(model_map)
-    state, only_forward = 4 * text.gradient_tokens * hidden, text.tokens - text.gradient_tokens
+    state = 4 * text.gradient_tokens * hidden
+    only_forward = 2 * 4 * (text.tokens - text.gradient_tokens) * hidden  # inputs and outputs of one layer
     head_sums = 4 * vocabulary * hidden
-    sweeps = state * (len(model_map.layer_prefixes) + 3) + max(head_sums, 8 * only_forward * hidden)
-    sweeps += _moments_on_disk(model_map, tall_outputs=tall_outputs)[0]
+    of_inputs, _ = _moments_on_disk(model_map, tall_outputs=tall_outputs)
+    sweeps = state * (len(model_map.layer_prefixes) + 3) + only_forward + head_sums + of_inputs
     step = STEP_SEQUENCES * text.length * (hidden * (len(model_map.layer_prefixes) + 2) + vocabulary)
     recovery = 4 * (2 * text.recovery * text.length * hidden + step) if text.recovery else 0
     probing = _probing_bytes(model_map, matrices, text)
@@ -226,6 +227,11 @@ def _statistics_bytes(model_map: ModelMap, *, tall_outputs: bool) -> int:
 def _moments_on_disk(model_map: ModelMap, *, tall_outputs: bool) -> tuple[int, int]:
     """Bytes on the disk of all H, and of all G."""
     moments = [stored_moment_bytes(p, tall_outputs=tall_outputs) for p in executed_compressible(model_map)]
+    return _total(moments)
+
+
+def _total(moments: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """Bytes of all H, and of all G."""
     return sum(of_inputs for of_inputs, _ in moments), sum(of_outputs for _, of_outputs in moments)
 
 
@@ -290,10 +296,7 @@ def work_bytes(
         # are computed before the layer is in memory, those of experts while it is there.
         stacks = stacked * model_map.dtype.itemsize
         weights = 2 * (stacked + linears) + 4 * (others - linears) if bfloat16 else stacks + 4 * others
-        for sums in (
-            sum(of_inputs for of_inputs, _ in moments),
-            sum(of_outputs for _, of_outputs in moments),
-        ):
+        for sums in _total(moments):
             count = chunks_side_by_side(model_map, prefix, tokens, device, besides=sums)
             layers.append(weights + min(2 * count, SEGMENTS + 1) * sums + count * activations)
         layers.append(4 * linears + largest_in_layers)

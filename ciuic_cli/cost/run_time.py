@@ -50,8 +50,6 @@ FORWARD_PASSES, BACKWARD_PASSES = 4, 12
 """Operations on activations between the products of the statistics: of a layer forward, and of computing it again and
 backward. Their sum is fitted to runs of SmolLM2-135M and of a random model of 1.5 billion weights
 (docs/experiments/scale/large-matrices.md); their shares are estimated."""
-
-
 SAME_INPUTS = ("k_proj", "v_proj", "up_proj", "kv_a_proj_with_mqa")
 """Linears outside stacks that have the inputs, and so the H, of another one in nearly all families: of q_proj,
 gate_proj, or q_a_proj. A run finds out by itself (`InputSharing` in `statistics/recorder.py`)."""
@@ -101,7 +99,7 @@ def executed_compressible(model_map: ModelMap) -> list[Parameter]:
 
 
 def has_own_inputs(parameter: Parameter) -> bool:
-    """Whether H of the parameter is presumably no other one's."""
+    """False if the parameter's name says that it has the inputs of another one (SAME_INPUTS)."""
     leaf = parameter.name.removesuffix(".weight").rpartition(".")[2]
     return len(parameter.shape) == 3 or leaf not in SAME_INPUTS
 

@@ -93,6 +93,9 @@ class LinearHook(TorchFunctionMode, ABC):
     Products are `F.linear`, `@` and its named forms, and `torch.bmm` with the groups of DeepSeek-V4's linear or with
     all experts of a stack. What `watch` returns, if anything, is called with the gradient of the product's outputs.
     Experts of a stack (E, m, n) are recognised by the memory address of their slice.
+
+    Attributes:
+        needs_gradients: of the class: whether products are left out whose output requires no gradient.
     """
 
     needs_gradients = True

@@ -228,9 +228,9 @@ class Statistics:
             }
 
     def covers(self, name: str) -> bool:
-        """Whether the parameter, or any expert of a stack, has statistics.
+        """True if the parameter, or an expert of a stack, has both H and G.
 
-        It has none where no gradient passes: the choice of tokens by an indexer has none.
+        No gradient passes through an indexer's choice of tokens, so an indexer has no G.
         """
         return any(name in self._files[kind] for kind in (OUTPUTS, EMBEDDING))
 

@@ -50,14 +50,17 @@ def share_of_text(weights: torch.Tensor, gradient_every: int, most: int, workers
     weights: (sequences,). gradient_every: one of so many sequences runs backward. most: sequences of a chunk.
     """
     numbers = torch.arange(len(weights))
-    backward = numbers % gradient_every == 0
-    share = Share([], [], [])
-    for some, rounds in ((numbers[backward], share.backward), (numbers[~backward], share.only_forward)):
+    runs_backward = numbers % gradient_every == 0
+    mine: list[torch.Tensor] = []
+
+    def rounds(some: torch.Tensor) -> Iterator[range]:
         chunks = chunks_of(some, weights[some], most)
         for segment in share_of(segments_of(len(chunks)), workers):
-            rounds.append(range(len(share.chunks), len(share.chunks) + len(segment)))
-            share.chunks.extend(chunks[number] for number in segment)
-    return share
+            yield range(len(mine), len(mine) + len(segment))
+            mine.extend(chunks[number] for number in segment)
+
+    backward, only_forward = list(rounds(numbers[runs_backward])), list(rounds(numbers[~runs_backward]))
+    return Share(mine, backward, only_forward)
 
 
 def gradient_sequences(sequences: int, gradient_every: int) -> int:

@@ -22,7 +22,6 @@ from ciuic_cli.statistics.embedding_fisher import PRIOR_OCCURRENCES
 from ciuic_cli.statistics.files import CONTEXTS, INDEX, Statistics
 from ciuic_cli.statistics.head_fisher import sequence_seed
 from ciuic_cli.statistics.predictions import sampled_gradient
-from ciuic_cli.statistics.recorder import InputSharing
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -103,16 +102,6 @@ def _moments(x: torch.Tensor, g: torch.Tensor, roots: torch.Tensor) -> tuple[tor
     h, g_sum, loss, weighted_loss = _sums(x, g, roots)
     share = float(g_sum.trace()) / weighted_loss  # of the tokens in G
     return h / h.trace(), g_sum * loss / (weighted_loss * share * len(x))
-
-
-@pytest.mark.parametrize(("sequences", "most"), [(1, 4), (2, 4), (5, 1), (20, 4), (60, 4), (7, 7), (9, 2)])
-def test_chunks_are_nearly_equal_and_keep_two_threads_busy(sequences: int, most: int) -> None:
-    numbers = torch.arange(sequences)
-    chunks = sums.chunks_of(numbers, torch.ones(sequences), most)
-    sizes = [len(chunk) for chunk in chunks]
-    assert torch.equal(torch.cat(chunks), numbers)
-    assert max(sizes) <= most and max(sizes) - min(sizes) <= 1
-    assert len(chunks) % 2 == 0 or len(chunks) == sequences
 
 
 def test_gradients_of_sampled_labels_have_the_fisher_information_of_the_prediction() -> None:
@@ -232,51 +221,6 @@ def test_text_that_only_runs_forward_counts_in_h(
     torch.testing.assert_close(found_g, g, rtol=1e-3, atol=1e-4 * float(g.abs().max()))
     head = _collect(checkpoint, tmp_path / "head", _batches(5)[::2]).output_fisher("lm_head.weight")
     torch.testing.assert_close(found.output_fisher("lm_head.weight"), head)
-
-
-@pytest.mark.parametrize(
-    ("family", "shared"),
-    [
-        ("llama", [("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")]),
-        ("deepseek_v3", [("q_a_proj", "kv_a_proj_with_mqa"), ("shared_experts.gate_proj", "shared_experts.up_proj")]),
-    ],
-)  # fmt: skip
-def test_matrices_with_the_same_inputs_share_h(
-    tiny_checkpoint: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    family: str,
-    shared: list[tuple[str, ...]],
-) -> None:
-    checkpoint = tiny_checkpoint(family)
-    found = _collect(checkpoint, tmp_path / "shared", _batches())
-    monkeypatch.setattr(InputSharing, "firsts", lambda self: list(range(len(self._inputs))))
-    alone = _collect(checkpoint, tmp_path / "alone", _batches())
-    layer = [
-        parameter
-        for parameter in map_model(open_checkpoint(checkpoint)).parameters.values()
-        if parameter.compress and parameter.name.startswith("model.layers.1.")
-    ]
-    files: dict[str, list[str]] = {}
-    for parameter in layer:
-        files.setdefault(found._files["inputs"][parameter.name], []).append(parameter.name)
-        for expert in range(parameter.shape[0]) if len(parameter.shape) == 3 else [None]:
-            assert torch.equal(
-                found.input_moment(parameter.name, expert), alone.input_moment(parameter.name, expert)
-            )
-            assert torch.equal(
-                found.output_fisher(parameter.name, expert), alone.output_fisher(parameter.name, expert)
-            )
-    together = [names for names in files.values() if len(names) > 1]
-    assert len(together) == len(shared)
-    for names, leaves in zip(together, shared, strict=True):
-        assert [name.endswith(f".{leaf}.weight") for name, leaf in zip(names, leaves, strict=True)]
-    first, *others = together[0]
-    for finished in (first, *others):
-        done = {first, *others[: others.index(finished) + 1]} if finished in others else {first}
-        found.delete(finished, done.__contains__)
-        assert (tmp_path / "shared" / found._files["inputs"][first]).exists() == (finished != others[-1])
-        assert not (tmp_path / "shared" / found._files["outputs"][finished]).exists()
 
 
 def test_only_matrices_without_gradients_are_not_covered(

@@ -7,7 +7,7 @@ import torch
 
 from ciuic_cli.layerwise.linear_hooks import Product, WatchedLinear
 from ciuic_cli.statistics.moments import TALL_OUTPUT_STEP, Moments, vector_norms
-from ciuic_cli.statistics.recorder import InputRecorder, InputSharing, OutputRecorder
+from ciuic_cli.statistics.recorder import InputRecorder, OutputRecorder
 
 ROWS, COLS = 6, 9
 LENGTH = 32
@@ -75,19 +75,6 @@ def test_the_weight_of_a_sequence_is_that_of_its_tokens() -> None:
     expected = alone[0].inputs + 2.5 * alone[1].inputs
     torch.testing.assert_close(found.inputs.tril(), expected.tril(), rtol=1e-4, atol=1e-3)
     assert found.trace == pytest.approx(alone[0].trace + 2.5 * alone[1].trace, rel=1e-5)
-
-
-def test_matrices_share_inputs_only_where_they_multiply_the_same_tokens() -> None:
-    """The third one multiplies a copy, the fifth and sixth no tokens, the seventh the changed inputs."""
-    weights = [torch.randn(4, 3) for _ in range(8)]
-    x = torch.randn(2, 5, 3)
-    sharing = InputSharing([WatchedLinear(str(number), weight) for number, weight in enumerate(weights)])
-    with sharing, torch.no_grad():
-        for number, inputs in enumerate((x, x, x.clone(), x, x[:0], x[:0])):
-            torch.nn.functional.linear(inputs, weights[number])
-        x += 1.0
-        torch.nn.functional.linear(x, weights[6])
-    assert sharing.firsts() == [0, 0, 2, 0, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize("expert", [None, 3])
