@@ -67,7 +67,8 @@ def main() -> None:
     parser.add_argument("--passages", type=int, default=1)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).requires_grad_(False)
+    model.enable_input_require_grads()
     seen = calibration_sequences(
         tokenizer,
         [],
@@ -96,7 +97,8 @@ def _windows(tokenizer: Callable[..., dict[str, list[int]]], file: Path, count: 
 
 
 def _tokens(model: torch.nn.Module, names: Sequence[str], batch: torch.Tensor) -> dict[str, Tokens]:
-    """The tokens of each matrix. The labels of the loss are sampled from the model's predictions."""
+    """The tokens of each matrix, with products in bfloat16. The labels of the loss are sampled from the model's
+    predictions."""
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     gradients: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     generator = torch.Generator().manual_seed(len(batch))
@@ -110,10 +112,10 @@ def _tokens(model: torch.nn.Module, names: Sequence[str], batch: torch.Tensor) -
 
     handles = [watch(name) for name in names]
     for ids in batch:
-        logits = model(ids[None]).logits[0]
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(ids[None]).logits[0].float()
         labels = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)[:, 0]
         torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
-        model.zero_grad()
     for handle in handles:
         handle.remove()
     return {name: (torch.stack(inputs[name]), torch.stack(gradients[name])) for name in names}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ciuic_cli.allocation.machine import machine_for
+from ciuic_cli.allocation.machine import machine_for, processor
 from ciuic_cli.allocation.matrices import (
     EMBEDDING_ROLES,
     UNPROBED_ROLES,
@@ -195,17 +195,19 @@ def phase_seconds(
         share, draws = probed_share(model_map, matrix, probed_layers), 1.0
         if matrix.role.startswith("expert"):
             draws = draws_of_experts
-            # The original is read again after the probe of the role, and after the last one.
-            restored += 2 * share * count * matrix.weights
+            # The original is read again after the probe of the role, and after the last one. Noise is written to a
+            # file once and copied into the stack twice, which counts as two readings (estimated).
+            restored += 4 * share * count * matrix.weights
         elif matrix.role in EMBEDDING_ROLES:
             draws = draws_outside
         full = full_outputs(matrix.role, matrix.rows, matrix.cols, tall_outputs=tall_outputs)
         outputs = time_of["outputs"] if full else 0.0
-        total["arms"] += count * (time_of["arms"] + (time_of["outputs of arms"] if full else 0.0))
+        read = rates.read * matrix.weights / processor().side_by_side(matrix)
+        total["arms"] += count * (read + time_of["arms"] + (time_of["outputs of arms"] if full else 0.0))
         if share:
             probes.add(probe_of(matrix.role))
-        total["probe"] += count * share * draws * (time_of["probe"] + outputs)
-        total["encode"] += count * (time_of["encode"] + outputs + time_of["state"] * states)
+        total["probe"] += count * share * draws * (read + time_of["probe"] + outputs)
+        total["encode"] += count * (read + time_of["encode"] + outputs + time_of["state"] * states)
         decoding += 0.0 if matrix.role in MTP_ROLES else count * time_of["decode"]
     active = _active_weights(model_map)
     product, reading = rates.product, rates.read * sum(parameter.numel for parameter in executed(model_map))

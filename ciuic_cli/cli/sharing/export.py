@@ -24,6 +24,7 @@ from ciuic_cli.cli.arguments import (
 )
 from ciuic_cli.cli.console import Console
 from ciuic_cli.cli.help import CALIBRATION
+from ciuic_cli.compression.options import DEFAULT_EFFORT, EFFORTS
 from ciuic_cli.errors import UsageError
 from ciuic_cli.export.gguf.types import DEFAULT_TARGET_BITS
 from ciuic_cli.process.numeric_libraries import configure_numeric_libraries
@@ -81,7 +82,7 @@ def export(
     ] = None,
     calibration: CalibrationFiles = None,
     calibration_only: CalibrationOnly = False,
-    nsamples: Annotated[int | None, samples_option("64")] = None,
+    nsamples: Annotated[int | None, samples_option(str(EFFORTS[DEFAULT_EFFORT].nsamples))] = None,
     seqlen: SequenceLength = None,
     device: Annotated[
         str, typer.Option(metavar="DEVICE", rich_help_panel=CALIBRATION, help=DEVICE_HELP)

@@ -138,8 +138,9 @@ def export_gguf(
         require_space(out, _BYTES_PER_WEIGHT * model_map.stored_numel)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as work:
             planner = GgufPlanner(
-                model_map, text, Path(work), programs, device=device, seed=settings.seed, progress=progress
-            )
+                model_map, text, Path(work), programs, device=device, seed=settings.seed,
+                gradient_every=settings.text.level.gradient_every, progress=progress,
+            )  # fmt: skip
             if planner.unmatched:
                 hint(
                     f"llama.cpp stores {len(planner.unmatched)} matrices in another form ({planner.unmatched[0].key}): "
@@ -156,7 +157,7 @@ class GgufPlanner:
     The constructor converts the checkpoint, collects statistics and prices all types.
 
     Args:
-        text: for the statistics, all of its sequences.
+        text: for the statistics, all of its sequences. gradient_every: as in `collect_statistics`.
         without: names of types that are not used.
         work: an empty folder; its files are needed as long as the object is.
 
@@ -174,6 +175,7 @@ class GgufPlanner:
         *,
         device: torch.device,
         seed: int = 0,
+        gradient_every: int = 1,
         without: Collection[str] = (),
         progress: Progress = no_progress,
     ) -> None:
@@ -186,7 +188,7 @@ class GgufPlanner:
         statistics_folder.mkdir()
         self.statistics = statistics = collect_statistics(
             model_map, text.tokens, statistics_folder,
-            device=device, seed=seed, weights=text.weights, progress=progress,
+            device=device, seed=seed, weights=text.weights, gradient_every=gradient_every, progress=progress,
         )  # fmt: skip
         self.importance = work / "importance.gguf"
         write_importance(self.importance, self.tensors, statistics, *text.tokens.shape)
