@@ -139,6 +139,26 @@ def test_experts_weights_take_time_in_every_chunk(tiny_checkpoint: Callable[...,
     assert seconds["measure"] == pytest.approx(3 * weights)
 
 
+def test_every_matrix_is_read_to_price_probe_and_code_it(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_map = _map(tiny_checkpoint("deepseek_v3"))
+    two_at_once = replace(processor(), side_by_side=lambda matrix: 2)
+    monkeypatch.setattr(run_time, "processor", lambda: two_at_once)
+    no_work = dict.fromkeys(("arms", "outputs of arms", "probe", "encode", "outputs", "state", "decode"), 0.0)
+    matrices = weight_matrices(model_map.parameters.values())
+    weights, experts_weights = (
+        sum(m.weights for m in matrices if m.role.startswith(prefix)) for prefix in ("", "expert")
+    )
+    executed = sum(parameter.numel for parameter in run_time.executed(model_map))
+    rates = replace(NO_TIME, matrices=tuple((matrix, 1, no_work) for matrix in matrices), read=1.0)
+    text = TextSize(sequences=4, held_out=2, length=64)
+    seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
+    assert seconds["statistics"] == 2 * executed
+    assert seconds["arms"] == seconds["encode"] == pytest.approx(weights / 2)
+    assert seconds["probe"] == pytest.approx(weights / 2 + 2 * executed + 4 * experts_weights)
+
+
 def _native_search(targets: torch.Tensor, bits: float, L: int) -> tuple[torch.Tensor, torch.Tensor]:
     codes, decoded = fronts.native_search(targets.cpu(), bits, L)
     return codes.to(targets.device), decoded.to(targets.device)
