@@ -60,10 +60,10 @@ EFFORTS = {
     "best": Effort(1 << 16, 128, 16, 90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^14 instead
-of 3 * 2^13 cost 2 % (docs/experiments/codes/windows.md). Sequences of "fast": docs/experiments/statistics/passages.md. Tokens of
-probes: docs/experiments/allocation/probe-tokens.md; the 8 probed layers of "fast" were chosen, not tuned. Tall
-matrices: docs/experiments/statistics/tall-matrices.md. Every second or third sequence backward, and the sequences of
-"default": docs/experiments/statistics/forward-only.md. 90 recovery steps pass the package's own calibration text once
+of 3 * 2^13 cost 2 % (docs/experiments/codes/windows.md). Passages: docs/experiments/statistics/passages.md. Sequences,
+and how many of them run backward: docs/experiments/statistics/forward-only.md. Tokens of probes:
+docs/experiments/allocation/probe-tokens.md; the 8 probed layers of "fast" were chosen, not tuned. Tall matrices:
+docs/experiments/statistics/tall-matrices.md. 90 recovery steps pass the package's own calibration text once
 (docs/experiments/recovery/factors-and-norms.md)."""
 DEFAULT_EFFORT = "default"
 """The effort level that is taken if none is given."""
