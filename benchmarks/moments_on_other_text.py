@@ -1,11 +1,12 @@
 """How much does rounding with feedback lose on text that the statistics have not seen?
 
-    python benchmarks/moments_on_other_text.py MODEL --text FILE... [--sequences 60] [--passages 1]
+    python benchmarks/moments_on_other_text.py MODEL --text FILE... [--sequences 60 124] [--passages 1 1]
 
-Expected loss of rounding errors under the gradients of other text, relative to the present statistics, for statistics
-that differ in one constant or in their text. Rounding is replaced by its expectation: noise with the same bytes in
-every variant, passed through the feedback of H and G. So differences of 1 % are real, where the KL of two
-artifacts shows 5 %. Geometric means over layers, matrices and texts. The model has the modules of Llama.
+Expected loss of rounding errors under the gradients of other text, for statistics that differ in one constant or in
+their text. A loss is relative to the first variant with the first text: by default, to the present statistics.
+Rounding is replaced by its expectation: noise with the same bytes in every variant, passed through the feedback of H
+and G. So differences of 1 % are real, where the KL of two artifacts shows 5 %. Geometric means over layers and
+matrices, and over texts. The model has the modules of Llama.
 """
 
 from __future__ import annotations
@@ -63,32 +64,42 @@ def main() -> None:
     parser.add_argument("--text", type=Path, nargs="+", required=True)
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 8, 15, 22, 28])
     parser.add_argument("--windows", type=int, default=8)
-    parser.add_argument("--sequences", type=int, default=60)
-    parser.add_argument("--passages", type=int, default=1)
+    parser.add_argument("--sequences", type=int, nargs="+", default=[60])
+    parser.add_argument("--passages", type=int, nargs="+", default=[1], help="one for each --sequences")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=[*VARIANTS])
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).requires_grad_(False)
     model.enable_input_require_grads()
-    seen = calibration_sequences(
-        tokenizer,
-        [],
-        only=False,
-        nsamples=arguments.sequences + 4,
-        seqlen=SEQLEN,
-        vocab_size=model.config.vocab_size,
-        passages=arguments.passages,
-    ).tokens[: arguments.sequences]
+    sizes = [*zip(arguments.sequences, arguments.passages, strict=True)]
+    seen = [
+        calibration_sequences(
+            tokenizer,
+            [],
+            only=False,
+            nsamples=sequences + 4,
+            seqlen=SEQLEN,
+            vocab_size=model.config.vocab_size,
+            passages=passages,
+        ).tokens[:sequences]
+        for sequences, passages in sizes
+    ]
     texts = [_windows(tokenizer, file, arguments.windows) for file in arguments.text]
-    logs: dict[str, list[float]] = {name: [] for name in VARIANTS}
     names = [f"model.layers.{layer}.{matrix}" for layer in arguments.layers for matrix in MATRICES]
-    calibration, *others = (_tokens(model, names, batch) for batch in (seen, *texts))
-    for name in names:
-        each_text = [tokens[name] for tokens in others]
-        losses = {key: _losses(calibration[name], each_text, **variant) for key, variant in VARIANTS.items()}
-        for key, loss in losses.items():
-            logs[key] += (loss / losses["present"]).log().tolist()
-    for key, values in logs.items():
-        print(f"{torch.tensor(values).mean().exp():.3f}  {key}")
+    others = [_tokens(model, names, batch) for batch in texts]
+    first: dict[str, torch.Tensor] = {}  # losses by matrix
+    print("loss (of each text): sequences x passages, statistics")
+    for (sequences, passages), batch in zip(sizes, seen, strict=True):
+        calibration = _tokens(model, names, batch)
+        for variant in arguments.variants:
+            logs = []
+            for name in names:
+                each_text = [tokens[name] for tokens in others]
+                loss = _losses(calibration[name], each_text, **VARIANTS[variant])
+                logs.append((loss / first.setdefault(name, loss)).log())
+            by_text = torch.stack(logs).mean(0)
+            each = " ".join(f"{value:.3f}" for value in by_text.exp().tolist())
+            print(f"{by_text.mean().exp():.3f} ({each}): {sequences} x {passages}, {variant}", flush=True)
 
 
 def _windows(tokenizer: Callable[..., dict[str, list[int]]], file: Path, count: int) -> torch.Tensor:

@@ -56,8 +56,8 @@ EFFORTS = {
         tall_outputs=False,
         gradient_every=3,
     ),
-    "default": Effort(7 << 12, 96, 16, 0, gradient_every=2),
-    "best": Effort(1 << 16, 128, 16, 90),
+    "default": Effort(states=7 << 12, nsamples=96, probed_layers=16, recovery_steps=0, gradient_every=2),
+    "best": Effort(states=1 << 16, nsamples=128, probed_layers=16, recovery_steps=90),
 }
 """By name. 2^12 states instead of 2^16 cost 14 % of KL (measured: docs/experiments/versions/ablation.md), 2^14 instead
 of 3 * 2^13 cost 2 % (docs/experiments/codes/windows.md). Passages: docs/experiments/statistics/passages.md. Sequences,

@@ -190,14 +190,15 @@ def phase_seconds(
     total = dict.fromkeys(("statistics", "arms", "probe", "encode", "recovery", "measure"), 0.0)
     decoding = 0.0  # all matrices once
     draws_outside, draws_of_experts = _noise_draws(model_map, kept_noise)
-    probes, restored = set(), 0.0
+    probes, read_again = set(), 0.0
     for matrix, count, time_of in rates.matrices:
         share, draws = probed_share(model_map, matrix, probed_layers), 1.0
         if matrix.role.startswith("expert"):
             draws = draws_of_experts
-            # The original is read again after the probe of the role, and after the last one. Noise is written to a
-            # file once and copied into the stack twice, which counts as two readings (estimated).
-            restored += 4 * share * count * matrix.weights
+            # The original is read again after the probe of the role, and after the last one. Noise that is kept is
+            # written to a file once and copied into the stack twice, which counts as two readings (estimated).
+            kept_share = 2.0 - draws_of_experts
+            read_again += (2 + 2 * kept_share) * share * count * matrix.weights
         elif matrix.role in EMBEDDING_ROLES:
             draws = draws_outside
         full = full_outputs(matrix.role, matrix.rows, matrix.cols, tall_outputs=tall_outputs)
@@ -234,7 +235,7 @@ def phase_seconds(
         experts = _expert_weights(model_map, tokens // max(1, chunks))
         total["statistics"] += passes * chunks * experts * rates.statistics_weights
     # The probes of roles, that of all roles together, and the original. All probes read the model once.
-    total["probe"] += len(probes) * probed + 2 * held_out + 2 * reading + rates.read * restored
+    total["probe"] += len(probes) * probed + 2 * held_out + 2 * reading + rates.read * read_again
     total["measure"] += held_out + reading + decoding
     if text.recovery:
         # Products of the original, of the forward pass, of recomputing each layer, and of its gradients. Every step

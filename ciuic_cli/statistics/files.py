@@ -242,8 +242,8 @@ class Statistics:
         """Delete the parameter's files, but not what it shares with a parameter that is not finished. `covers` and
         `tokens` still answer; reading its moments raises."""
         for files in self._files.values():
-            others = [other for other, its in files.items() if its == files.get(name) and other != name]
-            if name in files and all(map(is_finished, others)):
+            sharing = self.parameters_of(files[name]) if name in files else []
+            if sharing and all(is_finished(other) for other in sharing if other != name):
                 (self.folder / files[name]).unlink(missing_ok=True)
 
     @property
