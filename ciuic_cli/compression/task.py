@@ -42,7 +42,7 @@ from ciuic_cli.text.tokenizer import open_tokenizer
 
 CHOICE = "chosen by time"
 """Key of the fingerprint: the time budget in seconds, and what it chose."""
-HELD_OUT_EVERY = 16
+HELD_OUT_EVERY = 24
 """One calibration sequence of so many is held out for measuring KL, where there are enough (chosen, not tuned)."""
 
 
@@ -326,7 +326,7 @@ def _file_state(path: Path) -> list[Any] | None:
 def _held_out(count: int, least: int) -> torch.Tensor:
     """Mask (count,) of the held-out sequences, evenly spaced: at least one.
 
-    Every 16th is held out (HELD_OUT_EVERY), of short texts one of fewer, until there are `least`; but of six and more
+    Every 24th is held out (HELD_OUT_EVERY), of short texts one of fewer, until there are `least`; but of six and more
     no more than every third.
     """
     every = count if count < 2 * least else min(HELD_OUT_EVERY, max(3, count // least))
