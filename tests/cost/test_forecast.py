@@ -109,13 +109,13 @@ def test_a_dry_run_reports_the_forecast(
     assert any("of memory at its peak" in hint for hint in hints)
 
 
-NO_TIME = run_time.Rates((), 0.0, 0.0, 0.0, 0.0, 0.0, (0.0, 0.0), 0.0, 0.0, 0.0)
+NO_TIME = run_time.Rates((), *[0.0] * 10)
 
 
 def test_attention_takes_the_square_of_the_sequences_length(tiny_checkpoint: Callable[..., Path]) -> None:
     model_map = _map(tiny_checkpoint("llama"))
     outputs = sum(p.shape[1] for p in model_map.parameters.values() if p.role == "o")
-    rates = replace(NO_TIME, attention=1.0, statistics_attention=(4.0, 6.0))
+    rates = replace(NO_TIME, attention=1.0, statistics_attention=4.0, backward_attention=6.0)
     for length in (64, 512):
         text = TextSize(sequences=5, held_out=2, length=length, gradient_every=2)
         seconds = run_time.phase_seconds(model_map, rates, text, states=1 << 12, probed_layers=16)
