@@ -84,12 +84,16 @@ def chunk_count(sequences: int, most: int) -> int:
 
 
 def segments_of(chunks: int) -> list[range]:
-    """Cut chunks 0, 1, ... into at most `SEGMENTS` consecutive, nearly equal, non-empty segments."""
+    """Cut chunks 0, 1, ... into at most `SEGMENTS` consecutive, nearly equal, non-empty segments, the longer ones first.
+
+    Segments run side by side: with a longer one at the end, other threads have no work meanwhile.
+    """
     if not chunks:
         return []
     count = min(SEGMENTS, chunks)
-    bounds = [chunks * part // count for part in range(count + 1)]
-    return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
+    shorter, longer = divmod(chunks, count)
+    sizes = (shorter + (part < longer) for part in range(count))
+    return [range(begin, end) for begin, end in itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 def share_of(segments: Sequence[range], workers: Workers) -> list[range]:
