@@ -84,9 +84,10 @@ def chunk_count(sequences: int, most: int) -> int:
 
 
 def segments_of(chunks: int) -> list[range]:
-    """Cut chunks 0, 1, ... into at most `SEGMENTS` consecutive, nearly equal, non-empty segments, the longer ones first.
+    """Cut chunks 0, 1, ... into at most `SEGMENTS` consecutive, nearly equal, non-empty segments, longer ones first.
 
-    Segments run side by side: with a longer one at the end, other threads have no work meanwhile.
+    Segments run side by side: while a longer one runs last, the other threads have no work (measured:
+    docs/experiments/scale/account.md).
     """
     if not chunks:
         return []

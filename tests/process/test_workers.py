@@ -57,6 +57,8 @@ def test_sums_have_the_bits_of_sequential_sums(chunks: int, size: int) -> None:
     segments = segments_of(chunks)
     assert [chunk for segment in segments for chunk in segment] == list(range(chunks))
     assert 0 < len(segments) <= SEGMENTS and all(segments)
+    lengths = [len(segment) for segment in segments]
+    assert lengths == sorted(lengths, reverse=True) and lengths[0] - lengths[-1] <= 1
     expected: dict[Key, Moments] = {}
     for segment in segments:
         for key, found in _segment(segment.start).items():

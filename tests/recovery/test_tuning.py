@@ -430,6 +430,10 @@ def test_held_out_sequences_are_not_tuned_on(
     assert tuned != sorted(tuned)
 
 
-def test_without_recovery_steps_there_is_no_recovery_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    task = _task(monkeypatch, 64, 64, 0)
-    assert len(task.held_out) == 4 and len(task.calibration) == 60 and len(task.recovery) == 0
+@pytest.mark.parametrize(("nsamples", "held_out"), [(7, 1), (12, 4), (64, 4), (96, 4), (128, 5)])
+def test_few_sequences_are_held_out_and_none_recovers_without_steps(
+    monkeypatch: pytest.MonkeyPatch, nsamples: int, held_out: int
+) -> None:
+    task = _task(monkeypatch, nsamples, nsamples, 0)
+    assert len(task.held_out) == held_out
+    assert len(task.calibration) == nsamples - held_out and len(task.recovery) == 0
