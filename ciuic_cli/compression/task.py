@@ -43,8 +43,8 @@ from ciuic_cli.text.tokenizer import open_tokenizer
 CHOICE = "chosen by time"
 """Key of the fingerprint: the time budget in seconds, and what it chose."""
 HELD_OUT_EVERY = 24
-"""One calibration sequence of so many is held out for measuring KL, where there are enough. Chosen, not tuned: of the 96
-of `--effort default` four are held out."""
+"""One calibration sequence of so many is held out for measuring KL, where there are enough. Chosen, not tuned: four of
+the 96 of `--effort default`."""
 
 
 @dataclass(frozen=True)
