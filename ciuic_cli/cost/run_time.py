@@ -27,14 +27,15 @@ from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp_parameters import is_mtp
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.cost.timing import (
+    TIMED_FEW_TOKENS,
     role_of_timing,
     time_activations,
     time_attention,
+    time_few_tokens,
     time_matrix,
     time_moments,
     time_products,
     time_reading,
-    time_weights,
 )
 from ciuic_cli.evaluation.kl_meter import CHECKED_TOKENS
 from ciuic_cli.layerwise.chunk_threads import hidden_width
@@ -169,28 +170,33 @@ def measure_rates(
         (matrix, count, seconds_of(matrix, pooled=pooled)) for (matrix, pooled), count in shapes.items()
     )
     after = _product_rates(model_map, matrices, device)
-    return Rates(by_shape, **{name: min(seconds, after[name]) for name, seconds in before.items()})
+    least = {name: min(seconds, after[name]) for name, seconds in before.items()}
+    for weights, product in (("weights", "product"), ("statistics_weights", "statistics")):
+        least[weights] = max(0.0, least[weights] - TIMED_FEW_TOKENS * least[product])
+    return Rates(by_shape, **least)
 
 
 def _product_rates(
     model_map: ModelMap, matrices: Sequence[WeightMatrix], device: torch.device
 ) -> dict[str, float]:
-    """The fields of `Rates` besides `matrices`, measured once."""
+    """The fields of `Rates` besides `matrices`, measured once.
+
+    "weights" and "statistics_weights" still contain `TIMED_FEW_TOKENS` tokens of their product.
+    """
     dtype = compute_dtype(device)
-    product, (attention, _) = time_products(device, torch.float32), time_attention(device, torch.float32)
-    statistics = time_products(device, dtype)
+    attention, _ = time_attention(device, torch.float32)
     statistics_attention, backward_attention = time_attention(device, dtype)
     return {
-        "product": product,
-        "statistics": statistics,
+        "product": time_products(device, torch.float32),
+        "statistics": time_products(device, dtype),
         "moments": time_moments(device, dtype),
         "activations": time_activations(_widest(model_map), device),
         "attention": attention,
         "statistics_attention": statistics_attention,
         "backward_attention": backward_attention,
         "read": time_reading(model_map, matrices),
-        "weights": time_weights(device, torch.float32, model_map.dtype, product),
-        "statistics_weights": time_weights(device, dtype, dtype, statistics),
+        "weights": time_few_tokens(device, torch.float32, model_map.dtype),
+        "statistics_weights": time_few_tokens(device, dtype, dtype),
     }
 
 

@@ -57,8 +57,8 @@ TIMING_REPEATS = {"cpu": 2, "gpu": 1}
 a GPU a repetition has up to sixteen matrices. Chosen, not tuned."""
 _TIMED_TOKENS = 512
 """Tokens of the timed product and attention: a usual length of calibration sequences."""
-_TIMED_FEW_TOKENS = 32
-"""Tokens of the product from which `time_weights` follows. Chosen: an expert gets about so many in a probe."""
+TIMED_FEW_TOKENS = 32
+"""Tokens of the product that `time_few_tokens` times. Chosen: an expert gets about so many in a probe."""
 _TIMED_HEADS, _HEAD_SIZE = 16, 64
 """Heads of the timed attention, and the numbers of each. Chosen: SmolLM2's heads are as large."""
 _TIMED_READ_WEIGHTS = 1 << 22
@@ -220,21 +220,16 @@ def time_products(device: torch.device, dtype: torch.dtype) -> float:
     return best / (_TIMED_TOKENS * TIMED_SIZE * TIMED_SIZE)
 
 
-def time_weights(device: torch.device, dtype: torch.dtype, stored: torch.dtype, product: float) -> float:
-    """Seconds per weight that a product in `dtype` takes whatever the number of its tokens.
+def time_few_tokens(device: torch.device, dtype: torch.dtype, stored: torch.dtype) -> float:
+    """Seconds per weight of a product in `dtype` with `TIMED_FEW_TOKENS` tokens. stored: the weights' dtype in memory.
 
     The library converts and packs the weights for every product. With the few tokens that an expert gets in a probe,
     that takes longer than the multiplications.
-
-    Args:
-        stored: dtype of the weights in memory.
-        product: seconds per weight and token, from `time_products`.
     """
-    x = torch.randn(_TIMED_FEW_TOKENS, TIMED_SIZE, device=device).to(dtype)
+    x = torch.randn(TIMED_FEW_TOKENS, TIMED_SIZE, device=device).to(dtype)
     w = torch.randn(TIMED_SIZE, TIMED_SIZE, device=device).to(stored)
     multiply = outer_product if dtype == torch.float32 else torch.nn.functional.linear
-    best = _least_time(lambda: float(multiply(x, w.to(dtype))[-1, -1]), device)
-    return max(0.0, best / (TIMED_SIZE * TIMED_SIZE) - _TIMED_FEW_TOKENS * product)
+    return _least_time(lambda: float(multiply(x, w.to(dtype))[-1, -1]), device) / (TIMED_SIZE * TIMED_SIZE)
 
 
 def time_moments(device: torch.device, dtype: torch.dtype) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +137,23 @@ def test_experts_weights_take_time_in_every_chunk(tiny_checkpoint: Callable[...,
     # A product in each of four chunks forward, and two products in each of two chunks backward.
     assert seconds["statistics"] == pytest.approx((4 + 2 * 2) * 10.0 * weights)
     assert seconds["measure"] == pytest.approx(3 * weights)
+
+
+def test_rates_are_the_least_of_two_measurements(
+    tiny_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = timing.TIMED_FEW_TOKENS
+    names = [field.name for field in fields(run_time.Rates) if field.name != "matrices"]
+    slow_start = dict.fromkeys(names, 2.0) | {"weights": 5.0 * tokens, "statistics_weights": 1.0}
+    after = dict.fromkeys(names, 1.0) | {"attention": 3.0, "weights": 4.0 * tokens, "statistics_weights": 1.0}
+    rounds = iter((slow_start, after))
+    monkeypatch.setattr(run_time, "_product_rates", lambda *arguments: next(rounds))
+    rates = run_time.measure_rates(
+        _map(tiny_checkpoint("llama")), [], ranks=False, device=torch.device("cpu")
+    )
+    assert (rates.product, rates.attention) == (1.0, 2.0)
+    assert rates.weights == 3.0 * tokens  # less `tokens` tokens at the least time of a product
+    assert rates.statistics_weights == 0.0  # never negative
 
 
 def test_every_matrix_is_read_to_price_probe_and_code_it(
