@@ -8,6 +8,8 @@ qwen2-1.5b  Qwen2-1.5B, 1.54 billion weights with 28 layers; --layers for fewer.
 qwen3-moe   A smaller Qwen3-30B-A3B: widths are a quarter of that model's, its 128 experts are 32, its 48 layers 2.
             Layers of experts keep their proportions to attention, but for the number of experts: attention has 9 % of
             the parameters, in Qwen3-30B-A3B 3 %.
+deepseek-v3-layer  One layer of DeepSeek-V3 in its own widths, with 8 of its 256 experts, of which a token has one:
+            0.58 billion weights and the vocabulary.
 
 Rows and columns of the matrices differ in size, by a factor of 1.35 in one standard deviation, as those of trained
 models do.
@@ -19,7 +21,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config, Qwen2Config, Qwen3MoeConfig
 
 UNEVENNESS = 0.3
 """Standard deviation of the logarithm of the factors of rows and of columns."""
@@ -51,6 +53,30 @@ SHAPES = {
             "head_dim": 128,
             "vocab_size": 0,
             "max_position_embeddings": 2048,
+        },
+    ),
+    "deepseek-v3-layer": (
+        DeepseekV3Config,
+        {
+            "hidden_size": 7168,
+            "num_hidden_layers": 1,
+            "first_k_dense_replace": 0,
+            "intermediate_size": 18_432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 1,
+            "n_shared_experts": 1,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "vocab_size": 0,
+            "max_position_embeddings": 4096,
         },
     ),
 }
