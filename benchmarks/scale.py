@@ -1,11 +1,12 @@
-"""Does peak memory depend on the model's size? Compresses synthetic MoE checkpoints that differ only in layers.
+"""Does memory depend on the number of layers, and do runs keep to their forecasts? Compresses random MoE checkpoints.
 
     python benchmarks/scale.py --layers 3 12            # about 0.3 and 1.2 GB
     python benchmarks/scale.py --layers 20 80           # about 2 and 8 GB
 
 Each checkpoint has DeepSeek-V3's architecture and tensor names, random weights, and 100 MB per layer. Every compression
 runs in its own process. The table shows its peak resident bytes, the peak bytes of its output folder and journal on
-disk, and its seconds. Exits with 1 if the peaks differ by 10 % or more, or if one reaches 4 GB.
+disk, and its seconds, each beside its forecast. Exits with 1 if the peaks differ by 10 % or more, if one reaches 4 GB,
+or if a run takes 20 % more or less time than its forecast.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ciuic_cli.checkpoint.reader import open_checkpoint
+from ciuic_cli.compression.options import CompressOptions
+from ciuic_cli.compression.task import make_task
+
 HIDDEN, EXPERT, EXPERTS, HEADS, VOCABULARY = 1024, 512, 32, 8, 4096
 Q_RANK, KV_RANK, NOPE, ROPE, VALUE = 384, 256, 64, 32, 64
 SPREAD = 0.10
 """Largest accepted difference of the peaks, relative to the smallest."""
 LIMIT = 4 * 10**9
 """Largest accepted peak, in bytes."""
+FORECAST_ERROR = 0.20
+"""Largest accepted difference between a run's seconds and its forecast, relative to the forecast."""
 TOKENIZER = Path(__file__).parent.parent / "samples" / "deepseek-v3-tiny"
 
 
@@ -157,30 +164,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[3, 12])
     parser.add_argument("--folder", type=Path, default=Path("build/scale"))
-    parser.add_argument("--nsamples", default="2", help="calibration sequences")
+    parser.add_argument("--nsamples", type=int, default=2, help="calibration sequences")
     parser.add_argument("--keep", action="store_true", help="keep the checkpoints")
     options = parser.parse_args()
-    print(f"{'layers':>6} {'checkpoint':>11} {'peak RSS':>9} {'disk':>9} {'seconds':>8}")
-    peaks = []
+    print("layers | checkpoint GB | memory GB, forecast | disk GB, forecast | seconds, forecast")
+    peaks, errors = [], []
     for layers in options.layers:
         source, out = options.folder / f"layers{layers}", options.folder / f"out{layers}"
         size = make(source, layers) if not source.exists() else _bytes_in(source)
         shutil.rmtree(out, ignore_errors=True)
-        measured = compress(source, out, ["--effort", "fast", "--nsamples", options.nsamples])
+        chosen = CompressOptions(effort="fast", nsamples=options.nsamples)
+        expected = make_task(open_checkpoint(source), chosen, print).forecast()
+        measured = compress(source, out, ["--effort", "fast", "--nsamples", str(options.nsamples)])
         peaks.append(measured["peak"])
+        errors.append(measured["wall"] / expected.total_seconds - 1)
         print(
-            f"{layers:6d} {size / 1e9:8.2f} GB {peaks[-1] / 1e9:6.2f} GB {measured['disk'] / 1e9:6.2f} GB "
-            f"{measured['wall']:8.0f}",
+            f"{layers} | {size / 1e9:.2f} | {peaks[-1] / 1e9:.2f}, {expected.peak_rss_bytes / 1e9:.1f} | "
+            f"{measured['disk'] / 1e9:.2f}, {expected.disk_bytes / 1e9:.1f} | "
+            f"{measured['wall']:.0f}, {expected.total_seconds:.0f} ({errors[-1]:+.0%})",
             flush=True,
         )
         shutil.rmtree(out)
         if not options.keep:
             shutil.rmtree(source)
     spread = max(peaks) / min(peaks) - 1
-    print(
-        f"peaks differ by {100 * spread:.1f} % (limit: {100 * SPREAD:.0f} %), the highest is {max(peaks) / 1e9:.2f} GB"
-    )
-    return int(spread >= SPREAD or max(peaks) >= LIMIT)
+    print(f"peaks differ by {spread:.1%} (limit: {SPREAD:.0%}), the highest is {max(peaks) / 1e9:.2f} GB")
+    within = all(abs(error) <= FORECAST_ERROR for error in errors)
+    return int(spread >= SPREAD or max(peaks) >= LIMIT or not within)
 
 
 if __name__ == "__main__":
