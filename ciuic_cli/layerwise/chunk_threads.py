@@ -44,18 +44,19 @@ def activation_bytes(model_map: ModelMap, prefix: str, tokens: int) -> int:
 def chunks_side_by_side(
     model_map: ModelMap, prefix: str, tokens: int, device: torch.device, *, besides: int = 0
 ) -> int:
-    """How many chunks of so many tokens run through a layer at once: one for each thread of torch, or 1.
+    """How many chunks of so many tokens run through a layer at once: one for each thread of torch, at least 2; or 1.
 
     Chunks run one after the other, each with all threads, on a GPU, in layers with expert stacks (their weights are
     brought where they are used by a mode of torch, which belongs to one thread), and where a chunk takes more than
-    PARALLEL_WORK_BYTES. besides: bytes that each chunk takes besides activations.
+    PARALLEL_WORK_BYTES. Which of the two it is does not depend on the number of threads, because the bits of products
+    in bfloat16 may depend on it (`stable_bits.py`). besides: bytes that each chunk takes besides activations.
     """
     has_experts = any(
         len(parameter.shape) == 3 and parameter.name.startswith(prefix)
         for parameter in model_map.parameters.values()
     )
     fits = activation_bytes(model_map, prefix, tokens) + besides <= PARALLEL_WORK_BYTES
-    return torch.get_num_threads() if device.type == "cpu" and not has_experts and fits else 1
+    return max(2, torch.get_num_threads()) if device.type == "cpu" and not has_experts and fits else 1
 
 
 def logit_bytes(vocabulary: int, tokens: int) -> int:
@@ -64,11 +65,11 @@ def logit_bytes(vocabulary: int, tokens: int) -> int:
 
 
 def heads_side_by_side(model_map: ModelMap, tokens: int, device: torch.device) -> int:
-    """How many chunks run through the head at once, without gradients: one for each thread of torch, or 1.
+    """How many chunks run through the head at once, without gradients: one for each thread of torch, at least 2; or 1.
 
     tokens: whose logits of a chunk exist at a time. Chunks run one after the other on a GPU, and where a chunk's logits
     take more than PARALLEL_WORK_BYTES.
     """
     vocabulary = int(model_map.config.get_text_config().vocab_size)
     fits = logit_bytes(vocabulary, tokens) <= PARALLEL_WORK_BYTES
-    return torch.get_num_threads() if device.type == "cpu" and fits else 1
+    return max(2, torch.get_num_threads()) if device.type == "cpu" and fits else 1

@@ -1,12 +1,16 @@
 """Operations on a CPU whose bits do not depend on the number of threads, in place of those of torch whose bits do.
 
-Two kinds of operations in layers depend on it (measured: docs/experiments/statistics/thread-bits.md):
+Three kinds of operations in layers depend on it (measured: docs/experiments/statistics/thread-bits.md):
 
 - Float32 products of MKL, on processors without AVX-512, if a size is small or odd. The products of oneDNN, torch's
   other library, do not depend on it if both factors are contiguous.
+- Products in bfloat16 on processors with a matrix unit (AMX): oneDNN divides them by the number of threads. They run
+  with the same number of threads everywhere, or with one where chunks of the text run side by side.
 - The gradient of softmax.
 
 Operations outside of layers that depend on it run with `process.threads.one_thread`.
+
+Numbers of rows are rounded up on the way (`_with_repeated_rows`), so that oneDNN compiles few programs.
 """
 
 from __future__ import annotations
@@ -19,7 +23,16 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ciuic_cli.integers import round_up
+from ciuic_cli.process.threads import runs_beside_others, threads
+
 aten = torch.ops.aten
+_BFLOAT16_THREADS = 8
+"""Threads of a product in bfloat16 whose bits depend on their number. Two cores take at most a tenth longer with 8
+threads than with 2, and with 16 up to twice as long (measured: docs/experiments/statistics/thread-bits.md)."""
+_ROW_STEP = 32
+"""Products with fewer than 1,024 rows get a multiple of so many, those with more a multiple of a thirty-second to a
+sixteenth of their rows (measured: docs/experiments/runtime/compiled-products.md)."""
 _EVEN = 16
 """MKL multiplies sizes that are multiples of this. Of 150 batched products with such sizes, none depended on the number
 of threads, up to 64 (measured: docs/experiments/statistics/thread-bits.md)."""
@@ -73,6 +86,8 @@ class _StableBits(TorchDispatchMode):
         elif func is aten.addmm.default and not kwargs and _are_float32(*args[1:]):
             product = _product(*args[1:])
             stable = None if product is None else product.add_(args[0])
+        elif func in _PRODUCTS and not kwargs and _are_of(torch.bfloat16, *args[-2:]):
+            stable = _bfloat16_product(func, *args)
         elif func is aten.addmm_.default and not kwargs and _are_float32(*args[1:]):
             stable = _added_product(*args)
         elif func is aten.bmm.default and _are_float32(*args):
@@ -93,8 +108,12 @@ def _softmax_gradient(
 
 
 def _are_float32(*factors: torch.Tensor) -> bool:
-    """True if all are float32 on a CPU, and not empty."""
-    return all(each.dtype == torch.float32 and each.device.type == "cpu" and each.numel() for each in factors)
+    return _are_of(torch.float32, *factors)
+
+
+def _are_of(dtype: torch.dtype, *factors: torch.Tensor) -> bool:
+    """True if all have this dtype, are on a CPU, and not empty."""
+    return all(each.dtype == dtype and each.device.type == "cpu" and each.numel() for each in factors)
 
 
 def _are_even(*sizes: int) -> bool:
@@ -107,7 +126,40 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     favours_torch = not (right.mT.is_contiguous() and _favours_onednn())
     if favours_torch and _are_even(*sizes) and min(sizes) >= _MANY:
         return None
-    return outer_product(left, right.mT)
+    return outer_product(_with_repeated_rows(left), right.mT)[: len(left)]
+
+
+def _with_repeated_rows(x: torch.Tensor) -> torch.Tensor:
+    """x (m, k) with zeros as further rows, to one of few numbers of rows.
+
+    oneDNN compiles a program for each number of rows, which takes a millisecond, and keeps few of them. An expert has
+    another number of tokens in every chunk.
+    """
+    rows = len(x)
+    more = round_up(rows, max(_ROW_STEP, (1 << rows.bit_length()) // 32)) - rows
+    return torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x
+
+
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+"""Products whose last two arguments are the factors."""
+
+
+def _bfloat16_product(func: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
+    """One of _PRODUCTS of these arguments."""
+    *bias, left, right = args
+    rows = len(left)
+    if left.dim() == 2 and (not bias or bias[0].dim() == 1):
+        left = _with_repeated_rows(left)
+    fixed = _bfloat16_depends_on_threads() and not runs_beside_others()
+    with threads(_BFLOAT16_THREADS) if fixed else nullcontext():
+        return func(*bias, left, right)[:rows]
+
+
+@functools.cache
+def _bfloat16_depends_on_threads() -> bool:
+    """False on processors that multiply bfloat16 with the vectors of AVX-512 alone, where it was measured."""
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("amx_bf16")) or not capabilities.get("avx512_bf16")
 
 
 @functools.cache

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ from ciuic_cli.process.signals import defer_signals
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+_thread = threading.local()
+"""`is_of_pool`: set in the threads in which `parallel_map` makes several items at once."""
 
 
 @contextmanager
@@ -66,6 +69,15 @@ def parallel_map(
             yield from _map_in_pool(group, make, count)
 
 
+def runs_beside_others() -> bool:
+    """Whether this thread makes items of `parallel_map` beside other threads, so that torch has one thread here."""
+    return getattr(_thread, "is_of_pool", False)
+
+
+def _note_pool() -> None:
+    _thread.is_of_pool = True
+
+
 def in_order(items: Iterable[Item], make: Callable[[Item], Result], side_by_side: int) -> Iterator[Result]:
     """Yield make(item) for every item, in the order of the items; `side_by_side` items run at once (`parallel_map`).
 
@@ -86,7 +98,7 @@ def _map_in_pool(
     items: Iterable[Item], make: Callable[[Item], Result], count: int
 ) -> Iterator[tuple[Item, Result]]:
     running: dict[Future[Result], Item] = {}
-    with one_thread(), ThreadPoolExecutor(count, "ciuic-work") as pool:
+    with one_thread(), ThreadPoolExecutor(count, "ciuic-work", _note_pool) as pool:
         try:
             for item in items:
                 with defer_signals():

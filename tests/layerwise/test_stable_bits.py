@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from ciuic_cli.layerwise import stable_bits as module
 from ciuic_cli.layerwise.stable_bits import outer_product, stable_bits
-from ciuic_cli.process.threads import threads
+from ciuic_cli.process.threads import parallel_map, threads
 
 CPU = torch.device("cpu")
 SHAPES = [(7, 56, 48), (9, 640, 192), (17, 200, 130), (33, 150, 150), (300, 24, 96), (150, 150, 300)]
@@ -34,6 +37,68 @@ def test_float32_products_do_not_depend_on_threads(shape: tuple[int, int, int]) 
                 found.append(case())
         torch.testing.assert_close(found[0].squeeze(0), expected.float(), rtol=1e-4, atol=1e-4)
         assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_with_any_number_of_rows_have_few_shapes(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, numbers = torch.Generator().manual_seed(0), set()
+    pad = torch.nn.functional.pad
+
+    def noted(x: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+        numbers.add(len(x) + sizes[-1])
+        return pad(x, sizes)
+
+    monkeypatch.setattr(torch.nn.functional, "pad", noted)
+    w = torch.randn(48, 56, generator=random, dtype=dtype)
+    for rows in (0, 1, 15, 31, 32, 33, 500, 1000, 1056):
+        x = torch.randn(rows, 56, generator=random, dtype=dtype).requires_grad_(True)
+        with stable_bits(CPU):
+            product = torch.nn.functional.linear(x, w)
+            product.sum().backward()
+        assert product.shape == (rows, 48) and x.grad is not None and x.grad.shape == x.shape
+        torch.testing.assert_close(product, x.detach() @ w.T)
+        torch.testing.assert_close(x.grad, torch.ones(rows, 48, dtype=dtype) @ w)
+    assert numbers == {32, 64, 512, 1024, 1088}
+
+
+def test_bfloat16_products_do_not_depend_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the processor needs it, products run with one number of threads, or with one thread beside others."""
+    monkeypatch.setattr(module, "_bfloat16_depends_on_threads", lambda: True)
+    random, used = torch.Generator().manual_seed(0), []
+    x, w, bias = (torch.randn(size, generator=random).bfloat16() for size in ((300, 96), (256, 96), (256,)))
+    batches = torch.stack([x, x]), torch.stack([w.T, w.T])
+    product = module._bfloat16_product
+
+    def noted(*arguments: Any) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "threads", lambda number: (used.append(number), threads(number))[1])
+            return product(*arguments)
+
+    monkeypatch.setattr(module, "_bfloat16_product", noted)
+
+    def products(_: int = 0) -> list[torch.Tensor]:
+        with stable_bits(CPU):
+            return [
+                torch.nn.functional.linear(x, w), torch.nn.functional.linear(x, w, bias), torch.bmm(*batches)
+            ]  # fmt: skip
+
+    found = []
+    for number in (1, 2, 3, 5):
+        with threads(number):
+            found.append(products())
+            assert torch.get_num_threads() == number
+    assert used == 4 * 3 * [module._BFLOAT16_THREADS]
+    assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
+    exact = x.double() @ w.double().T
+    for product_found, expected in zip(
+        found[0], (exact, exact + bias.double(), exact.expand(2, -1, -1)), strict=True
+    ):
+        torch.testing.assert_close(product_found, expected.bfloat16(), rtol=0.02, atol=0.05)
+    used.clear()
+    list(parallel_map(range(2), products, lambda _: 2))
+    assert not used
 
 
 def test_the_gradient_of_softmax_does_not_depend_on_threads() -> None:
