@@ -41,6 +41,7 @@ from ciuic_cli.passes.rounding import round_prepared
 from ciuic_cli.passes.scale import BLOCK_INPUTS, input_scales
 from ciuic_cli.passes.shared_factors import share_inputs, share_outputs
 from ciuic_cli.process.threads import parallel_map
+from ciuic_cli.statistics.compact import compact, expanded
 from ciuic_cli.statistics.sums import CHUNK_SEQUENCES
 from ciuic_cli.statistics.symmetric_product import add_symmetric_product
 
@@ -133,6 +134,9 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
         own_outputs = clock(lambda: factor_outputs(fisher.outputs))
         own_outputs *= factor_growth(own_outputs, rows, matrix.rows, of_identity(factor_outputs))
     rest = area_growth * clock(lambda: prepare(weight, fisher, factored, prepared.outputs))
+    # Moments are on the disk in a compact form, which each phase expands again.
+    stored = compact(fisher.inputs.cpu())
+    rest += (matrix.cols / cols) ** 2 * clock(lambda: expanded(**stored))
     predicted_inputs, outputs = own_inputs, own_outputs  # of pricing and probes; of rows in natural order
     if pooled:
         if matrix.role in SHARED_INPUT_ROLES:
@@ -145,6 +149,10 @@ def time_matrix(matrix: WeightMatrix, machine: Machine, *, ranks: bool, pooled: 
             outputs = (matrix.rows / rows) ** 2 * clock(lambda: outputs_pool.of(ratios, fisher.outputs))
     sorts = not (pooled and matrix.role in UNSORTED_POOLED_ROLES)
     planned_outputs = own_outputs if sorts else outputs  # most plans sort the rows that may be sorted
+    if full:
+        stored_outputs = compact(fisher.outputs.cpu())
+        loading = (matrix.rows / rows) ** 2 * clock(lambda: expanded(**stored_outputs))
+        outputs, planned_outputs = outputs + loading, planned_outputs + loading
     pricing = area_growth * (
         clock(lambda: prepared.with_weight(weight).row_sensitivity)
         + clock(lambda: pruning_loss(weight, fisher)) * matrix.cols / cols
