@@ -1,9 +1,10 @@
 """Which products of torch have other bits with other numbers of threads?
 
-    python benchmarks/thread_bits.py [--products 200]
+    python benchmarks/thread_bits.py [--products 200] [--dtype bfloat16] [--in-layers]
 
-Multiplies random float32 matrices of random sizes with one thread and with 2 to 64, and prints for each kind of product
-and of sizes how many differed from one thread. x is (m, k), W (n, k) and g (m, n).
+Multiplies random matrices of random sizes with one thread and with 2 to 64, and prints for each kind of product and of
+sizes how many differed from one thread. x is (m, k), W (n, k) and g (m, n). --in-layers: as layers multiply them
+(`stable_bits`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import argparse
 import random
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
+from ciuic_cli.layerwise.stable_bits import stable_bits
 from ciuic_cli.process.threads import threads
 
 THREADS = (2, 3, 5, 8, 16, 64)
@@ -33,13 +36,15 @@ def onednn(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return product
 
 
+ONEDNN = ("x Wᵀ by oneDNN", "g W by oneDNN")
+"""Kinds that exist for float32 alone."""
 KINDS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "x Wᵀ": lambda x, w, g: x @ w.T,
     "g W": lambda x, w, g: g @ w,
     "gᵀ x": lambda x, w, g: g.T @ x,
     "x Wᵀ in a batch of 3": lambda x, w, g: torch.stack(3 * [x]) @ w.T.expand(3, *w.T.shape).contiguous(),
-    "x Wᵀ by oneDNN": lambda x, w, g: onednn(x, w.T),
-    "g W by oneDNN": lambda x, w, g: onednn(g, w),
+    ONEDNN[0]: lambda x, w, g: onednn(x, w.T),
+    ONEDNN[1]: lambda x, w, g: onednn(g, w),
 }
 
 
@@ -48,24 +53,30 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--products", type=int, default=200)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--in-layers", action="store_true")
     arguments = parser.parse_args()
+    dtype, cpu = getattr(torch, arguments.dtype), torch.device("cpu")
+    kinds = {kind: run for kind, run in KINDS.items() if dtype == torch.float32 or kind not in ONEDNN}
     for title, sizes in SIZES.items():
         draw, generator = random.Random(0), torch.Generator().manual_seed(0)
         changed: Counter[str] = Counter()
         for _ in range(arguments.products):
             m, n, k = sizes(draw)
-            factors = [torch.randn(shape, generator=generator) for shape in ((m, k), (n, k), (m, n))]
-            for kind, multiply in KINDS.items():
-                with threads(1):
+            factors = [
+                torch.randn(shape, generator=generator).to(dtype) for shape in ((m, k), (n, k), (m, n))
+            ]
+            for kind, multiply in kinds.items():
+                with threads(1), stable_bits(cpu) if arguments.in_layers else nullcontext():
                     alone = multiply(*factors)
                 for number in THREADS:
-                    with threads(number):
+                    with threads(number), stable_bits(cpu) if arguments.in_layers else nullcontext():
                         if not torch.equal(multiply(*factors), alone):
                             changed[kind] += 1
                             break
         print(
             f"{title}: "
-            + ", ".join(f"{kind} {changed[kind]}" for kind in KINDS)
+            + ", ".join(f"{kind} {changed[kind]}" for kind in kinds)
             + f" of {arguments.products}"
         )
 
