@@ -158,8 +158,8 @@ def compress(
         typer.Option(
             metavar="TIME",
             rich_help_panel=RUN,
-            help="Instead of --effort: most time of the forecast run, such as 1h or 90m. Text, search and probes are "
-            "chosen for the least predicted loss.",
+            help="Instead of --effort: most time of the forecast run, such as 1h, 90m or 45s. Text, search and probes "
+            "are chosen for the least predicted loss.",
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", rich_help_panel=RUN, help=DEVICE_HELP)] = "auto",

@@ -154,7 +154,7 @@ class Journal:
             if not restart:
                 raise InputError(
                     "an unfinished run with other inputs or options lies beside this output: "
-                    + "; ".join(_differences(previous, fingerprint)),
+                    + "; ".join(dict.fromkeys(_differences(previous, fingerprint))),
                     file=self.folder,
                     remedy="repeat the earlier command to finish it, or start again with --force "
                     "(in Python: force=True)",

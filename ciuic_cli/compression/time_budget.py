@@ -28,6 +28,9 @@ FACTORS = {"fast": 1.03, "default": 1.0, "best": 0.96}
 """KL by effort level apart from states and text, over that of default. Fewer probed layers count like no probes, which
 cost 2 % (docs/experiments/versions/ablation.md), an assumption; diagonals of G for tall matrices cost 1 %
 (docs/experiments/statistics/tall-matrices.md); recovery gains 4 % (docs/QUALITY.md)."""
+_FORECAST_MARGIN = 1.5
+"""The advised time over the forecast of the shortest run. The next run times this machine anew (chosen: on a busy one,
+forecasts of the sample were 8 and 11 s)."""
 _TYPICAL_BITS = 4
 """Bits per weight at which windows are compared."""
 
@@ -55,7 +58,8 @@ def within_time(options: CompressOptions, seconds_of: Callable[[CompressOptions]
         least = min(seconds for seconds, _ in timed)
         raise TargetError(
             f"--time-budget: no choice of text, search and probes is forecast to end within {options.time_budget:g} s",
-            remedy=f"allow at least {duration_text(least)}, the forecast of the shortest run",
+            remedy=f"allow at least {duration_text(_FORECAST_MARGIN * least)}; the shortest run is forecast to take "
+            f"{duration_text(least)}",
         )
     return min(fitting, key=lambda item: item[:2])[2]
 

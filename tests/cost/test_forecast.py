@@ -265,7 +265,8 @@ def test_the_search_takes_time_in_proportion_to_its_states(monkeypatch: pytest.M
     alone = replace(processor(), side_by_side=lambda matrix: 1)
     times = timing.time_matrix(WeightMatrix("", None, "q", 32, 32), alone, ranks=False, pooled=False)
     assert times["state"] == pytest.approx(1 / 1000)
-    assert times["encode"] == pytest.approx(2 + 3.0)  # H from its file, its factors, preparation: one second each
+    # H from its file, its factors, preparation: one second each.
+    assert times["encode"] == pytest.approx(2 + 3.0)
     assert times["outputs"] == pytest.approx(2.0)
 
 
