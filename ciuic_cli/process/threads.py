@@ -74,7 +74,10 @@ def runs_beside_others() -> bool:
     return getattr(_thread, "is_of_pool", False)
 
 
-def _note_pool() -> None:
+def _begin_in_pool() -> None:
+    """Begin a thread of the pool: OpenMP has one thread in it from torch's first question about their number on, and
+    oneDNN does not ask."""
+    torch.get_num_threads()
     _thread.is_of_pool = True
 
 
@@ -98,7 +101,7 @@ def _map_in_pool(
     items: Iterable[Item], make: Callable[[Item], Result], count: int
 ) -> Iterator[tuple[Item, Result]]:
     running: dict[Future[Result], Item] = {}
-    with one_thread(), ThreadPoolExecutor(count, "ciuic-work", _note_pool) as pool:
+    with one_thread(), ThreadPoolExecutor(count, "ciuic-work", _begin_in_pool) as pool:
         try:
             for item in items:
                 with defer_signals():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +153,19 @@ def _threads(count: int) -> Iterator[None]:
 
 def _together(item: int) -> int:
     return 2
+
+
+def _openmp_threads(_: int) -> int:
+    """OpenMP's number of threads for the thread that asks, which need not be torch's."""
+    maps = Path("/proc/self/maps").read_text(encoding="ascii", errors="replace").splitlines()
+    library = next(line.split()[-1] for line in maps if "libgomp" in line)
+    return int(ctypes.CDLL(library).omp_get_max_threads())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds OpenMP's library in /proc")
+def test_openmp_has_one_thread_beside_other_items() -> None:
+    with _threads(3):
+        assert [number for _, number in parallel_map(range(6), _openmp_threads, lambda _: 3)] == 6 * [1]
 
 
 def test_items_that_run_alone_have_all_threads() -> None:
