@@ -28,8 +28,8 @@ from ciuic_cli.process.threads import runs_beside_others, threads
 
 aten = torch.ops.aten
 _BFLOAT16_THREADS = 8
-"""Threads of a product in bfloat16 whose bits depend on their number. Two cores take at most a tenth longer with 8
-threads than with 2, and with 16 up to twice as long (measured: docs/experiments/statistics/thread-bits.md)."""
+"""Threads of a product in bfloat16 whose bits depend on their number. Large products take two cores 2 to 32 % longer with
+8 threads than with 2, and up to 2.3 times as long with 16 (measured: docs/experiments/statistics/thread-bits.md)."""
 _ROW_STEP = 32
 """Products with fewer than 1,024 rows get a multiple of so many, those with more a multiple of a thirty-second to a
 sixteenth of their rows (measured: docs/experiments/runtime/compiled-products.md)."""
@@ -145,7 +145,10 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 
 
 def _bfloat16_product(func: Callable[..., torch.Tensor], *args: torch.Tensor) -> torch.Tensor:
-    """One of _PRODUCTS of these arguments."""
+    """The result of `func`, one of _PRODUCTS, with the same bits for any number of threads.
+
+    args: the bias, if it has one, and the factors.
+    """
     *bias, left, right = args
     rows = len(left)
     if left.dim() == 2 and (not bias or bias[0].dim() == 1):
@@ -157,7 +160,8 @@ def _bfloat16_product(func: Callable[..., torch.Tensor], *args: torch.Tensor) ->
 
 @functools.cache
 def _bfloat16_depends_on_threads() -> bool:
-    """False on processors that multiply bfloat16 with the vectors of AVX-512 alone, where it was measured."""
+    """False on processors with AVX512_BF16 and without AMX, where no product depended on it (measured:
+    docs/experiments/statistics/thread-bits.md). With AMX products depend on it; others were not measured."""
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("amx_bf16")) or not capabilities.get("avx512_bf16")
 

@@ -70,13 +70,13 @@ def parallel_map(
 
 
 def runs_beside_others() -> bool:
-    """Whether this thread makes items of `parallel_map` beside other threads, so that torch has one thread here."""
+    """True in a thread of `parallel_map`'s pool, where torch has one thread."""
     return getattr(_thread, "is_of_pool", False)
 
 
 def _begin_in_pool() -> None:
-    """Begin a thread of the pool: OpenMP has one thread in it from torch's first question about their number on, and
-    oneDNN does not ask."""
+    """Begin a thread of the pool. The first call of `get_num_threads` gives the thread one OpenMP thread. oneDNN's
+    products do not make that call, and would use all of OpenMP's threads."""
     torch.get_num_threads()
     _thread.is_of_pool = True
 
