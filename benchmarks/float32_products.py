@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from ciuic_cli.layerwise.stable_bits import outer_product
+from ciuic_cli.layerwise.operations.stable_bits import outer_product
 
 SHAPES = ((576, 576), (1536, 576), (576, 1536))
 ROWS = (128, 256, 512, 2048)

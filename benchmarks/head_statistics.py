@@ -24,7 +24,7 @@ from ciuic_cli.checkpoint.reader import open_checkpoint  # noqa: E402
 from ciuic_cli.layerwise import logits as logit_parts  # noqa: E402
 from ciuic_cli.layerwise.layer_stream import LayerStream  # noqa: E402
 from ciuic_cli.layerwise.logits import TokenSpan  # noqa: E402
-from ciuic_cli.layerwise.mixed_precision import compute_dtype  # noqa: E402
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype  # noqa: E402
 from ciuic_cli.process.memory import configure_allocators, peak_resident_bytes  # noqa: E402
 from ciuic_cli.statistics.head_fisher import HeadSums  # noqa: E402
 

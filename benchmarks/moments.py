@@ -12,7 +12,7 @@ import time
 import torch
 
 from ciuic_cli.layerwise.linear_hooks import Product
-from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype
 from ciuic_cli.statistics.recorder import InputRecorder, OutputRecorder
 
 SEQUENCES, LENGTH = 4, 512

@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from ciuic_cli.codecs import native
-from ciuic_cli.layerwise.sequence_attention import NativeAttention
+from ciuic_cli.layerwise.operations.sequence_attention import NativeAttention
 
 SHAPES = {"SmolLM2": (9, 3, 64, 64), "Llama": (12, 2, 128, 128), "DeepSeek, expanded": (16, 16, 192, 128)}
 """By model: query heads, key-value heads, widths of keys and values."""

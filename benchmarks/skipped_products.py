@@ -23,7 +23,7 @@ from ciuic_cli.checkpoint.model_map import map_model  # noqa: E402
 from ciuic_cli.checkpoint.reader import open_checkpoint  # noqa: E402
 from ciuic_cli.layerwise.layer_stream import LayerStream  # noqa: E402
 from ciuic_cli.layerwise.linear_hooks import SkippedProducts, linears_of  # noqa: E402
-from ciuic_cli.layerwise.mixed_precision import compute_dtype  # noqa: E402
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype  # noqa: E402
 from ciuic_cli.process.memory import configure_allocators  # noqa: E402
 from ciuic_cli.process.threads import in_order  # noqa: E402
 from ciuic_cli.statistics.recorder import OutputRecorder  # noqa: E402

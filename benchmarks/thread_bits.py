@@ -17,7 +17,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ciuic_cli.layerwise.stable_bits import stable_bits
+from ciuic_cli.layerwise.operations.stable_bits import stable_bits
 from ciuic_cli.process.threads import threads
 
 THREADS = (2, 3, 5, 8, 16, 64)

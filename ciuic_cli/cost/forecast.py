@@ -43,7 +43,7 @@ from ciuic_cli.layerwise.chunk_threads import (
     logit_bytes,
 )
 from ciuic_cli.layerwise.logits import logit_tokens
-from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype
 from ciuic_cli.process.memory import KEPT_BYTES, SLACK, resident_bytes
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.statistics import lower_half

@@ -39,7 +39,7 @@ from ciuic_cli.cost.timing import (
 )
 from ciuic_cli.evaluation.kl_meter import CHECKED_TOKENS
 from ciuic_cli.layerwise.chunk_threads import hidden_width
-from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype
 from ciuic_cli.layerwise.overrides import KEPT_DTYPE
 from ciuic_cli.recovery.gradients import STEP_SEQUENCES
 from ciuic_cli.recovery.tuning import EVALUATIONS

@@ -29,8 +29,8 @@ from ciuic_cli.allocation.probes import with_rounding_noise
 from ciuic_cli.checkpoint.model_map import ModelMap
 from ciuic_cli.codecs.packing import PackedMatrix
 from ciuic_cli.codecs.trellis import decode_dense
-from ciuic_cli.layerwise.sequence_attention import NativeAttention
-from ciuic_cli.layerwise.stable_bits import outer_product
+from ciuic_cli.layerwise.operations.sequence_attention import NativeAttention
+from ciuic_cli.layerwise.operations.stable_bits import outer_product
 from ciuic_cli.passes import lowrank
 from ciuic_cli.passes.chunk_size import device_kind
 from ciuic_cli.passes.feedback import factor_inputs, factor_outputs

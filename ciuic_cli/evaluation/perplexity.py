@@ -25,7 +25,7 @@ from ciuic_cli.evaluation.divergence import kl_divergence
 from ciuic_cli.evaluation.estimates import Floats, mean_of
 from ciuic_cli.evaluation.logits import PredictWindow, loaded, streamed
 from ciuic_cli.evaluation.opening import expected_bytes, free_memory, open_model, require_runnable
-from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype
 from ciuic_cli.process.memory import configure_allocators
 from ciuic_cli.process.progress import Progress, no_progress
 from ciuic_cli.runtime.loading import choose_device

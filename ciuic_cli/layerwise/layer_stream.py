@@ -39,9 +39,9 @@ from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.chunk_threads import chunks_side_by_side, heads_side_by_side
 from ciuic_cli.layerwise.embedding_gradients import embedding_factor, projected, scaled
 from ciuic_cli.layerwise.logits import LogitsOfChunk, TokenSpan, VisitLogits, logit_tokens
-from ciuic_cli.layerwise.mixed_precision import float32_outputs, mixed_precision
+from ciuic_cli.layerwise.operations.mixed_precision import float32_outputs, mixed_precision
+from ciuic_cli.layerwise.operations.stable_bits import stable_bits
 from ciuic_cli.layerwise.partial_model import PartialModel
-from ciuic_cli.layerwise.stable_bits import stable_bits
 from ciuic_cli.layerwise.stand_ins import (
     StandIn,
     is_of_the_chunk,

@@ -25,8 +25,8 @@ def one_thread() -> Iterator[None]:
     """Run torch with one thread, for operations whose rounding depends on the number of threads.
 
     Such operations are sums over a whole tensor, QR and singular values. Element-wise operations, sums along rows and
-    large products do not depend on it (tests/process/test_threads.py). In layers, `layerwise/stable_bits.py` replaces
-    small products and the gradient of softmax.
+    large products do not depend on it (tests/process/test_threads.py). In layers,
+    `layerwise/operations/stable_bits.py` replaces small products and the gradient of softmax.
     """
     with threads(1):
         yield

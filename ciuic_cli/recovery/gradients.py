@@ -37,7 +37,7 @@ from ciuic_cli.layerwise.activation_store import ActivationStore
 from ciuic_cli.layerwise.layer_stream import LayerStream
 from ciuic_cli.layerwise.linear_hooks import Hook, Key, LinearHook, Product, WatchedLinear, linears_of
 from ciuic_cli.layerwise.logits import TokenSpan
-from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype
 from ciuic_cli.layerwise.partial_model import Adjust
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.workers import Workers

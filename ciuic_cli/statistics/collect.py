@@ -45,7 +45,7 @@ from ciuic_cli.layerwise.linear_hooks import (
     submodules_of,
 )
 from ciuic_cli.layerwise.logits import TokenSpan
-from ciuic_cli.layerwise.mixed_precision import compute_dtype
+from ciuic_cli.layerwise.operations.mixed_precision import compute_dtype
 from ciuic_cli.process.progress import Progress
 from ciuic_cli.process.workers import Workers
 from ciuic_cli.profiling.account import measured

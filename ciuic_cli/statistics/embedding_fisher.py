@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from ciuic_cli.layerwise.stable_bits import stable_bits
+from ciuic_cli.layerwise.operations.stable_bits import stable_bits
 from ciuic_cli.process.threads import one_thread
 from ciuic_cli.statistics.moments import Moments
 

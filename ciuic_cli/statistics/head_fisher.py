@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 
 from ciuic_cli.layerwise.logits import logit_tokens
-from ciuic_cli.layerwise.stable_bits import stable_bits
+from ciuic_cli.layerwise.operations.stable_bits import stable_bits
 from ciuic_cli.passes.chunk_size import scratch_slices
 from ciuic_cli.passes.fisher import Contexts
 from ciuic_cli.process.threads import one_thread

@@ -8,7 +8,7 @@ import torch
 
 from ciuic_cli.codecs import native
 from ciuic_cli.integers import ceil_div
-from ciuic_cli.layerwise.stable_bits import outer_product
+from ciuic_cli.layerwise.operations.stable_bits import outer_product
 from ciuic_cli.profiling.account import count_native
 from ciuic_cli.statistics import lower_half
 

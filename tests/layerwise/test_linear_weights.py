@@ -12,7 +12,7 @@ import torch
 from ciuic_cli.checkpoint.model_map import ModelMap, map_model
 from ciuic_cli.checkpoint.reader import open_checkpoint
 from ciuic_cli.layerwise.layer_stream import LayerStream
-from ciuic_cli.layerwise.mixed_precision import mixed_precision
+from ciuic_cli.layerwise.operations.mixed_precision import mixed_precision
 
 CPU = torch.device("cpu")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ciuic_cli.layerwise.mixed_precision import mixed_precision
+from ciuic_cli.layerwise.operations.mixed_precision import mixed_precision
 
 CPU = torch.device("cpu")
 ROWS = torch.tensor([2, 0])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ciuic_cli.layerwise import stable_bits as module
-from ciuic_cli.layerwise.stable_bits import outer_product, stable_bits
+from ciuic_cli.layerwise.operations.stable_bits import outer_product, stable_bits
 from ciuic_cli.process.threads import parallel_map, threads
 
 CPU = torch.device("cpu")

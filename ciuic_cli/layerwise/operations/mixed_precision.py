@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ciuic_cli.layerwise.sequence_attention import NativeAttention
-from ciuic_cli.layerwise.stable_bits import stable_bits
+from ciuic_cli.layerwise.operations.sequence_attention import NativeAttention
+from ciuic_cli.layerwise.operations.stable_bits import stable_bits
 from ciuic_cli.process.processor import multiplies_bfloat16
 
 _WRITES = {

@@ -10,7 +10,7 @@ Three kinds of operations in layers depend on it (measured: docs/experiments/sta
 
 Operations outside of layers that depend on it run with `process.threads.one_thread`.
 
-Numbers of rows are rounded up on the way (`_with_repeated_rows`), so that oneDNN compiles few programs.
+Products get few numbers of rows on the way (`few_shapes.py`).
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ciuic_cli.integers import round_up
+from ciuic_cli.layerwise.operations.few_shapes import with_rows_added
 from ciuic_cli.process.threads import runs_beside_others, threads
 
 aten = torch.ops.aten
 _BFLOAT16_THREADS = 8
-"""Threads of a product in bfloat16 whose bits depend on their number. Large products take two cores 2 to 32 % longer with
-8 threads than with 2, and up to 2.3 times as long with 16 (measured: docs/experiments/statistics/thread-bits.md)."""
-_ROW_STEP = 32
-"""Products with fewer than 1,024 rows get a multiple of so many, those with more a multiple of a thirty-second to a
-sixteenth of their rows (measured: docs/experiments/runtime/compiled-products.md)."""
+"""Threads of a product in bfloat16 whose bits depend on their number. Large products take two cores 2 to 32 %
+longer with 8 threads than with 2, and up to 2.3 times as long with 16 (measured:
+docs/experiments/statistics/thread-bits.md)."""
 _EVEN = 16
 """MKL multiplies sizes that are multiples of this. Of 150 batched products with such sizes, none depended on the number
 of threads, up to 64 (measured: docs/experiments/statistics/thread-bits.md)."""
@@ -126,18 +124,7 @@ def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
     favours_torch = not (right.mT.is_contiguous() and _favours_onednn())
     if favours_torch and _are_even(*sizes) and min(sizes) >= _MANY:
         return None
-    return outer_product(_with_repeated_rows(left), right.mT)[: len(left)]
-
-
-def _with_repeated_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (m, k) with zeros as further rows, to one of few numbers of rows.
-
-    oneDNN compiles a program for each number of rows, which takes a millisecond, and keeps few of them. An expert has
-    another number of tokens in every chunk.
-    """
-    rows = len(x)
-    more = round_up(rows, max(_ROW_STEP, (1 << rows.bit_length()) // 32)) - rows
-    return torch.nn.functional.pad(x, (0, 0, 0, more)) if more else x
+    return outer_product(with_rows_added(left), right.mT)[: len(left)]
 
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
@@ -152,7 +139,7 @@ def _bfloat16_product(func: Callable[..., torch.Tensor], *args: torch.Tensor) ->
     *bias, left, right = args
     rows = len(left)
     if left.dim() == 2 and (not bias or bias[0].dim() == 1):
-        left = _with_repeated_rows(left)
+        left = with_rows_added(left)
     fixed = _bfloat16_depends_on_threads() and not runs_beside_others()
     with threads(_BFLOAT16_THREADS) if fixed else nullcontext():
         return func(*bias, left, right)[:rows]

@@ -1,0 +1,1 @@
+"""How torch computes the operations of a layer: precision, attention, stable bits, few shapes."""
