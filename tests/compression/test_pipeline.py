@@ -21,7 +21,7 @@ import ciuic_cli
 from ciuic_cli.artifact.verification import verify
 from ciuic_cli.artifact.writer import CHECKSUMS
 from ciuic_cli.errors import EnvironmentFault, InputError, TargetError, UsageError
-from ciuic_cli.layerwise import mixed_precision
+from ciuic_cli.layerwise.operations import mixed_precision
 from ciuic_cli.report.schema import LowRankPass, MemoryReport, PrunePass
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from ciuic_cli.codecs import native
-from ciuic_cli.layerwise import sequence_attention as module
+from ciuic_cli.layerwise.operations import sequence_attention as module
 from ciuic_cli.layerwise.operations.mixed_precision import mixed_precision
 from ciuic_cli.layerwise.operations.sequence_attention import sequence_attention
 from ciuic_cli.process.threads import threads

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ciuic_cli.layerwise import stable_bits as module
+from ciuic_cli.layerwise.operations import stable_bits as module
 from ciuic_cli.layerwise.operations.stable_bits import outer_product, stable_bits
 from ciuic_cli.process.threads import parallel_map, threads
 
