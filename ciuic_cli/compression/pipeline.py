@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
@@ -27,6 +26,7 @@ from ciuic_cli.compression.output_checks import check_apart, check_no_other_run,
 from ciuic_cli.compression.run import STATISTICS, Run
 from ciuic_cli.compression.task import Task, make_task
 from ciuic_cli.compression.writing import ROUNDED, write_artifact
+from ciuic_cli.cost.forecast import Forecast
 from ciuic_cli.errors import CiuicError, EnvironmentFault, InputError, TargetError, UsageError
 from ciuic_cli.hub.download import hub_id
 from ciuic_cli.hub.mirror import mirrored
@@ -39,7 +39,7 @@ from ciuic_cli.process.threads import renew_pool
 from ciuic_cli.process.torch_modes import default_modes
 from ciuic_cli.process.workers import Workers, is_distributed, join_workers
 from ciuic_cli.profiling.account import Account, keeping
-from ciuic_cli.report.schema import ForecastReport, MemoryReport
+from ciuic_cli.report.schema import MemoryReport
 from ciuic_cli.runtime.loading import choose_device
 
 Hint = Callable[[str], None]
@@ -154,11 +154,7 @@ def _lead(request: _Request, workers: Workers) -> MemoryReport:
     task = _checked_task(request)
     if not request.options.dry_run:
         return _compress(request, task, workers)
-    expected = task.forecast()
-    request.hint(expected.sentence())
-    return dataclasses.replace(
-        _plan_only(request, task, workers), forecast=ForecastReport(**expected.as_dict())
-    )
+    return _plan_only(request, task, workers, _announced_forecast(request, task))
 
 
 def _checked_task(request: _Request) -> Task:
@@ -172,21 +168,27 @@ def _checked_task(request: _Request) -> Task:
         check_no_other_run(out)
         check_output(out, force=options.force)
     kernels.available(device, request.hint)  # announces the first compilation, if any
-    task = make_task(checkpoint, options, request.hint, Journal(out).unfinished())
+    task = make_task(checkpoint, options, request.hint, Journal(out).unfinished(), request.started)
     if not options.dry_run:
         atomic_files.require_space(out, task.codes_bytes)
     require_readable(task.map)
     return task
 
 
-def _plan_only(request: _Request, task: Task, workers: Workers) -> MemoryReport:
+def _announced_forecast(request: _Request, task: Task) -> Forecast:
+    expected = task.forecast()
+    request.hint(expected.sentence())
+    return expected
+
+
+def _plan_only(request: _Request, task: Task, workers: Workers, expected: Forecast) -> MemoryReport:
     """A dry run: the report of the plan. The journal is in a temporary folder."""
     with _temporary_folder() as out, Journal(out) as journal, _disk_faults_of(journal):
         journal.begin(task.fingerprint(), restart=request.options.force)
         workers.broadcast((out, None))
-        run = Run(task, journal, workers, request.progress, request.hint)
+        run = Run(task, journal, workers, request.progress, request.hint, expected)
         run.collect()
-        report = run.report(run.plan(), request.started)
+        report = run.report(run.plan())
         workers.barrier()  # the others read the journal until they have made their plans
         journal.remove()
         workers.broadcast(report)
@@ -200,12 +202,13 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         undeleted = publishing.recover(out)
         check_output(out, force=force)  # another run may have ended since the first check
         resumed = journal.begin(task.fingerprint(), restart=force)
+        expected = None
         if resumed:
             request.hint(f"continuing the unfinished run in {journal.folder}")
         else:
             if task.time_budget is not None:
                 request.hint(task.choice_sentence())
-            request.hint(task.forecast().sentence())
+            expected = _announced_forecast(request, task)
         report = _published_report(journal, out, replace=force) if resumed else None
         if resumed and report is None and not FinishedFiles.are_intact(journal, ROUNDED):
             journal.clear()  # the codes in a damaged file are nowhere else
@@ -221,12 +224,12 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
                 )
             workers.broadcast((out, report))
             if report is None:
-                run = Run(task, journal, workers, request.progress, request.hint)
+                run = Run(task, journal, workers, request.progress, request.hint, expected)
                 run.collect()
                 plan = run.plan()
                 run.encode(plan)
                 run.recover(plan)
-                report, undeleted = write_artifact(run, plan, out, request.started, force=force)
+                report, undeleted = write_artifact(run, plan, out, force=force)
                 if not resumed and (late := task.overrun_sentence(report.seconds)):
                     request.hint(late)
         journal.remove()

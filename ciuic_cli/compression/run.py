@@ -27,7 +27,7 @@ from ciuic_cli.compression.journal import Journal
 from ciuic_cli.compression.steps import JournalMark, Steps
 from ciuic_cli.compression.task import Task
 from ciuic_cli.compression.windows import with_windows
-from ciuic_cli.cost.forecast import noise_room
+from ciuic_cli.cost.forecast import Forecast, noise_room
 from ciuic_cli.errors import EnvironmentFault, TargetError
 from ciuic_cli.evaluation.estimates import Floats, Mean, mean_of
 from ciuic_cli.evaluation.kl_meter import KLMeter
@@ -65,6 +65,7 @@ class Run:
         corrections: the result of `probe_corrections`; set by `plan`.
         singular: number of matrices whose H was singular before damping; set by `plan`.
         recovered: the result of recovery; set by `recover`, None if the effort level has no recovery steps.
+        expected: the forecast of the run, for its report; None: the run is continued, or this worker does not lead it.
         coded_on: by key, the name of the machine that coded a matrix; known once the matrix was read (`encoded`).
     """
 
@@ -77,6 +78,7 @@ class Run:
         workers: Workers,
         progress: Progress,
         hint: Callable[[str], None] = lambda message: None,
+        expected: Forecast | None = None,
     ) -> None:
         self.task, self.journal, self.workers, self.progress = task, journal, workers, progress
         self.map, self.options = task.map, task.options
@@ -86,7 +88,7 @@ class Run:
         self.singular = 0
         self.recovered: RecoveryResult | None = None
         self.coded_on: dict[Key, str] = {}
-        self._hint = hint
+        self._hint, self.expected = hint, expected
         self._steps = Steps(journal, workers, progress)
         self._kl_meter: KLMeter | None = None
 
@@ -369,13 +371,14 @@ class Run:
                 experts.setdefault(matrix.name.removesuffix(".down_proj"), []).append(pruned)
         return masking({name: torch.tensor(mask) for name, mask in experts.items()})
 
-    def report(self, plan: Plan, started: float, measured_kl: Mean | None = None) -> MemoryReport:
-        """The memory report. started: seconds of the monotonic clock when the run began."""
+    def report(self, plan: Plan, measured_kl: Mean | None = None) -> MemoryReport:
+        """The memory report."""
         return build_report(
             self.map, plan, self.statistics, options=self.task.settled_options(),
             corrections=self.corrections, singular=self.singular, measured_kl=measured_kl,
             recovered=self.recovered, coded_on=Counter(self.coded_on.values()),
-            held_out_tokens=self.task.held_out.numel(), vocabulary_seen=self.task.vocabulary_seen, started=started,
+            held_out_tokens=self.task.held_out.numel(), vocabulary_seen=self.task.vocabulary_seen,
+            started=self.task.started, expected=self.expected,
         )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -57,6 +58,7 @@ class Task:
         text: the tokenized calibration text. `options.sequences` of its sequences, evenly spaced, are for the
             statistics and for measuring KL (held out). The others are for recovery.
         budget: bytes that the artifact's safetensors files may take.
+        started: `time.monotonic()` at the beginning of the run.
         time_budget: seconds by which effort, sequences and states of `options` were chosen; None: the user gave them.
         rates: of this model on this machine, if they were measured for that.
     """
@@ -67,6 +69,7 @@ class Task:
     passes: PassOptions
     text: CalibrationSequences
     budget: int
+    started: float
     time_budget: float | None = None
     rates: Rates | None = None
 
@@ -136,7 +139,7 @@ class Task:
         """Expected time, memory and disk space of the run."""
         return forecast(
             self.map, self._size, **_work(self.options), ranks=self.options.rank != "off", budget=self.budget,
-            device=choose_device(self.options.device), rates=self.rates,
+            device=choose_device(self.options.device), started=self.started, rates=self.rates,
         )  # fmt: skip
 
     def work_bytes(self) -> int:
@@ -214,17 +217,20 @@ def make_task(
     options: CompressOptions,
     hint: Callable[[str], None],
     unfinished: Mapping[str, Any] | None = None,
+    started: float | None = None,
 ) -> Task:
     """Map the model, compute the budget and tokenize the calibration text; reads no weights.
 
     hint: called with warnings about the checkpoint. unfinished: the fingerprint of a run to continue, whose choice of
-    effort, sequences and states is taken if it had the same time budget.
+    effort, sequences and states is taken if it had the same time budget. started: `time.monotonic()` at the beginning
+    of the run, if it began before this call.
 
     Raises:
         UsageError: more tokens per sequence than the model has positions; a rank that no matrix has room for.
         InputError: a checkpoint, tokenizer or text that cannot be used.
         TargetError: a budget below the smallest possible artifact; a time budget below the shortest run.
     """
+    started = time.monotonic() if started is None else started
     model_map = map_model(checkpoint)
     for warning in model_map.warnings:
         hint(warning)
@@ -233,7 +239,7 @@ def make_task(
         if not model_map.mtp.kept:
             hint("the checkpoint has no multi-token-prediction layers to keep")
     seqlen = options.sequence_length(max_positions(model_map.config))
-    options, time_budget, rates = _settled(options, model_map, seqlen, unfinished or {})
+    options, time_budget, rates = _settled(options, model_map, seqlen, unfinished or {}, started)
     passes = PassOptions(options.bits, options.L, options.prune, options.rank)
     budget = options.budget(2 * model_map.stored_numel)
     check_reachable(model_map, budget, passes)
@@ -257,7 +263,7 @@ def make_task(
     )
     if short := _short_text(options, text, sequences):
         hint(short)
-    return Task(checkpoint, model_map, options, passes, text, budget, time_budget, rates)
+    return Task(checkpoint, model_map, options, passes, text, budget, started, time_budget, rates)
 
 
 def _short_text(options: CompressOptions, text: CalibrationSequences, sequences: int) -> str | None:
@@ -274,7 +280,11 @@ def _short_text(options: CompressOptions, text: CalibrationSequences, sequences:
 
 
 def _settled(
-    options: CompressOptions, model_map: ModelMap, seqlen: int, unfinished: Mapping[str, Any]
+    options: CompressOptions,
+    model_map: ModelMap,
+    seqlen: int,
+    unfinished: Mapping[str, Any],
+    started: float,
 ) -> tuple[CompressOptions, float | None, Rates | None]:
     """The options with what the time budget chooses, or chose for the unfinished run; that budget; measured rates."""
     seconds = options.time_budget
@@ -286,12 +296,13 @@ def _settled(
     matrices = weight_matrices(model_map.parameters.values())
     device = choose_device(options.device)
     rates = measure_rates(model_map, matrices, ranks=options.rank != "off", device=device)
+    start = time.monotonic() - started
 
     def seconds_of(choice: CompressOptions) -> float:
         held_out = int(_held_out(choice.sequences, choice.level.least_held_out).sum())
         text = _text_size(choice, choice.sequences - held_out, held_out, seqlen)
         room = kept_noise(model_map, matrices, text, tall_outputs=choice.level.tall_outputs)
-        return sum(phase_seconds(model_map, rates, text, kept_noise=room, **_work(choice)).values())
+        return start + sum(phase_seconds(model_map, rates, text, kept_noise=room, **_work(choice)).values())
 
     return within_time(options, seconds_of), seconds, rates
 

@@ -37,9 +37,7 @@ ROUNDED = "rounded.kl"
 """Journal step: KL of every held-out token of the rounded weights."""
 
 
-def write_artifact(
-    run: Run, plan: Plan, out: Path, started: float, *, force: bool
-) -> tuple[MemoryReport, Path | None]:
+def write_artifact(run: Run, plan: Plan, out: Path, *, force: bool) -> tuple[MemoryReport, Path | None]:
     """Write the artifact under a temporary name and rename it to `out`. force: replace an older artifact there.
 
     Returns the report, and the path of a folder with a replaced output that cannot be removed (None: it was removed).
@@ -50,7 +48,7 @@ def write_artifact(
     """
     try:
         folder = publishing.begin(out)
-        report = _write_folder(run, plan, folder, started)
+        report = _write_folder(run, plan, folder)
         run.task.require_unchanged()
         check_no_run_inside(out)
         raise_if_interrupted()
@@ -62,7 +60,7 @@ def write_artifact(
     return report, undeleted
 
 
-def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryReport:
+def _write_folder(run: Run, plan: Plan, folder: Path) -> MemoryReport:
     """Write all files of the artifact; returns the report."""
     factors = {} if run.recovered is None else run.recovered.factors
     with measured("measure", ""):
@@ -71,7 +69,7 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     with measured("write", ""):
         _write_weights(run, plan, folder, factors)
     writer.copy_companions(run.map.checkpoint.folder, folder)
-    report = run.report(plan, started, mean_of(rounded))
+    report = run.report(plan, mean_of(rounded))
     quantization = quantization_config(
         bits_per_weight=report.bits_per_weight, ratio=report.ratio, mtp=run.map.mtp
     )
@@ -79,7 +77,7 @@ def _write_folder(run: Run, plan: Plan, folder: Path, started: float) -> MemoryR
     _require_readable(folder)
     with measured("measure", ""):
         require_loadable(run, folder, rounded)
-    report = run.report(plan, started, mean_of(rounded))  # again: its seconds include the check
+    report = run.report(plan, mean_of(rounded))  # again: its seconds include the check
     if run.options.prompt is not None:
         report = _with_sample(
             report, run.options.prompt, run.map.checkpoint.folder, folder, run.options.device

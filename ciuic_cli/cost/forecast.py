@@ -6,6 +6,7 @@ Bytes are computed from the checkpoint's headers. Seconds are timed on random ma
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -74,7 +75,10 @@ LEAST_NOISE_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Forecast:
-    """Predicted seconds of a whole run by phase, and the most bytes on disk and resident in memory."""
+    """Predicted seconds of a whole run by phase, and the most bytes on disk and resident in memory.
+
+    The first phase, "start", is no prediction: the seconds from the beginning of the run to the forecast.
+    """
 
     seconds: dict[str, float]
     disk_bytes: int
@@ -108,29 +112,31 @@ def forecast(
     ranks: bool,
     budget: int,
     device: torch.device,
+    started: float,
     tall_outputs: bool = True,
     rates: Rates | None = None,
 ) -> Forecast:
     """Predict a run of `compress`; takes seconds, because it times matrices.
 
     states: mean trellis states per weight. probed_layers: most layers of a probe. ranks: whether arms with a low-rank
-    part are priced. budget: bytes of the artifact. tall_outputs: see `allocation.matrices.full_outputs`. rates: of this
-    model, if they have been measured.
+    part are priced. budget: bytes of the artifact. started: `time.monotonic()` at the beginning of the run.
+    tall_outputs: see `allocation.matrices.full_outputs`. rates: of this model, if they have been measured.
     """
     matrices = weight_matrices(model_map.parameters.values())
     work = work_bytes(model_map, matrices, text, device=device, tall_outputs=tall_outputs)
     base = resident_bytes()  # before matrices are timed: the run reuses the memory that they leave behind
     rates = rates or measure_rates(model_map, matrices, ranks=ranks, device=device)
+    phases = phase_seconds(
+        model_map,
+        rates,
+        text,
+        states=states,
+        probed_layers=probed_layers,
+        tall_outputs=tall_outputs,
+        kept_noise=kept_noise(model_map, matrices, text, tall_outputs=tall_outputs),
+    )
     return Forecast(
-        phase_seconds(
-            model_map,
-            rates,
-            text,
-            states=states,
-            probed_layers=probed_layers,
-            tall_outputs=tall_outputs,
-            kept_noise=kept_noise(model_map, matrices, text, tall_outputs=tall_outputs),
-        ),
+        {"start": time.monotonic() - started, **phases},
         disk_bytes(model_map, matrices, text, budget, tall_outputs=tall_outputs),
         base + work + _freed_bytes(base + work, work),
     )

@@ -192,8 +192,8 @@ class MemoryReport:
     what the artifact was allowed to take. measured_kl, measured_kl_stderr: on held-out calibration text, None if not
     measured. dropped, kept: sentences about the multi-token-prediction layers. options: as settled for this run.
     coded_on: number of matrices by the machine that coded them, "cpu" or the name of a GPU; not of a dry run. seconds,
-    peak_rss_bytes: of this process. forecast: of a dry run only. model: the original's name on the hub or the
-    name of its folder. date: of the end of the run in UTC, YYYY-MM-DD. samples: of a run with a prompt. Reports of
+    peak_rss_bytes: of this process. forecast: None if the run was continued. model: the original's name on the hub or
+    the name of its folder. date: of the end of the run in UTC, YYYY-MM-DD. samples: of a run with a prompt. Reports of
     older versions lack these three.
 
     See docs/FORMAT.md for every key.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,7 @@ def test_a_run_that_continues_keeps_its_choice(
     assert any("continuing" in hint for hint in hints)
     assert not any("expected to take" in hint for hint in hints)
     assert report.options == whole.options
+    assert whole.forecast is not None and report.forecast is None  # the rest of a run has no forecast
     assert weights_of(out) == weights_of(tmp_path / "whole")
     recipe = read_recipe(str(out / "recipe.yaml"))
     assert recipe["nsamples"] == 12 and "time_budget" not in recipe
@@ -111,7 +113,7 @@ def test_a_run_that_continues_keeps_its_choice(
 def test_a_run_that_takes_longer_than_it_may_says_so(
     tiny_checkpoint: Callable[..., Path], tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(task, "phase_seconds", lambda *arguments, **options: {"statistics": 0.01})
+    monkeypatch.setattr(task, "within_time", lambda options, seconds_of: replace(options, time_budget=None))
     hints: list[str] = []
     report = compress_tiny(
         tiny_checkpoint("llama_tied"), tmp_path / "out", text, hint=hints.append, effort="default",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
@@ -83,9 +84,19 @@ def test_more_layers_take_more_disk_and_time_but_no_more_memory(
     monkeypatch.setattr(timing, "_clock", lambda run: (run(), 1.0)[1])  # other work must not decide
     monkeypatch.setattr(timing, "TIMING_REPEATS", {"cpu": 1, "gpu": 1})
     forecasts = [
-        forecast(m, text, states=1 << 12, probed_layers=16, ranks=True, budget=1, device=torch.device("cpu"))
+        forecast(
+            m,
+            text,
+            states=1 << 12,
+            probed_layers=16,
+            ranks=True,
+            budget=1,
+            device=torch.device("cpu"),
+            started=time.monotonic() - 5.0,
+        )
         for m in (few, many)
     ]
+    assert all(5.0 <= found.seconds["start"] < 60.0 for found in forecasts)
     assert forecasts[1].seconds["encode"] > 1.5 * forecasts[0].seconds["encode"]
 
 
@@ -102,7 +113,15 @@ def test_a_dry_run_reports_the_forecast(
     )  # fmt: skip
     expected = report.to_dict()["forecast"]
     assert (expected["seconds"]["recovery"] > 0) == (effort == "best")
-    assert set(expected["seconds"]) == {"statistics", "arms", "probe", "encode", "recovery", "measure"}
+    assert set(expected["seconds"]) == {
+        "start",
+        "statistics",
+        "arms",
+        "probe",
+        "encode",
+        "recovery",
+        "measure",
+    }
     assert all(seconds > 0 for phase, seconds in expected["seconds"].items() if phase != "recovery")
     assert expected["total_seconds"] == pytest.approx(sum(expected["seconds"].values()))
     assert expected["peak_rss_bytes"] > 50e6

@@ -405,7 +405,7 @@ def _task(monkeypatch: pytest.MonkeyPatch, sequences: int, nsamples: int, steps:
     monkeypatch.setitem(options.EFFORTS, "best", options.Effort(1 << 12, nsamples, 16, steps))
     settings = options.CompressOptions(effort="best")
     batches = torch.arange(sequences)[:, None].expand(-1, 3)
-    return Task(None, None, settings, None, CalibrationSequences(batches, 0), 0)  # type: ignore[arg-type]
+    return Task(None, None, settings, None, CalibrationSequences(batches, 0), 0, 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
