@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
+
+_LIMIT_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+"""Environment variables with the newest instructions that oneDNN may use; it reads the first one that is set."""
+_NEWER_INSTRUCTIONS = {
+    "SSE41": ("avx", "amx"),
+    "AVX": ("avx2", "avx512", "amx"),
+    "AVX2": ("avx512", "amx"),
+    "AVX2_VNNI": ("avx512", "amx"),
+    "AVX2_VNNI_2": ("avx512", "amx"),
+    "AVX512_CORE": ("avx512_bf16", "amx"),
+    "AVX512_CORE_VNNI": ("avx512_bf16", "amx"),
+    "AVX512_CORE_BF16": ("amx",),
+    "AVX512_CORE_FP16": ("amx",),
+}
+"""By value of that variable, beginnings of the names of the instructions that it excludes, of those that are asked for
+here. Other values exclude none of them."""
 
 
 def is_intel() -> bool:
@@ -22,8 +39,16 @@ def multiplies_bfloat16() -> bool:
     vector units multiply bfloat16 at half of float32's rate, which counts where a virtual machine hides AMX (measured:
     docs/experiments/statistics/faster-moments.md).
     """
+    names = ("amx_bf16", "bf16") if is_intel() else ("amx_bf16", "bf16", "avx512_bf16")
+    return any(has_instructions(name) for name in names)
+
+
+@functools.cache
+def has_instructions(name: str) -> bool:
+    """Whether the processor has these instructions, and the environment does not keep oneDNN, torch's library of
+    products, from using them. name: a key of `torch.cpu.get_capabilities`."""
     import torch
 
-    capabilities = torch.cpu.get_capabilities()
-    names = ("amx_bf16", "bf16") if is_intel() else ("amx_bf16", "bf16", "avx512_bf16")
-    return any(capabilities.get(name) for name in names)
+    limit = next((os.environ[each] for each in _LIMIT_NAMES if each in os.environ), "").upper()
+    is_excluded = name.startswith(_NEWER_INSTRUCTIONS.get(limit, ()))
+    return bool(torch.cpu.get_capabilities().get(name)) and not is_excluded

@@ -15,7 +15,6 @@ Products get few numbers of rows on the way (`few_shapes.py`).
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -24,6 +23,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ciuic_cli.layerwise.operations.few_shapes import with_rows_added
+from ciuic_cli.process.processor import has_instructions
 from ciuic_cli.process.threads import runs_beside_others, threads
 
 aten = torch.ops.aten
@@ -145,23 +145,19 @@ def _bfloat16_product(func: Callable[..., torch.Tensor], *args: torch.Tensor) ->
         return func(*bias, left, right)[:rows]
 
 
-@functools.cache
 def _bfloat16_depends_on_threads() -> bool:
     """False on processors with AVX512_BF16 and without AMX, where no product depended on it (measured:
     docs/experiments/statistics/thread-bits.md). With AMX products depend on it; others were not measured."""
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("amx_bf16")) or not capabilities.get("avx512_bf16")
+    return has_instructions("amx_bf16") or not has_instructions("avx512_bf16")
 
 
-@functools.cache
 def _favours_onednn() -> bool:
     """True if oneDNN's float32 product x Wᵀ is at least as fast as torch's own, which is MKL's on x86.
 
     MKL's product takes an eighth less time on AMD processors without AVX-512 (measured:
     docs/experiments/statistics/faster-moments.md).
     """
-    capabilities = torch.cpu.get_capabilities()
-    return not capabilities.get("avx2") or bool(capabilities.get("avx512_f"))
+    return not has_instructions("avx2") or has_instructions("avx512_f")
 
 
 def _added_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor | None:
