@@ -92,7 +92,8 @@ def _show_notes(console: Console, report: MemoryReport) -> None:
     if singular:
         console.hint(
             f"the calibration text does not show how important some inputs are, in {singular} of the matrices (too few "
-            "tokens, or inputs that are always 0); these inputs count as equally important: more text may help"
+            "tokens, or inputs that are always 0); these inputs count as equally important: more text may help "
+            "(--nsamples, --calibration)"
         )
     if warning := large_loss_warning(report):
         console.warning(warning)
@@ -111,27 +112,28 @@ def _bytes(count: float) -> str:
 
 
 def show_account(console: Console, rows: Sequence[AccountRow]) -> None:
-    """Print the account of a run, if there is one: a line for each part, and their sum."""
+    """Print the account of a run, if there is one: a line for each part, then the sums of the phases and of all."""
     if not rows:
         return
+    from ciuic_cli.profiling.peaks import phase_sums
+
+    def cells(row: AccountRow) -> list[Any]:
+        share = None if row.share is None else f"{row.share:.0%}"
+        return [round(row.operations / 1e9, 1), round(row.bytes / 1e9, 1), round(row.seconds, 1), share]
+
+    columns = ["G operations", "GB", "seconds", "of the peak"]
     console.data("")
     console.table(
         "account of this process (seconds of the processor, summed over threads)",
-        ["phase", "step", "matrices", "G operations", "GB", "seconds", "of the peak"],
-        [
-            *(
-                [
-                    row.phase, row.step, row.kind, round(row.operations / 1e9, 1), round(row.bytes / 1e9, 1),
-                    round(row.seconds, 1), None if row.share is None else f"{row.share:.0%}",
-                ]
-                for row in rows
-            ),
-            [
-                "all", "", "", round(sum(row.operations for row in rows) / 1e9, 1),
-                round(sum(row.bytes for row in rows) / 1e9, 1), round(sum(row.seconds for row in rows), 1), None,
-            ],
-        ],
-    )  # fmt: skip
+        ["phase", "step", "matrices", *columns],
+        [[row.phase, row.step, row.kind, *cells(row)] for row in rows],
+    )
+    console.data("")
+    console.table(
+        "account of this process by phase",
+        ["phase", *columns],
+        [[row.phase, *cells(row)] for row in phase_sums(rows)],
+    )
 
 
 def _roles(components: Sequence[ComponentReport]) -> list[list[object]]:

@@ -205,9 +205,9 @@ def _compress(request: _Request, task: Task, workers: Workers) -> MemoryReport:
         expected = None
         if resumed:
             request.hint(f"continuing the unfinished run in {journal.folder}")
-        else:
-            if task.time_budget is not None:
-                request.hint(task.choice_sentence())
+        if task.time_budget is not None:
+            request.hint(task.choice_sentence())
+        if not resumed:
             expected = _announced_forecast(request, task)
         report = _published_report(journal, out, replace=force) if resumed else None
         if resumed and report is None and not FinishedFiles.are_intact(journal, ROUNDED):

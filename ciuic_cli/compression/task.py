@@ -276,7 +276,10 @@ def _short_text(options: CompressOptions, text: CalibrationSequences, sequences:
         if options.calibration_only
         else "the package's mix fills up, unless you give more text or --calibration-only"
     )
-    return f"--calibration has text for {text.own} of {wanted} sequences of {text.tokens.shape[1]} tokens: {rest}"
+    all_of_them = f"{wanted} sequences of {text.tokens.shape[1]} tokens"
+    if options.level.recovery_steps:
+        all_of_them += ", those for recovery included"
+    return f"--calibration has text for {text.own} of {all_of_them}: {rest}"
 
 
 def _settled(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -84,6 +84,29 @@ def account_rows(account: Account, peaks: Mapping[torch.dtype, float]) -> list[A
         for part, entry in account.entries.items()
     ]
     return sorted(rows, key=lambda row: (phases.index(row.phase), -row.seconds))
+
+
+def phase_sums(rows: Sequence[AccountRow]) -> list[AccountRow]:
+    """The lines of an account, summed by phase, and their sum in a last one. The share is of all seconds, also of parts
+    without operations."""
+    by_phase = {
+        phase: [row for row in rows if row.phase == phase] for phase in dict.fromkeys(r.phase for r in rows)
+    }
+    return [_sum(phase, of_phase) for phase, of_phase in (*by_phase.items(), ("all", rows))]
+
+
+def _sum(phase: str, rows: Sequence[AccountRow]) -> AccountRow:
+    seconds = sum(row.seconds for row in rows)
+    at_peak = sum(row.share * row.seconds for row in rows if row.share is not None)
+    return AccountRow(
+        phase,
+        "",
+        "",
+        sum(row.operations for row in rows),
+        sum(row.bytes for row in rows),
+        seconds,
+        at_peak / seconds if at_peak and seconds else None,
+    )
 
 
 def _share(entry: Entry, peaks: Mapping[torch.dtype, float]) -> float | None:

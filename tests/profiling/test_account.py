@@ -10,7 +10,7 @@ import torch
 
 from ciuic_cli.process.threads import in_order, one_thread
 from ciuic_cli.profiling.account import REST, Account, Entry, counted_here, keeping, measured, step
-from ciuic_cli.profiling.peaks import TIMED_DTYPES, account_rows, measure_peaks
+from ciuic_cli.profiling.peaks import TIMED_DTYPES, AccountRow, account_rows, measure_peaks, phase_sums
 from ciuic_cli.statistics.symmetric_product import add_symmetric_product
 
 
@@ -137,3 +137,16 @@ def test_sums_of_moments_count_half_of_their_products() -> None:
     half, whole = 64 * 50 * 51, 2 * 64 * 50 * 50  # by the native kernel, or by torch where it lacks one
     assert half <= entry.operations[torch.float32] <= whole
     assert entry.nbytes >= factor.nbytes + moment.nbytes
+
+
+def test_phases_are_summed_with_their_shares() -> None:
+    rows = [
+        AccountRow("arms", "factors", "q", 60, 8, 3.0, 0.5),
+        AccountRow("encode", "search", "q", 0, 1, 6.0, None),
+        AccountRow("arms", "rest", "k", 20, 2, 1.0, 0.1),
+    ]
+    arms, encode, everything = phase_sums(rows)
+    assert (arms.phase, arms.operations, arms.bytes, arms.seconds) == ("arms", 80, 10, 4.0)
+    assert arms.share == pytest.approx(1.6 / 4)  # 1.6 s at the peak
+    assert encode.share is None
+    assert everything.phase == "all" and everything.share == pytest.approx(1.6 / 10)
