@@ -41,7 +41,7 @@ from ciuic_cli.profiling.account import measured
 from ciuic_cli.recovery.row_factors import Factors, tuned_weights
 from ciuic_cli.recovery.tuning import Recovery, RecoveryResult
 from ciuic_cli.report.build import build_report
-from ciuic_cli.report.schema import MemoryReport
+from ciuic_cli.report.schema import ForecastReport, MemoryReport
 from ciuic_cli.runtime.loading import choose_device
 from ciuic_cli.runtime.routing import masking
 from ciuic_cli.statistics.collect import collect_statistics
@@ -378,7 +378,8 @@ class Run:
             corrections=self.corrections, singular=self.singular, measured_kl=measured_kl,
             recovered=self.recovered, coded_on=Counter(self.coded_on.values()),
             held_out_tokens=self.task.held_out.numel(), vocabulary_seen=self.task.vocabulary_seen,
-            started=self.task.started, expected=self.expected,
+            started=self.task.started,
+            forecast=None if self.expected is None else ForecastReport(**self.expected.as_dict()),
         )  # fmt: skip
 
 

@@ -14,7 +14,6 @@ from ciuic_cli.checkpoint.model_map import ModelMap, Parameter
 from ciuic_cli.checkpoint.mtp import PredictionLayers
 from ciuic_cli.checkpoint.roles import MTP_ROLES
 from ciuic_cli.codecs.bits import bits_of
-from ciuic_cli.cost.forecast import Forecast
 from ciuic_cli.evaluation.estimates import Mean
 from ciuic_cli.process.memory import peak_resident_bytes
 from ciuic_cli.recovery.row_factors import Factors
@@ -59,7 +58,7 @@ def build_report(
     held_out_tokens: int,
     vocabulary_seen: float,
     started: float,
-    expected: Forecast | None,
+    forecast: ForecastReport | None,
 ) -> MemoryReport:
     """The memory report of a finished run, or of a plan.
 
@@ -72,7 +71,7 @@ def build_report(
         coded_on: number of matrices by the machine that coded them; empty in a plan.
         vocabulary_seen: share of the vocabulary that occurs in the calibration tokens.
         started: `time.monotonic()` at the beginning of the run.
-        expected: the forecast of the run; None: it was continued.
+        forecast: of the run; None: it was continued.
     """
     original_bytes = 2 * model_map.stored_numel
     source_bytes = model_map.checkpoint.source_bytes
@@ -109,7 +108,7 @@ def build_report(
         options=options,
         coded_on=dict(coded_on) or None,
         seconds=time.monotonic() - started,
-        forecast=None if expected is None else ForecastReport(**expected.as_dict()),
+        forecast=forecast,
         peak_rss_bytes=peak_resident_bytes(),
         model=name_of(model_map.checkpoint.folder),
         date=datetime.now(UTC).date().isoformat(),
