@@ -72,8 +72,8 @@ def compress(
             folder); they are fetched again when they are needed again. Default: the whole model is downloaded once.
         account: receives what this process computes in the run, and how long that takes.
         **options: the fields of `CompressOptions`: ratio, target_bpw, target_size, calibration, nsamples, seqlen, seed,
-            effort, states, time_budget, prune, rank, bits, mtp, device, prompt, dry_run, force. A dry run's report has
-            a "forecast" of the run.
+            effort, states, time_budget, prune, rank, bits, mtp, device, prompt, dry_run, force. The report has a
+            forecast of the run, unless the run was continued.
 
     Raises:
         TypeError: an option that does not exist.
