@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 _LIMIT_NAMES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Environment variables with the newest instructions that oneDNN may use; it reads the first one that is set."""
+"""Environment variables that name the newest instructions which oneDNN, torch's library of products, may use. oneDNN
+reads the first one that is set."""
 _NEWER_INSTRUCTIONS = {
     "SSE41": ("avx", "amx"),
     "AVX": ("avx2", "avx512", "amx"),
@@ -19,8 +20,8 @@ _NEWER_INSTRUCTIONS = {
     "AVX512_CORE_BF16": ("amx",),
     "AVX512_CORE_FP16": ("amx",),
 }
-"""By value of that variable, beginnings of the names of the instructions that it excludes, of those that are asked for
-here. Other values exclude none of them."""
+"""Which instructions each value of these variables excludes: beginnings of names in `torch.cpu.get_capabilities`. Only
+instructions that this project asks for are listed. A value that is not listed excludes none of them."""
 
 
 def is_intel() -> bool:
@@ -45,8 +46,10 @@ def multiplies_bfloat16() -> bool:
 
 @functools.cache
 def has_instructions(name: str) -> bool:
-    """Whether the processor has these instructions, and the environment does not keep oneDNN, torch's library of
-    products, from using them. name: a key of `torch.cpu.get_capabilities`."""
+    """True if the processor has these instructions and the environment allows oneDNN to use them.
+
+    name: a key of `torch.cpu.get_capabilities`.
+    """
     import torch
 
     limit = next((os.environ[each] for each in _LIMIT_NAMES if each in os.environ), "").upper()

@@ -87,8 +87,10 @@ def account_rows(account: Account, peaks: Mapping[torch.dtype, float]) -> list[A
 
 
 def phase_sums(rows: Sequence[AccountRow]) -> list[AccountRow]:
-    """The lines of an account, summed by phase, and their sum in a last one. The share is of all seconds, also of parts
-    without operations."""
+    """One line for each phase of an account, and a last line with the sum of all phases.
+
+    A line's share is of all its seconds, with those of parts that report no operations.
+    """
     by_phase = {
         phase: [row for row in rows if row.phase == phase] for phase in dict.fromkeys(r.phase for r in rows)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,10 @@ def test_a_short_text_is_not_filled_up_in_silence(
     assert [hint for hint in hints if "--calibration" in hint] == [
         f"--calibration has text for 5 of 8 sequences of 48 tokens: {said}"
     ]
+    hints.clear()
+    make_task(open_checkpoint(tiny_checkpoint("llama")), replace(options, effort="best"), hints.append)
+    (hint,) = (hint for hint in hints if "--calibration" in hint)
+    assert f" sequences of 48 tokens, those for recovery included: {said}" in hint
 
 
 def test_the_statistics_know_what_each_sequence_counts(

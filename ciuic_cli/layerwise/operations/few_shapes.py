@@ -1,4 +1,4 @@
-"""Products of matrices with any number of rows in few shapes.
+"""Rounds the number of a matrix's rows up, so that products have few shapes.
 
 oneDNN compiles a program for each number of rows, which takes a millisecond, and keeps few of them. An expert has
 another number of tokens in every chunk, so a third of the statistics of a model with many experts was compiling
@@ -18,7 +18,7 @@ _FINENESS = 32
 
 
 def with_rows_added(x: torch.Tensor) -> torch.Tensor:
-    """x (m, k) with zeros as further rows, so that the number of rows is one of few."""
+    """x (m, k) with rows of zeros at the end, so that few numbers of rows occur. Drop their rows from the product."""
     rows = len(x)
     added = round_up(rows, max(_STEP, (1 << rows.bit_length()) // _FINENESS)) - rows
     return torch.nn.functional.pad(x, (0, 0, 0, added)) if added else x

@@ -10,7 +10,7 @@ Three kinds of operations in layers depend on it (measured: docs/experiments/sta
 
 Operations outside of layers that depend on it run with `process.threads.one_thread`.
 
-Products get few numbers of rows on the way (`few_shapes.py`).
+Before such a product a matrix gets rows of zeros, so that oneDNN meets few shapes (`few_shapes.py`).
 """
 
 from __future__ import annotations
